@@ -319,6 +319,20 @@ def test_a_reset_of_all_may_be_received_row_by_row() -> None:
             rows = both.recv(3)
 
 
+def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
+    """Also while a row is in flight, and where the last step before the latest reset of all ended an episode."""
+    envs, same = opened(Walk, 2, spare_workers=1), twin([Walk] * 2)
+    envs.reset(seed=7)
+    while not envs.step(np.ones(2, np.int64))[2][1]:
+        pass
+    assert_identical(envs.reset(seed=9), same.reset(seed=9))
+    envs.send(np.ones(1, np.int64), np.array([0]))
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    for field, wanted in zip(envs.step(np.ones(2, np.int64))[:4], same.step(np.ones(2, np.int64))[:4], strict=True):
+        assert_identical(field[1], wanted[1])
+    envs.close()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_snapshots_take_the_seeds_of_later_episodes_along(mode: str) -> None:
     with contextlib.closing(opened(Walk, autoreset_mode=mode)) as envs:

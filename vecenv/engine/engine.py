@@ -189,10 +189,11 @@ class Engine(Steps):
         else:
             self.ask_reset(seeds, options, None if ids is None else np.isin(np.arange(self.num_envs), ids))
 
-    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
+    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None, **about: Any) -> None:
         """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped.
 
-        ``seeds`` has an entry for every row there is, and so have ``options`` if they are a list.
+        ``seeds`` has an entry for every row there is, and so have ``options`` if they are a list. ``about``: other
+        attributes of the request.
         """
         chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
         if not self.idle:
@@ -205,16 +206,18 @@ class Engine(Steps):
             self.batch.final[~mask] = False
             self.show_whole([row for row in self.failed if not mask[row]])
         request = self._request(
-            "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds, options=options
+            "reset", Op.RESET, Op.RESET_SOME, chosen, _reset_payload(seeds, options), mask=mask, seeds=seeds,
+            options=options, **about,
         )  # fmt: skip
         self.pool.ask(request, alone=True)
 
-    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
-        """Reset some rows, to be received one by one; ``seeds`` and ``options`` as of :meth:`ask_reset`."""
+    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions, **about: Any) -> None:
+        """Reset some rows, to be received one by one; ``seeds``, ``options`` and ``about`` as of :meth:`ask_reset`."""
         self.revive(rows)
         payload_of = _reset_payload(seeds, options)
         request = self._request(
-            "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds, options=options
+            "reset", Op.RESET_SOME, Op.RESET_SOME, sorted(rows), payload_of, by_row=True, seeds=seeds,
+            options=options, **about,
         )  # fmt: skip
         self.pool.ask(request)
 

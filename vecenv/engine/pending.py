@@ -212,6 +212,7 @@ class Request:
         by_row: The answers are taken row by row, by ``recv``.
         steps, resets: Rows that are stepped or reset by it.
         sequel: (result, deadline, timeout) -> what the caller gets, of a call that makes something of its answers.
+        episodes: With spare workers, of a reset: by row, the episodes that it begins.
     """
 
     # Defaults of attributes that a plain step does not set.
@@ -224,6 +225,7 @@ class Request:
     seeds: Sequence[Any] | None = None
     options: Any = None
     sequel: Any = None
+    episodes: Any = None
     steps: int = 0
     resets: int = 0
 
@@ -286,6 +288,7 @@ class Pending:
         infos, finals: By row: the infos and the last observations that came by pickle with those that are ready.
         latest: The rows of the latest ``recv``, which ``send`` means by default.
         steps, resets: Of environments, whose answers were taken.
+        episodes: With spare workers, the episodes that rows are in (:class:`vecenv.engine.spares.EpisodeTable`).
     """
 
     # Defaults of attributes that nothing writes into: in place of them, a dict of its own is put there.
@@ -294,6 +297,7 @@ class Pending:
     ready: Sequence[int] = ()
     infos: dict[int, Any] = {}  # noqa: RUF012
     finals: dict[int, Any] = {}  # noqa: RUF012
+    episodes: Any = None
     requests: dict[int, Request]
     latest: Array
     steps: int

@@ -8,22 +8,23 @@ on how fast the processes are, and what a row sees does not.
 
 What has to be done follows from three things, each changed in one store: the places (:attr:`SparePool.arranged`), what each
 process is to begin, and what was sent to it last. A message is not answered, and may be sent twice. So an interruption
-anywhere is made good by looking again (:meth:`SparePool.resume`), and nothing of this is pending.
+anywhere is made good by looking again (:meth:`SparePool.resume`), and nothing of this is pending. Which episodes the rows
+are in lies in the table of pending requests: the guard puts it in place together with the answer that says so.
 
 In next-step mode the processes change places before the step that begins the next episodes, which is then a step like any
 other: what an environment has begun ahead of time it gives as the answer. In same-step mode the workers only say that an
 episode is over; the first observation comes by one more request, to the worker that has the row from then on. That request
-is in the table of pending requests beside the step that it belongs to, and is taken with it.
+takes the place of the step in the table of pending requests, as the second request of a save does.
 """
 
 from __future__ import annotations
 
 import itertools
-import operator
 import pickle
 import select
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple, NoReturn
 
 import cloudpickle
@@ -32,13 +33,11 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import Request, Result, Settlement, Worker, WorkerRequest
+from vecenv.engine.pending import ALL, Pending, ReadyRow, Request, Result, Worker, WorkerRequest
 from vecenv.engine.pool import WorkerPool
-from vecenv.engine.steps import Received
 from vecenv.front.arguments import ResetOptions, any_seed
 from vecenv.front.capabilities import unable
-from vecenv.link.channel import ChannelClosed
-from vecenv.link.infos import NO_INFO
+from vecenv.front.driver import Stepped
 from vecenv.link.messages import Op, encode
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Row
@@ -74,7 +73,7 @@ def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
 #
 # An episode is known by its row and its number since the row's latest seeded reset, and its seed follows from these. So it
 # does not matter which environment runs it, nor when that began with it. Nothing here does anything: this is data, and each
-# change is another object, which takes the place of the one before in one store.
+# change is another object, which the guard puts in place with the answer that it follows from.
 
 class EpisodeId(NamedTuple):
     """An episode: the row, how often that was reset by its caller, and the number since the latest seed."""
@@ -112,7 +111,7 @@ class RowEpisode(NamedTuple):
         seed: What the row was reset with by the caller, or what stands for it; ``None``: it never was.
         life: How often it was reset by the caller.
         episode: The number of its episode since its seed.
-        began: The step with which that began.
+        began: The number of the request with which that began.
     """
 
     origin: int
@@ -129,18 +128,14 @@ class EpisodeTable:
     Attributes:
         rows: One for each.
         ended: Rows whose episode is over, and whose next begins with the next step.
-        answered: The number of the latest step whose answer is in here.
-        steps: How many there were.
     """
 
     rows: tuple[RowEpisode, ...]
-    ended: tuple[int, ...] = ()
-    answered: int = 0
-    steps: int = 0
+    ended: frozenset[int] = frozenset()
 
-    def next_key(self, row: int) -> EpisodeId:
-        """The episode that follows the one that a row is in, or was in."""
-        return EpisodeId(row, self.rows[row].life, self.rows[row].episode + 1)
+    def next_key(self, row: int, ahead: int = 1) -> EpisodeId:
+        """The episode that comes after the one that a row is in; ``ahead``: how far after it."""
+        return EpisodeId(row, self.rows[row].life, self.rows[row].episode + ahead)
 
     def seed_of(self, key: EpisodeId) -> int:
         """The seed of an episode that begins by itself."""
@@ -149,89 +144,63 @@ class EpisodeTable:
         return derived_seed(one.seed, one.origin, key.episode)
 
     def is_to_come(self, key: EpisodeId) -> bool:
-        """Whether no step has asked for an episode yet, and one may."""
+        """Whether no answer to a step has begun an episode yet, and one may."""
         return key.life == self.rows[key.row].life and key.episode > self.rows[key.row].episode
 
-    def coming(self, count: int, held: set[EpisodeId]) -> list[EpisodeId]:
-        """The next ``count`` episodes that are not ``held``: each row's next, of the oldest one first; and on."""
+    def coming(self, held: set[EpisodeId]) -> Iterator[EpisodeId]:
+        """The episodes to come that are not ``held``: each row's next, of the oldest one first; and on, without end."""
         waiting = [(row not in self.ended, one.began, row) for row, one in enumerate(self.rows) if one.seed is not None]
-        rows = [row for *_, row in sorted(waiting)]
-        found: list[EpisodeId] = []
-        ahead = 0
-        while rows and len(found) < count:
-            for row in rows:
-                key = self.next_key(row)
-                key = key._replace(episode=key.episode + ahead)
-                if key not in held and len(found) < count:
-                    found.append(key)
-            ahead += 1
-        return found
+        for ahead in itertools.count(1) if waiting else ():
+            for *_, row in sorted(waiting):
+                if (key := self.next_key(row, ahead)) not in held:
+                    yield key
 
-    def reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[EpisodeTable, list[int | None]]:
-        """As it will be when rows were reset by the caller, and the seeds for that.
+    def after_step(self, rows: Iterable[int]) -> dict[int, RowEpisode]:
+        """The next episodes of rows, which a step begins."""
+        return {row: self.rows[row]._replace(episode=self.rows[row].episode + 1) for row in rows}
+
+    def after_reset(self, rows: Sequence[int], seeds: Sequence[Any]) -> tuple[dict[int, RowEpisode], list[int | None]]:
+        """The episodes that a reset by the caller begins in rows, and the seeds for it.
 
         A row that is given a seed begins to count anew; one that is not goes on to its next episode; one that never had any
         gets one of no row's.
         """
-        then = list(self.rows)
+        begun: dict[int, RowEpisode] = {}
         given: list[int | None] = list(seeds)
         for row in rows:
-            seed, one = seeds[row], then[row]._replace(life=then[row].life + 1, began=self.steps)
+            seed, one = seeds[row], self.rows[row]._replace(life=self.rows[row].life + 1)
             if seed is None and one.seed is not None:
-                then[row] = one._replace(episode=one.episode + 1)
+                begun[row] = one._replace(episode=one.episode + 1)
                 given[row] = derived_seed(one.seed, one.origin, one.episode + 1)
                 continue
             given[row] = any_seed() if seed is None else int(seed)
-            then[row] = one._replace(episode=0, origin=row, seed=given[row])
-        ended = tuple(row for row in self.ended if row not in set(rows))
-        return replace(self, rows=tuple(then), ended=ended), given
+            begun[row] = one._replace(episode=0, origin=row, seed=given[row])
+        return begun, given
 
-    def source(self, row: int) -> tuple[int | None, int, int]:
-        """Of a row's episodes: the seed, the row that it was given to, and the number of the present one."""
-        one = self.rows[row]
-        return one.seed, one.origin, one.episode
-
-    def loaded(self, sources: Mapping[int, tuple[int | None, int, int] | None], pending: Sequence[int]) -> EpisodeTable:
-        """Once rows go on from other states; it may be done again.
-
-        Args:
-            sources: By row, as :meth:`source` gives them; ``None``: it is not known.
-            pending: Those whose next step begins an episode.
-        """
+    def loaded(self, known: Mapping[int, Row]) -> EpisodeTable:
+        """Once rows go on from snapshots."""
         then = list(self.rows)
-        for row, source in sources.items():
-            seed, origin, episode = source or (any_seed(), row, 0)
+        for row, one in known.items():
+            seed, origin, episode = one.episodes or (any_seed(), row, 0)
             then[row] = then[row]._replace(seed=seed, origin=origin, episode=episode, life=then[row].life + 1)
-        ended = tuple({*pending} | {row for row in self.ended if row not in sources})
-        return replace(self, rows=tuple(then), ended=ended)
+        return EpisodeTable(tuple(then), self.ended.difference(known).union(row for row in known if known[row].pending))
 
-    def stepped(self, answered: int, over: Array, *, at_once: bool) -> EpisodeTable:
-        """After a step of all rows.
+    def taken(self, seq: int, rows: Iterable[int], begun: Mapping[int, RowEpisode], ended: Iterable[int]) -> EpisodeTable:
+        """Once an answer is taken.
 
         Args:
-            answered: Its number.
-            over: bool ``(n,)``: whose episode is over.
-            at_once: The next one has begun in the same step.
+            seq: The number of the request.
+            rows: Which the answer is about.
+            begun: Of those, the episodes that have begun.
+            ended: Of those, the ones whose episode is over.
         """
-        if answered == self.answered:
+        over = self.ended.difference(rows).union(ended)
+        if not begun and over == self.ended:
             return self
-        ended = tuple(np.flatnonzero(over).tolist())
-        rows = ended if at_once else self.ended
-        after = self.begun(rows) if rows else replace(self, steps=self.steps + 1)  # its rows stay the same object
-        return replace(after, ended=() if at_once else ended, answered=answered)
-
-    def begun(self, rows: Sequence[int]) -> EpisodeTable:
-        """Once steps were asked for that begin the next episodes of rows."""
         then = list(self.rows)
-        for row in rows:
-            then[row] = then[row]._replace(episode=then[row].episode + 1, began=self.steps)
-        ended = tuple(row for row in self.ended if row not in rows)
-        return replace(self, rows=tuple(then), ended=ended, steps=self.steps + 1)
-
-    def received(self, rows: Array, over: Array) -> EpisodeTable:
-        """After the answers of some rows; ``over``: bool ``(n,)``, whose episode is over. It may be done again."""
-        ended = tuple(rows[over[rows]].tolist())
-        return replace(self, ended=tuple({*self.ended, *ended})) if ended else self
+        for row, one in begun.items():
+            then[row] = one._replace(began=seq)
+        return EpisodeTable(tuple(then), over)
 
 
 # -- the workers --------------------------------------------------------------------------------------------------------
@@ -246,6 +215,11 @@ class SpareWorker(ProcessWorker):
 
     next_episode: NextEpisode | None = None
     place_sent: tuple[int, int] | None = None
+
+    def has_begun(self, key: EpisodeId) -> bool:
+        """Whether it begins an episode, or was sent the order to."""
+        upcoming = self.next_episode
+        return upcoming is not None and upcoming.key == key and self.place_sent == (self.index, upcoming.number)
 
 
 class SparePool(WorkerPool):
@@ -267,25 +241,20 @@ class SparePool(WorkerPool):
         return self.arranged
 
     def set_workers(self, workers: Sequence[Any]) -> None:
-        self.arrange(tuple(workers))
-
-    def arrange(self, workers: tuple[SpareWorker, ...]) -> None:
         """Put workers in these places. The first store says it all, the rest follows and may be done again."""
-        self.arranged = workers
-        for place, worker in enumerate(workers):
-            if worker.index == place:
-                continue
-            worker.index, worker.rows, worker.label = place, range(place, place + 1), f"worker {place}, pid {worker.pid}"
-        for worker in workers:
+        self.arranged = tuple(workers)
+        for place, worker in enumerate(self.arranged):
+            if worker.index != place:
+                worker.index, worker.rows, worker.label = place, range(place, place + 1), f"worker {place}, pid {worker.pid}"
             death = worker.death
-            if death is not None and death.envs != tuple(worker.rows):
-                text = f"{death.text}\n(it was to run an episode of env {worker.index})"
-                worker.death = replace(death, text=text, worker=worker.index, envs=tuple(worker.rows))
+            if death is not None and death.envs != (place,):
+                text = f"{death.text}\n(it was to run an episode of env {place})"
+                worker.death = replace(death, text=text, worker=place, envs=(place,))
         super().set_workers(workers[: len(self.batch.rewards)])
 
     def resume(self) -> None:
         super().resume()
-        self.arrange(self.arranged)
+        self.set_workers(self.arranged)
 
     def send_places(self, workers: Iterable[SpareWorker]) -> bool:
         """Send workers their places and next episodes, where they do not know them; returns whether all of them know now.
@@ -301,67 +270,35 @@ class SparePool(WorkerPool):
             if stays and sent is not None and ahead[sent[1] % len(ahead)] < sent[1]:
                 all_know = False
                 continue
-            self._say(worker, encode(Op.TAKE, 0, pickle.dumps((worker.index, upcoming.number, upcoming.seed))))
-            worker.place_sent = worker.index, upcoming.number
-        return all_know
-
-    @staticmethod
-    def _say(worker: SpareWorker, message: bytes) -> None:
-        """Write a message that is short enough for a pipe to take all of it or nothing."""
-        try:
-            while not worker.channel.write(message, []):
+            message = encode(Op.TAKE, 0, pickle.dumps((worker.index, upcoming.number, upcoming.seed)))
+            part = WorkerRequest(worker, worker.rows, Op.TAKE, data=message)
+            while not worker.send(part):  # it is so short that a pipe takes all of it or nothing
                 poll = select.poll()
                 poll.register(worker.channel.out, select.POLLOUT)
                 poll.poll(1000)
-        except ChannelClosed:
-            worker.mark_dead()
+            worker.place_sent = worker.index, upcoming.number
+        return all_know
 
 
 def _refuse(what: str, reason: str) -> NoReturn:
     unable("AsyncVectorEnv(..., spare_workers=...)", what, reason)
 
 
-@dataclass(slots=True)
-class _EpisodeEnds:
-    """The second half of a step in same-step mode: rows whose episode is over, and what they said of it.
-
-    Attributes:
-        seq: The number of the step.
-        rows: Which.
-        infos, finals: By row, of the episode that is over.
-        begin: What the next episodes are asked for by.
-        settlement: Their answers.
-        answer: What the step comes to.
-    """
-
-    seq: int
-    rows: list[int]
-    infos: dict[int, Any]
-    finals: dict[int, Any]
-    begin: Request | None = None
-    settlement: Settlement | None = None
-    answer: Result | None = None
-
-
 class SpareEngine(Engine):
-    """An engine with spare workers."""
+    """An engine with spare workers. The episodes of its rows lie in the table of pending requests."""
 
     why_not: ClassVar[Mapping[str, str]] = {**Engine.why_not, "first_ready": _SAME_STEP}
     pool: SparePool
     _pool_class = SparePool
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], *rest: Any) -> None:
-        self.episodes = EpisodeTable(tuple(map(RowEpisode, range(len(env_fns)))))
-        self._asked = self.episodes  # as it will be when the reset that is pending has been answered
         self._numbers = itertools.count(1)
-        self._ends: _EpisodeEnds | None = None
-        self._by_row: tuple[Sequence[int], EpisodeTable | None] = (), None
-        """Rows that are being asked one by one, and the episodes after a reset; ``None``: after a step."""
-        self._looked: tuple[object, ...] = ()
+        self._looked: tuple[object, object] = None, None
         self._setting = b""  # the name and the value that set_attr was asked for last
         attributes: dict[str, bytes] = {}  # one for all: what is built later has what was set before
         self._env_fns = [WithAttributes(env_fn, attributes) for env_fn in env_fns]
         super().__init__(self._env_fns, *rest)
+        self.pending.episodes = EpisodeTable(tuple(map(RowEpisode, range(self.num_envs))))
 
     def _parts(
         self, env_fns: Sequence[Callable[[], Any]], num_workers: int, caller_share: int
@@ -373,99 +310,47 @@ class SpareEngine(Engine):
     # -- asking -----------------------------------------------------------------------------------------------------
 
     def ask_step(self, actions: list[Any] | None) -> None:
-        if self.episodes.ended:
-            self._begin_episodes(self.episodes.ended)
+        self._begin_episodes(self.pending.episodes.ended)
         super().ask_step(actions)
-        self._look_ahead()
+        self._look_ahead(self.pending.episodes)
 
-    def _begin_episodes(self, rows: Sequence[int]) -> None:
+    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
+        self._require_rows()
+        self._begin_episodes([row for row in rows if row in self.pending.episodes.ended])
+        super().ask_rows(rows, actions)
+        self._look_ahead(self.pending.episodes)
+
+    def _begin_episodes(self, rows: Collection[int]) -> None:
         """The next step of rows begins their next episodes. It may be done again."""
-        rows = [row for row in rows if self.episodes.rows[row].seed is not None]
-        self._change_places(rows, begin=True)
-        if self.recorder is not None:
-            for key in map(self.episodes.next_key, rows):
-                self.recorder.heard(key, Op.TAKE, [key.row], key.row, pickle.dumps(self.episodes.seed_of(key)))
+        if not rows:
+            return
+        for key in self._change_places(rows):
+            if self.recorder is not None:
+                self.recorder.heard(key, Op.TAKE, [key.row], key.row, pickle.dumps(self.pending.episodes.seed_of(key)))
 
-    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None) -> None:
-        self._note_asked()
+    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None, **about: Any) -> None:
         if not self.idle:
             self.drain()
-            self.episodes = self._with_ended(np.arange(self.num_envs))
         chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
         if mask is None:
             for worker in self.pool.spares:
                 if worker.death is not None or (worker.wait(0.0) and worker.receive() and worker.death is not None):
                     self.pool.replace(worker)
-        self._asked, given = self.episodes.reset(chosen, seeds)
-        super().ask_reset(given, options, mask)
+        begun, given = self._dropped().after_reset(chosen, seeds)
+        super().ask_reset(given, options, mask, episodes=begun, **about)
 
-    # -- row by row -------------------------------------------------------------------------------------------------
-
-    def launch(self, request: Request) -> None:
+    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions, **about: Any) -> None:
         self._require_rows()
-        self.episodes = self._asked
-        super().launch(request)
+        begun, given = self.pending.episodes.after_reset(rows, seeds)
+        super().ask_reset_rows(rows, given, options, episodes=begun, **about)
 
-    def ask_rows(self, rows: Sequence[int], actions: list[Any] | None) -> None:
+    def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
         self._require_rows()
-        self._note_asked()
-        beginning = [row for row in rows if row in self.episodes.ended]
-        if beginning:
-            self._begin_episodes(beginning)
-            self._by_row = beginning, None
-        super().ask_rows(rows, actions)
-        self._note_asked()
-        self._look_ahead()
-
-    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> None:
-        self._require_rows()
-        self._note_asked()
-        after, given = self.episodes.reset(rows, seeds)
-        self._by_row = rows, after
-        super().ask_reset_rows(rows, given, options)
-        self._note_asked()
-
-    def _note_asked(self) -> None:
-        """Note the episodes of rows that were asked one by one, where an interruption has kept that from being done."""
-        rows, after = self._by_row
-        if not rows:
-            return
-        if rows[0] in self.waiting():  # otherwise the call was not made
-            if after is None:
-                upcoming = [(row, self.pool.arranged[row].next_episode) for row in rows]
-                table = self.episodes
-                after = table.begun([row for row, one in upcoming if one is not None and one.key == table.next_key(row)])
-            self.episodes = after
-        self._by_row = (), None
-
-    def receive(
-        self, count: int, deadline: float | None, least: tuple[int, float] | None = None
-    ) -> tuple[Received, Exception | None] | None:
-        self._require_rows()
-        self._note_asked()
-        answer = super().receive(count, deadline, least)
-        if answer is not None:
-            self.episodes = self._with_ended(answer[0][0])
-            self._look_ahead()
-        return answer
-
-    def _with_ended(self, rows: Array) -> EpisodeTable:
-        return self.episodes.received(rows, self.batch.terminations | self.batch.truncations)
+        return super().recv(count, deadline, least)
 
     def _require_rows(self) -> None:
         if self.mode is AutoresetMode.SAME_STEP:
             _refuse("send to some environments or receive those that are done first", _SAME_STEP)
-
-    # -- snapshots --------------------------------------------------------------------------------------------------
-
-    def episodes_of(self, row: int) -> tuple[int | None, int, int]:
-        return self.episodes.source(row)
-
-    def were_loaded(self, known: Mapping[int, Row]) -> None:
-        pending = [row for row, one in known.items() if one.pending]
-        self.episodes = self.episodes.loaded({row: one.episodes for row, one in known.items()}, pending)
-
-    # -- calls ------------------------------------------------------------------------------------------------------
 
     def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str, **how: Any) -> None:
         if op is Op.SET_NEXT:
@@ -486,159 +371,161 @@ class SpareEngine(Engine):
 
     # -- which worker has which row --------------------------------------------------------------------------------
 
-    def _change_places(self, rows: Sequence[int], *, begin: bool) -> None:
-        """Let rows have the workers that have begun their next episodes. It may be done again.
+    def _change_places(self, rows: Iterable[int]) -> list[EpisodeId]:
+        """Let rows whose episode is over have the workers that have begun the next; where none has, the row's own begins it.
 
-        Args:
-            rows: Whose episode is over.
-            begin: Where there is none, the row's own begins it now.
+        It may be done again. Returns the next episodes.
         """
-        arranged = list(self.pool.arranged)
-        for row in rows:
-            key = self.episodes.next_key(row)
-            own = arranged[row]
+        table, arranged = self.pending.episodes, list(self.pool.arranged)
+        keys = [table.next_key(row) for row in rows if table.rows[row].seed is not None]
+        for key in keys:
+            own = arranged[key.row]
             if own.next_episode is not None and own.next_episode.key == key:
                 continue
-            place = next((worker.index for worker in self.pool.spares if _has_begun(worker, key)), None)
-            if place is not None:
-                arranged[row], arranged[place] = arranged[place], own
-            elif begin:
-                own.next_episode = self._next(key)
-        self.pool.arrange(tuple(arranged))
-        self.pool.send_places([arranged[row] for row in rows])
+            place = next((worker.index for worker in self.pool.spares if worker.has_begun(key)), None)
+            if place is None:
+                own.next_episode = self._next(table, key)
+            else:
+                arranged[key.row], arranged[place] = arranged[place], own
+        self.pool.set_workers(arranged)
+        self.pool.send_places([arranged[key.row] for key in keys])
+        return keys
 
-    def _next(self, key: EpisodeId) -> NextEpisode:
-        return NextEpisode(key, self.episodes.seed_of(key), next(self._numbers))
+    def _next(self, table: EpisodeTable, key: EpisodeId) -> NextEpisode:
+        return NextEpisode(key, table.seed_of(key), next(self._numbers))
 
-    def _look_ahead(self, *, anew: bool = False) -> None:
-        """See to it that every spare worker begins an episode that is to come. It may be done again; ``anew``: from new."""
-        table, spares = self.episodes, self.pool.spares
-        # Each of these is another object once it has changed, so most steps find at once that there is nothing to do.
-        on = table.rows, table.ended, self.pool.arranged
-        if not anew and len(self._looked) == len(on) and all(map(operator.is_, on, self._looked)):
+    def _look_ahead(self, table: EpisodeTable) -> None:
+        """See to it that every spare worker begins an episode that is to come. It may be done again."""
+        pool = self.pool
+        if self._looked[0] is table and self._looked[1] is pool.arranged:  # another object, once it has changed
             return
-        rows = self.pool.arranged[: self.num_envs]
-        held = {worker.next_episode.key for worker in rows if worker.next_episode is not None}
-        for worker in rows if anew else ():
-            known = worker.next_episode
-            if known is not None and table.is_to_come(known.key):  # a step was about to ask for it
-                worker.next_episode = self._next(known.key)
+        held = {worker.next_episode.key for worker in pool.arranged[: self.num_envs] if worker.next_episode is not None}
         free: list[SpareWorker] = []
-        for worker in spares:
+        for worker in pool.spares:
             known = worker.next_episode
             if known is None or not table.is_to_come(known.key) or known.key in held:
                 free.append(worker)
             else:
                 held.add(known.key)
-                if anew:
-                    worker.next_episode = self._next(known.key)
-        if free:
-            for worker, key in zip(free, table.coming(len(free), held), strict=False):
-                worker.next_episode = self._next(key)
-        if self.pool.send_places(spares):
-            self._looked = on
+        for worker, key in zip(free, table.coming(held), strict=False):
+            worker.next_episode = self._next(table, key)
+        if pool.send_places(pool.spares):
+            self._looked = table, pool.arranged
 
     # -- answers ----------------------------------------------------------------------------------------------------
+
+    def emptied(self, steps: int, resets: int, *requests: Request) -> Pending:
+        then = super().emptied(steps, resets, *requests)
+        then.episodes = self._dropped()
+        return then
+
+    def _dropped(self) -> EpisodeTable:
+        """The episodes once the answers by row that have arrived are dropped."""
+        return self._taken((request, request.rows_at(index)) for (_, index), request in self.pending.arrived.items())
+
+    def _taken(self, answers: Iterable[tuple[Request, Sequence[int]]]) -> EpisodeTable:
+        """The episodes once the answers to these requests are taken, which are about these rows."""
+        table: EpisodeTable = self.pending.episodes
+        over = np.flatnonzero(self.batch.terminations | self.batch.truncations).tolist()
+        for request, rows in answers:
+            if request.command == "reset":
+                table = table.taken(request.seq, rows, {row: request.episodes[row] for row in rows}, ())
+            elif request.command == "step":
+                ended = [row for row in over if row in rows]
+                at_once = self.mode is AutoresetMode.SAME_STEP
+                begun = table.after_step(ended if at_once else table.ended.intersection(rows))
+                table = table.taken(request.seq, rows, begun, () if at_once else ended)
+        return table
+
+    def _set_next(self, seen: dict[tuple[int, int], Request], ready: list[ReadyRow], latest: Array) -> None:
+        super()._set_next(seen, ready, latest)
+        self._give(self._taken((request, request.rows_at(index)) for (_, index), request in seen.items()))
+
+    def _give(self, table: EpisodeTable) -> None:
+        """These are the episodes once the answer that is being given is taken."""
+        assert self.next_pending is not None
+        self.next_pending.episodes = table
+        self._look_ahead(table)
 
     def finish(self, request: Request, deadline: float | None) -> tuple[Result, Exception | None] | None:
         answer = super().finish(request, deadline)
         if answer is None:
             return None
-        command = request.command
-        if command == "step":
-            over = self.batch.terminations | self.batch.truncations
-            at_once = self.mode is AutoresetMode.SAME_STEP
-            if at_once and answer[1] is None and over.any():
-                answer = self._begin_next(request, answer[0], deadline, np.flatnonzero(over).tolist())
-                if answer is None:
-                    return None
-            self.episodes = self.episodes.stepped(request.seq, over, at_once=at_once)
-        elif command == "reset":
-            self.episodes = self._asked
-        elif command == "set_attr":
-            failed = len(answer[0].failures) + len(answer[0].deaths)
-            if failed < len(request.workers):  # what is built later has it too, unless it could be set nowhere
-                name, values = pickle.loads(self._setting)
-                self._env_fns[0].keep(name, values[0])
+        result, error = answer
+        if request.command == "step" and self.mode is AutoresetMode.SAME_STEP and error is None:
+            if request.sequel is not None:
+                result = request.sequel(result, self._rebuilt(request))
+            elif (begin := self._next_request(request, result)) is not None:
+                self.pool.ask(begin, alone=True)
+                return self.finish(begin, deadline)
+        elif request.command == "set_attr":
+            self._attribute_was_set(request, result)
         for row in [row for row in self.failed if row >= self.num_envs]:
             self.ledger.mark_recovered(row)
-        self._look_ahead(anew=command == "set_attr")
-        return answer
+        self._give(self._taken([(request, request.episodes or range(self.num_envs))]))
+        return result, error
 
-    def _begin_next(
-        self, request: Request, result: Result, deadline: float | None, over: list[int]
-    ) -> tuple[Result, Exception | None] | None:
-        """Same-step mode: get the first observations of the next episodes. It may be done again, and goes on."""
-        ends = self._ends
-        if ends is None or ends.seq != request.seq:
-            known, lost = self.episodes.rows, result.infos  # of rows that were rebuilt in this step the next has begun
-            rows = [row for row in over if not lost.get(row, {}).get("restarted") and known[row].seed is not None]
-            infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
-            ends = self._ends = _EpisodeEnds(request.seq, rows, infos, self.finals(rows) | result.finals)
-        if ends.answer is None:
-            if ends.rows:
-                begin = self._ask_next(ends)
-                if not begin.answered and not self.wait_for(begin, deadline):
-                    return None
-                if (error := self._settle_next(ends, begin)) is not None:
-                    return result, error
-            ends.answer = self._with_next(ends, result)
-        self.batch.info_schemas[ends.rows] = NO_INFO  # it is in the answer
-        self.next_pending = self.emptied(request.steps, 0)
-        return ends.answer, None
+    def _attribute_was_set(self, request: Request, result: Result) -> None:
+        """What has begun ahead of time begins anew."""
+        if len(result.failures) + len(result.deaths) < len(request.workers):  # unless it could be set nowhere
+            name, values = pickle.loads(self._setting)
+            self._env_fns[0].keep(name, values[0])  # what is built later has it too
+        for worker in self.pool.arranged:
+            worker.next_episode = None
+        self._looked = None, None
 
-    def _ask_next(self, ends: _EpisodeEnds) -> Request:
-        """Ask for the next episodes' first observations."""
-        if ends.begin is None:
-            self._change_places(ends.rows, begin=False)
-            ends.begin = self._begin_request(ends)
-        begin = ends.begin
-        if begin.seq not in self.requests:
-            self.pool.ask(begin)
+    def _next_request(self, request: Request, result: Result) -> Request | None:
+        """Same-step mode: the second half of a step, which asks for the first observations of the next episodes.
+
+        It takes the place of the first half, and has what those rows said of the episodes that are over.
+        """
+        over = np.flatnonzero(self.batch.terminations | self.batch.truncations).tolist()
+        rebuilt = self._rebuilt(request)  # their next ones have begun
+        keys = self._change_places([row for row in over if row not in rebuilt])
+        if not keys:
+            return None
+        rows = [key.row for key in keys]
+        infos = {row: result.infos.get(row) or self._infos.one(row) for row in rows}
+        parts = [
+            WorkerRequest(self.pool.workers[key.row], [key.row], Op.RESET_SOME, ([self.pending.episodes.seed_of(key)], None))
+            for key in keys
+        ]
+        begin = self.composed("step", parts)
+        begin.steps, begin.sequel = request.steps, partial(self._with_next, infos, self.finals(rows) | result.finals, result)
+        self.batch.requested[rows] = begin.seq
         return begin
 
-    def _settle_next(self, ends: _EpisodeEnds, begin: Request) -> Exception | None:
-        """See to the answers; the exception that is to be raised instead."""
-        if ends.settlement is None:
-            ends.settlement = Settlement(begin, ends.rows, ())
-        settlement = ends.settlement
-        if self.recorder is not None:
-            self.recorder.answered(begin)
-        if settlement.result is None:
-            settlement.result = self.read((worker, begin.answers[worker.index]) for worker in begin.workers)
-        if (error := self.resolve(settlement)) is None and self.policy.restart:
-            self.remembered.keep(ends.rows, all_rows=False)
-        return error
+    def _rebuilt(self, request: Request) -> Collection[int]:
+        """Rows whose environments were rebuilt on the way to the answer."""
+        settlement = self.pending.settlements.get((request.seq, ALL))
+        return () if settlement is None else settlement.rebuilt
 
-    def _begin_request(self, ends: _EpisodeEnds) -> Request:
-        seeds = {row: self.episodes.seed_of(self.episodes.next_key(row)) for row in ends.rows}
-        parts = [WorkerRequest(self.pool.workers[row], [row], Op.RESET_SOME, ([seed], None)) for row, seed in seeds.items()]
-        request = self.composed("step", parts)  # it is part of one
-        self.batch.info_schemas[ends.rows] = NO_INFO
-        self.batch.final[ends.rows] = False
-        self.batch.requested[ends.rows] = request.seq
-        return request
+    def _with_next(
+        self, infos: dict[int, Any], finals: dict[int, Any], before: Result, begun: Result, rebuilt: Collection[int]
+    ) -> Result:
+        """What a step comes to, after both halves: of each row, the end of one episode and the beginning of the next.
 
-    def _with_next(self, ends: _EpisodeEnds, result: Result) -> Result:
-        """What the step comes to: of each of these rows, the end of one episode and the beginning of the next."""
-        infos, finals = dict(result.infos), dict(result.finals)
-        settlement = ends.settlement
-        said = Result() if settlement is None or settlement.result is None else settlement.result
-        for row in ends.rows:
-            finals.pop(row, None)
-            first = said.infos.get(row) or self._infos.one(row)
-            if settlement is not None and row in settlement.rebuilt:
-                infos[row] = first
-                if row in said.finals:
-                    finals[row] = said.finals[row]
-                continue
-            infos[row] = {**ends.infos[row], **first}
-            if "final_obs" not in first:  # Gymnasium lets the reset's own keys win
-                finals[row] = ends.finals[row]
-        return replace(result, columns=True, infos=infos, finals=finals)
+        Args:
+            infos, finals: Of rows whose episode is over.
+            before, begun: What the first half came to, and the second.
+            rebuilt: Rows that were rebuilt in the second half.
+        """
+        all_infos, all_finals = dict(before.infos), dict(before.finals)
+        for row, info in infos.items():
+            first = begun.infos.get(row) or self._infos.one(row)
+            all_infos[row] = first if row in rebuilt else {**info, **first}
+            all_finals.pop(row, None)
+            final = begun.finals if row in rebuilt else {} if "final_obs" in first else finals  # the reset's own keys win
+            if row in final:
+                all_finals[row] = final[row]
+        return replace(before, columns=True, infos=all_infos, finals=all_finals)
 
+    # -- snapshots --------------------------------------------------------------------------------------------------
 
-def _has_begun(worker: SpareWorker, key: EpisodeId) -> bool:
-    """Whether a worker begins an episode, or was sent the order to."""
-    upcoming = worker.next_episode
-    return upcoming is not None and upcoming.key == key and worker.place_sent == (worker.index, upcoming.number)
+    def episodes_of(self, row: int) -> tuple[int | None, int, int]:
+        one: RowEpisode = self.pending.episodes.rows[row]
+        return one.seed, one.origin, one.episode
+
+    def were_loaded(self, known: Mapping[int, Row]) -> None:
+        assert self.next_pending is not None
+        self.next_pending.episodes = self.pending.episodes.loaded(known)

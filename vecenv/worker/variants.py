@@ -230,18 +230,15 @@ class SpareRows(SnapshotRows):
         if number == self._latest:
             return
         self._latest = number
-        self._used[0] = True
         self._kept = seed, Said(lambda: self._begun(seed))
+        self._used[0] = True
         self._steps[0] = self._step_by_kept
 
     def _begun(self, seed: int) -> tuple[Any, Any]:
         """A reset of the environment, which is built anew if it had failed; kept from what it may write into."""
-        env = self.envs[0] or self._build(0)
-        self._used[0] = True
-        with self._turn(0, seed, begins=True):
-            observation, info = env.reset(seed=seed)
+        answer = super()._reset(0, seed, None)
         self.leave_if_forked()
-        return deepcopy(observation), deepcopy(info)
+        return deepcopy(answer)
 
     def _step_by_kept(self, _: Any) -> Any:
         """The step after an episode's end in next-step mode."""

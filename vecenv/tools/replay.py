@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import multiprocessing
 import pdb
+import pickle
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Final
 
 import gymnasium
 
 from vecenv.recording.file import AGAIN, CANNOT, DIFFERENT, Failed, Replay, ReplayResult, Unreadable, read, read_header
-from vecenv.system.descendants import end_marked, mark, new_token
+from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import describe_exit
 from vecenv.tools import USAGE, WRONG, CliError
 
@@ -28,8 +29,6 @@ __all__ = ["main", "replay"]
 _MOST_FRAMES: Final = 1000
 _GRACE: Final = 5.0
 """Seconds that a step has beside those that the record gives it, for a process that has just started."""
-_LOOK: Final = 0.2
-"""Seconds between two looks whether the process has ended."""
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -95,49 +94,32 @@ def replay(
 
 def _replay(path: Path, **options: Any) -> ReplayResult:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    token = new_token()
-    process = context.Process(target=_child, args=(path, options, theirs, token), name="vecenv-replay")
-    process.start()
-    theirs.close()
+    helper = HelperProcess(context, _child, (path, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
-    at, hung = 0, False
+    at, hung, limit = 0, False, math.inf  # what is not a step has no limit
     try:
-        limit: float | None = None  # what is not a step has none
-        while not (hung := not _says_more(ours, process, limit)):
-            message: ReplayResult | Failed | int | None = ours.recv()
-            if isinstance(message, ReplayResult):
-                return message
-            if isinstance(message, int):
-                at = max(message, 0)
-                limit = failed.seconds + _GRACE if failed is not None and failed.seconds else None
-            else:
-                failed = message
-    except EOFError:
-        pass
-    finally:
+        helper.start()
+        with contextlib.suppress(EOFError):
+            while not (hung := not helper.wait(time.monotonic() + limit)):
+                ended, blob = helper.has_ended(), helper.receive()
+                if not blob:
+                    if ended:
+                        break
+                    continue
+                message: ReplayResult | Failed | int | None = pickle.loads(blob)
+                if isinstance(message, ReplayResult):
+                    helper.has_ended(_GRACE)
+                    return message
+                if isinstance(message, int):
+                    at = max(message, 0)
+                    limit = failed.seconds + _GRACE if failed is not None and failed.seconds else math.inf
+                else:
+                    failed = message
         if not hung:
-            process.join(_GRACE)
-        process.kill()
-        process.join()
-        end_marked([token])
-        ours.close()
-    return _of_death(failed, process.exitcode, at, hung)
-
-
-def _says_more(ours: Connection, process: BaseProcess, seconds: float | None) -> bool:
-    """Whether there is a message within that many seconds.
-
-    Raises:
-        EOFError: The process has ended. Its pipe may be open still, if the environment has started a process of its own.
-    """
-    deadline = math.inf if seconds is None else time.monotonic() + seconds
-    while not ours.poll(_LOOK):
-        if not process.is_alive() and not ours.poll():
-            raise EOFError
-        if time.monotonic() > deadline:
-            return False
-    return True
+            helper.has_ended(_GRACE)
+        return _of_death(failed, helper.exit_code(), at, hung)
+    finally:
+        helper.end()
 
 
 def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> ReplayResult:
@@ -150,9 +132,8 @@ def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) 
     return ReplayResult(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was})")
 
 
-def _child(path: Path, options: dict[str, Any], caller: Connection, token: int) -> None:
+def _child(caller: Connection[Any, Any], path: Path, options: dict[str, Any]) -> None:
     """The process: says what was recorded, each step that it makes, and at its end what came of it."""
-    mark(token)
     caller.send(_in_this_process(path, read_it=caller.send, progress=caller.send, **options))
 
 

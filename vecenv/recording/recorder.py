@@ -220,13 +220,10 @@ class Recorder:
             request: See :class:`vecenv.engine.pending.Request`.
             index: Only that worker; its answers are looked at one by one.
         """
-        if request.parts is None:
-            if request.command == "step":
-                self.stepped(request.seq)
-                return
-            parts: list[Any] = [_Whole(worker, request.data) for worker in request.workers]
-        else:
-            parts = list(request.parts.values()) if index is None else [request.parts[index]]
+        if request.parts is None:  # a step of all environments
+            self.stepped(request.seq)
+            return
+        parts = list(request.parts.values()) if index is None else [request.parts[index]]
         key = request.seq, index
         stepped = [part for part in parts if part.op in (Op.STEP, Op.STEP_SOME)]
         if stepped and key not in self._ticked:
@@ -468,15 +465,6 @@ def forget_old(options: FlightRecorder, latest: Sequence[Path]) -> None:
     found = sorted(folder.glob("*.vecenv"), key=lambda file: (file in latest, file.stat().st_mtime_ns))
     for path in found[: max(len(found) - max(options.keep, len(latest)), 0)]:
         path.unlink(missing_ok=True)
-
-
-class _Whole:
-    """What a worker was asked in the same words as all others."""
-
-    payload = None
-
-    def __init__(self, worker: Any, data: bytes) -> None:
-        self.worker, self.rows, self.op, self.data = worker, worker.rows, Op(decode(data)[0]), data
 
 
 def _pickled(part: Any) -> bytes | None:

@@ -7,7 +7,6 @@ right, because a pickle runs what its bytes say.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -30,6 +29,7 @@ from vecenv._version import __version__
 from vecenv.errors import VecEnvError
 from vecenv.link.messages import Failure, Op
 from vecenv.shm.layout import Array, Layout, Tree
+from vecenv.state.snapshots import version_of
 from vecenv.worker.main import answer, make_rows
 
 __all__ = [
@@ -148,14 +148,8 @@ class Header:
     def differences(self) -> list[str]:
         """Packages of which other versions are installed here, in words."""
         known = _versions(self.env_id)
-        here = {name: known.get(name) or _version_of(name) for name in self.versions}
+        here = {name: known.get(name) or version_of(name) for name in self.versions}
         return [f"{name} {was} (here {here[name] or 'none'})" for name, was in self.versions.items() if was != here[name]]
-
-
-def _version_of(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
 
 
 def _versions(env_id: str) -> dict[str, str]:

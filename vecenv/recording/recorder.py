@@ -116,23 +116,26 @@ class _Point(NamedTuple):
 
 
 class _Heard(NamedTuple):
-    """A message: before which tick it came, what it was, about which environments, and the first of the worker's."""
+    """A message: before which tick it came, what it was, about which environments, and the first of the worker's.
+
+    :attr:`Op.SAVE` stands for snapshots of all environments that were taken there; its payload is a digest of each
+    observation.
+    """
 
     tick: int
     key: Any
     op: Op
     rows: Sequence[int]
     first: int
-    payload: bytes | None
+    payload: Any
 
 
 class _Saved(NamedTuple):
-    """Snapshots of all environments, and how their observations looked."""
+    """The latest snapshots of all environments."""
 
     point: _Point
-    messages: int  # how many had come, those included that were dropped
+    heard: _Heard  # what stands for them among the messages
     snapshots: Sequence[Any]
-    digests: list[bytes]
 
 
 class Recorder:
@@ -182,10 +185,8 @@ class Recorder:
         self._ticked: set[Any] = set()  # answers by row that have a tick
         self._blocks: list[_Block] = []
         self._heard: list[_Heard] = []
-        self._dropped = 0  # messages
         self._seeded: dict[int, _Point] = {}  # when rows had their latest seed
         self._saved: _Saved | None = None
-        self._marks: list[tuple[int, list[bytes]]] = []  # tick, and how the observations looked before it
         self._why_not_saved = "" if options.snapshot_every else "snapshot_every is None"
         self._most = max(2, _MEMORY // (_BLOCK * self._size))  # blocks
         self._unused = self._touched(max(1, _AT_ONCE // (_BLOCK * self._size)))
@@ -290,8 +291,9 @@ class Recorder:
                 assert save is not None
                 snapshots = save()
                 digests = [digest(observation(row), self._layout.observations) for row in range(self._num_envs)]
-                self._saved = _Saved(self._point(), self._dropped + len(self._heard), snapshots, digests)
-                self._marks.append((self._last[1] + 1, digests))
+                heard = _Heard(self._last[1] + 1, object(), Op.SAVE, (), 0, digests)
+                self._heard.append(heard)
+                self._saved = _Saved(self._point(), heard, snapshots)
         except NotRestorable as error:
             self._why_not_saved, self._save_at = str(error), 1 << 62
         except VecEnvError:  # a worker has died: the step says so
@@ -322,10 +324,7 @@ class Recorder:
     def _drop_messages(self, first: int) -> None:
         """Forget messages from before a tick, but for those whose effect may last, as long as there are not too many."""
         lasting = LASTING if len(self._heard) < _MOST_MESSAGES else ()
-        kept = [one for one in self._heard if one.tick >= first or one.op in lasting]
-        self._dropped += len(self._heard) - len(kept)
-        self._heard = kept
-        self._marks = [mark for mark in self._marks if mark[0] >= first]
+        self._heard = [one for one in self._heard if one.tick >= first or one.op in lasting]
 
     def _progress(self, before: Array, block: _Block, count: int, which: slice) -> Array:
         """int ``(2, rows)``: the numbers of episodes and of steps in the latest, after a block.
@@ -401,31 +400,23 @@ class Recorder:
         def place(tick: int) -> int:
             return int(np.searchsorted(ticks, tick))
 
-        mine = [
-            (number, Message(place(one.tick), *part))
-            for number, one in enumerate(self._heard)
-            if row in one.rows and (part := own_part(one.op, one.payload, one.rows, row, one.first)) is not None
-        ]
-        messages = [message for _, message in mine]
+        messages: list[Message] = []
+        marks: list[tuple[int, bytes]] = []
         snapshot = None
-        if (at := self._saved_at(row)) is not None and self._saved is not None:
-            said = sum(number < at for number, _ in mine)
-            snapshot = place(self._saved.point.tick), said, self._saved.snapshots[row]
+        for one in self._heard:
+            if one.op is Op.SAVE:
+                marks.append((place(one.tick), one.payload[row]))
+                if self._saved is not None and one is self._saved.heard:
+                    snapshot = place(one.tick), len(messages), self._saved.snapshots[row]
+            elif row in one.rows and (part := own_part(one.op, one.payload, one.rows, row, one.first)) is not None:
+                messages.append(Message(place(one.tick), *part))
+                if one.op is Op.THAW:  # it goes on from a state that is not recorded
+                    snapshot = None
         record = Record(
             row=row, how=self._how, env_fn=_dumped(self._env_fns[row]), messages=messages, columns=columns, actions=actions,
-            failed=how, steps_before=step - len(ticks), marks=[(place(tick), each[row]) for tick, each in self._marks],
-            snapshot=snapshot, why_no_snapshot=self._why_not_saved,
+            failed=how, steps_before=step - len(ticks), marks=marks, snapshot=snapshot, why_no_snapshot=self._why_not_saved,
         )  # fmt: skip
         return record, episode, step
-
-    def _saved_at(self, row: int) -> int | None:
-        """How many messages that are kept came before the latest snapshot; ``None``: a row cannot begin with it, because
-        steps since were dropped, or its state was replaced by another that is not recorded."""
-        saved = self._saved
-        if saved is None or saved.messages < self._dropped or (self._blocks and saved.point.tick < self._blocks[0].first):
-            return None
-        at = saved.messages - self._dropped
-        return None if any(row in one.rows and one.op is Op.THAW for one in self._heard[at:]) else at
 
     def _column(self, row: int) -> tuple[Array, dict[str, Array], dict[int, bytes]]:
         """The ticks of a row; actions, rewards and flags; by their place, actions that were pickled."""

@@ -18,7 +18,7 @@ from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import layers_of
 from vecenv.system.uninterrupted import contained
 
-__all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "kind_of", "parse_snapshots"]
+__all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "kind_of", "parse_snapshots", "version_of"]
 
 FORMAT: Final = 5
 
@@ -299,10 +299,11 @@ def _spaces_of(env: Any) -> tuple[str, ...]:
 
 
 def _versions(packages: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    return tuple((package, found) for package in packages if (found := _version(package)))
+    return tuple((package, found) for package in packages if (found := version_of(package)))
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The version of an installed package; empty where there is none."""
     said = getattr(sys.modules.get(package), "__version__", None)
     if isinstance(said, str):
         return said

@@ -177,7 +177,8 @@ class Engine(Steps):
 
     # -- resetting --------------------------------------------------------------------------------------------------
 
-    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool, **about: Any) -> None:
+        """As of a driver; ``about``: other attributes of the request."""
         if by_row:
             assert ids is not None
             rows = ids.tolist()
@@ -185,9 +186,9 @@ class Engine(Steps):
         if self.recorder is not None:
             seeds = self.recorder.seeds(seeds, ids)
         if by_row:
-            self.ask_reset_rows(rows, seeds, options)
+            self.ask_reset_rows(rows, seeds, options, **about)
         else:
-            self.ask_reset(seeds, options, None if ids is None else np.isin(np.arange(self.num_envs), ids))
+            self.ask_reset(seeds, options, None if ids is None else np.isin(np.arange(self.num_envs), ids), **about)
 
     def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None, **about: Any) -> None:
         """Reset the rows of ``mask`` (``None``: all), rebuilding those that had failed. What was sent by row is dropped.

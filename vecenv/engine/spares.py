@@ -214,7 +214,7 @@ class SpareWorker(ProcessWorker):
     """
 
     next_episode: NextEpisode | None = None
-    place_sent: tuple[int, int] | None = None
+    place_sent = -1, 0
 
     def has_begun(self, key: EpisodeId) -> bool:
         """Whether it begins an episode, or was sent the order to."""
@@ -266,8 +266,7 @@ class SparePool(WorkerPool):
             upcoming, sent = worker.next_episode, worker.place_sent
             if upcoming is None or worker.death is not None or sent == (worker.index, upcoming.number):
                 continue
-            stays = sent is not None and sent[0] == worker.index >= len(self.batch.rewards)
-            if stays and sent is not None and ahead[sent[1] % len(ahead)] < sent[1]:
+            if sent[0] == worker.index >= len(self.batch.rewards) and ahead[sent[1] % len(ahead)] < sent[1]:
                 all_know = False
                 continue
             message = encode(Op.TAKE, 0, pickle.dumps((worker.index, upcoming.number, upcoming.seed)))
@@ -328,21 +327,18 @@ class SpareEngine(Engine):
             if self.recorder is not None:
                 self.recorder.heard(key, Op.TAKE, [key.row], key.row, pickle.dumps(self.pending.episodes.seed_of(key)))
 
-    def ask_reset(self, seeds: Sequence[Any], options: ResetOptions, mask: Array | None, **about: Any) -> None:
-        if not self.idle:
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool, **about: Any) -> None:
+        if by_row:
+            self._require_rows()
+        elif not self.idle:
             self.drain()
-        chosen = list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        if mask is None:
+        if ids is None:
             for worker in self.pool.spares:
                 if worker.death is not None or (worker.wait(0.0) and worker.receive() and worker.death is not None):
                     self.pool.replace(worker)
-        begun, given = self._dropped().after_reset(chosen, seeds)
-        super().ask_reset(given, options, mask, episodes=begun, **about)
-
-    def ask_reset_rows(self, rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions, **about: Any) -> None:
-        self._require_rows()
-        begun, given = self.pending.episodes.after_reset(rows, seeds)
-        super().ask_reset_rows(rows, given, options, episodes=begun, **about)
+        rows = range(self.num_envs) if ids is None else ids.tolist()
+        begun, given = self._dropped().after_reset(rows, seeds)
+        super().reset(given, ids, options, by_row=by_row, episodes=begun, **about)
 
     def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
         self._require_rows()

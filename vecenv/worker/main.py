@@ -105,19 +105,6 @@ def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     return outcome
 
 
-def take_place(batch: Batch, rows: SnapshotRows, place: int, number: int, seed: int) -> SnapshotRows:
-    """The environment of ``rows`` in another row, or in the same, with an episode begun ahead of time."""
-    assert isinstance(rows, SpareRows)
-    if place != rows.first:
-        there = make_rows(rows.env_fns, place, place, rows.plan, batch)
-        assert isinstance(there, SpareRows)
-        there.follow(rows)
-        rows = there
-    rows.prepare(number, seed)
-    batch.ahead[number % len(batch.ahead)] = number
-    return rows
-
-
 @dataclass(slots=True)
 class CopyPlan:
     """What a copy of a worker is given. Its files are those of the caller, which it opens for itself.
@@ -257,7 +244,8 @@ def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, batch: B
         elif op == Op.CLOSE:
             return close_rows(channel, rows, seq)
         elif op == Op.TAKE:
-            rows = take_place(batch, rows, *pickle.loads(payload or b""))
+            assert isinstance(rows, SpareRows)
+            rows = rows.at_place(batch, *pickle.loads(payload or b""))
             step, actions = rows.step, rows.actions
             continue
         elif op == Op.FREEZE:

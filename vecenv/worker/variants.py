@@ -24,6 +24,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import NotRestorable
 from vecenv.link.messages import Failure, Op, Outcome
+from vecenv.shm.layout import Batch
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.rows import clock
 
@@ -208,13 +209,6 @@ class SpareRows(SnapshotRows):
                     env_fn.keep(name, values[0])
         return outcome
 
-    def follow(self, before: SnapshotRows) -> None:
-        super().follow(before)
-        if isinstance(before, SpareRows):
-            self._latest, self._kept = before._latest, before._kept
-        if self._kept is not None:
-            self._steps[0] = self._step_by_kept
-
     def save(self, seq: int, ks: Sequence[int]) -> Outcome:
         if self._kept is not None:
             error = NotRestorable("a step that was interrupted has begun its next episode: step first")
@@ -225,14 +219,28 @@ class SpareRows(SnapshotRows):
         self._kept = None
         return super().load(seq, ks)
 
-    def prepare(self, number: int, seed: int) -> None:
-        """Begin an episode ahead of time, unless preparation ``number`` is the latest one."""
-        if number == self._latest:
-            return
-        self._latest = number
-        self._kept = seed, Said(lambda: self._begun(seed))
-        self._used[0] = True
-        self._steps[0] = self._step_by_kept
+    def at_place(self, batch: Batch, place: int, number: int, seed: int) -> SpareRows:
+        """The environment in another row, or in the same, with an episode begun ahead of time.
+
+        Args:
+            batch: Views of the whole shared block.
+            place: Which row.
+            number: Of the preparation; nothing is begun where it is the latest one.
+            seed: Of the episode.
+        """
+        rows = self
+        if place != self.first:
+            rows = SpareRows(self.env_fns, place, place, self.plan, batch)
+            rows.follow(self)
+            rows._latest, rows._kept = self._latest, self._kept
+        if number != rows._latest:
+            rows._latest = number
+            rows._kept = seed, Said(lambda: rows._begun(seed))
+            rows._used[0] = True
+        if rows._kept is not None:
+            rows._steps[0] = rows._step_by_kept
+        batch.ahead[number % len(batch.ahead)] = number
+        return rows
 
     def _begun(self, seed: int) -> tuple[Any, Any]:
         """A reset of the environment, which is built anew if it had failed; kept from what it may write into."""

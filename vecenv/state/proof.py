@@ -25,7 +25,7 @@ from vecenv.system.generators import Generators, InUse, install, uninstall
 from vecenv.system.uninterrupted import Noted, by_handler
 from vecenv.trajectories import STEP_FIELDS, assert_identical
 
-__all__ = ["Shared", "first_line_of", "prove", "stepped", "timeless"]
+__all__ = ["Shared", "first_line_of", "prove", "stepped"]
 
 _STEPS: Final = 64  # after the state was saved, if no episode ends before
 _MANY: Final = 8  # rounds, where environments are seen to share something: it may be equal by chance
@@ -112,16 +112,14 @@ class _Proof:
         if self._round:  # in the middle of what follows the end of an episode
             self._reset(first)
             self._run(first, None, 3)
-        state, drawing = capture_state(first), self._drawing(first)
-        actions = [self._space.sample() for _ in range(self._steps + _AFTER)]
         shared.look()
-        wanted = self._recorded(first, actions)
+        branch = self._branch(self._steps + _AFTER)
         shared.look()
         self._run(self._third, self._seed + 2, 9)
         changed = shared.look()
         self.shares = bool(changed)
         for env, which in ((second, "another environment"), (first, "the same environment")):
-            self._compare(env, which, state, drawing, actions, wanted, changed)
+            self._compare(env, which, branch, changed)
 
     def look_often(self) -> None:
         """Save again and again, and compare the first steps after each load: this finds what differs in one of ten.
@@ -133,20 +131,19 @@ class _Proof:
         for number in range(_BRANCHES):
             self._run(self._first, None, 1 + number % 3)
             self._run(self._second, None, 1 + number % 2)  # what is not loaded differs from the first one
-            state, drawing = capture_state(self._first), self._drawing(self._first)
-            actions = [self._space.sample() for _ in range(_BRANCH)]
-            wanted = self._recorded(self._first, actions)
-            self._compare(self._second, "another environment", state, drawing, actions, wanted, [])
+            self._compare(self._second, "another environment", self._branch(_BRANCH), [])
             if time.monotonic() > until:
                 break
 
-    def _drawing(self, env: Any) -> Any:
-        """The states of an environment's own generators."""
-        return self._generators[id(env)].state() if self._generators else None
+    def _branch(self, steps: int) -> tuple[bytes, Any, list[Any], dict[str, Any]]:
+        """The state of the first environment and of its own generators, the actions that follow, and what they give."""
+        first = self._first
+        state, drawing = capture_state(first), self._generators[id(first)].state() if self._generators else None
+        actions = [self._space.sample() for _ in range(steps)]
+        return state, drawing, actions, self._recorded(first, actions)
 
-    def _compare(
-        self, env: Any, which: str, state: bytes, drawing: Any, actions: list[Any], wanted: Any, changed: list[str]
-    ) -> None:
+    def _compare(self, env: Any, which: str, branch: tuple[bytes, Any, list[Any], Any], changed: list[str]) -> None:
+        state, drawing, actions, wanted = branch
         prepare_restore(env, state)()
         if drawing is not None:
             self._generators[id(env)].load(drawing)
@@ -160,8 +157,8 @@ class _Proof:
         if seed is not None:
             self._reset(env, seed)
         for _ in range(steps):
-            step = self._step(env, self._space.sample())
-            if len(step) == 1 or step[2] or step[3]:
+            _, over = self._step(env, self._space.sample())
+            if over:
                 self._reset(env)
 
     def _reset(self, env: Any, seed: int | None = None) -> Any:
@@ -172,7 +169,7 @@ class _Proof:
         own = self._generators.get(id(env))
         return nullcontext() if own is None else InUse(own, seed, begins)
 
-    def _step(self, env: Any, action: Any) -> tuple[Any, ...]:
+    def _step(self, env: Any, action: Any) -> tuple[dict[str, Any], bool]:
         with self._turn(env):
             return stepped(env, action)
 
@@ -181,10 +178,9 @@ class _Proof:
         said: dict[str, Any] = {}
         ended = -1
         for number, action in enumerate(actions):
-            step = self._step(env, action)
-            parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, timeless(step), strict=True)
-            said.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
-            if len(step) == 1 or step[2] or step[3] or number == self._steps - 1:
+            fields, over = self._step(env, action)
+            said.update((f"step {number}, {field}", value) for field, value in fields.items())
+            if over or number == self._steps - 1:
                 said[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
                 ended = number if ended < 0 else ended
             if 0 <= ended <= number - _AFTER:
@@ -192,22 +188,22 @@ class _Proof:
         return said
 
 
-def stepped(env: Any, action: Any) -> tuple[Any, ...]:
-    """A step, within a ``Noted``; the text of the exception where an environment refuses an action (some are masked)."""
+def stepped(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
+    """A step, within a ``Noted``: copies of what it gives, by field, and whether the episode is over.
+
+    Times of the clock are left out (``RecordEpisodeStatistics``). Where an environment refuses an action (some are masked),
+    it is the text of the exception.
+    """
     try:
-        return tuple(env.step(copy.deepcopy(action)))
+        *others, info = env.step(copy.deepcopy(action))
     except Exception as error:
         if by_handler(error):  # in the calling process: a time limit, for instance
             raise
-        return (f"{type(error).__name__}: {error}",)
-
-
-def timeless(step: Any) -> Any:
-    """A step's results without times of the clock (``RecordEpisodeStatistics``)."""
-    *others, info = step
+        return {"exception": f"{type(error).__name__}: {error}"}, True
     if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
         info = {**info, "episode": {key: value for key, value in episode.items() if key != "t"}}
-    return (*others, info)
+    fields = dict(zip(STEP_FIELDS, copy.deepcopy([*others, info]), strict=True))
+    return fields, bool(others[2] or others[3])
 
 
 def first_line_of(text: str) -> str:

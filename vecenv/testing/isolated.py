@@ -16,10 +16,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from vecenv.state.proof import Shared, first_line_of, stepped, timeless
+from vecenv.state.proof import Shared, first_line_of, stepped
 from vecenv.state.snapshots import kind_of
 from vecenv.system.uninterrupted import Noted, by_handler
-from vecenv.trajectories import STEP_FIELDS, assert_identical
+from vecenv.trajectories import assert_identical
 
 __all__ = ["assert_isolated"]
 
@@ -120,11 +120,9 @@ class _Comparison:
                 results[f"reset before step {number}"] = copy.deepcopy(answer)
                 ended = False
                 _put_elsewhere(elsewhere, number + 2000)
-            step = stepped(env, action)
+            fields, ended = stepped(env, action)
             self._shared.look()
-            parts = zip(("exception",) if len(step) == 1 else STEP_FIELDS, timeless(step), strict=True)
-            results.update((f"step {number}, {field}", copy.deepcopy(value)) for field, value in parts)
-            ended = len(step) == 1 or bool(step[2] or step[3])
+            results.update((f"step {number}, {field}", value) for field, value in fields.items())
         return results
 
     def differs(self, one: dict[str, Any], other: dict[str, Any]) -> str | None:

@@ -450,7 +450,7 @@ class SpareEngine(Engine):
         result, error = answer
         if request.command == "step" and self.mode is AutoresetMode.SAME_STEP and error is None:
             if request.sequel is not None:
-                result = request.sequel(result, self._rebuilt(request))
+                result = request.sequel(result, deadline, None)
             elif (begin := self._next_request(request, result)) is not None:
                 self.pool.ask(begin, alone=True)
                 return self.finish(begin, deadline)
@@ -476,7 +476,7 @@ class SpareEngine(Engine):
         It takes the place of the first half, and has what those rows said of the episodes that are over.
         """
         over = np.flatnonzero(self.batch.terminations | self.batch.truncations).tolist()
-        rebuilt = self._rebuilt(request)  # their next ones have begun
+        rebuilt = self._rebuilt(request.seq)  # their next ones have begun
         keys = self._change_places([row for row in over if row not in rebuilt])
         if not keys:
             return None
@@ -487,26 +487,27 @@ class SpareEngine(Engine):
             for key in keys
         ]
         begin = self.composed("step", parts)
-        begin.steps, begin.sequel = request.steps, partial(self._with_next, infos, self.finals(rows) | result.finals, result)
+        finals = self.finals(rows) | result.finals
+        begin.steps, begin.sequel = request.steps, partial(self._with_next, begin.seq, result, infos, finals)
         self.batch.requested[rows] = begin.seq
         return begin
 
-    def _rebuilt(self, request: Request) -> Collection[int]:
-        """Rows whose environments were rebuilt on the way to the answer."""
-        settlement = self.pending.settlements.get((request.seq, ALL))
+    def _rebuilt(self, seq: int) -> Collection[int]:
+        """Rows whose environments were rebuilt on the way to the answer to a request."""
+        settlement = self.pending.settlements.get((seq, ALL))
         return () if settlement is None else settlement.rebuilt
 
     def _with_next(
-        self, infos: dict[int, Any], finals: dict[int, Any], before: Result, begun: Result, rebuilt: Collection[int]
+        self, seq: int, before: Result, infos: dict[int, Any], finals: dict[int, Any], begun: Result, *_: Any
     ) -> Result:
         """What a step comes to, after both halves: of each row, the end of one episode and the beginning of the next.
 
         Args:
-            infos, finals: Of rows whose episode is over.
+            seq: The number of the second half.
             before, begun: What the first half came to, and the second.
-            rebuilt: Rows that were rebuilt in the second half.
+            infos, finals: Of rows whose episode is over.
         """
-        all_infos, all_finals = dict(before.infos), dict(before.finals)
+        all_infos, all_finals, rebuilt = dict(before.infos), dict(before.finals), self._rebuilt(seq)
         for row, info in infos.items():
             first = begun.infos.get(row) or self._infos.one(row)
             all_infos[row] = first if row in rebuilt else {**info, **first}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pickle
@@ -299,6 +300,14 @@ class ReplayResult(NamedTuple):
     which: str
     text: str
 
+    @classmethod
+    def of(cls, recorded: Failed | None, where: str, what: str, *, same: bool, more: str = "") -> ReplayResult:
+        """Of a replay that ended in a failure; ``same``: it is the one that was recorded."""
+        if same:
+            return cls(AGAIN, f"happened again {where}: {what}{more}")
+        was = "nothing had failed" if recorded is None else f"recorded was: {recorded.text}"
+        return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({was}){more}")
+
 
 class Replay:
     """Replays a record in this process.
@@ -331,7 +340,7 @@ class Replay:
         self._marks = dict(record.marks)
         self._before, self._messages, self.place = self._start(begin)
         self._different = ""
-        self._seq = 0
+        self._seqs = itertools.count(1)
         self._build()
 
     def _env_fn(self) -> Callable[[], Any]:
@@ -463,26 +472,22 @@ class Replay:
 
     def _load(self, snapshot: Any) -> None:
         for op, payload in ((Op.CHECK, [(0, snapshot)]), (Op.LOAD, [0])):
-            if failures := answer(self._rows, op, self._next(), payload).failures:
+            if failures := answer(self._rows, op, next(self._seqs), payload).failures:
                 text = failures[0].text
                 raise Unreadable(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
-
-    def _next(self) -> int:
-        self._seq += 1
-        return self._seq
 
     def _say(self, message: Message) -> list[Failure]:
         if message.payload == b"":
             raise Unreadable(f"cannot be replayed, because what a {message.op.name.lower()} was given cannot be pickled")
         given = None if message.payload is None else pickle.loads(message.payload)
         if message.op is Op.TAKE:
-            return self._rows.set_next(self._next(), [(given, None)]).failures
-        self._batch.requested[self.record.row] = seq = self._next()
+            return self._rows.set_next(next(self._seqs), [(given, None)]).failures
+        self._batch.requested[self.record.row] = seq = next(self._seqs)
         return answer(self._rows, message.op, seq, given).failures
 
     def _step(self) -> list[Failure]:
         record, row, place = self.record, self.record.row, self.place
-        out = self._rows.step(self._next(), None, [self.action])
+        out = self._rows.step(next(self._seqs), None, [self.action])
         if out.failures or (place == record.steps - 1 and self.fails_in_step):
             return out.failures
         batch = self._batch
@@ -505,11 +510,8 @@ class Replay:
         error = failures[0].error
         self.failure = error if isinstance(error, BaseException) else None
         first = f"; first difference from the record at {self._different}" if self._different else ""
-        if failed is not None and failed.how == "raised" and text == failed.text:
-            self.result = ReplayResult(AGAIN, f"happened again {where}: {text}{first}")
-        else:
-            was = "nothing had failed" if failed is None else f"recorded was: {failed.text}"
-            self.result = ReplayResult(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was}){first}")
+        same = failed is not None and failed.how == "raised" and text == failed.text
+        self.result = ReplayResult.of(failed, where, text, same=same, more=first)
 
     def _ended(self, until: int | None) -> None:
         """The end was reached, or the step to stop before."""

@@ -126,15 +126,13 @@ def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) 
     """The result of a replay that did not come to its end."""
     where = f"at step {at}" if at else "outside of a step"
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
-    if failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode):
-        return ReplayResult(AGAIN, f"happened again {where}: {text}")
-    was = "nothing had failed" if failed is None else f"recorded was: {failed.text}"
-    return ReplayResult(DIFFERENT, f"did not happen again: another failure {where}: {text} ({was})")
+    same = failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode)
+    return ReplayResult.of(failed, where, text, same=same)
 
 
 def _child(caller: Connection[Any, Any], path: Path, options: dict[str, Any]) -> None:
     """The process: says what was recorded, each step that it makes, and at its end what came of it."""
-    caller.send(_in_this_process(path, read_it=caller.send, progress=caller.send, **options))
+    caller.send(_in_this_process(path, say=caller.send, **options))
 
 
 def _in_this_process(
@@ -144,21 +142,20 @@ def _in_this_process(
     until: int | None,
     frames: Path | None,
     debug: bool = False,
-    read_it: Callable[[Failed | None], None] = lambda failed: None,
-    progress: Callable[[int], None] = lambda step: None,
+    say: Callable[[Failed | int | None], None] = lambda said: None,
 ) -> ReplayResult:
-    """Replay a file here, where what kills the environment ends this process."""
+    """Replay a file here, where what kills the environment ends this process; ``say``: gets what was recorded, and steps."""
     header, body = read_header(path)
     try:
         record = read(header, body)
-        read_it(record.failed)
+        say(record.failed)
         playing = Replay(header, record, begin=begin, change=_drawable if frames is not None else None)
         drawn: deque[Any] = deque(maxlen=_MOST_FRAMES)
         stop = until
         if debug and until is None and record.failed is not None and record.failed.how != "raised":
             stop = max(header.step, 1)  # what dies or hangs leaves no frame to look at: the debugger waits before it
         for step in playing.run(stop):
-            progress(step)
+            say(step)
             if frames is not None and step:
                 drawn.append(playing.env.render())
         if debug:

@@ -348,22 +348,18 @@ class SpareEngine(Engine):
         if self.mode is AutoresetMode.SAME_STEP:
             _refuse("send to some environments or receive those that are done first", _SAME_STEP)
 
-    def ask_call(self, op: Op, payload_of: Callable[[Worker], Any], command: str, **how: Any) -> None:
-        if op is Op.SET_NEXT:
-            _refuse("set_next_options", _NEXT_BEGUN)
-        if op is not Op.SET_ATTR:
-            super().ask_call(op, payload_of, command, **how)
-            return
-        payloads = [payload_of(worker) for worker in self.pool.workers]
-        blobs = {cloudpickle.dumps(payload) for payload in payloads}
-        if len(blobs) > 1:
+    def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
+        if len({cloudpickle.dumps(value) for value in values}) > 1:
             _refuse(
                 "set an attribute to one value for each row",
                 "the next episode of a row is run by another environment; give one value for all, or options of reset()",
             )
-        self._setting = blobs.pop()
+        self._setting = cloudpickle.dumps((name, values[0]))
         alive = [worker for worker in self.pool.arranged if worker.death is None or worker.index < self.num_envs]
-        super().ask_call(op, lambda _: payloads[0], command, workers=alive)
+        self.ask_call(Op.SET_ATTR, lambda _: (name, [values[0]]), "set_attr", workers=alive)
+
+    def begin_set_next(self, rows: Collection[int], given: Sequence[Any]) -> None:
+        _refuse("set_next_options", _NEXT_BEGUN)
 
     # -- which worker has which row --------------------------------------------------------------------------------
 
@@ -464,8 +460,7 @@ class SpareEngine(Engine):
     def _attribute_was_set(self, request: Request, result: Result) -> None:
         """What has begun ahead of time begins anew."""
         if len(result.failures) + len(result.deaths) < len(request.workers):  # unless it could be set nowhere
-            name, values = pickle.loads(self._setting)
-            self._env_fns[0].keep(name, values[0])  # what is built later has it too
+            self._env_fns[0].keep(*pickle.loads(self._setting))  # what is built later has it too
         for worker in self.pool.arranged:
             worker.next_episode = None
         self._looked = None, None

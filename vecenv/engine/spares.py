@@ -33,7 +33,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import ProcessWorker
-from vecenv.engine.pending import ALL, Pending, ReadyRow, Request, Result, Worker, WorkerRequest
+from vecenv.engine.pending import ALL, Pending, Request, Result, Worker, WorkerRequest
 from vecenv.engine.pool import WorkerPool
 from vecenv.front.arguments import ResetOptions, any_seed
 from vecenv.front.capabilities import unable
@@ -429,8 +429,8 @@ class SpareEngine(Engine):
                 table = table.taken(request.seq, rows, begun, () if at_once else ended)
         return table
 
-    def _set_next(self, seen: dict[tuple[int, int], Request], ready: list[ReadyRow], latest: Array) -> None:
-        super()._set_next(seen, ready, latest)
+    def _set_next(self, seen: dict[tuple[int, int], Request], *taken: Any) -> None:
+        super()._set_next(seen, *taken)
         self._give(self._taken((request, request.rows_at(index)) for (_, index), request in seen.items()))
 
     def _give(self, table: EpisodeTable) -> None:

@@ -264,7 +264,8 @@ def direct_rows(leaf: Leaf, array: Array) -> list[Any]:
         return [None] * len(array)
     if leaf.flat:  # a memoryview costs a third of an array, and can do so with one axis only
         return [memoryview(row) for row in array]
-    return [_ArrayRow(row, leaf.dtype) for row in array]
+    dtype = np.dtype(leaf.dtype.str)  # as numpy's own arrays have it: to compare it with another object takes longer
+    return [_ArrayRow(row, dtype) for row in array]
 
 
 def _misfit(env: int, name: str, got: str, wanted: str) -> ObservationError:

@@ -30,14 +30,6 @@ _NUMBERS: Final = 16  # of latest preparations, for each environment
 _NOT_BY_ROW: Final = ("worker_time", "worker_steps", "no_spin_until", "ahead")
 
 
-def _canonical(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype object that numpy gives to its own arrays; unpickling makes another, equal one.
-
-    The step loops compare dtypes with ``is``, which is a third of the price of ``==``.
-    """
-    return np.dtype(dtype.str)
-
-
 @dataclass(frozen=True, slots=True)
 class Leaf:
     """One array of a space: its name for error texts, dtype and per-environment shape."""
@@ -46,16 +38,10 @@ class Leaf:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _canonical(self.dtype))
-
     @property
     def flat(self) -> bool:
         """Whether a memoryview can write one environment's array: it has one axis, and this machine's byte order."""
         return len(self.shape) == 1 and self.dtype.isnative
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Leaf, (self.name, self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +113,8 @@ def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
     if isinstance(space, spaces.Tuple):
         return _branch([(i, fixed_tree(sub, f"{name}[{i}]")) for i, sub in enumerate(space.spaces)], keyed=False)
     if isinstance(space, _FIXED) and create_shared_memory.dispatch(type(space)) in _GYMNASIUM_OWN:
-        return Tree(leaf=Leaf(name, np.dtype(space.dtype), tuple(space.shape or ())))
+        # by its text: of a space that came by pickle the dtype is equal to that of numpy's own arrays, and another object
+        return Tree(leaf=Leaf(name, np.dtype(np.dtype(space.dtype).str), tuple(space.shape or ())))
     return None
 
 
@@ -144,18 +131,12 @@ class Field:
     shape: tuple[int, ...]
     offset: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", _canonical(self.dtype))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Field, (self.dtype, self.shape, self.offset)
-
     def view(self, buffer: Any) -> Array:
         """A writeable view of this field over ``buffer``."""
         count = int(np.prod(self.shape, dtype=np.int64))
         if count == 0:
             return np.zeros(self.shape, self.dtype)
-        return np.frombuffer(buffer, self.dtype, count, self.offset).reshape(self.shape)
+        return np.frombuffer(buffer, self.dtype.str, count, self.offset).reshape(self.shape)  # see `fixed_tree`
 
 
 @dataclass(slots=True)

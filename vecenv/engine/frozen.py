@@ -52,8 +52,8 @@ class FrozenCopy:
 
     def plan(self, row: int | None = None, placement: Placement | None = None, seed: int | None = None) -> CopyPlan:
         """What it is to be given."""
-        theirs = self.channel.theirs
-        return CopyPlan(self.owner, theirs.reader, theirs.writer, self.black_box.number, self.token, row, placement, seed)
+        reader, writer = (end.number for end in self.channel.theirs)
+        return CopyPlan(self.owner, reader, writer, self.black_box.number, self.token, row, placement, seed)
 
     def await_ready(self, method: str, name: str, made_by: ProcessWatch) -> CopiedProcess:
         """Its process, once it is there. It may be asked again.

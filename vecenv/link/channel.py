@@ -14,18 +14,19 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Sequence
-from multiprocessing import reduction
 from os import read, write
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from vecenv.link.messages import FULL_HEAD, HEAD, PAYLOAD, Message, decode, encode, missing_bytes
 from vecenv.system.cores import SpinPolicy
-from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.descriptors import Descriptor, DescriptorOwner
 
 __all__ = ["CallerEnd", "ChannelClosed", "Ends", "WorkerEnd", "write_once"]
 
 _CHUNK: Final = 1 << 20
 _SHORT: Final = (HEAD,)
+Ends: TypeAlias = tuple[Descriptor, Descriptor]
+"""A worker's ends, to read from and to write to. They can be pickled while its process is being started."""
 
 
 class ChannelClosed(Exception):
@@ -42,20 +43,6 @@ def write_once(written: list[int], descriptors: Sequence[int], messages: Any) ->
     written.extend(map(os.write, descriptors, messages))
 
 
-class Ends:
-    """A worker's ends, on their way to it: they can be pickled while its process is being spawned."""
-
-    def __init__(self, reader: int, writer: int) -> None:
-        self.reader, self.writer = reader, writer
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (reduction.DupFd(self.reader), reduction.DupFd(self.writer))
-
-
-def _attach(reader: Any, writer: Any) -> Ends:
-    return Ends(reader.detach(), writer.detach())
-
-
 class CallerEnd:
     """A framed message stream over the caller's ends of two pipes.
 
@@ -64,10 +51,10 @@ class CallerEnd:
     """
 
     def __init__(self, holdings: DescriptorOwner) -> None:
-        self._in, self._their_out = holdings.pipe()
-        self._their_in, self._out = holdings.pipe()
+        self._in, their_out = holdings.pipe()
+        their_in, self._out = holdings.pipe()
         self.fd, self.out = self._in.number, self._out.number
-        self.theirs = Ends(self._their_in.number, self._their_out.number)
+        self.theirs: Ends = their_in, their_out
         os.set_blocking(self.fd, False)
         os.set_blocking(self.out, False)
         self.bytes_pickled = 0
@@ -80,8 +67,8 @@ class CallerEnd:
 
     def started(self) -> None:
         """Close our copies of the worker's ends, once the worker has its own."""
-        self._their_in.close()
-        self._their_out.close()
+        for end in self.theirs:
+            end.close()
 
     def read(self) -> Message | None:
         """The next whole message, or ``None`` if it is not there yet. It is the next one until :meth:`drop`.
@@ -191,7 +178,8 @@ class WorkerEnd:
 
     def __init__(self, ends: Ends, blocks: bool = False) -> None:
         self.blocks = blocks
-        self._in, self._out = ends.reader, ends.writer
+        self._ends = ends
+        self._in, self._out = (end.number for end in ends)
         os.set_blocking(self._in, blocks)
         os.set_blocking(self._out, True)
         poll = select.poll()
@@ -200,8 +188,8 @@ class WorkerEnd:
 
     def close(self) -> None:
         """Close both ends here."""
-        os.close(self._in)
-        os.close(self._out)
+        for end in self._ends:
+            end.close()
 
     def send(self, word: int, seq: int, payload: bytes | None = None) -> None:
         """Send one message, however long the caller takes to read it.

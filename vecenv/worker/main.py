@@ -194,11 +194,12 @@ def _wait_frozen(rows: SnapshotRows, start: Start, plan: CopyPlan) -> CopyPlan |
 def _opened(rows: SnapshotRows, start: Start, plan: CopyPlan) -> WorkerEnd:
     """In a copy: its own channel and black box."""
     rows.forked.clear()
-    box = DescriptorOwner(rows).open(open_of, plan.caller, plan.box, os.O_RDWR | os.O_APPEND)
+    files = (plan.reader, os.O_RDONLY), (plan.writer, os.O_WRONLY), (plan.box, os.O_RDWR | os.O_APPEND)
+    owner = DescriptorOwner(None)  # they are open until the process ends
+    reader, writer, box = (owner.open(open_of, plan.caller, *file) for file in files)
     start.black_box = BlackBox.opened(box)
     start.black_box.arm(threads=False)
-    ends = Ends(open_of(plan.caller, plan.reader, os.O_RDONLY), open_of(plan.caller, plan.writer, os.O_WRONLY))
-    return WorkerEnd(ends, blocks=plan.placement is None or not plan.placement.spin)
+    return WorkerEnd((reader, writer), blocks=plan.placement is None or not plan.placement.spin)
 
 
 def _thawed(before: SnapshotRows, start: Start, plan: CopyPlan) -> tuple[WorkerEnd, SnapshotRows]:

@@ -36,7 +36,7 @@ from vecenv.system.generators import begin_worker, look_at_torch
 from vecenv.system.supervision import BlackBox, flush_output
 from vecenv.worker.envs import WorkerPlan
 from vecenv.worker.keeping import SnapshotRows
-from vecenv.worker.variants import OverlappingRows, SpareRows, ThreadedRows
+from vecenv.worker.variants import SpareRows, ThreadedRows
 
 __all__ = ["Ready", "Start", "WorkerPlan", "answer", "main", "make_rows"]
 
@@ -77,7 +77,7 @@ def make_rows(
     if plan.ahead:
         kind = SpareRows
     elif plan.env_threads > 1 and not interrupts:
-        kind = OverlappingRows if plan.overlaps else ThreadedRows
+        kind = ThreadedRows
     return kind(env_fns, first, worker, plan, batch, interrupts=interrupts)
 
 
@@ -249,6 +249,10 @@ def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, batch: B
             rows = rows.at_place(batch, *pickle.loads(payload or b""))
             step, actions = rows.step, rows.actions
             continue
+        elif rows.plan.overlaps:
+            assert isinstance(rows, ThreadedRows)
+            rows.submit(carry_out, channel, rows, op, seq, _loaded(payload))
+            continue
         elif op == Op.FREEZE:
             outcome = freeze(channel, uncopied, rows, pickle.loads(payload or b""))
         else:
@@ -258,26 +262,18 @@ def serve(channel: WorkerEnd, rows: SnapshotRows, patience: SpinPolicy, batch: B
         say(channel, seq, outcome)
 
 
-def serve_overlapping(channel: WorkerEnd, rows: OverlappingRows, patience: SpinPolicy) -> bool:
-    """As :func:`serve`, but a message begins while others are in work, and is answered when its own environment is done."""
-
-    def carry_out(op: int, seq: int, payload: Any) -> None:
-        try:
-            rows.run(op, seq, payload)
-            with rows.turn:
-                say(channel, seq, answer(rows, op, seq, payload))
-        except ChannelClosed:  # the main thread sees that too
-            pass
-        except BaseException:  # without an answer the caller would wait for ever
-            traceback.print_exc()
-            flush_output()
-            os._exit(1)
-
-    while True:
-        op, seq, payload = channel.wait(patience)
-        if op == Op.CLOSE:
-            return close_rows(channel, rows, seq)
-        rows.submit(carry_out, op, seq, _loaded(payload))
+def carry_out(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: Any) -> None:
+    """In a thread: answer a message when its own environment is done, while others are in work."""
+    try:
+        rows.run(op, seq, payload)
+        with rows.turn:
+            say(channel, seq, answer(rows, op, seq, payload))
+    except ChannelClosed:  # the main thread sees that too
+        pass
+    except BaseException:  # without an answer the caller would wait for ever
+        traceback.print_exc()
+        flush_output()
+        os._exit(1)
 
 
 def say(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
@@ -357,10 +353,7 @@ def _live(start: Start, channel: WorkerEnd, rows: SnapshotRows | None, ready: Re
         if rows is not None:
             batch = start.plan.layout.view(start.arena.buffer)
             patience = SpinPolicy(start.placement.spin, batch.no_spin_until, start.placement.cpus)
-            if isinstance(rows, OverlappingRows):
-                clean = serve_overlapping(channel, rows, patience)
-            else:
-                clean = serve(channel, rows, patience, batch, uncopied)
+            clean = serve(channel, rows, patience, batch, uncopied)
     except ChannelClosed:  # the caller closed or died; no process is left to report to
         clean = abandoned = True
         if rows is not None:

@@ -13,7 +13,7 @@ the environment would have returned at that time.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from threading import Lock
@@ -28,7 +28,7 @@ from vecenv.shm.layout import Batch
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.rows import clock
 
-__all__ = ["OverlappingRows", "SpareRows", "ThreadedRows", "WithAttributes"]
+__all__ = ["SpareRows", "ThreadedRows", "WithAttributes"]
 
 
 class Said:
@@ -55,24 +55,48 @@ class Said:
 
 class ThreadedRows(SnapshotRows):
     """As :class:`SnapshotRows`, with at most ``env_threads`` environments at once. For worker processes: nothing interrupts
-    them."""
+    them.
+
+    Where messages overlap (``WorkerPlan.overlaps``), each is about one row, and no message is about a row whose last one is
+    not answered. :meth:`run` runs its environment, in whatever thread it is called. What comes after is done between taking
+    :attr:`turn` and giving it back, for one message at a time.
+
+    Attributes:
+        turn: Held while a message is carried out, apart from what its environment does.
+    """
 
     def __init__(self, *rows: Any, **how: Any) -> None:
         super().__init__(*rows, **how)
+        self.turn = Lock()
         self._pool = ThreadPoolExecutor(self.plan.env_threads, "environment")
         self._resets_itself = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
+        self._stepped: dict[int, Said] = {}  # row -> what its step has said
         self._begun: dict[int, Said] = {}  # row -> what the reset or call has said that the loop is about to ask for
 
-    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        which = range(self.count) if ks is None else ks
-        began = clock()
-        said = dict(zip(which, self._pool.map(self._ask_step, which, actions), strict=True))
-        return self._step_by_said(seq, ks, actions, said, clock() - began)
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a function in a thread, as soon as one of them is free."""
+        self._pool.submit(function, *args)
 
-    def _ask_step(self, k: int, action: Any) -> Said:
-        return Said(lambda: self._stepped(k, action))
+    def run(self, op: int, seq: int, payload: Any) -> None:
+        """Run the environment that a message is about; what it says is kept for the turn."""
+        if op == Op.STEP_SOME:
+            (k,), (action,) = self.chosen(seq).tolist(), payload
+            self._ask_step(k, action)
+        elif op == Op.RESET_SOME:
+            (k,), ((seed,), options) = self.chosen(seq).tolist(), payload or ((None,), None)
+            self._ask_reset(k, seed, options[0] if isinstance(options, list) else options)
+        elif op == Op.EXEC:
+            (k,), function, args, kwargs = payload
+            self._begun[k] = Said(lambda: function(self._env(k), *args, **kwargs))
+        self.leave_if_forked()
 
-    def _stepped(self, k: int, action: Any) -> Any:
+    def _ask_step(self, k: int, action: Any) -> None:
+        self._stepped[k] = Said(lambda: self._step_and_reset(k, action))
+
+    def _ask_reset(self, k: int, seed: Any, options: Any) -> None:
+        self._begun[k] = Said(lambda: super(ThreadedRows, self)._reset(k, seed, options))
+
+    def _step_and_reset(self, k: int, action: Any) -> Any:
         """In a thread: a step, and the reset at the end of an episode that belongs to it."""
         answer = self._steps[k](action)
         self.leave_if_forked()
@@ -84,10 +108,14 @@ class ThreadedRows(SnapshotRows):
             self.leave_if_forked()
         return answer
 
-    def _step_by_said(
-        self, seq: int, ks: list[int] | None, actions: Sequence[Any], said: Mapping[int, Said], seconds: float
-    ) -> Outcome:
-        """The step loop over what environments have said, which took so long."""
+    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
+        """The step loop over what environments have said."""
+        which = range(self.count) if ks is None else ks
+        began = clock()
+        if not self.plan.overlaps:
+            list(self._pool.map(self._ask_step, which, actions))
+        said = {k: self._stepped.pop(k) for k in which}
+        seconds = max([clock() - began, *(one.seconds for one in said.values())])
         asked = {k: self._steps[k] for k in said}
         for k, one in said.items():
             self._steps[k] = one
@@ -105,66 +133,24 @@ class ThreadedRows(SnapshotRows):
         return answer
 
     def reset(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
-        which = range(self.count) if ks is None else ks
-        each = options if isinstance(options, list) else [options] * len(seeds)
-        list(self._pool.map(self._ask_reset, which, seeds, each))
+        if not self.plan.overlaps:
+            which = range(self.count) if ks is None else ks
+            each = options if isinstance(options, list) else [options] * len(seeds)
+            list(self._pool.map(self._ask_reset, which, seeds, each))
         return super().reset(seq, ks, seeds, options, pending=pending)
-
-    def _ask_reset(self, k: int, seed: Any, options: Any) -> None:
-        self._begun[k] = Said(lambda: super(ThreadedRows, self)._reset(k, seed, options))
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         answer: tuple[Any, Any] = self._begun.pop(k)()
         return answer
 
+    def execute(self, seq: int, ks: Sequence[int], *function: Any) -> Outcome:
+        if not self.plan.overlaps:
+            return super().execute(seq, ks, *function)
+        return self._each(seq, ks, lambda k: self._begun.pop(k)())
+
     def close(self) -> Outcome:
         self._pool.shutdown()
         return super().close()
-
-
-class OverlappingRows(ThreadedRows):
-    """Rows that are stepped, reset and called each by a message of its own, at the same time as others.
-
-    :meth:`run` runs the environment, in whatever thread it is called. What comes after, between taking :attr:`turn` and
-    giving it back, is that of :class:`SnapshotRows`, for one message at a time. No message is about a row whose last one is
-    not answered.
-
-    Attributes:
-        turn: Held while a message is carried out, apart from what its environment does.
-    """
-
-    def __init__(self, *rows: Any, **how: Any) -> None:
-        super().__init__(*rows, **how)
-        self.turn = Lock()
-        self._said: dict[int, Said] = {}  # row -> what its step has said
-
-    def submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function in a thread, as soon as one of them is free."""
-        self._pool.submit(function, *args)
-
-    def run(self, op: int, seq: int, payload: Any) -> None:
-        """Run the environment that a message is about; what it says is kept for the turn."""
-        if op == Op.STEP_SOME:
-            (k,), (action,) = self.chosen(seq).tolist(), payload
-            self._said[k] = self._ask_step(k, action)
-        elif op == Op.RESET_SOME:
-            (k,), ((seed,), options) = self.chosen(seq).tolist(), payload or ((None,), None)
-            self._ask_reset(k, seed, options[0] if isinstance(options, list) else options)
-        elif op == Op.EXEC:
-            (k,), function, args, kwargs = payload
-            self._begun[k] = Said(lambda: function(self._env(k), *args, **kwargs))
-        self.leave_if_forked()
-
-    def step(self, seq: int, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        assert ks is not None
-        said = {k: self._said.pop(k) for k in ks}
-        return self._step_by_said(seq, ks, actions, said, said[ks[0]].seconds)
-
-    def reset(self, seq: int, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
-        return SnapshotRows.reset(self, seq, ks, seeds, options, pending=pending)
-
-    def execute(self, seq: int, ks: Sequence[int], *function: Any) -> Outcome:
-        return self._each(seq, ks, lambda k: self._begun.pop(k)())
 
 
 class WithAttributes:

@@ -20,7 +20,6 @@ a signal handler raises, and that at the end.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -42,7 +41,6 @@ _LINUX: Final = sys.platform.startswith("linux")
 _RLIMIT_LOCKS: Final = 10  # without a name in Python, because nothing has enforced it for twenty years
 _FIRST: Final = 1 << 62  # of the tokens; smaller limits are not ours
 _INNER: Final = (1 << 22) - 1  # these bits tell the workers of an engine inside a worker apart
-_PR_GET_CHILD_SUBREAPER: Final = 37
 _ROUNDS: Final = 10  # of looking and ending: a helper may have forked while it was being ended
 _LOOKS_FOR_NOTHING: Final = 3
 _GONE_SECONDS: Final = 0.5  # until what was sent SIGKILL has ended; longer only in an uninterruptible call of the kernel
@@ -102,8 +100,8 @@ def _tell_the_group() -> None:
 def end_marked(tokens: Collection[int]) -> int:
     """End what workers with these tokens left behind, once they were reaped; returns how many processes.
 
-    Where this process adopts orphans, as the first process of a container does, those that have ended are reaped. Takes
-    about as long for a thousand tokens as for one.
+    What is a child of this process is reaped: where it adopts orphans, as the first process of a container does, nothing
+    else does that. Takes about as long for a thousand tokens as for one.
     """
     wanted = frozenset(tokens) - {0}
 
@@ -142,14 +140,6 @@ def end_group(pids: Iterable[int]) -> None:
     for pid in pids:
         with contextlib.suppress(OSError, AttributeError):
             os.killpg(pid, signal.SIGKILL)
-
-
-def _adopts() -> bool:
-    """Whether orphans among our descendants become our own children."""
-    answer = ctypes.c_int(0)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(answer), 0, 0, 0)
-    return os.getpid() == 1 or bool(answer.value)
 
 
 # -- finding and ending -------------------------------------------------------------------------------------------------
@@ -222,8 +212,8 @@ def _end(processes: Collection[_Process]) -> int:
     deadline = time.monotonic() + _GONE_SECONDS
     while count and any(map(_is_still, processes)) and time.monotonic() < deadline:
         time.sleep(0.001)
-    for process in processes if processes and _adopts() else ():  # orphans are our children then: nothing else reaps them
-        with contextlib.suppress(OSError):  # it is another process's child
+    for process in processes:
+        with contextlib.suppress(OSError):  # it is another process's child, unless this one adopts orphans
             os.waitpid(process.pid, os.WNOHANG)
     return count
 

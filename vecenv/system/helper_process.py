@@ -80,14 +80,9 @@ class HelperProcess:
         return self.pipe
 
     @property
-    def process(self) -> Any:
-        """The process, from its start to its end."""
-        return self._started[0] if self._started else None
-
-    @property
     def pid(self) -> int | None:
         """Its process id, once it has been started."""
-        return self.process.pid if self._started else None
+        return self._started[0].pid if self._started else None
 
     def wait(self, deadline: float) -> bool:
         """Wait until it has sent something or has ended; false if neither happened until ``deadline`` (monotonic)."""
@@ -119,8 +114,9 @@ class HelperProcess:
         """How it ended; waits for that a moment."""
         if self._watch is None:
             return None
-        if self.process._popen.returncode is None:  # not reaped, so that its number is still its own
-            end_group([self.process.pid])
+        (process,) = self._started
+        if process._popen.returncode is None:  # not reaped, so that its number is still its own
+            end_group([process.pid])
         return self._watch.exit_code(_REAP_SECONDS)
 
     def end(self) -> None:
@@ -147,7 +143,7 @@ class HelperProcess:
             self._watch.has_ended(_REAP_SECONDS)
             self.exit_code()
             end_marked([self._token])
-            close_process(self.process)
+            close_process(*self._started)
             self._watch = None
         self._started.clear()
         self._owned.close()

@@ -30,6 +30,7 @@ from vecenv.planning.options import OnFailure, StartMethod
 from vecenv.state.snapshots import Snapshot, parse_snapshots
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv
+from vecenv.worker.envs import called
 
 __all__ = ["EpisodeEnv", "Pool"]
 
@@ -378,7 +379,7 @@ class EpisodeEnv:
             Exception: What it raised, as itself; the episode goes on.
         """
         with self._calling("call") as slot:
-            answer = await self._slots.ask(slot, "call", Op.EXEC, ([slot.k], _called, (name, args, kwargs), {}))
+            answer = await self._slots.ask(slot, "call", Op.EXEC, ([slot.k], called, (name, args, kwargs), {}))
             return self._result(slot, "call", answer).results[slot.row]
 
     async def save(self, *, verify: bool = True) -> Snapshot:
@@ -471,11 +472,6 @@ class EpisodeEnv:
 
     def _at_beginning(self, observation: Any, info: dict[Any, Any]) -> None:
         self.observation, self.info, self.terminated, self.truncated = observation, info, False, False
-
-
-def _called(env: Any, name: str, args: Any, kwargs: Any) -> Any:
-    attribute = env.get_wrapper_attr(name)
-    return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
 def _check_reset(seed: Any, options: Any) -> None:

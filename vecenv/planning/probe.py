@@ -13,7 +13,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -205,23 +205,18 @@ class EnvProbe:
         Raises:
             StartupTimeout, WorkerDied: Nothing came.
         """
-        message = b""
-        closed = False
-        try:
-            if helper.wait(deadline):
-                message = helper.receive()
-            if message == _READY:
+        message = helper.receive() if helper.wait(deadline) else b""
+        if message == _READY:
+            with suppress(ConnectionError):  # it has ended
                 helper.pipe.send_bytes(blob)
-                message = helper.receive() if helper.wait(deadline) else b""
-            if message == _STAY_AWAKE:
-                while not helper.pipe.poll(0) and not helper.has_ended() and time.monotonic() < deadline:
-                    pass
-                message = helper.receive()
-        except (EOFError, ConnectionError):
-            closed, message = True, b""
+            message = helper.receive() if helper.wait(deadline) else b""
+        if message == _STAY_AWAKE:
+            while not helper.pipe.poll(0) and not helper.has_ended() and time.monotonic() < deadline:
+                pass
+            message = helper.receive()
         if message:
             return pickle.loads(message)
-        if not closed and not helper.has_ended():
+        if time.monotonic() >= deadline and not helper.has_ended():
             raise StartupTimeout(f"an environment could not be built and looked at within {self.timeout} seconds")
         code = helper.exit_code() if helper.has_ended(_CLOSE_SECONDS) else None
         how = "closed its pipe" if code is None else describe_exit(code)

@@ -12,7 +12,8 @@ import select
 import signal
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final
 
 from vecenv.system.descendants import end_group, end_marked, end_own, new_token
@@ -53,31 +54,28 @@ class HelperProcess:
     ) -> None:
         self.pipe: Any = None
         self.method = str(context.get_start_method())
-        self._context, self._target, self._args, self._abrupt = context, target, args, abrupt
-        self._how: dict[str, Any] = {"name": name, "daemon": daemon, "variables": variables}
         self._started: list[Any] = []
         self._token = new_token()
+        self._arguments = abrupt, target, args
+        how: dict[str, Any] = {"name": name, "daemon": daemon, "variables": variables}
+        self._spawn = partial(spawn, context, _serve, token=self._token, into=self._started, **how)
         self._owned = DescriptorOwner(self)
         self._watch: ProcessWatch | None = None
         self._owner = os.getpid()
 
-    def start(self) -> Any:
-        """Start it; returns our end of the pipe."""
+    def start(self) -> None:
+        """Start it."""
         with Uninterrupted():
             lifeline = Lifeline(self._owned)
-            self.pipe, theirs = self._context.Pipe()
+            self.pipe, theirs = Pipe()
             try:
-                args = (theirs, self._abrupt, self._target, self._args)
-                process = spawn(
-                    self._context, _serve, args, lifeline=lifeline, token=self._token, into=self._started, **self._how
-                )  # fmt: skip
+                process = self._spawn(args=(theirs, *self._arguments), lifeline=lifeline)
                 self._watch = ProcessWatch(process, self._owned)
                 self._poll = select.poll()
                 for descriptor in (self.pipe.fileno(), self._watch.descriptor):
                     self._poll.register(descriptor, select.POLLIN)
             finally:
                 theirs.close()
-        return self.pipe
 
     @property
     def pid(self) -> int | None:
@@ -91,19 +89,17 @@ class HelperProcess:
         return bool(self._watch.sleep(self._poll, left * 1000))
 
     def receive(self) -> bytes:
-        """The next message; empty if there is none yet.
+        """The next message; empty if there is none yet, or it closed its end, maybe in the middle of a message.
 
-        Raises:
-            EOFError: It closed its end, maybe in the middle of a message. What a signal handler raises, a ``TimeoutError``
-                say, is not mistaken for that.
+        What a signal handler raises, a ``TimeoutError`` say, is not mistaken for that.
         """
         try:
             return self.pipe.recv_bytes() if self.pipe.poll(0) else b""
-        except ConnectionError:
-            raise EOFError from None
+        except (ConnectionError, EOFError):
+            return b""
         except OSError as error:
             if type(error) is OSError and error.errno is None:
-                raise EOFError from None
+                return b""
             raise
 
     def has_ended(self, seconds: float = 0.0) -> bool:

@@ -151,10 +151,7 @@ class CandidateProcess:
         assert helper is not None
         status, value = "failed", f"gave no answer within {timeout:.0f} s"
         if answered := helper.wait(time.monotonic() + timeout):
-            try:
-                message = helper.receive()
-            except EOFError:
-                message = b""
+            message = helper.receive()
             # without one it has ended, though something that it started may hold its pipe
             status, value = pickle.loads(message) if message else ("failed", _how_it_ended(helper))
         if status == "ok":

@@ -17,7 +17,7 @@ from vecenv.link.messages import dumps_by_value
 from vecenv.shm.layout import Layout
 from vecenv.system.generators import GeneratorsOption
 
-__all__ = ["Expected", "WorkerPlan", "made_by", "misreturned", "observation_and_info"]
+__all__ = ["Expected", "WorkerPlan", "called", "made_by", "misreturned", "observation_and_info"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,12 @@ def made_by(env_fn: Callable[[], Any], env: int) -> Any:
     if missing := [name for name in _NEEDED if not hasattr(made, name)]:
         raise TypeError(f"env_fns[{env}]() gave a {type(made).__name__} without {missing[0]}, wanted a gymnasium.Env")
     return made
+
+
+def called(env: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """``env.get_wrapper_attr(name)``, called if it can be."""
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
 def observation_and_info(returned: Any, env: int) -> tuple[Any, Any]:

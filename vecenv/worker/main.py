@@ -81,12 +81,6 @@ def make_rows(
     return kind(env_fns, first, worker, plan, batch, interrupts=interrupts)
 
 
-_METHODS: Final[dict[int, str]] = {
-    Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "execute", Op.SET_NEXT: "set_next", Op.SAVE: "save",
-    Op.PROVE: "prove", Op.CHECK: "check", Op.LOAD: "load",
-}  # fmt: skip
-
-
 def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     """Carry out one message on ``rows``. Its payload may be ``None``."""
     if op == Op.STEP or op == Op.STEP_SOME:
@@ -101,7 +95,7 @@ def answer(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
         seeds, options, pending = payload
         return rows.rebuild(seq, rows.chosen(seq).tolist(), seeds, options, pending=pending)
     arguments = payload if op in (Op.CALL, Op.SET_ATTR, Op.EXEC) else (payload,)
-    outcome: Outcome = getattr(rows, _METHODS[op])(seq, *arguments)
+    outcome: Outcome = getattr(rows, Op(op).name.lower())(seq, *arguments)  # all others have the names of their words
     return outcome
 
 

@@ -30,7 +30,7 @@ from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome, summary
 from vecenv.link.observations import KEPT, Put, checked_value, direct_rows, tree_writer
 from vecenv.shm.layout import Array, Batch, fixed_tree, memory_of
 from vecenv.system import generators
-from vecenv.worker.envs import WorkerPlan, made_by, misreturned, observation_and_info
+from vecenv.worker.envs import WorkerPlan, called, made_by, misreturned, observation_and_info
 
 __all__ = ["EnvRows", "clock"]
 
@@ -518,20 +518,11 @@ class EnvRows:
 
     def call(self, seq: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """``env.get_wrapper_attr(name)`` of every environment, called if it can be."""
-
-        def one(k: int) -> Any:
-            attribute = self._env(k).get_wrapper_attr(name)
-            return attribute(*args, **kwargs) if callable(attribute) else attribute
-
-        return self._each(seq, range(self.count), one)
+        return self._each(seq, range(self.count), lambda k: called(self._env(k), name, args, kwargs))
 
     def set_attr(self, seq: int, name: str, values: Sequence[Any]) -> Outcome:
         """``env.set_wrapper_attr(name, value)``, a value a row."""
-
-        def one(k: int) -> None:
-            self._env(k).set_wrapper_attr(name, values[k])
-
-        return self._each(seq, range(self.count), one)
+        return self._each(seq, range(self.count), lambda k: self._env(k).set_wrapper_attr(name, values[k]))
 
     def set_next(self, seq: int, given: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Seed and options of the next episode that autoreset begins, a pair a row; ``None``: what there is stays."""
@@ -543,7 +534,7 @@ class EnvRows:
 
         return self._each(seq, range(self.count), one)
 
-    def execute(
+    def exec(
         self, seq: int, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Outcome:
         """``function(env, *args, **kwargs)`` for the rows ``ks``."""

@@ -143,9 +143,9 @@ class ThreadedRows(SnapshotRows):
         answer: tuple[Any, Any] = self._begun.pop(k)()
         return answer
 
-    def execute(self, seq: int, ks: Sequence[int], *function: Any) -> Outcome:
+    def exec(self, seq: int, ks: Sequence[int], *function: Any) -> Outcome:
         if not self.plan.overlaps:
-            return super().execute(seq, ks, *function)
+            return super().exec(seq, ks, *function)
         return self._each(seq, ks, lambda k: self._begun.pop(k)())
 
     def close(self) -> Outcome:

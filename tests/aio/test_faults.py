@@ -152,9 +152,10 @@ def test_a_cancelled_step_that_does_not_end_costs_its_worker_after_a_while() -> 
     async def main() -> None:
         async with Pool(Words, 3, cancel_timeout=0.2, on_failure="restart", restart_limit=0) as pool:
             for _ in range(3):  # which is no restart of the budget
-                with pytest.raises(TimeoutError):
-                    async with asyncio.timeout(0.05), pool.episode() as env:
-                        await env.step("hang")
+                async with pool.episode() as env:
+                    with pytest.raises(TimeoutError):
+                        async with asyncio.timeout(0.05):
+                            await env.step("hang")
             await whole(pool)
             assert pool.stats()["restarts"] == 3
 

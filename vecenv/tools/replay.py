@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import multiprocessing
@@ -99,22 +98,16 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
     at, hung, limit = 0, False, math.inf  # what is not a step has no limit
     try:
         helper.start()
-        with contextlib.suppress(EOFError):
-            while not (hung := not helper.wait(time.monotonic() + limit)):
-                ended, blob = helper.has_ended(), helper.receive()
-                if not blob:
-                    if ended:
-                        break
-                    continue
-                message: ReplayResult | Failed | int | None = pickle.loads(blob)
-                if isinstance(message, ReplayResult):
-                    helper.has_ended(_GRACE)
-                    return message
-                if isinstance(message, int):
-                    at = max(message, 0)
-                    limit = failed.seconds + _GRACE if failed is not None and failed.seconds else math.inf
-                else:
-                    failed = message
+        while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
+            message: ReplayResult | Failed | int | None = pickle.loads(blob)
+            if isinstance(message, ReplayResult):
+                helper.has_ended(_GRACE)
+                return message
+            if isinstance(message, int):
+                at = max(message, 0)
+                limit = failed.seconds + _GRACE if failed is not None and failed.seconds else math.inf
+            else:
+                failed = message
         if not hung:
             helper.has_ended(_GRACE)
         return _of_death(failed, helper.exit_code(), at, hung)

@@ -45,7 +45,7 @@ _NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 # contract's tests go with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
 # Here a test has many cases, and what they show hardly depends on the engine: each case runs with one, the rest is ``slow``.
-ENGINES_ALTERNATE = ("test_engine_step.py", "test_engine_calls.py", "test_engine_infos.py", "test_engine_reset.py")
+ENGINES_ALTERNATE = ("test_engine_step.py", "test_engine_infos.py")
 
 LEFT_OUT = {"long", "slow", "soak"}
 

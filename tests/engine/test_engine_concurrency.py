@@ -1,17 +1,40 @@
-"""Section 1.15: at most ``max_concurrency`` environments are inside ``reset`` or ``step`` at once."""
+"""What goes on at once: a bound on it, several environments in one worker, and threads of a worker."""
 
 from __future__ import annotations
 
 import functools
+import itertools
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, OverlapEnv, SleepingEnv, assert_as_sync, counters, opened, started
+from envs import (
+    CounterEnv,
+    Options,
+    OverlapEnv,
+    RaisingEnv,
+    SleepingEnv,
+    assert_as_sync,
+    counters,
+    opened,
+    raises_logged,
+    started,
+)
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from sampling import each_once
+
+import vecenv
+from vecenv.errors import StepTimeout, WorkerDied
+from vecenv.testing import assert_identical
+
+# --- Section 1.15: at most ``max_concurrency`` environments are inside ``reset`` or ``step`` at once
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -112,3 +135,215 @@ def test_a_large_answer_by_pickle_does_not_hold_the_others_up() -> None:
         envs.reset_async(seed=1)
         assert envs.reset_wait(timeout=20)[0].shape == (4, 256, 256, 3)
         assert (envs.step([0] * 4)[0] == 1).all()
+
+
+# --- Several environments in one worker: the same answers, and every text speaks of environments, not of workers
+
+
+@pytest.mark.parametrize(
+    ("num_envs", "num_workers"),
+    [(1, 1), (3, 1), (3, 2), (4, 2), (5, 2), (5, 3), (7, 3), (7, 4), (8, 3), (4, 4), (2, 5), (3, None)],
+)
+def test_environments_are_shared_out_in_contiguous_and_even_parts(num_envs: int, num_workers: int | None) -> None:
+    """To as many as there are environments at most; ``None`` is one for each."""
+    with opened(counters(num_envs), num_workers=num_workers) as envs:
+        pids = envs.call("pid")
+        num_workers = min(num_workers or num_envs, num_envs)
+        assert len(envs.processes) == envs.num_workers == num_workers
+        assert len(set(pids)) == num_workers
+        assert os.getpid() not in pids
+        changes = sum(one != other for one, other in itertools.pairwise(pids))
+        assert changes == num_workers - 1, "each worker's environments are neighbours"
+        sizes = [pids.count(pid) for pid in set(pids)]
+        assert max(sizes) - min(sizes) <= 1
+        assert envs.reset(seed=1)[0][:, 0].tolist() == list(range(num_envs))
+
+
+@pytest.mark.parametrize(("num_workers", "mode", "shared_memory"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
+def test_uneven_shares_give_the_answers_of_sync_vector_env(
+    num_workers: int, mode: AutoresetMode, shared_memory: bool
+) -> None:
+    fns = [functools.partial(CounterEnv, index, lengths=(1 + index, 2)) for index in range(5)]
+    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    rng = np.random.default_rng(num_workers)
+    with opened(fns, num_workers=num_workers, autoreset_mode=mode, shared_memory=shared_memory) as envs:
+        assert_identical(envs.reset(seed=9), oracle.reset(seed=9))
+        for t in range(12):
+            actions = rng.integers(5, size=5)
+            mine, theirs = envs.step(actions), oracle.step(actions)
+            assert_identical(mine, theirs, f"step {t}")
+            mask = theirs[2] | theirs[3] if mode is AutoresetMode.DISABLED else rng.random(5) < 0.2
+            if mask.any():
+                both = [one.reset(seed=t, options={"reset_mask": mask.copy()}) for one in (envs, oracle)]
+                assert_identical(*both, f"reset after step {t}")
+    oracle.close()
+
+
+def test_zero_means_this_process_and_this_thread() -> None:
+    class Where(CounterEnv):
+        def thread(self) -> int:
+            return threading.get_ident()
+
+    with opened([Where] * 3, num_workers=0) as envs:
+        assert envs.call("pid") == (os.getpid(),) * 3
+        assert envs.call("thread") == (threading.get_ident(),) * 3
+        assert len(envs.processes) == 0
+        assert envs.num_workers == 0
+
+
+def test_auto_chooses_for_itself_and_says_what() -> None:
+    with opened(counters(4), num_workers="auto") as envs:
+        assert isinstance(envs.num_workers, int)
+        assert 0 <= envs.num_workers <= 4
+        assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_the_repr_tells_how_many_workers_there_are() -> None:
+    with opened(counters(4), num_workers=2) as envs:
+        assert "num_envs=4" in repr(envs)
+        assert "workers=2" in repr(envs)
+
+
+def test_calls_and_frames_come_in_the_order_of_environments() -> None:
+    with started(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
+        assert envs.call("add", 1) == (1, 2, 3, 4, 5)
+        assert [int(frame[0, 0, 0]) for frame in envs.render()] == [0, 10, 20, 30, 40]
+        envs.set_attr("note", list("abcde"))
+        assert envs.get_attr("note") == tuple("abcde")
+        assert envs.exec_func(lambda env: env.env_id, [0, 4]) == (0, None, None, None, 4)
+
+
+@pytest.mark.parametrize("bad", range(5))
+def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_own_index(bad: int) -> None:
+    fns = counters(5, lengths=(9,))
+    fns[bad] = functools.partial(RaisingEnv, bad, ValueError("x"), "step", 2)
+    with started(fns, num_workers=2) as envs:
+        envs.step([0] * 5)
+        with raises_logged(ValueError) as (caught, _):
+            envs.step([0] * 5)
+        assert f"env {bad}" in "\n".join(caught.value.__notes__)
+        others = [index for index in range(5) if index != bad]
+        steps = envs.exec_func(lambda env: env.steps, others)
+        assert [steps[index] for index in others] == [2] * 4
+        observations, _ = envs.reset(seed=1)
+        assert observations[:, 2].tolist() == [1 if index == bad else 2 for index in range(5)]
+
+
+def test_several_failures_in_one_worker_are_all_reported() -> None:
+    fns = [functools.partial(RaisingEnv, index, ValueError(f"x{index}"), "step", 1) for index in range(4)]
+    with started([*counters(1), *fns[1:]], num_workers=1) as envs:
+        with raises_logged(ValueError, match="x1", failures=3) as (caught, _):
+            envs.step([0] * 4)
+        notes = "\n".join(caught.value.__notes__)
+        assert [index for index in range(4) if f"env {index}" in notes] == [1, 2, 3]
+        envs.reset(seed=1)
+
+
+# --- ``env_threads``: environments of one worker that wait at the same time. Rows are what they are without, bit for bit
+
+MEETING = threading.Barrier(4)  # of one worker, where this module is forked or imported once
+
+
+class Meets(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Nobody gets through a step or a reset alone: four have to be inside."""
+
+    def __init__(self, index: int, length: int = 3) -> None:
+        super().__init__(counters(8, lengths=(length,))[index]())
+
+    def reset(self, **how: Any) -> Any:
+        MEETING.wait(60)
+        return super().reset(**how)
+
+    def step(self, action: Any) -> Any:
+        MEETING.wait(60)
+        return super().step(action)
+
+
+class Acts(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Does what the action says: 1 raises, 2 kills its process, 3 hangs, once."""
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            raise ArithmeticError("it slipped")
+        if action == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == 3:
+            time.sleep(600)
+        return super().step(action)
+
+
+def actors(count: int) -> list[Any]:
+    return [functools.partial(_actor, index) for index in range(count)]
+
+
+def _actor(index: int) -> Any:
+    return Acts(counters(8, lengths=(3 + index % 2,))[index]())
+
+
+def test_the_environments_of_a_worker_are_inside_at_the_same_time() -> None:
+    with started([functools.partial(Meets, index) for index in range(8)], num_workers=2, env_threads=4) as envs:
+        for _ in range(8):  # through two autoresets
+            envs.step(np.zeros(8, np.int64))
+        envs.send(np.zeros(4, np.int64), range(4))
+        assert sorted(envs.recv(count=4)[4]["env_id"].tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("threads", [2, 16])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_every_number_is_that_of_a_sync_vector_env(mode: AutoresetMode, threads: int) -> None:
+    same = SyncVectorEnv(actors(5), autoreset_mode=mode)
+    with opened(actors(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
+        assert_identical(envs.reset(seed=3), same.reset(seed=3))
+        for tick in range(12):
+            actions = np.full(5, 4) + np.arange(5)
+            answer = envs.step(actions)
+            assert_identical(answer, same.step(actions))
+            over = answer[2] | answer[3]
+            if over.any() and mode is AutoresetMode.DISABLED:
+                for both in (envs, same):
+                    reset = both.reset(seed=[tick] * 5, options={"reset_mask": over.copy()})
+                    assert_identical(reset[0][over], envs.observations[over])
+        assert envs.stats()["step_time_slowest_env"] > 0
+    same.close()
+
+
+def test_what_raises_costs_the_others_nothing() -> None:
+    with started(actors(4), num_workers=1, env_threads=4) as envs:
+        with raises_logged(ArithmeticError):
+            envs.step(np.array([0, 1, 0, 0]))
+        assert envs.observations[[0, 2, 3], 1].tolist() == [1, 1, 1]
+        envs.reset(options={"reset_mask": np.array([False, True, False, False])})
+        assert envs.step(np.zeros(4, np.int64))[0][:, 1].tolist() == [2, 1, 2, 2]
+
+
+def test_a_worker_that_dies_takes_its_own_along() -> None:
+    with started(actors(4), num_workers=2, env_threads=2) as envs:
+        with pytest.raises(WorkerDied) as info:
+            envs.step(np.array([0, 0, 2, 0]))
+        assert info.value.envs == (2, 3)
+        envs.reset(seed=1)
+        assert envs.step(np.zeros(4, np.int64))[0][:, 1].tolist() == [1, 1, 1, 1]
+
+
+def test_what_hangs_is_told_and_ended() -> None:
+    with started(actors(4), num_workers=1, env_threads=4) as envs:
+        envs.step_async(np.array([0, 3, 0, 0]))
+        with pytest.raises(StepTimeout) as info:
+            envs.step_wait(timeout=0.5)
+        assert f'{__file__}", line' in str(info.value), "it says where"
+        envs.close(terminate=True)
+    with started(actors(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
+        *_, truncations, infos = envs.step(np.array([0, 3]))
+        assert truncations.tolist() == infos["restarted"].tolist() == [True, True]
+
+
+def test_options_that_have_no_meaning_are_refused() -> None:
+    for options, says in (
+        ({"env_threads": 0, "num_workers": 1}, "`env_threads` must be an int from 1 on, got 0"),
+        ({"env_threads": 2, "num_workers": 0}, "`env_threads` needs worker processes"),
+        ({"env_threads": 2, "use_caller": True}, "`env_threads` needs worker processes"),
+        ({"env_threads": 2, "num_workers": "auto"}, "`num_workers` must be None or an int from 1 on, beside env_threads"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            vecenv.AsyncVectorEnv(actors(2), **options)  # type: ignore[arg-type]
+

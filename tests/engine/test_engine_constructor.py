@@ -1,4 +1,4 @@
-"""Section 1.2: the constructor, its arguments, and its failures in their order."""
+"""The class and its constructor: arguments, their failures in order, custom workers, what ``gymnasium.make_vec`` expects."""
 
 from __future__ import annotations
 
@@ -15,14 +15,148 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, CustomSpace, Options, SpaceEnv, counters, opened
+from envs import CounterEnv, CustomSpace, Options, SpaceEnv, counters, opened, started
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.async_vector_env import _async_worker
 from gymnasium.vector.utils import batch_space
 
 import vecenv
 from vecenv.front.arguments import HAS_MAX_CONCURRENCY
 from vecenv.planning.options import EngineOptions
+
+# --- Section 1.1: what the class is, and what every wrapper of Gymnasium takes for granted about it
+
+
+def test_the_class_is_a_gymnasium_vector_env() -> None:
+    assert issubclass(vecenv.AsyncVectorEnv, VectorEnv)
+    assert issubclass(vecenv.AsyncVectorEnv, gymnasium.vector.AsyncVectorEnv)
+    assert vecenv.AsyncVectorEnv.__name__ == "AsyncVectorEnv"
+
+
+def test_every_method_is_its_own() -> None:
+    """What is left of Gymnasium's class is what nobody calls from outside: how it waits for its own pipes."""
+    theirs = gymnasium.vector.AsyncVectorEnv
+    inherited = {name for name in vars(theirs) if getattr(vecenv.AsyncVectorEnv, name) is getattr(theirs, name)}
+    assert {name for name in inherited if not name.startswith("__")} == {
+        "_poll_pipe_envs", "_assert_is_running", "_raise_if_errors",
+    }  # fmt: skip
+
+
+def test_a_subclass_of_gymnasiums_that_calls_super_works_over_it() -> None:
+    """As programs write it that were made for Gymnasium's class and import ours under its name."""
+
+    class Lenient(vecenv.AsyncVectorEnv):
+        def step_wait(self, timeout: float | None = None) -> Any:
+            observations, rewards, *rest = super().step_wait(timeout)
+            return (observations, rewards * 2, *rest)
+
+        def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+            self.was_closed = True
+            super().close_extras(timeout=timeout, terminate=terminate)
+
+    envs: Any = Lenient(counters(2))
+    try:
+        envs.reset(seed=1)
+        assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
+        assert envs.step([0, 0])[1].tolist() == [0.002, 2.002]
+    finally:
+        envs.close()
+    assert envs.was_closed
+
+
+def test_the_class_takes_type_arguments() -> None:
+    assert vecenv.AsyncVectorEnv[np.ndarray, np.ndarray] is not None
+
+
+def test_a_generic_subclass_can_be_written_and_run() -> None:
+    class Mine(vecenv.AsyncVectorEnv[np.ndarray, np.ndarray]):
+        pass
+
+    envs: Any = Mine(counters(2), num_workers=0)
+    assert envs.reset(seed=1)[0].shape == (2, 4)
+    assert "Mine" in repr(envs)
+    envs.close()
+
+
+def test_attributes_of_the_base_class_have_their_defaults() -> None:
+    with opened(counters(2), num_workers=0) as envs:
+        assert envs.spec is None
+        assert envs.render_mode is None
+        assert envs.closed is False
+        assert envs.num_envs == 2
+        assert envs.unwrapped is envs
+        assert envs._np_random is None
+        assert envs._np_random_seed is None
+        assert callable(envs._add_info)
+
+
+def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options) -> None:
+    single = CounterEnv()
+    with opened(counters(3), **every_engine) as envs:
+        assert envs.single_observation_space == single.observation_space
+        assert envs.single_action_space == single.action_space
+        assert envs.observation_space == gymnasium.vector.utils.batch_space(single.observation_space, 3)
+        assert envs.action_space == gymnasium.vector.utils.batch_space(single.action_space, 3)
+
+
+def test_a_seeded_action_space_samples_what_sync_vector_env_samples() -> None:
+    oracle = gymnasium.vector.SyncVectorEnv(counters(3))
+    with opened(counters(3), num_workers=0) as envs:
+        envs.action_space.seed(5)
+        oracle.action_space.seed(5)
+        for _ in range(5):
+            np.testing.assert_array_equal(envs.action_space.sample(), oracle.action_space.sample())
+    oracle.close()
+
+
+def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
+    CounterEnv.metadata.pop("autoreset_mode", None)  # Gymnasium's own classes wrote it there before 1.4
+    with opened(counters(2), num_workers=0, autoreset_mode="SameStep") as envs:
+        assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+        assert envs.metadata["render_modes"] == ["rgb_array"]
+        assert envs.metadata["render_fps"] == 30
+    assert "autoreset_mode" not in CounterEnv.metadata
+
+
+def test_the_repr_names_class_environments_and_spec() -> None:
+    with opened(counters(2), num_workers=0) as envs:
+        assert repr(envs).startswith("AsyncVectorEnv(")
+        assert "num_envs=2" in repr(envs)
+        envs.spec = gymnasium.spec("CartPole-v1")
+        assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
+
+
+def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Options) -> None:
+    env_fns = counters(3)
+    with opened(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **every_engine) as envs:
+        assert envs.env_fns is env_fns
+        assert envs.shared_memory is False
+        assert envs.copy is False
+        assert envs.context is None
+        assert envs.daemon is False
+        assert envs.worker is None
+        assert envs.observation_mode == "same"
+        assert envs.autoreset_mode is AutoresetMode.NEXT_STEP
+        assert envs.max_concurrency == 2
+
+
+@pytest.mark.parametrize("name", ["observations", "processes", "parent_pipes", "error_queue", "_state"])
+def test_the_attributes_that_programs_look_at_are_there(name: str) -> None:
+    with opened(counters(2)) as envs:
+        assert hasattr(envs, name)
+
+
+def test_there_is_one_named_process_for_each_environment_unless_asked_otherwise() -> None:
+    with opened(counters(3)) as envs:
+        assert len(envs.processes) == 3
+        assert len(set(envs.call("pid"))) == 3
+        names = [process.name for process in envs.processes]
+        assert all("AsyncVectorEnv" in name for name in names)
+        assert [name.rsplit("-", 1)[1] for name in names] == ["0", "1", "2"]
+
+
+# --- Section 1.2: the constructor, its arguments, and its failures in their order ---------------
 
 checks_workers = pytest.mark.skipif(
     not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not look at the worker's arguments"
@@ -371,3 +505,127 @@ def test_spaces_in_openrls_places_are_refused_by_name() -> None:
 def test_a_function_that_forgot_its_return_is_named(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) gave None, wanted an environment: is a `return` missing"):
         vecenv.AsyncVectorEnv([lambda: None] * 2, **options)  # type: ignore[list-item, return-value]
+
+
+# --- Section 1.14: a custom ``worker`` speaks Gymnasium's pipe protocol, so it gets Gymnasium's class
+
+
+def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:
+    """Gymnasium's own worker over an environment that pays a hundred times as much."""
+
+    def build() -> gymnasium.Env:
+        return gymnasium.wrappers.TransformReward(env_fn(), lambda reward: reward * 100)
+
+    _async_worker(index, build, *rest)
+
+
+def test_a_custom_worker_runs_and_decides(shared_memory: bool) -> None:
+    with opened(counters(2), shared_memory=shared_memory, worker=counting_worker) as envs:
+        assert isinstance(envs, VectorEnv)
+        assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
+        assert envs.worker is counting_worker
+        observations, _ = envs.reset(seed=4)
+        assert observations[:, 3].tolist() == [4, 5]
+        np.testing.assert_allclose(envs.step([0, 0])[1], [0.1, 100.1])
+        assert envs.call("env_id") == (0, 1)
+
+
+def test_a_custom_worker_may_be_given_by_position() -> None:
+    envs: Any = vecenv.AsyncVectorEnv(counters(2), True, True, None, True, counting_worker)
+    envs.reset(seed=1)
+    envs.close()
+
+
+@pytest.mark.parametrize("option", [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}])
+def test_what_only_our_own_workers_can_do_is_refused_beside_a_custom_one(option: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, **option)
+
+
+def test_max_concurrency_beside_a_custom_worker_is_for_gymnasiums_own_class_to_heed() -> None:
+    """Where that does not have it, it is refused, and not dropped."""
+    if not HAS_MAX_CONCURRENCY:
+        with pytest.raises(ValueError, match=r"`max_concurrency` cannot be combined with a custom `worker`"):
+            vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, max_concurrency=1)
+        return
+    with opened(counters(2), worker=counting_worker, max_concurrency=1) as envs:
+        assert envs.max_concurrency == 1
+        np.testing.assert_allclose((envs.reset(seed=4), envs.step([0, 0]))[1][1], [0.1, 100.1])
+
+
+# --- Section 1.13: what ``gymnasium.make_vec`` and the vector wrappers expect of the class ------
+
+
+@pytest.fixture
+def swapped_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gymnasium finds the class by this attribute whenever ``make_vec`` is called."""
+    monkeypatch.setattr(gymnasium.vector, "AsyncVectorEnv", vecenv.AsyncVectorEnv)
+
+
+@pytest.mark.usefixtures("swapped_in")
+def test_make_vec_builds_it_by_keyword_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
+    envs: Any = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
+    assert type(envs) is vecenv.AsyncVectorEnv
+    assert envs.spec.id == "CartPole-v1"
+    assert repr(envs).startswith("AsyncVectorEnv(CartPole-v1, num_envs=2")
+    envs.reset(seed=1)
+    envs.close()
+    # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
+    assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
+
+
+@pytest.mark.usefixtures("swapped_in")
+def test_make_vec_hands_its_vector_kwargs_on() -> None:
+    envs: Any = gymnasium.make_vec(
+        "CartPole-v1",
+        num_envs=4,
+        vectorization_mode="async",
+        vector_kwargs={"num_workers": 2, "autoreset_mode": "SameStep", "shared_memory": False},
+        wrappers=(gymnasium.wrappers.TimeAwareObservation,),
+    )
+    assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert envs.single_observation_space.shape == (5,)
+    assert len(envs.processes) == 2
+    assert envs.reset(seed=1)[0].shape == (4, 5)
+    envs.close()
+
+
+@pytest.mark.usefixtures("swapped_in")
+def test_an_environment_made_again_from_its_spec_is_the_same() -> None:
+    envs: Any = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
+    again: Any = gymnasium.make_vec(envs.spec)
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], again.reset(seed=1)[0])
+    envs.close()
+    again.close()
+
+
+def test_call_and_get_attr_are_reached_through_unwrapped() -> None:
+    with opened(counters(2), num_workers=0) as envs:
+        wrapped: Any = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
+        assert wrapped.unwrapped.call("env_id") == (0, 1)
+        assert wrapped.np_random_seed == envs.np_random_seed
+
+
+def test_observation_wrappers_refuse_same_step_mode_as_they_do_for_gymnasiums_class() -> None:
+    theirs: Any = gymnasium.vector.SyncVectorEnv(counters(2), autoreset_mode="SameStep")
+    with pytest.raises((AssertionError, ValueError)) as refused:
+        gymnasium.wrappers.vector.FlattenObservation(theirs)
+    theirs.close()
+    with opened(counters(2), num_workers=0, autoreset_mode="SameStep") as envs, pytest.raises(refused.type):
+        gymnasium.wrappers.vector.FlattenObservation(envs)
+    with (
+        opened(counters(2), num_workers=0, autoreset_mode="Disabled") as envs,
+        pytest.raises((AssertionError, ValueError)),
+    ):
+        gymnasium.wrappers.vector.NormalizeObservation(envs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_final_observation_may_be_overwritten_in_place_by_a_wrapper(num_workers: int) -> None:
+    with started(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
+        for _ in range(2):
+            final = envs.step([0, 0])[4]["final_obs"]
+            assert [one[:2].tolist() for one in final] == [[0, 1], [1, 1]]
+            final[0][:] = -7
+            final[1] = "anything"
+

@@ -1,19 +1,123 @@
-"""Section 1.11: what the caller hears of an exception in an environment, and what goes on afterwards."""
+"""The ends of calls and of engines: closing, errors, timeouts, and calls in the wrong phase."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
+import multiprocessing
+import time
 import traceback
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
-from envs import CounterEnv, Options, RaisingEnv, ReturningEnv, counters, opened, raises_logged, started
+from envs import CounterEnv, Options, RaisingEnv, ReturningEnv, SleepingEnv, counters, opened, raises_logged, started
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
-from vecenv.errors import EnvFailed
+from vecenv.errors import EnvFailed, StepTimeout
+
+# --- Section 1.12: closing, once, twice, late, by force, and by nobody --------------------------
+
+
+class TellsWhenClosed(CounterEnv):
+    def __init__(self, file: Path, env_id: int = 0) -> None:
+        super().__init__(env_id)
+        self.closed_file = file
+
+
+def telling(file: Path, n: int) -> list[Any]:
+    return [functools.partial(TellsWhenClosed, file, index) for index in range(n)]
+
+
+def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Path) -> None:
+    file = tmp_path / "closed"
+    with started(telling(file, 3), **every_engine) as envs:
+        file.unlink(missing_ok=True)  # the one that was built to be asked
+        envs.close()
+        assert envs.closed is True
+        envs.close()
+        envs.close(timeout=1)
+        envs.close(terminate=True)
+    assert sorted(file.read_text().split()) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("how", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
+def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environments(
+    process_engine: Options, how: Options
+) -> None:
+    with started([SleepingEnv] * 2, **process_engine) as envs:
+        envs.step_async([30.0, 0.0])
+        with pytest.raises(TimeoutError):
+            envs.step_wait(timeout=0.05)
+        begin = time.monotonic()
+        with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"):
+            envs.close(**how)
+        assert time.monotonic() - begin < 10
+        assert envs.closed is True
+
+
+@pytest.mark.parametrize("pending", ["reset", "step", "call"])
+def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Options, pending: str) -> None:
+    begin = {
+        "reset": lambda envs: envs.reset_async(seed=1),
+        "step": lambda envs: envs.step_async([0.05, 0.05]),
+        "call": lambda envs: envs.call_async("sleep", 0.05),
+    }
+    with started([SleepingEnv] * 2, **every_engine) as envs:
+        begin[pending](envs)
+        text = f"Calling `close` while waiting for a pending call to `{pending}` to complete."
+        with pytest.warns(UserWarning, match=text):
+            envs.close()
+        assert envs.closed is True
+
+
+def test_an_error_in_the_pending_call_does_not_come_out_of_close(process_engine: Options) -> None:
+    with started(counters(2), **process_engine) as envs:
+        envs.call_async("fail", ValueError("x"))
+        with pytest.warns(UserWarning):  # noqa: PT030 - the failure may be logged as well
+            envs.close()
+        assert envs.closed is True
+
+
+def test_close_extras_takes_the_same_arguments(every_engine: Options) -> None:
+    with started(counters(2), **every_engine) as envs:
+        envs.close_extras(timeout=5, terminate=False)
+        envs.close()
+
+
+def test_one_that_nobody_refers_to_any_more_is_closed(every_engine: Options) -> None:
+    import vecenv
+
+    envs: Any = vecenv.AsyncVectorEnv(counters(2), **every_engine)
+    envs.reset(seed=1)
+    pids = [process.pid for process in envs.processes]
+    gone = weakref.ref(envs)
+    del envs
+    gc.collect()
+    assert gone() is None
+    deadline = time.monotonic() + 5
+    while any(map(psutil.pid_exists, pids)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(psutil.pid_exists, pids))
+
+
+def test_a_constructor_that_failed_leaves_an_object_that_can_be_deleted() -> None:
+    import vecenv
+
+    envs: Any = vecenv.AsyncVectorEnv.__new__(vecenv.AsyncVectorEnv)
+    with pytest.raises(ValueError, match="AutoresetMode"):
+        envs.__init__(counters(1), autoreset_mode="x")
+    del envs
+    gc.collect()
+
+
+# --- Section 1.11: what the caller hears of an exception in an environment, and what goes on afterwards
 
 
 class OddError(Exception):
@@ -165,3 +269,168 @@ def test_a_failing_autoreset_is_reported_as_an_error_of_the_step(process_engine:
         ):
             envs.step([0, 0])
             envs.step([0, 0])
+
+
+# --- Timeouts: one deadline for all environments, and an answer that is late is still the answer
+
+LATE = 0.5
+
+
+def sleepers(n: int = 3) -> list[Any]:
+    return [lambda i=i: SleepingEnv(i) for i in range(n)]
+
+
+# what begins it, what waits for it, and whether an answer is right
+WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
+    "reset": (
+        lambda envs: envs.reset_async(seed=7, options={"seconds": LATE}), "reset_wait",
+        lambda answer: answer[0][:, 1:].tolist() == [[0, 2, 7], [0, 2, 8], [0, 2, 9]],
+    ),
+    "step": (
+        lambda envs: envs.step_async([0.0, LATE, 0.0]), "step_wait",
+        lambda answer: (answer[0][:, 1].tolist(), answer[1].tolist()) == ([1, 1, 1], [0.001, 1.001, 2.001]),
+    ),
+    "call": (lambda envs: envs.call_async("sleep", LATE), "call_wait", lambda answer: answer == (0, 1, 2)),
+    "exec_func": (
+        lambda envs: envs.exec_func_send(lambda env: env.sleep(LATE), [1]), "exec_func_fetch",
+        lambda answer: answer == (None, 1, None),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("timeout", [0, pytest.param(0.1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "call", [*("call", "exec_func"), *(pytest.param(name, marks=pytest.mark.long) for name in ("reset", "step"))]
+)
+def test_an_answer_that_is_late_is_pending_and_the_same_wait_gives_it(
+    process_engine: Options, call: str, timeout: float
+) -> None:
+    begin, wait, is_right = WAITS[call]
+    with started(sleepers(), **process_engine) as envs:
+        begin(envs)
+        with pytest.raises(multiprocessing.TimeoutError) as caught:
+            getattr(envs, wait)(timeout=timeout)
+        assert isinstance(caught.value, TimeoutError)
+        assert isinstance(caught.value, StepTimeout)
+        assert str(caught.value).startswith(f"The call to `{wait}` has timed out after {float(timeout)} second(s).")
+        pending = "call" if call == "exec_func" else call
+        for early in (lambda: envs.step_async([0.0] * 3), envs.reset_async, lambda: envs.set_attr("note", "x")):
+            with pytest.raises(AlreadyPendingCallError, match=f"pending call to `{pending}`"):
+                early()
+        assert is_right(getattr(envs, wait)())
+        steps = 2 if call == "step" else 1
+        observations, rewards, *_ = envs.step([0.0, 0.0, 0.0])
+        assert observations[:, 1].tolist() == [steps] * 3
+        np.testing.assert_allclose(rewards, np.arange(3) + steps / 1000)
+
+
+def test_several_timeouts_in_a_row_lose_nothing(process_engine: Options) -> None:
+    with started(sleepers(), **process_engine) as envs:
+        late = 0
+        for t in range(1, 4):
+            envs.step_async([0.0, 0.2, 0.0])
+            while True:
+                try:
+                    observations, rewards, *_ = envs.step_wait(timeout=0.02)
+                    break
+                except TimeoutError:
+                    late += 1
+            assert observations[:, 1].tolist() == [t] * 3
+            np.testing.assert_allclose(rewards, np.arange(3) + t / 1000)
+        assert late >= 1
+
+
+def test_an_answer_within_the_timeout_is_no_error(process_engine: Options) -> None:
+    with opened(sleepers(), **process_engine) as envs:
+        envs.reset_async(seed=1)
+        assert envs.reset_wait(timeout=20)[0].shape == (3, 4)
+        envs.step_async([0.0, 0.0, 0.0])
+        assert envs.step_wait(timeout=20)[0].shape == (3, 4)
+        envs.call_async("env_id")
+        assert envs.call_wait(timeout=20) == (0, 1, 2)
+
+
+@pytest.mark.long
+def test_the_deadline_is_one_for_all_environments() -> None:
+    with started(sleepers()) as envs:
+        envs.step_async([0.3, 0.6, 0.9])
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            envs.step_wait(timeout=0.4)
+        assert time.monotonic() - begin < 20
+        assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
+
+
+# --- Calls in the wrong phase: what is looked at first, what stays as it was. The whole table: ``faults/test_phases.py``
+
+SHORTCUTS: dict[str, Callable[[Any], Any]] = {
+    "call": lambda envs: envs.call("env_id"),
+    "get_attr": lambda envs: envs.get_attr("env_id"),
+    "render": lambda envs: envs.render(),
+    "np_random": lambda envs: envs.np_random,
+    "np_random_seed": lambda envs: envs.np_random_seed,
+}
+
+
+@pytest.mark.parametrize("shortcut", SHORTCUTS.values(), ids=list(SHORTCUTS))
+def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, shortcut: Callable[[Any], Any]) -> None:
+    with opened(counters(2), **every_engine) as envs:
+        envs.reset_async()
+        with pytest.raises(AlreadyPendingCallError, match="Calling `call_async` while waiting") as caught:
+            shortcut(envs)
+        assert caught.value.name == "reset"
+        envs.reset_wait()
+        envs.close()
+        for after in (shortcut, lambda envs: envs.exec_func(id)):
+            with pytest.raises(ClosedEnvironmentError) as closed:
+                after(envs)
+            assert str(closed.value) == "Trying to operate on `AsyncVectorEnv`, after a call to `close()`."
+
+
+def test_the_text_after_close_names_the_subclass() -> None:
+    import vecenv
+
+    class Mine(vecenv.AsyncVectorEnv):
+        pass
+
+    envs: Any = Mine(counters(1), num_workers=0)
+    envs.close()
+    with pytest.raises(ClosedEnvironmentError, match="`Mine`"):
+        envs.reset()
+
+
+def test_reset_and_step_speak_of_their_async_halves_when_something_is_pending() -> None:
+    with opened(counters(2)) as envs:
+        envs.call_async("env_id")
+        with pytest.raises(AlreadyPendingCallError, match="Calling `reset_async`"):
+            envs.reset()
+        with pytest.raises(AlreadyPendingCallError, match="Calling `step_async`"):
+            envs.step([0, 0])
+        assert envs.call_wait() == (0, 1)
+
+
+def test_a_seed_list_is_measured_before_the_phase_is_looked_at() -> None:
+    with opened(counters(2)) as envs:
+        envs.reset_async()
+        with pytest.raises(ValueError, match="num_envs=2 but got length=1"):
+            envs.reset_async(seed=[1])
+        with pytest.raises(AlreadyPendingCallError):
+            envs.reset_async(seed=[1, 2], options={"reset_mask": "not a mask"})
+        envs.reset_wait()
+
+
+def test_the_phase_is_looked_at_before_the_actions() -> None:
+    with opened(counters(2)) as envs:
+        envs.reset_async()
+        with pytest.raises(AlreadyPendingCallError):
+            envs.step_async(3)
+        envs.reset_wait()
+
+
+def test_arguments_of_the_async_half_of_reset_may_be_given_by_position() -> None:
+    with opened(counters(2)) as envs:
+        envs.reset_async(5, {"a": 1})
+        observations, infos = envs.reset_wait()
+        assert observations[:, 3].tolist() == [5, 6]
+        assert "'a'" in infos["reset_kwargs"][0]
+

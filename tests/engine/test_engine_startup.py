@@ -1,10 +1,13 @@
-"""Start-up: all workers at once, every failure with its cause, and nothing left running."""
+"""How workers start, where they run, and what the fork server has imported before them."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
 import os
+import pickle
+import signal
+import subprocess
 import sys
 import time
 from typing import Any
@@ -12,11 +15,21 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, SpaceEnv, counters, opened
+from envs import CounterEnv, Options, SpaceEnv, assert_as_sync, counters, opened, raises_logged
 from gymnasium import spaces
+from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import SyncVectorEnv
 
 import vecenv
 from vecenv.errors import StartupTimeout, VecEnvError, WorkerDied
+from vecenv.shm import Layout, fixed_tree
+from vecenv.system.cores import usable_cores
+from vecenv.testing import assert_identical
+
+binds = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes")
+
+
+# --- Start-up: all workers at once, every failure with its cause, and nothing left running ------
 
 
 def only_in_a_worker(do: Any) -> Any:
@@ -188,3 +201,149 @@ def test_spaces_that_cannot_travel_are_an_error_only_where_none_may_be_built_her
     # by fork, the default up to Python 3.13: whatever else starts a worker sends the spaces to it
     with opened([unsendable] * 2, num_workers="auto", step_timeout=30.0, context="fork") as envs:
         assert type(envs.single_action_space) is Unsendable
+
+
+# --- fork, spawn and forkserver: the same answers, the same errors, and functions that exist only here travel all the same
+
+methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+
+
+@methods
+def test_one_environment_through_its_whole_life(context: str) -> None:
+    """One start for many questions, because a start by spawn takes long."""
+
+    class OnlyHere(CounterEnv):
+        def step(self, action: Any) -> Any:
+            if action == 4:
+                raise ValueError("four")
+            return super().step(action)
+
+    offset = 5
+    fns = [lambda i=i: OnlyHere(i + offset - 5, lengths=(2 + i,), render_mode="rgb_array") for i in range(3)]
+    oracle = SyncVectorEnv(fns)
+    with opened(fns, context=context, num_workers=2) as envs:
+        assert envs.context == context
+        assert os.getpid() not in envs.call("pid")
+        assert_same_trajectory_of_legal_actions(envs, oracle)
+        assert envs.call("add", 2) == (2, 3, 4)
+        assert envs.exec_func(lambda env: env.env_id + offset, [2]) == (None, None, 7)
+        envs.set_attr("note", ["a", "b", "c"])
+        assert envs.get_attr("note") == ("a", "b", "c")
+        assert len(envs.render()) == 3
+        envs.reset(seed=1)
+        with raises_logged(ValueError, match="four"):
+            envs.step([0, 4, 0])
+        assert envs.reset(seed=3)[0][:, 3].tolist() == [3, 4, 5]
+    oracle.close()
+
+
+def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:
+    rng = np.random.default_rng(0)
+    assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+    for t in range(8):
+        actions = rng.integers(4, size=3)
+        assert_identical(envs.step(actions), oracle.step(actions), f"step {t}")
+    mask = np.array([True, False, True])
+    assert_identical(*[one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, oracle)])
+
+
+@methods
+def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str) -> None:
+    fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
+    assert_as_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
+
+
+def test_a_layout_that_travelled_has_the_dtype_objects_of_numpys_own_arrays() -> None:
+    """The step loop compares dtypes with ``is``: with other, equal objects every observation took the slow way."""
+    layout = Layout.of(fixed_tree(Box(-1, 1, (4,), np.float32)), fixed_tree(Discrete(2), "action"), 3, 1, final=False)
+    travelled = pickle.loads(pickle.dumps(layout))
+    assert travelled == layout
+    for leaf in (*travelled.observations.leaves(), *travelled.actions.leaves()):
+        assert leaf.dtype is np.zeros(1, leaf.dtype.type).dtype
+    for field in travelled.fields.values():
+        assert field.dtype is np.zeros(1, field.dtype.str).dtype
+
+
+# --- ``preload``: the fork server imports modules once, for all workers -------------------------
+
+PROGRAM = """
+import sys, gymnasium, vecenv
+
+class Looks(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-1, 1, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+    def __init__(self):
+        self.there = {name: name in sys.modules for name in ("tabnanny", "pyclbr")}
+    def reset(self, *, seed=None, options=None):
+        return self.observation_space.low, {}
+    def step(self, action):
+        return self.observation_space.low, 0.0, False, False, {}
+
+if __name__ == "__main__":
+    def there(**options):
+        envs = vecenv.AsyncVectorEnv([Looks] * 2, context="forkserver", **options)
+        found = envs.get_attr("there")
+        envs.close()
+        return [one["tabnanny"] for one in found], [one["pyclbr"] for one in found]
+    print(there(preload=["tabnanny"]))
+    print(there(preload=["pyclbr"]))  # too late
+"""
+
+
+def test_workers_have_what_the_fork_server_has_imported(tmp_path: Any) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(PROGRAM)
+    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout.splitlines() == ["([True, True], [False, False])", "([True, True], [False, False])"]
+    assert "`preload` comes too late: the fork server" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"preload": ["numpy"], "context": "fork"}, "`preload` needs context='forkserver', got 'fork'"),
+        ({"preload": "numpy", "context": "forkserver"}, "`preload` must be a list of names of modules, got 'numpy'"),
+        ({"preload": [3], "context": "forkserver"}, r"`preload` must be a list of names of modules, got \[3\]"),
+    ],
+)
+def test_bad_options(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        vecenv.AsyncVectorEnv(counters(2), **wrong)
+
+
+# --- ``worker_affinity``: workers stay on the cores that they are given; and how many cores there are to use
+
+
+def cores(env: Any) -> set[int]:
+    return os.sched_getaffinity(0)
+
+
+@binds
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_stay_on_their_cores(context: str) -> None:
+    mine = sorted(os.sched_getaffinity(0))
+    given = [mine[-1], mine]
+    with opened(counters(4), num_workers=2, context=context, worker_affinity=given, on_failure="restart") as envs:
+        envs.reset(seed=1)
+        for _ in range(2):
+            assert envs.exec_func(cores) == ({mine[-1]}, {mine[-1]}, set(mine), set(mine))
+            for _ in range(50):
+                envs.step(np.zeros(4, np.int64))
+            os.kill(envs.processes[0].pid, signal.SIGKILL)
+            envs.step(np.zeros(4, np.int64))
+
+
+@binds
+@pytest.mark.parametrize("wrong", [3, [0], [0, []], [0, "x"], [0, 10_000], "01"], ids=str)
+def test_what_are_no_cores_of_each_worker_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"`worker_affinity(\[1\])?` must be .*, got "):
+        opened(counters(2), num_workers=2, worker_affinity=wrong).__enter__()
+
+
+@binds
+def test_slurms_number_counts_where_it_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = usable_cores()
+    for given, wanted in (("1", 1), ("100000", usable), ("", usable), ("2(x2)", usable)):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
+        assert usable_cores() == wanted
+

@@ -1,27 +1,194 @@
-"""Section 1.5: how actions reach the environments, and what a step returns."""
+"""How actions reach the environments and what comes back: reset, step, and calls into the environments."""
 
 from __future__ import annotations
 
+import functools
+import re
+import threading
 import types
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
-from envs import (
-    ALL_SPACES,
-    EchoEnv,
-    Options,
-    ReturningEnv,
-    counters,
-    describe,
-    opened,
-    raises_logged,
-    started,
-)
+from envs import ALL_SPACES, CounterEnv, EchoEnv, Options, ReturningEnv, counters, describe, opened, raises_logged, started
 from gymnasium import spaces
-from gymnasium.error import ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import batch_space, iterate
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+from sampling import each_once
+
+from vecenv.testing import assert_identical
+
+# --- Section 1.4: reset, its seeds, its options, and resets of some environments only -----------
+
+SEED = 3  # column of the seed in a CounterEnv's observation
+
+
+def assert_gymnasium_says_the_same(error: BaseException, **given: Any) -> None:
+    """The installed version refuses it in the same words, and who catches its exception catches ours."""
+    oracle = SyncVectorEnv(counters(3))
+    with pytest.raises((ValueError, TypeError, AssertionError)) as caught:
+        oracle.reset(**given)
+    oracle.close()
+    assert isinstance(error, caught.type)
+    assert str(error) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("seed", "wanted"),
+    [
+        (None, [-1, -1, -1]),
+        (7, [7, 8, 9]),
+        (0, [0, 1, 2]),
+        (True, [1, 2, 3]),
+        ([5, 3, 1], [5, 3, 1]),
+        ((5, 3, 1), [5, 3, 1]),
+        ([5, None, 1], [5, -1, 1]),
+        ([None, None, None], [-1, -1, -1]),
+        ([4, 4, 4], [4, 4, 4]),
+    ],
+)
+def test_every_environment_gets_its_seed(engine: Options, seed: Any, wanted: list[int]) -> None:
+    with opened(counters(3), **engine) as envs:
+        assert envs.reset(seed=seed)[0][:, SEED].tolist() == wanted
+
+
+@pytest.mark.parametrize("seed", [[], [1], [1, 2], [1, 2, 3, 4], (1,)], ids=str)
+def test_a_list_of_seeds_must_have_one_for_each_environment(engine: Options, seed: Any) -> None:
+    with opened(counters(3), **engine) as envs:
+        text = f"If seeds are passed as a list the length must match num_envs=3 but got length={len(seed)}."
+        with pytest.raises(ValueError, match=re.escape(text)) as caught:
+            envs.reset(seed=seed)
+        assert_gymnasium_says_the_same(caught.value, seed=seed)
+        assert envs.reset(seed=1)[0][:, SEED].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "seed", ["abc", 1.5, {"a": 1, "b": 2, "c": 3}.keys(), object()], ids=lambda seed: type(seed).__name__
+)
+def test_a_seed_of_another_type_never_gives_a_wrong_answer(engine: Options, seed: Any) -> None:
+    with opened(counters(3), **engine) as envs:
+        with pytest.raises(Exception):  # noqa: B017 - Gymnasium's depends on where it is noticed
+            envs.reset(seed=seed)
+        assert envs.reset(seed=1)[0][:, SEED].tolist() == [1, 2, 3]
+
+
+def test_an_environment_sees_exactly_seed_and_options(engine: Options) -> None:
+    with opened(counters(2), **engine) as envs:
+        _, infos = envs.reset()
+        assert infos["reset_kwargs"].tolist() == [describe({"seed": None, "options": None})] * 2
+        _, infos = envs.reset(seed=3, options={"level": 2})
+        assert infos["reset_kwargs"].tolist() == [
+            describe({"seed": 3, "options": {"level": 2}}),
+            describe({"seed": 4, "options": {"level": 2}}),
+        ]
+        _, infos = envs.reset(options={})
+        assert infos["reset_kwargs"].tolist() == [describe({"seed": None, "options": {}})] * 2
+
+
+def test_an_environment_sees_exactly_its_own_options(engine: Options) -> None:
+    with opened(counters(3), **engine) as envs:
+        options = [{"level": 1}, None, {}]
+        _, infos = envs.reset(seed=3, options=options)
+        assert infos["reset_kwargs"].tolist() == [
+            describe({"seed": 3 + row, "options": own}) for row, own in enumerate(options)
+        ]
+        envs.reset_async(env_id=[2, 0], seed=[7, None], options=({"level": 5}, {"level": 6}))
+        _, _, _, _, infos = envs.recv(count=2)
+        seen = dict(zip(infos["env_id"].tolist(), infos["reset_kwargs"].tolist(), strict=True))
+        assert seen[2] == describe({"seed": 7, "options": {"level": 5}})
+        assert seen[0] == describe({"seed": None, "options": {"level": 6}})
+        with pytest.raises(ValueError, match=re.escape("options has 3 dicts, wanted 2: one for each environment")):
+            envs.reset_async(env_id=[2, 0], options=options)
+
+
+def test_a_mask_may_be_written_to_while_its_reset_is_pending(engine: Options) -> None:
+    with started(counters(2), **engine) as envs:
+        mask = np.array([True, False])
+        envs.reset_async(options={"reset_mask": mask})
+        mask[:] = [False, True]
+        assert envs.reset_wait()[1]["_reset_kwargs"].tolist() == [True, False]
+
+
+def test_a_first_reset_of_some_gives_zeros_for_the_others_in_shared_memory(engine: Options) -> None:
+    with opened(counters(2), **engine) as envs:
+        observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, True])})
+        assert observations.tolist() == [[0, 0, 0, 0], [1, 0, 1, 2]]
+
+
+WRONG_MASKS = [
+    ([True, False, True], TypeError, "must be a numpy array, got <class 'list'>"),
+    (None, TypeError, "must be a numpy array, got <class 'NoneType'>"),
+    (np.ones(4, dtype=np.bool_), ValueError, "must have shape `(3,)`, got (4,)"),
+    (np.ones((3, 1), dtype=np.bool_), ValueError, "must have shape `(3,)`, got (3, 1)"),
+    (np.ones((), dtype=np.bool_), ValueError, "must have shape `(3,)`, got ()"),
+    (np.array([1, 0, 1]), TypeError, "must have `dtype=np.bool_`, got int64"),
+    (np.array([1.0, 0.0, 1.0]), TypeError, "must have `dtype=np.bool_`, got float64"),
+    (np.zeros(3, dtype=np.bool_), ValueError, "must contain a boolean array"),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "wrong"), each_once(AutoresetMode, {text: (mask, error, text) for mask, error, text in WRONG_MASKS})
+)
+def test_a_wrong_mask_is_refused_before_anything_is_sent(
+    engine: Options, mode: AutoresetMode, wrong: tuple[Any, type[Exception], str]
+) -> None:
+    mask, error, text = wrong
+    with started(counters(3), autoreset_mode=mode, **engine) as envs:
+        with pytest.raises(error, match=re.escape(text)) as caught:
+            envs.reset(options={"reset_mask": mask})
+        assert_gymnasium_says_the_same(caught.value, options={"reset_mask": mask})
+        observations, *_ = envs.step([0, 0, 0])
+        assert observations[:, 1:3].tolist() == [[1, 1]] * 3
+
+
+@pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_long_series_of_resets_of_some_equals_sync_vector_env(
+    engine: Options, shared_memory: bool, mode: AutoresetMode, copied: bool
+) -> None:
+    """In the middle of episodes, at their ends and where an autoreset is due; all that comes back, and what it was given."""
+    rng = np.random.default_rng(0)
+    fns = [lambda i=i: CounterEnv(i, lengths=(1 + i, 2, 4)) for i in range(4)]
+    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    with opened(fns, autoreset_mode=mode, shared_memory=shared_memory, copy=copied, **engine) as envs:
+        assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
+        ended = np.zeros(4, dtype=np.bool_)
+        for t in range(25):
+            mask = rng.random(4) < 0.4
+            if mode is AutoresetMode.DISABLED:
+                mask |= ended
+            if t % 8 == 7:
+                assert_identical(envs.reset(), oracle.reset(), f"reset before step {t}")
+            elif mask.any():
+                mask.flags.writeable = False
+                more = {"level": t} if t % 2 else {}
+                both = [one.reset(seed=t, options={"reset_mask": mask, **more}) for one in (envs, oracle)]
+                assert_identical(*both, f"reset of some before step {t}")
+            actions = rng.integers(5, size=4)
+            mine, theirs = envs.step(actions), oracle.step(actions)
+            assert_identical(mine, theirs, f"step {t}")
+            ended = theirs[2] | theirs[3]
+    oracle.close()
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_episode_statistics_of_unmasked_envs_survive_a_masked_reset(mode: AutoresetMode) -> None:
+    """The caller's dict keeps its mask: Gymnasium's wrapper looks for it after the reset."""
+    with started(counters(2, lengths=(9,)), num_workers=2, autoreset_mode=mode) as inner:
+        envs = RecordEpisodeStatistics(inner)
+        envs.reset(seed=1)
+        envs.step(np.zeros(2, np.int64))
+        envs.reset(options={"reset_mask": np.array([True, False])})
+        assert envs.episode_lengths.tolist() == [0, 1]
+
+
+# --- Section 1.5: how actions reach the environments, and what a step returns -------------------
 
 ZEROS = np.zeros(4, dtype=np.float32)
 
@@ -331,3 +498,205 @@ def test_a_step_before_the_first_reset_is_the_environments_affair(engine: Option
         assert envs.reset(seed=1)[0].shape == (2, 4)
     with opened(counters(2), **engine) as envs:
         assert envs.step([0, 0])[0][:, 1].tolist() == [1, 1]
+
+
+# --- Section 1.10: calls into the environments, and the functions that run in the workers -------
+
+
+def limited() -> gymnasium.Env:
+    return gymnasium.make("CartPole-v1", max_episode_steps=7)
+
+
+def test_call_returns_one_result_for_each_environment_in_order(every_engine: Options) -> None:
+    with opened(counters(3), **every_engine) as envs:
+        assert envs.call("add", 5) == (5, 6, 7)
+        assert envs.call("add", 5, scale=2) == (10, 11, 12)
+        assert envs.call("env_id") == (0, 1, 2)
+        assert envs.call("env_id", "arguments", of="an attribute are ignored") == (0, 1, 2)
+        assert envs.get_attr("env_id") == (0, 1, 2)
+
+
+def test_the_name_of_a_call_may_also_be_a_keyword_argument_of_the_function(every_engine: Options) -> None:
+    class Named(CounterEnv):
+        def greet(self, *, name: str) -> str:
+            return f"{name} {self.env_id}"
+
+    with opened([functools.partial(Named, 0), functools.partial(Named, 1)], **every_engine) as envs:
+        envs.call_async("greet", name="hello")
+        assert envs.call_wait() == ("hello 0", "hello 1")
+
+
+def test_call_finds_what_wrappers_and_inner_environments_have(every_engine: Options) -> None:
+    with opened([limited] * 2, **every_engine) as envs:
+        assert envs.get_attr("_max_episode_steps") == (7, 7)
+        assert envs.get_attr("gravity") == (9.8, 9.8)
+
+
+def test_values_of_any_kind_come_back(every_engine: Options) -> None:
+    class Holder(CounterEnv):
+        def give(self, value: Any) -> Any:
+            return value
+
+    with opened([Holder] * 2, **every_engine) as envs:
+        for value in (None, "x", {"a": [1, 2]}, np.arange(3), (1, 2), CounterEnv):
+            results = envs.call("give", value)
+            assert len(results) == 2
+            assert repr(results[0]) == repr(value)
+
+
+@pytest.mark.parametrize("name", ["reset", "step", "close", "_setattr", "_check_spaces"])
+def test_the_names_of_the_engines_own_commands_are_refused(every_engine: Options, name: str) -> None:
+    with opened(counters(2), **every_engine) as envs:
+        text = f"Trying to call function `{name}` with `call`, use `{name}` directly instead."
+        with pytest.raises(ValueError, match=re.escape(text)):
+            envs.call(name)
+        assert envs.call("env_id") == (0, 1)
+
+
+def fail_in_the_second(env: Any) -> None:
+    if env.unwrapped.env_id == 1:
+        raise ValueError("only here")
+
+
+def test_an_error_in_a_call_is_raised_as_itself_and_kills_nobody(every_engine: Options) -> None:
+    wrong: list[tuple[Any, Callable[[Any], Any], str]] = [
+        (AttributeError, lambda envs: envs.get_attr("nosuch"), "nosuch"),
+        (KeyError, lambda envs: envs.call("fail", KeyError("lost")), "lost"),
+        (TypeError, lambda envs: envs.call("add"), "number"),
+        ((TypeError, AttributeError), lambda envs: envs.call("add", threading.Lock()), "lock"),
+        (ValueError, lambda envs: envs.exec_func(fail_in_the_second), "only here"),
+    ]
+    with started(counters(3), **every_engine) as envs:
+        envs.step([0, 0, 0])
+        for error, call, text in wrong:
+            with pytest.raises(error, match=text) as caught:
+                call(envs)
+            assert envs._state.value == "default"
+        assert "env 1" in str(caught.value) + "".join(caught.value.__notes__)
+        assert envs.step([0, 0, 0])[0][:, 1:3].tolist() == [[2, 1]] * 3
+        assert envs.call("env_id") == (0, 1, 2)
+
+
+def test_set_attr_gives_a_list_or_tuple_one_by_one_and_everything_else_whole(every_engine: Options) -> None:
+    with opened(counters(2), **every_engine) as envs:
+        envs.set_attr("note", ["a", "b"])
+        assert envs.get_attr("note") == ("a", "b")
+        envs.set_attr("note", ("c", "d"))
+        assert envs.get_attr("note") == ("c", "d")
+        for whole in ("xy", {"a": 1, "b": 2}, 3.5, None):
+            envs.set_attr("note", whole)
+            assert envs.get_attr("note") == (whole, whole)
+        envs.set_attr("note", np.array([1, 2]))
+        assert [note.tolist() for note in envs.get_attr("note")] == [[1, 2], [1, 2]]
+        envs.set_attr("note", [[1], [2]])
+        assert envs.get_attr("note") == ([1], [2])
+
+
+@pytest.mark.parametrize("values", [["a"], ["a", "b", "c"], (), []], ids=len)
+def test_set_attr_refuses_a_list_of_another_length(every_engine: Options, values: Any) -> None:
+    with opened(counters(2), **every_engine) as envs:
+        text = f"Got `{len(values)}` values for 2 environments."
+        with pytest.raises(ValueError, match=re.escape(text)):
+            envs.set_attr("note", values)
+        assert envs.get_attr("note") == ("unset", "unset")
+
+
+def test_set_attr_reaches_the_layer_that_has_the_attribute(every_engine: Options) -> None:
+    with opened([limited] * 2, **every_engine) as envs:
+        envs.set_attr("gravity", [1.0, 2.0])
+        assert envs.exec_func(lambda env: env.unwrapped.gravity) == (1.0, 2.0)
+        envs.set_attr("_max_episode_steps", 3)
+        envs.reset(seed=1)
+        envs.step([0, 1])
+        envs.step([1, 0])
+        assert envs.step([0, 1])[3].all()
+
+
+def test_set_attr_changes_what_the_next_step_does(every_engine: Options) -> None:
+    with started(counters(2, lengths=(9,)), **every_engine) as envs:
+        envs.set_attr("steps", [3, 5])
+        assert envs.step([0, 0])[0][:, 1].tolist() == [4, 6]
+
+
+def test_render_gives_a_tuple_of_frames(every_engine: Options) -> None:
+    with opened(counters(3, render_mode="rgb_array"), **every_engine) as envs:
+        assert envs.render_mode == "rgb_array"
+        envs.reset(seed=1)
+        envs.step([0, 0, 0])
+        frames = envs.render()
+        assert isinstance(frames, tuple)
+        assert [int(frame[0, 0, 0]) for frame in frames] == [1, 11, 21]
+        assert frames[0].shape == (2, 2, 3)
+        assert frames[0].dtype == np.uint8
+
+
+def test_np_random_and_its_seed_are_those_of_the_environments_and_read_only(every_engine: Options) -> None:
+    with opened(counters(2), **every_engine) as envs:
+        envs.reset(seed=42)
+        assert envs.np_random_seed == (42, 43)
+        generators = envs.np_random
+        assert all(isinstance(generator, np.random.Generator) for generator in generators)
+        assert generators[1].random() == gymnasium.utils.seeding.np_random(43)[0].random()
+        envs.reset(seed=None)
+        assert envs.np_random_seed == (42, 43)
+        with pytest.raises(AttributeError):
+            envs.np_random = generators
+        with pytest.raises(AttributeError):
+            envs.np_random_seed = (1, 2)
+
+
+def test_np_random_is_a_copy_where_environments_live_elsewhere() -> None:
+    with opened(counters(2)) as envs:
+        envs.reset(seed=42)
+        assert envs.np_random[0].random() == envs.np_random[0].random()
+
+
+# -- exec_func -----------------------------------------------------------------------------------------------
+
+
+def test_exec_func_runs_a_function_of_every_environment(every_engine: Options) -> None:
+    offset = 10
+
+    def closure(env: Any, factor: int, *, plus: int = 0) -> int:
+        return (env.unwrapped.env_id + offset) * factor + plus
+
+    with opened(counters(3), **every_engine) as envs:
+        assert envs.exec_func(lambda env: env.env_id) == (0, 1, 2)
+        assert envs.exec_func(closure, None, 2) == (20, 22, 24)
+        assert envs.exec_func(closure, None, 2, plus=1) == (21, 23, 25)
+
+
+def test_exec_func_runs_in_the_chosen_and_gives_none_for_the_others(every_engine: Options) -> None:
+    with opened(counters(4), **every_engine) as envs:
+        assert envs.exec_func(lambda env: env.env_id, [1, 3]) == (None, 1, None, 3)
+        assert envs.exec_func(lambda env: env.env_id, [3, 0]) == (0, None, None, 3)
+        assert envs.exec_func(lambda env: env.env_id, (2,)) == (None, None, 2, None)
+        assert envs.exec_func(lambda env: env.env_id, np.array([2])) == (None, None, 2, None)
+        envs.exec_func(lambda env: setattr(env, "note", "touched"), [1])
+        assert envs.get_attr("note") == ("unset", "touched", "unset", "unset")
+
+
+@pytest.mark.parametrize("indices", [[4], [-5], [0, 9], ["a"], [0.5]], ids=str)
+def test_exec_func_refuses_indices_of_environments_that_are_not_there(every_engine: Options, indices: Any) -> None:
+    with opened(counters(4), **every_engine) as envs:
+        with pytest.raises((ValueError, IndexError, TypeError)):
+            envs.exec_func(lambda env: setattr(env, "note", "touched"), indices)
+        assert envs.get_attr("note") == ("unset",) * 4
+
+
+def test_exec_func_may_be_sent_and_fetched(every_engine: Options) -> None:
+    with opened(counters(2), **every_engine) as envs:
+        envs.exec_func_send(lambda env: env.env_id + 1)
+        with pytest.raises(AlreadyPendingCallError):
+            envs.step_async([0, 0])
+        with pytest.raises(AlreadyPendingCallError):
+            envs.exec_func_send(lambda env: 1)
+        assert envs.exec_func_fetch() == (1, 2)
+        assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1]
+
+
+def test_exec_func_can_step_and_change_the_environment_itself(every_engine: Options) -> None:
+    with started(counters(2, lengths=(9,)), **every_engine) as envs:
+        assert [result[1] for result in envs.exec_func(lambda env: env.step(0))] == [0.001, 1.001]
+        assert envs.step([0, 0])[0][:, 1].tolist() == [2, 2]
+

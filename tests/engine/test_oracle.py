@@ -1,37 +1,33 @@
-"""AsyncVectorEnv against SyncVectorEnv: the same environments, seeds and actions must give the same of
-everything.
-
-``SyncVectorEnv`` is the oracle because it is short, serial and shares nothing. Compared are observations,
-rewards, flags and infos, bit for bit, after every call. Where the two are meant to differ, the drive below
-steers around it: the serial one refuses to step an environment that has ended under
-``AutoresetMode.DISABLED``, so such environments are reset first.
-"""
+"""Against SyncVectorEnv: drawn and real environments, and the mixin that users inherit."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
-from envs import opened
-from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from envs import NestedDictEnv, assert_as_sync, counters, opened, scripted
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.wrappers import vector as wrappers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling import each_once, each_pair
-from strategies import (
-    Move,
-    Vector,
-    any_spaces,
-    boxes,
-    discretes,
-    fixed_spaces,
-    moves,
-    seed_arguments,
-    vectors,
-)
+from strategies import Move, Vector, any_spaces, boxes, discretes, fixed_spaces, moves, seed_arguments, vectors
 
-from vecenv.testing import assert_identical
+import vecenv
+from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
+
+# --- AsyncVectorEnv against SyncVectorEnv: the same environments, seeds and actions must give the same of everything
+# ``SyncVectorEnv`` is the oracle because it is short, serial and shares nothing. Compared are observations,
+# rewards, flags and infos, bit for bit, after every call. Where the two are meant to differ, the drive below
+# steers around it: the serial one refuses to step an environment that has ended under
+# ``AutoresetMode.DISABLED``, so such environments are reset first.
 
 MIXED = (AttributeError, IndexError, ValueError)
 
@@ -193,3 +189,424 @@ def test_the_start_method_makes_no_difference(
     context: str, mode: AutoresetMode, data: st.DataObject, vector: Vector
 ) -> None:
     compare(data, vector, mode, num_workers=2, context=context)
+
+
+# --- Real environments: the trajectories of SyncVectorEnv, and all of Gymnasium's vector wrappers on top
+# One environment of each kind: a small Box, continuous actions, Discrete observations, a Tuple, MuJoCo with
+# ten numbers of info at every step, images, and nested dicts.
+
+
+def make(env_id: str, **kwargs: Any) -> gymnasium.Env:
+    if env_id.startswith("ALE/"):
+        import ale_py
+
+        gymnasium.register_envs(ale_py)
+    return gymnasium.make(env_id, **kwargs)
+
+
+def real(env_id: str, **kwargs: Any) -> Callable[[], gymnasium.Env]:
+    return functools.partial(make, env_id, **kwargs)
+
+
+ENVS: dict[str, Callable[[], gymnasium.Env]] = {
+    "CartPole-v1": real("CartPole-v1"),
+    "Pendulum-v1": real("Pendulum-v1", max_episode_steps=9),
+    "FrozenLake-v1": real("FrozenLake-v1"),
+    "Blackjack-v1": real("Blackjack-v1"),
+    "Ant-v5": real("Ant-v5", max_episode_steps=8),
+    "ALE/Pong-v5": real("ALE/Pong-v5", max_episode_steps=9),
+    "NestedDict": NestedDictEnv,
+}
+SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=pytest.mark.long if name in SLOW_TO_BUILD and mode.value != "SameStep" else ())
+        for name in ENVS
+        for mode in AutoresetMode
+    ],
+)
+def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetMode) -> None:
+    assert_as_sync([ENVS[name]] * 3, 15 if name in SLOW_TO_BUILD else 60, autoreset_mode=mode, num_workers=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_workers": None},
+        {"shared_memory": False, "num_workers": 2},
+        {"copy": False, "num_workers": 2},
+    ],
+    ids=["in-process", "process-per-env", "pickled", "no-copy"],
+)
+@pytest.mark.parametrize("name", ["CartPole-v1", "Blackjack-v1", "Ant-v5", "NestedDict"])
+def test_they_do_in_every_configuration(name: str, options: dict[str, Any]) -> None:
+    assert_as_sync([ENVS[name]] * 2, 15, autoreset_mode="SameStep", **options)
+
+
+# -- wrappers ------------------------------------------------------------------------------------------------
+
+Wrap = Callable[[VectorEnv], VectorEnv]
+ALL = tuple(AutoresetMode)
+NOT_SAME_STEP = (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED)
+
+
+def _double(x: Any) -> Any:
+    return x * 2
+
+
+def _rescaled(single: bool) -> spaces.Box:
+    return spaces.Box(-np.inf, np.inf, (4,) if single else (3, 4), np.float32)
+
+
+# name -> environment, modes that the wrapper accepts, how to wrap
+WRAPPERS: dict[str, tuple[str, tuple[AutoresetMode, ...], Wrap]] = {
+    "RecordEpisodeStatistics": ("CartPole-v1", ALL, wrappers.RecordEpisodeStatistics),
+    "DictInfoToList": ("Ant-v5", ALL, wrappers.DictInfoToList),
+    "TransformObservation": (
+        "CartPole-v1",
+        NOT_SAME_STEP,
+        lambda e: wrappers.TransformObservation(e, _double, _rescaled(False), _rescaled(True)),
+    ),
+    "VectorizeTransformObservation": (
+        "CartPole-v1",
+        NOT_SAME_STEP,
+        lambda e: wrappers.VectorizeTransformObservation(
+            e, gymnasium.wrappers.TransformObservation, func=_double, observation_space=_rescaled(True)
+        ),
+    ),
+    "FilterObservation": ("NestedDict", NOT_SAME_STEP, lambda e: wrappers.FilterObservation(e, ["camera", "mode"])),
+    "FlattenObservation": ("NestedDict", NOT_SAME_STEP, wrappers.FlattenObservation),
+    "GrayscaleObservation": ("ALE/Pong-v5", NOT_SAME_STEP, wrappers.GrayscaleObservation),
+    "ResizeObservation": ("ALE/Pong-v5", NOT_SAME_STEP, lambda e: wrappers.ResizeObservation(e, (84, 84))),
+    "ReshapeObservation": ("CartPole-v1", NOT_SAME_STEP, lambda e: wrappers.ReshapeObservation(e, (2, 2))),
+    "RescaleObservation": ("Pendulum-v1", NOT_SAME_STEP, lambda e: wrappers.RescaleObservation(e, 0.0, 1.0)),
+    "DtypeObservation": ("CartPole-v1", NOT_SAME_STEP, lambda e: wrappers.DtypeObservation(e, np.float64)),
+    "NormalizeObservation": ("CartPole-v1", (AutoresetMode.NEXT_STEP,), wrappers.NormalizeObservation),
+    "TransformAction": ("Pendulum-v1", ALL, lambda e: wrappers.TransformAction(e, _double)),
+    "VectorizeTransformAction": (
+        "Pendulum-v1",
+        ALL,
+        lambda e: wrappers.VectorizeTransformAction(
+            e, gymnasium.wrappers.TransformAction, func=_double, action_space=spaces.Box(-4, 4, (1,), np.float32)
+        ),
+    ),
+    "ClipAction": ("Pendulum-v1", ALL, wrappers.ClipAction),
+    "RescaleAction": ("Pendulum-v1", ALL, lambda e: wrappers.RescaleAction(e, -1.0, 1.0)),
+    "TransformReward": ("CartPole-v1", ALL, lambda e: wrappers.TransformReward(e, _double)),
+    "VectorizeTransformReward": (
+        "CartPole-v1",
+        ALL,
+        lambda e: wrappers.VectorizeTransformReward(e, gymnasium.wrappers.TransformReward, func=_double),
+    ),
+    "ClipReward": ("Pendulum-v1", ALL, lambda e: wrappers.ClipReward(e, -2.0, 2.0)),
+    "NormalizeReward": ("Pendulum-v1", ALL, wrappers.NormalizeReward),
+    "several": (
+        "CartPole-v1",
+        (AutoresetMode.NEXT_STEP,),
+        lambda e: wrappers.NormalizeReward(wrappers.NormalizeObservation(wrappers.RecordEpisodeStatistics(e))),
+    ),
+}
+
+
+def without_times(infos: Any) -> Any:
+    """RecordEpisodeStatistics measures how long an episode took; no two are the same in that."""
+    if isinstance(infos, list):
+        return [without_times(info) for info in infos]
+    if "episode" in infos:
+        infos["episode"].pop("t", None)
+    return infos
+
+
+class ConsiderateSync(SyncVectorEnv):
+    """Leaves the caller's options as they are, as AsyncVectorEnv does, so that wrappers find the reset_mask afterwards."""
+
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> Any:
+        return super().reset(seed=seed, options=None if options is None else dict(options))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [(name, mode) for name, (_, modes, _) in WRAPPERS.items() for mode in modes],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_wrapper_sees_what_it_sees_on_sync_vector_env(name: str, mode: AutoresetMode) -> None:
+    env, _, wrap = WRAPPERS[name]
+    fns = [ENVS[env]] * 3
+    oracle = wrap(ConsiderateSync(fns, autoreset_mode=mode))
+    with opened(fns, autoreset_mode=mode, num_workers=2) as inner:
+        envs = wrap(inner)
+        assert envs.observation_space == oracle.observation_space
+        assert envs.action_space == oracle.action_space
+        oracle.action_space.seed(5)
+        assert_identical(envs.reset(seed=3), oracle.reset(seed=3), "reset")
+        for t in range(12 if env in SLOW_TO_BUILD else 30):
+            actions = oracle.action_space.sample()
+            mine, theirs = envs.step(actions), oracle.step(actions)
+            assert_identical(mine[:4], theirs[:4], f"step {t}")
+            assert_identical(without_times(mine[4]), without_times(theirs[4]), f"infos of step {t}")
+            dones = theirs[2] | theirs[3]
+            if mode is AutoresetMode.DISABLED and dones.any():
+                both = [one.reset(options={"reset_mask": dones.copy()}) for one in (envs, oracle)]
+                assert_identical(*both, f"reset after step {t}")
+        envs.close()
+        assert inner.closed
+    oracle.close()
+
+
+def test_every_vector_wrapper_of_gymnasium_is_in_the_list_above_or_named_here() -> None:
+    elsewhere = {
+        "RecordVideo",  # below
+        "HumanRendering",  # opens a window
+        *("ArrayConversion", "JaxToNumpy", "JaxToTorch", "NumpyToTorch"),  # for arrays of other libraries
+    }
+    assert set(wrappers.__all__) <= set(WRAPPERS) | elsewhere
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_record_video_writes_films_that_can_be_read(tmp_path: Path, mode: AutoresetMode) -> None:
+    pytest.importorskip("moviepy")
+    fns = [real("CartPole-v1", render_mode="rgb_array", max_episode_steps=6)] * 2
+    with opened(fns, autoreset_mode=mode, num_workers=2) as inner:
+        envs = wrappers.RecordVideo(inner, str(tmp_path), step_trigger=lambda step: step == 0, video_length=5)
+        envs.reset(seed=1)
+        for _ in range(8):
+            _, _, terminations, truncations, _ = envs.step(np.array([0, 1]))
+            dones = terminations | truncations
+            if mode is AutoresetMode.DISABLED and dones.any():
+                envs.reset(options={"reset_mask": dones})
+        envs.close()
+    films = list(tmp_path.glob("*.mp4"))
+    assert len(films) == 1
+    assert films[0].stat().st_size > 1000
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_episode_statistics_add_up_over_many_episodes(mode: AutoresetMode) -> None:
+    with opened([real("CartPole-v1")] * 4, autoreset_mode=mode, num_workers=2) as inner:
+        envs: Any = wrappers.RecordEpisodeStatistics(inner)
+        envs.action_space.seed(1)
+        envs.reset(seed=1)
+        for _ in range(150):
+            envs.step(envs.action_space.sample())
+        assert envs.episode_count > 10
+        # CartPole pays 1 for each step, so that the return of an episode is its length.
+        assert list(envs.return_queue) == list(envs.length_queue)
+
+
+@pytest.mark.long
+def test_a_frame_stack_inside_the_workers_works() -> None:
+    def build() -> gymnasium.Env:
+        env = gymnasium.wrappers.GrayscaleObservation(make("ALE/Pong-v5", frameskip=4))
+        return gymnasium.wrappers.FrameStackObservation(gymnasium.wrappers.ResizeObservation(env, (84, 84)), 4)
+
+    assert_as_sync([build] * 2, 5)
+
+
+# --- The mixin that users inherit, over several configurations of the engine, and over vector environments with a fault
+# A contract that a broken vector environment passes is worth nothing. So each test of the second half breaks
+# one promise and names the test of the mixin that must notice.
+
+
+class _Contract(VectorEnvContract):
+    options: ClassVar[dict[str, Any]] = {}
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
+        options = {"autoreset_mode": autoreset_mode, **self.options, **kwargs}
+        return vecenv.AsyncVectorEnv(scripted(num_envs), **options)
+
+
+@pytest.mark.long
+class TestProcessPerEnv(_Contract):
+    pass
+
+
+class TestInProcess(_Contract):
+    options: ClassVar[dict[str, Any]] = {"num_workers": 0}
+
+
+@pytest.mark.long
+class TestWithoutSharedMemory(_Contract):
+    options: ClassVar[dict[str, Any]] = {"num_workers": 2, "shared_memory": False}
+
+
+@pytest.mark.long
+class TestNestedObservationsAndActionsInTwoWorkers(VectorEnvContract):
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
+        fns = [functools.partial(NestedDictEnv, index) for index in range(num_envs)]
+        return vecenv.AsyncVectorEnv(fns, autoreset_mode=autoreset_mode, num_workers=2, **kwargs)
+
+
+# -- the contract notices ------------------------------------------------------------------------------------
+
+
+class Broken(gymnasium.vector.VectorWrapper):
+    """A vector environment with a fault: ``change`` changes what ``step`` returns."""
+
+    def __init__(self, envs: Any, change: Callable[[Any, list[Any]], None]) -> None:
+        super().__init__(envs)
+        self.change = change
+
+    def step(self, actions: Any) -> Any:
+        result = list(self.env.step(actions))
+        self.change(self, result)
+        return tuple(result)
+
+
+class IgnoresSeeds(gymnasium.vector.VectorWrapper):
+    count = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        IgnoresSeeds.count += 100
+        return self.env.reset(seed=IgnoresSeeds.count, options=options)
+
+
+class IgnoresMasks(gymnasium.vector.VectorWrapper):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self.env.reset(seed=seed)
+
+
+class StepsFirst(gymnasium.vector.VectorWrapper):
+    """Takes actions before they are counted."""
+
+    def step(self, actions: Any) -> Any:
+        result = self.env.step(np.resize(actions, (self.num_envs, 2)))
+        if len(actions) != self.num_envs:
+            raise ValueError("too late")
+        return result
+
+
+def _float32_rewards(self: Any, result: list[Any]) -> None:
+    result[1] = result[1].astype(np.float32)
+
+
+def _integer_flags(self: Any, result: list[Any]) -> None:
+    result[2] = result[2].astype(np.int64)
+
+
+def _same_reward_array(self: Any, result: list[Any]) -> None:
+    self.kept = getattr(self, "kept", result[1])
+    self.kept[:] = result[1]
+    result[1] = self.kept
+
+
+def _same_observation_array(self: Any, result: list[Any]) -> None:
+    self.kept = getattr(self, "kept", result[0])
+    self.kept["x"][:] = result[0]["x"]
+    result[0] = self.kept
+
+
+def _two_dimensional_rewards(self: Any, result: list[Any]) -> None:
+    result[1] = result[1][:, None]
+
+
+def _no_masks(self: Any, result: list[Any]) -> None:
+    for key in [key for key in result[4] if key.startswith("_")]:
+        del result[4][key]
+
+
+def _infos_in_a_list(self: Any, result: list[Any]) -> None:
+    result[4] = [{}] * self.num_envs
+
+
+def _noise(self: Any, result: list[Any]) -> None:
+    result[0]["x"] = np.random.default_rng().random(result[0]["x"].shape, dtype=np.float32)
+
+
+def _pays_for_the_reset(self: Any, result: list[Any]) -> None:
+    result[1] = np.ones_like(result[1])
+
+
+def _no_final_observation(self: Any, result: list[Any]) -> None:
+    result[4].pop("final_obs", None)
+
+
+def _final_observation_for_all(self: Any, result: list[Any]) -> None:
+    if "final_obs" in result[4]:
+        result[4]["final_obs"][:] = [self.single_observation_space.sample() for _ in range(self.num_envs)]
+        result[4]["_final_obs"][:] = True
+
+
+NEXT, SAME, NONE = AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED
+FIVE = "test_step_returns_five_values_of_the_right_shapes_and_dtypes"
+FINAL = "test_same_step_autoreset_reports_the_final_observation_and_info"
+FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
+    (_float32_rewards, FIVE, {"mode": NEXT, "num_envs": 3}),
+    (_integer_flags, FIVE, {"mode": NONE, "num_envs": 1}),
+    (_two_dimensional_rewards, FIVE, {"mode": SAME, "num_envs": 3}),
+    (_infos_in_a_list, FIVE, {"mode": NEXT, "num_envs": 3}),
+    (_same_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
+    (_same_observation_array, "test_observations_of_an_earlier_step_stay_as_they_were", {}),
+    (_no_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": NEXT}),
+    (_noise, "test_the_same_seed_gives_the_same_trajectory", {"mode": NEXT}),
+    (_noise, "test_seeding_again_starts_the_same_trajectory_again", {}),
+    (_pays_for_the_reset, "test_next_step_autoreset_ignores_one_action_and_pays_nothing_for_it", {}),
+    (_no_final_observation, FINAL, {}),
+    (_final_observation_for_all, FINAL, {}),
+    (IgnoresSeeds, "test_an_integer_seed_is_that_seed_and_the_next_ones", {}),
+    (IgnoresSeeds, "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds", {}),
+    (IgnoresMasks, "test_a_masked_reset_leaves_the_other_rows_as_they_are", {"mode": NEXT}),
+    (StepsFirst, "test_the_wrong_number_of_actions_is_refused_before_anything_happens", {"count": 2}),
+]
+
+
+@pytest.mark.parametrize(("fault", "test", "arguments"), FAULTS, ids=lambda value: getattr(value, "__name__", None))
+def test_a_broken_promise_is_noticed(fault: Any, test: str, arguments: dict[str, Any]) -> None:
+    class Contract(_Contract):
+        options: ClassVar[dict[str, Any]] = {"num_workers": 0}
+
+        def make(self, *args: Any, **kwargs: Any) -> Any:
+            inner = super().make(*args, **kwargs)
+            return fault(inner) if isinstance(fault, type) else Broken(inner, fault)
+
+    with pytest.raises((AssertionError, KeyError)):
+        getattr(Contract(), test)(**arguments)
+
+
+def test_use_after_close_that_works_is_noticed() -> None:
+    class Contract(VectorEnvContract):
+        def make(self, num_envs: int = 3, autoreset_mode: Any = AutoresetMode.NEXT_STEP, **kwargs: Any) -> Any:
+            return SyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode)
+
+    with pytest.raises(pytest.fail.Exception):
+        Contract().test_use_after_close_says_so()
+
+
+def test_what_a_backend_cannot_do_is_skipped_with_a_reason() -> None:
+    class Contract(_Contract):
+        options: ClassVar[dict[str, Any]] = {"num_workers": 0}
+        autoreset_modes: ClassVar[tuple[AutoresetMode, ...]] = (AutoresetMode.NEXT_STEP,)
+        honours_seeds: ClassVar[bool] = False
+
+    with pytest.raises(pytest.skip.Exception, match="SAME_STEP"):
+        Contract().test_same_step_autoreset_reports_the_final_observation_and_info()
+    with pytest.raises(pytest.skip.Exception, match="honours_seeds"):
+        Contract().test_seeding_again_starts_the_same_trajectory_again()
+
+
+def test_a_class_without_a_factory_says_what_to_override() -> None:
+    with pytest.raises(NotImplementedError, match="make"):
+        VectorEnvContract().make()
+
+
+# -- the function beside it ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_same_trajectories_are_told_from_different_ones(mode: AutoresetMode) -> None:
+    fns = counters(2, lengths=(3,))
+    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    envs: Any = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, num_workers=0)
+    other: Any = vecenv.AsyncVectorEnv(counters(2, lengths=(4,)), autoreset_mode=mode, num_workers=0)
+    assert_same_trajectory(envs, oracle, 20, seed=3)
+    fresh = SyncVectorEnv(fns, autoreset_mode=mode)
+    with pytest.raises(AssertionError, match="step 2"):
+        assert_same_trajectory(other, fresh, 20, seed=[1, 2])
+    for one in (envs, other, oracle, fresh):
+        one.close()
+

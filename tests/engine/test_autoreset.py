@@ -1,4 +1,4 @@
-"""Environments that are reset ahead of time: what a row sees depends on its seed and on the number of the episode alone."""
+"""Episodes: what happens when one ends, what the next one is given, and workers that have reset before one is needed."""
 
 from __future__ import annotations
 
@@ -7,19 +7,212 @@ import time
 from functools import partial
 from typing import Any
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
+from envs import Options, ReturningEnv, ReusingEnv, assert_as_sync, counters, describe, opened, raises_logged, started
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
 from spare_twins import Walk, derived_seed, twin
 
 import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.testing import assert_identical
 
+# --- Section 1.6: what happens when an episode ends, in each of the three modes -----------------
+
+ZEROS = np.zeros(4, dtype=np.float32)
+
+
+EPISODES: dict[str, Options] = {
+    "of one step": {"lengths": (1,)},
+    "of one step, without infos": {"lengths": (1,), "infos": False},
+    "of different lengths": {"lengths": (1, 3, 2)},
+    "that are truncated": {"lengths": (2, 3), "truncates": True},
+}
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("kind", EPISODES)
+def test_episodes_end_and_begin_as_in_sync_vector_env(
+    engine: Options, shared_memory: bool, kind: str, mode: AutoresetMode
+) -> None:
+    """Each environment by itself: they begin in different episodes."""
+    lengths = EPISODES[kind]["lengths"]
+    fns = [counters(3, **{**EPISODES[kind], "lengths": lengths[row % len(lengths) :] + lengths})[row] for row in range(3)]
+    assert_as_sync(fns, 12, autoreset_mode=mode, shared_memory=shared_memory, **engine)
+
+
+def test_a_reset_info_may_override_what_is_reported_as_final(engine: Options) -> None:
+    def build() -> ReturningEnv:
+        return ReturningEnv([(ZEROS, {"final_info": {"mine": 1}})], [(ZEROS + 1, 1.0, True, False, {"theirs": 2})])
+
+    with started([build] * 2, autoreset_mode="SameStep", **engine) as envs:
+        infos = envs.step([0, 0])[4]
+        assert infos["final_info"]["mine"].tolist() == [1, 1]
+        assert "theirs" not in infos["final_info"]
+
+
+def test_final_observations_stay_as_they_were_when_later_episodes_end(engine: Options) -> None:
+    with started(counters(2, lengths=(1,)), autoreset_mode="SameStep", **engine) as envs:
+        first = envs.step([0, 0])[4]["final_obs"]
+        kept = [array.copy() for array in first]
+        for _ in range(3):
+            envs.step([0, 0])
+        np.testing.assert_array_equal(np.stack(first), np.stack(kept))
+        first[0][:] = 0  # a wrapper may overwrite it
+
+
+def test_an_environment_that_reuses_its_arrays_still_gives_the_right_final_observation(
+    engine: Options, shared_memory: bool
+) -> None:
+    with started([ReusingEnv] * 2, autoreset_mode="SameStep", shared_memory=shared_memory, **engine) as envs:
+        envs.step([0, 0])
+        observations, _, _, _, infos = envs.step([0, 0])
+        assert observations[:, 1:3].tolist() == [[0, 2], [0, 2]]
+        assert [final[1:3].tolist() for final in infos["final_obs"]] == [[2, 1], [2, 1]]
+        assert infos["final_info"]["steps"].tolist() == [2, 2]
+
+
+def test_disabled_mode_never_resets_and_passes_steps_after_the_end_through(engine: Options, shared_memory: bool) -> None:
+    options = {"autoreset_mode": "Disabled", "shared_memory": shared_memory, **engine}
+    with started(counters(2, lengths=(2,)), **options) as envs:
+        for t in range(1, 5):
+            observations, _, terminations, _, infos = envs.step([0, 0])
+            assert observations[:, 1:3].tolist() == [[t, 1], [t, 1]]
+            assert terminations.tolist() == [t >= 2] * 2
+            assert set(infos) == {"steps", "_steps"}
+
+
+class Reuses(gymnasium.Env[Any, Any]):
+    """Hands out the same objects in every info, and its reset writes into them."""
+
+    observation_space = action_space = spaces.Discrete(3)
+
+    def __init__(self) -> None:
+        self.array, self.inner = np.zeros(2), {"list": [0]}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        self.array[:], self.inner["list"][0] = 7.0, 7
+        return 0, {"array": self.array, "inner": self.inner}
+
+    def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
+        self.array[:], self.inner["list"][0] = 3.0, 3
+        return 1, 0.0, bool(action), False, {"array": self.array, "inner": self.inner}
+
+
+def test_the_final_info_is_that_of_the_end_also_where_the_reset_writes_into_it(engine: Options) -> None:
+    with started([Reuses] * 2, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
+        infos = envs.step([1, 0])[4]
+        assert infos["final_info"]["array"][0].tolist() == [3.0, 3.0]
+        assert infos["final_info"]["inner"]["list"][0] == [3]
+        assert infos["array"].tolist() == [[7.0, 7.0], [3.0, 3.0]]
+
+
+# --- ``set_next_options``: what the episodes that autoreset begins are given --------------------
+
+
+def given(infos: dict[str, Any], row: int) -> Any:
+    """What the reset of a row was given, described; ``None`` if it had none."""
+    return infos["reset_kwargs"][row] if "reset_kwargs" in infos and infos["_reset_kwargs"][row] else None
+
+
+def resets(envs: Any, steps: int) -> list[list[Any]]:
+    """What the resets of each row were given in so many steps."""
+    found: list[list[Any]] = [[] for _ in range(envs.num_envs)]
+    for _ in range(steps):
+        infos = envs.step(np.zeros(envs.num_envs, np.int64))[4]
+        for row, own in enumerate(found):
+            if (kwargs := given(infos, row)) is not None:
+                own.append(kwargs)
+    return found
+
+
+def of(options: Any, seed: int | None = None) -> str:
+    return describe({"seed": seed, "options": options})
+
+
+PLAIN = describe({})
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("NextStep", 7), ("SameStep", 5)])
+def test_the_next_episode_of_each_row_has_its_own_and_later_ones_none(engine: Options, mode: str, steps: int) -> None:
+    with started(counters(3, lengths=(2,)), autoreset_mode=mode, **engine) as envs:
+        options = [{"level": 1}, None, {"level": 3}]
+        envs.set_next_options(options, seed=[None, 5, 6])
+        options[0]["level"] = 99  # type: ignore[index]
+        assert resets(envs, steps) == [[of({"level": 1}), PLAIN], [of(None, 5), PLAIN], [of({"level": 3}, 6), PLAIN]]
+
+
+def test_one_dict_is_for_all_and_an_int_seeds_them_in_order(engine: Options) -> None:
+    with started(counters(3, lengths=(2,)), **engine) as envs:
+        envs.set_next_options({"level": 4}, seed=20)
+        assert resets(envs, 3) == [[of({"level": 4}, 20)], [of({"level": 4}, 21)], [of({"level": 4}, 22)]]
+
+
+def test_some_rows_are_named_and_the_others_keep_what_they_have(engine: Options) -> None:
+    with started(counters(3, lengths=(2,)), **engine) as envs:
+        envs.set_next_options({"level": 1})
+        envs.set_next_options([{"level": 2}, {"level": 0}], env_id=[2, 0])
+        envs.reset(options={"level": "reset"})
+        assert resets(envs, 3) == [[of({"level": 0})], [of({"level": 1})], [of({"level": 2})]], "a reset has its own"
+        envs.set_next_options({"level": 1})
+        envs.set_next_options(env_id=[1])
+        assert resets(envs, 3) == [[of({"level": 1})], [PLAIN], [of({"level": 1})]]
+
+
+def test_rows_that_come_one_by_one_have_them_too(engine: Options) -> None:
+    with started(counters(2, lengths=(1,)), **engine) as envs:
+        envs.set_next_options([{"level": 0}, {"level": 1}])
+        for _ in range(2):
+            envs.send(np.zeros(1, np.int64), [1])
+            infos = envs.recv(count=1)[4]
+        assert given(infos, 0) == of({"level": 1})
+
+
+class Slips(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Raises if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(counters(1, lengths=(3,))[0]())
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            raise ArithmeticError("it slipped")
+        return super().step(action)
+
+
+def test_what_failed_forgets_them(engine: Options) -> None:
+    with started([Slips, counters(2, lengths=(3,))[1]], **engine) as envs:
+        envs.set_next_options({"level": 1})
+        with raises_logged(ArithmeticError):
+            envs.step([1, 0])
+        envs.reset(options={"reset_mask": np.array([True, False])})
+        assert resets(envs, 4) == [[of(None)], [of({"level": 1})]]
+
+
+def test_without_autoreset_there_is_no_next_episode() -> None:
+    refused = pytest.raises(ValueError, match="autoreset_mode=DISABLED begins no episodes")
+    with opened(counters(2), autoreset_mode="Disabled", num_workers=0) as envs, refused:
+        envs.set_next_options({"level": 1})
+
+
+def test_a_snapshot_knows_what_the_next_episode_is_given(engine: Options) -> None:
+    with started(counters(3, lengths=(2,)), **engine) as envs:
+        envs.set_next_options([{"level": 1}, None, None], seed=[None, 5, None])
+        kept = envs.save()
+        envs.set_next_options({"level": 9})
+        envs.load(kept)
+        assert resets(envs, 3) == [[of({"level": 1})], [of(None, 5)], [PLAIN]]
+
+
+# --- Environments that are reset ahead of time: what a row sees depends on its seed and on the number of the episode alone
+
 MODES = ["NextStep", "SameStep"]
 
 
-def opened(env_fn: Any, num_envs: int = 3, **options: Any) -> vecenv.AsyncVectorEnv:
+def spared(env_fn: Any, num_envs: int = 3, **options: Any) -> vecenv.AsyncVectorEnv:
     return vecenv.AsyncVectorEnv([env_fn] * num_envs, context="fork", **{"spare_workers": 2, **options})
 
 
@@ -34,7 +227,7 @@ def play(envs: Any, steps: int, seed: int | None = 7, draws: int = 1) -> list[An
 @pytest.mark.parametrize("spares", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
 def test_it_gives_what_resets_without_spares_give(mode: str, spares: int) -> None:
     same = play(twin([Walk] * 3, autoreset_mode=mode), 40)
-    envs = opened(Walk, autoreset_mode=mode, spare_workers=spares)
+    envs = spared(Walk, autoreset_mode=mode, spare_workers=spares)
     assert_identical(play(envs, 40), same)
     envs.close()
 
@@ -43,7 +236,7 @@ def test_it_gives_what_resets_without_spares_give(mode: str, spares: int) -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_how_long_resets_take_changes_nothing(mode: str) -> None:
     same = play(twin([Walk] * 3, autoreset_mode=mode), 30)
-    envs = opened(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode)
+    envs = spared(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode)
     for _ in range(2):  # and what is being reset when they begin anew is no part of it
         assert_identical(play(envs, 30), same)
     envs.close()
@@ -51,7 +244,7 @@ def test_how_long_resets_take_changes_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_resets_by_the_caller_go_on_counting(mode: str) -> None:
-    envs, same = opened(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+    envs, same = spared(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 9), play(same, 9))
     for about in (
         {}, {"options": {"reset_mask": np.array([True, False, True])}}, {"options": {"scale": 3.0}},
@@ -82,7 +275,7 @@ def test_however_observations_travel(options: dict[str, Any], mode: str) -> None
 
 @pytest.mark.long
 def test_without_a_seed_episodes_differ_each_time() -> None:
-    envs = opened(Walk)
+    envs = spared(Walk)
     first, second = (envs.reset()[0].copy() for _ in range(2))
     assert not (first[:, 1] == second[:, 1]).any()
     assert not (envs.reset()[0][:, 1] == first[:, 1]).any()
@@ -109,7 +302,7 @@ def waited(envs: Any, steps: int) -> float:
 @pytest.mark.parametrize("mode", MODES)
 def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str) -> None:
     env_fn = partial(Walk, reset=0.4, lengths=(4, 5))
-    envs = opened(env_fn, 2, spare_workers=2, autoreset_mode=mode)
+    envs = spared(env_fn, 2, spare_workers=2, autoreset_mode=mode)
     assert waited(envs, 5) < 0.25
     envs.close()
     plain = vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode)
@@ -119,7 +312,7 @@ def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str) -> None:
 
 @pytest.mark.long
 def test_the_row_waits_for_what_is_left_of_a_reset() -> None:
-    envs = opened(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1)
+    envs = spared(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1)
     envs.reset(seed=7)
     time.sleep(0.4)
     began = time.perf_counter()
@@ -144,7 +337,7 @@ class QuickWhereAsked(Walk):
 @pytest.mark.long
 def test_one_that_was_busy_is_told_once_it_has_time() -> None:
     """It begins an episode that a reset by the caller makes needless: what it is to begin instead it learns afterwards."""
-    envs = opened(partial(QuickWhereAsked, reset=0.3, lengths=(40, 41)), 1, spare_workers=1)
+    envs = spared(partial(QuickWhereAsked, reset=0.3, lengths=(40, 41)), 1, spare_workers=1)
     for seed in (7, 8):
         envs.reset(seed=seed, options={"quick": True})
     for _ in range(39):
@@ -163,7 +356,7 @@ def test_one_that_was_busy_is_told_once_it_has_time() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_calls_reach_the_environment_that_has_the_row_now(mode: str) -> None:
-    envs, same = opened(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+    envs, same = spared(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), same.reset(seed=7))
     for _ in range(12):
         assert_identical(envs.step(np.ones(3, np.int64)), same.step(np.ones(3, np.int64)))
@@ -175,7 +368,7 @@ def test_calls_reach_the_environment_that_has_the_row_now(mode: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str) -> None:
-    envs, same = opened(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+    envs, same = spared(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 4), play(same, 4))
     envs.set_attr("level", 5.0)
     for env in same.envs:
@@ -194,7 +387,7 @@ def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, v
     raising = victims.startswith("an env")
     kind = partial(Walk, raises=third_seed(1)) if raising else Walk
     options = {"on_failure": "restart", "restart_limit": 100} if on_failure == "restart" else {}
-    envs, same = opened(kind, autoreset_mode=mode, **options), twin([Walk] * 3, autoreset_mode=mode)
+    envs, same = spared(kind, autoreset_mode=mode, **options), twin([Walk] * 3, autoreset_mode=mode)
 
     def fail() -> None:
         if raising:
@@ -234,7 +427,7 @@ class RowByRow:
     """What rows say that are sent and received in an order of their own, and what they say in a twin."""
 
     def __init__(self, env_fn: Any, num_envs: int, **options: Any) -> None:
-        self.envs = opened(env_fn, num_envs, **options)
+        self.envs = spared(env_fn, num_envs, **options)
         self.twins = [twin([env_fn] * num_envs) for _ in range(num_envs)]  # one a row: each has a pace of its own
         self.chance = np.random.default_rng(3)
         self.n = num_envs
@@ -335,7 +528,7 @@ def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_snapshots_take_the_seeds_of_later_episodes_along(mode: str) -> None:
-    with contextlib.closing(opened(Walk, autoreset_mode=mode)) as envs:
+    with contextlib.closing(spared(Walk, autoreset_mode=mode)) as envs:
         play(envs, 11)
         snapshots, whole = envs.save(), envs.state_dict()
         went_on = play(envs, 30, seed=None, draws=2)
@@ -347,18 +540,18 @@ def test_snapshots_take_the_seeds_of_later_episodes_along(mode: str) -> None:
         envs.load([snapshots[1]] * 3)
         for observations, rewards, *_ in play(envs, 30, seed=None):
             assert len({row.tobytes() for row in observations[:, 1:]}) == len(set(rewards)) == 1
-    with contextlib.closing(opened(Walk, spare_workers=1, autoreset_mode=mode)) as others:
+    with contextlib.closing(spared(Walk, spare_workers=1, autoreset_mode=mode)) as others:
         others.load(snapshots)
         assert_identical(play(others, 30, seed=None, draws=2), went_on)
     plain = vecenv.AsyncVectorEnv([Walk] * 3, context="fork", autoreset_mode=mode)
-    with contextlib.closing(plain), contextlib.closing(opened(Walk, autoreset_mode=mode)) as envs:
+    with contextlib.closing(plain), contextlib.closing(spared(Walk, autoreset_mode=mode)) as envs:
         plain.reset(seed=5)
         envs.load(plain.save())  # seeds of its own from the next episode on
         play(envs, 30, seed=None)
 
 
 def test_what_cannot_be_right_is_refused_by_name() -> None:
-    envs = opened(Walk, 2, spare_workers=1, autoreset_mode="SameStep")
+    envs = spared(Walk, 2, spare_workers=1, autoreset_mode="SameStep")
     envs.reset(seed=1)
     assert not envs.capabilities.first_ready
     mask = np.array([True, False])
@@ -391,7 +584,7 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
 )  # fmt: skip
 def test_options_that_do_not_go_with_it(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=f"spare_workers.*{words}"):
-        opened(Walk, **options)
+        spared(Walk, **options)
 
 
 def test_make_vec_has_them_too_and_says_where_there_are_none() -> None:
@@ -427,7 +620,7 @@ def third_seed(row: int) -> int:
 @pytest.mark.parametrize(("how", "error"), [("raises", ValueError), ("dies", vecenv.errors.WorkerDied)])
 def test_a_reset_ahead_that_fails_is_the_rows_failure(mode: str, how: str, error: type[Exception]) -> None:
     """It comes when the row would have reset, whenever it happened; a reset brings everything back."""
-    envs = opened(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode)
+    envs = spared(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode)
     same = twin([Walk] * 3, autoreset_mode=mode)
     for _ in range(2):
         assert_identical(envs.reset(seed=7), same.reset(seed=7))
@@ -450,7 +643,7 @@ def test_a_reset_ahead_that_fails_is_the_rows_failure(mode: str, how: str, error
 @pytest.mark.parametrize("how", ["raises", "dies"])
 def test_a_reset_ahead_that_fails_is_restarted(mode: str, how: str) -> None:
     """The row says that it was restarted; the others go on as if nothing had happened, and so does it, an episode later."""
-    envs = opened(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode, on_failure="restart")
+    envs = spared(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode, on_failure="restart")
     same = twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), same.reset(seed=7))
     restarted = 0
@@ -467,7 +660,7 @@ def test_a_reset_ahead_that_fails_is_restarted(mode: str, how: str) -> None:
 
 @pytest.mark.long
 def test_a_reset_of_all_brings_dead_spares_back() -> None:
-    envs = opened(Walk, 2)
+    envs = spared(Walk, 2)
     envs.reset(seed=3)
     for worker in envs._pool.spares:
         worker.signal(9)
@@ -478,7 +671,7 @@ def test_a_reset_of_all_brings_dead_spares_back() -> None:
 
 @pytest.mark.long
 def test_it_ends_while_a_reset_is_made_ahead() -> None:
-    envs = opened(partial(Walk, reset=0.3), 2)
+    envs = spared(partial(Walk, reset=0.3), 2)
     envs.reset(seed=3)
     pids = [worker.pid for worker in envs._pool.all_workers()]
     began = time.perf_counter()
@@ -486,3 +679,4 @@ def test_it_ends_while_a_reset_is_made_ahead() -> None:
     assert time.perf_counter() - began < 5
     assert len(pids) == 4
     assert not any(psutil.pid_exists(pid) for pid in pids)
+

@@ -110,185 +110,158 @@ def test_the_other_start_methods(context: Any, on_failure: Any) -> None:
     run(main(), seconds=200)
 
 
-def test_what_is_said_of_each_failure() -> None:
-    async def main() -> None:
-        async with Pool(Words, 3, step_timeout=0.3, cancel_timeout=0.1) as pool:
-            async with pool.episode() as env:
-                with pytest.raises(EnvFailed, match=rf"env {env.env_id}, worker .* step: ValueError: wrong: abc") as told:
-                    await env.step("raise abc")
-                assert isinstance(told.value.__cause__, ValueError)
-                assert env.failure is told.value
-                with pytest.raises(EnvFailed, match=rf"env {env.env_id} failed earlier .*by reset\(\) first: ValueError"):
-                    await env.step("x")
-                with pytest.raises(EnvFailed, match="failed earlier"):
-                    await env.save()
-                await env.reset()
+async def test_what_is_said_of_each_failure() -> None:
+    async with Pool(Words, 3, step_timeout=0.3, cancel_timeout=0.1) as pool:
+        async with pool.episode() as env:
+            with pytest.raises(EnvFailed, match=rf"env {env.env_id}, worker .* step: ValueError: wrong: abc") as told:
+                await env.step("raise abc")
+            assert isinstance(told.value.__cause__, ValueError)
+            assert env.failure is told.value
+            with pytest.raises(EnvFailed, match=rf"env {env.env_id} failed earlier .*by reset\(\) first: ValueError"):
                 await env.step("x")
-                with pytest.raises(WorkerDied, match=r"died during step: killed by SIGKILL") as death:
-                    await env.step("kill")
-                assert death.value.envs == (env.env_id,)
-                await env.reset()
-                with pytest.raises(StepTimeout, match=r"hung for more than 0.3 seconds .* at worlds.py:\d+ in _go"):
-                    await env.step("hang")
-                await env.reset()
-                with pytest.raises(TimeoutError):
-                    await asyncio.wait_for(env.step("wait 0.05"), 0.01)
-                with pytest.raises(EnvFailed, match="its step was cancelled"):
-                    await env.step("x")
-                await env.reset()
-                with pytest.raises(EnvFailed, match="during reset: ValueError: wrong: b"):
-                    await env.reset(options={"begin": "raise b"})
-                await env.reset()
-            with pytest.raises(EnvFailed, match="during reset"):
-                async with pool.episode(options={"begin": "raise b"}):
-                    raise AssertionError
-            assert {record.command for record in pool.errors} == {"step", "reset"}
-            await whole(pool)
-
-    run(main())
-
-
-def test_a_cancelled_step_that_does_not_end_costs_its_worker_after_a_while() -> None:
-    async def main() -> None:
-        async with Pool(Words, 3, cancel_timeout=0.2, on_failure="restart", restart_limit=0) as pool:
-            for _ in range(3):  # which is no restart of the budget
-                async with pool.episode() as env:
-                    with pytest.raises(TimeoutError):
-                        async with asyncio.timeout(0.05):
-                            await env.step("hang")
-            await whole(pool)
-            assert pool.stats()["restarts"] == 3
-
-    run(main())
-
-
-def test_a_cancelled_step_that_ends_in_time_costs_nothing_but_its_episode() -> None:
-    async def main() -> None:
-        async with Pool(Words, 1, cancel_timeout=5) as pool:
-            (process,) = pool._envs.processes
+            with pytest.raises(EnvFailed, match="failed earlier"):
+                await env.save()
+            await env.reset()
+            await env.step("x")
+            with pytest.raises(WorkerDied, match=r"died during step: killed by SIGKILL") as death:
+                await env.step("kill")
+            assert death.value.envs == (env.env_id,)
+            await env.reset()
+            with pytest.raises(StepTimeout, match=r"hung for more than 0.3 seconds .* at worlds.py:\d+ in _go"):
+                await env.step("hang")
+            await env.reset()
             with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05), pool.episode() as env:
-                    await env.step("wait 0.2")
-            await whole(pool)  # behind the late answer, which is given to nothing
-            assert pool._envs.processes == [process]
-
-    run(main())
-
-
-def test_a_cancelled_step_that_waits_for_others_does_not_cost_them_their_worker() -> None:
-    async def main() -> None:
-        async with Pool(Words, 4, num_workers=1, cancel_timeout=0.1) as pool:
-            async with pool.episode() as one, pool.episode() as two, pool.episode() as three:
-                before = asyncio.create_task(one.step("wait 0.3"))
-                behind = asyncio.create_task(two.step("wait 0.01"))
-                last = asyncio.create_task(three.step("x"))
-                await asyncio.sleep(0.02)
-                behind.cancel()
-                assert (await before)[4]["of"] == ["wait 0.3"]
-                assert (await last)[4]["of"] == ["x"]
-            await whole(pool)
-            assert pool.stats()["restarts"] == 0
-
-    run(main())
+                await asyncio.wait_for(env.step("wait 0.05"), 0.01)
+            with pytest.raises(EnvFailed, match="its step was cancelled"):
+                await env.step("x")
+            await env.reset()
+            with pytest.raises(EnvFailed, match="during reset: ValueError: wrong: b"):
+                await env.reset(options={"begin": "raise b"})
+            await env.reset()
+        with pytest.raises(EnvFailed, match="during reset"):
+            async with pool.episode(options={"begin": "raise b"}):
+                raise AssertionError
+        assert {record.command for record in pool.errors} == {"step", "reset"}
+        await whole(pool)
 
 
-def test_a_process_that_cannot_be_started_yet_costs_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        async with Pool(Words, 1, num_workers=1, on_failure="restart", restart_limit=1) as pool:
-            start_anew, refused = pool._slots._workers.start_anew, []
+async def test_a_cancelled_step_that_does_not_end_costs_its_worker_after_a_while() -> None:
+    async with Pool(Words, 3, cancel_timeout=0.2, on_failure="restart", restart_limit=0) as pool:
+        for _ in range(3):  # which is no restart of the budget
+            async with pool.episode() as env:
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.05):
+                        await env.step("hang")
+        await whole(pool)
+        assert pool.stats()["restarts"] == 3
 
-            def refuse_once(worker: Any) -> Any:
-                if refused:
-                    return start_anew(worker)
-                refused.append(worker)
-                raise BlockingIOError
 
-            monkeypatch.setattr(pool._slots._workers, "start_anew", refuse_once)
-            async with pool.episode() as one:
-                with pytest.raises(WorkerDied):
-                    await one.step("kill")
-            await whole(pool)
-            assert refused
+async def test_a_cancelled_step_that_ends_in_time_costs_nothing_but_its_episode() -> None:
+    async with Pool(Words, 1, cancel_timeout=5) as pool:
+        (process,) = pool._envs.processes
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05), pool.episode() as env:
+                await env.step("wait 0.2")
+        await whole(pool)  # behind the late answer, which is given to nothing
+        assert pool._envs.processes == [process]
 
-    run(main())
+
+async def test_a_cancelled_step_that_waits_for_others_does_not_cost_them_their_worker() -> None:
+    async with Pool(Words, 4, num_workers=1, cancel_timeout=0.1) as pool:
+        async with pool.episode() as one, pool.episode() as two, pool.episode() as three:
+            before = asyncio.create_task(one.step("wait 0.3"))
+            behind = asyncio.create_task(two.step("wait 0.01"))
+            last = asyncio.create_task(three.step("x"))
+            await asyncio.sleep(0.02)
+            behind.cancel()
+            assert (await before)[4]["of"] == ["wait 0.3"]
+            assert (await last)[4]["of"] == ["x"]
+        await whole(pool)
+        assert pool.stats()["restarts"] == 0
+
+
+async def test_a_process_that_cannot_be_started_yet_costs_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Pool(Words, 1, num_workers=1, on_failure="restart", restart_limit=1) as pool:
+        start_anew, refused = pool._slots._workers.start_anew, []
+
+        def refuse_once(worker: Any) -> Any:
+            if refused:
+                return start_anew(worker)
+            refused.append(worker)
+            raise BlockingIOError
+
+        monkeypatch.setattr(pool._slots._workers, "start_anew", refuse_once)
+        async with pool.episode() as one:
+            with pytest.raises(WorkerDied):
+                await one.step("kill")
+        await whole(pool)
+        assert refused
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_deaths_are_noticed_where_no_descriptor_tells_of_them(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deaths_are_noticed_where_no_descriptor_tells_of_it(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise OSError
 
     monkeypatch.setattr(os, "pidfd_open", refuse, raising=False)
 
-    async def main() -> None:
-        async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
-            async with pool.episode() as one, pool.episode() as two:
-                with pytest.raises(WorkerDied):
-                    await one.step("kill")
-                os.kill(await two.call("pid"), signal.SIGKILL)
-                await asyncio.sleep(0.3)
-                with pytest.raises(WorkerDied):
-                    await two.step("x")
-            await whole(pool)
-
-    run(main())
+    async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
+        async with pool.episode() as one, pool.episode() as two:
+            with pytest.raises(WorkerDied):
+                await one.step("kill")
+            os.kill(await two.call("pid"), signal.SIGKILL)
+            await asyncio.sleep(0.3)
+            with pytest.raises(WorkerDied):
+                await two.step("x")
+        await whole(pool)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_workers_that_die_while_no_episode_has_them(on_failure: Any) -> None:
-    async def main() -> None:
-        async with Pool(Words, 6, num_workers=3, on_failure=on_failure) as pool:
-            for process in pool._envs.processes:
-                os.kill(process.pid, signal.SIGKILL)
-            await asyncio.sleep(0.3)  # the kernel tells
-            await whole(pool)
-
-    run(main())
+async def test_workers_that_die_while_no_episode_has_them(on_failure: Any) -> None:
+    async with Pool(Words, 6, num_workers=3, on_failure=on_failure) as pool:
+        for process in pool._envs.processes:
+            os.kill(process.pid, signal.SIGKILL)
+        await asyncio.sleep(0.3)  # the kernel tells
+        await whole(pool)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_an_episode_whose_worker_dies_while_it_thinks_is_told_with_its_next_call(on_failure: Any) -> None:
-    async def main() -> None:
-        async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
-            async with pool.episode() as env:
-                os.kill(await env.call("pid"), signal.SIGKILL)
-                await asyncio.sleep(0.3)
-                with pytest.raises(WorkerDied, match="died while idle"):
-                    await env.call("pid")
-                with pytest.raises(EnvFailed, match="failed earlier"):
-                    await env.step("x")
-            await whole(pool)
-
-    run(main())
+async def test_an_episode_whose_worker_dies_while_it_thinks_is_told_with_its_next_call(on_failure: Any) -> None:
+    async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
+        async with pool.episode() as env:
+            os.kill(await env.call("pid"), signal.SIGKILL)
+            await asyncio.sleep(0.3)
+            with pytest.raises(WorkerDied, match="died while idle"):
+                await env.call("pid")
+            with pytest.raises(EnvFailed, match="failed earlier"):
+                await env.step("x")
+        await whole(pool)
 
 
-def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on() -> None:
-    async def main() -> None:
-        async with Pool(Words, 2, on_failure="restart", restart_limit=1) as pool:
-            async with pool.episode() as bad:
-                with pytest.raises(WorkerDied):
-                    await bad.step("kill")
+async def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on() -> None:
+    async with Pool(Words, 2, on_failure="restart", restart_limit=1) as pool:
+        async with pool.episode() as bad:
+            with pytest.raises(WorkerDied):
+                await bad.step("kill")
+            await bad.reset()
+            with pytest.raises(WorkerDied):
+                await bad.step("kill")
+            with pytest.raises(RestartsExhausted, match="more than 1 restarts"):
                 await bad.reset()
-                with pytest.raises(WorkerDied):
-                    await bad.step("kill")
-                with pytest.raises(RestartsExhausted, match="more than 1 restarts"):
-                    await bad.reset()
-            for _ in range(4):
-                async with pool.episode() as good:
-                    await good.step("x")
-                    assert good.env_id != bad.env_id
-            assert "given_up=1" in repr(pool)
+        for _ in range(4):
             async with pool.episode() as good:
-                waiter = asyncio.create_task(pool.episode().__aenter__())
-                with pytest.raises(WorkerDied):
-                    await good.step("kill")
-            with pytest.raises(RestartsExhausted):
-                await waiter
-            with pytest.raises(RestartsExhausted):
-                async with pool.episode():
-                    raise AssertionError
-
-    run(main())
+                await good.step("x")
+                assert good.env_id != bad.env_id
+        assert "given_up=1" in repr(pool)
+        async with pool.episode() as good:
+            waiter = asyncio.create_task(pool.episode().__aenter__())
+            with pytest.raises(WorkerDied):
+                await good.step("kill")
+        with pytest.raises(RestartsExhausted):
+            await waiter
+        with pytest.raises(RestartsExhausted):
+            async with pool.episode():
+                raise AssertionError
 
 
 class OnceWell:

@@ -10,78 +10,66 @@ from typing import Any
 
 import pytest
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
-from worlds import Words, run, whole
+from worlds import Words, whole
 
 from vecenv.aio import Pool
 from vecenv.errors import BusyError, ForkedError, LoopError
 
 
-def test_a_second_task_in_the_same_episode() -> None:
-    async def main() -> None:
-        async with Pool(Words, 2) as pool, pool.episode() as env:
+async def test_a_second_task_in_the_same_episode() -> None:
+    async with Pool(Words, 2) as pool, pool.episode() as env:
+        step = asyncio.create_task(env.step("wait 0.05"))
+        await asyncio.sleep(0)
+        for call in (env.step("x"), env.reset(), env.save(), env.call("pid")):
+            with pytest.raises(BusyError, match=r"another task is in `step` of this EpisodeEnv .env \d.; `\w+` was re"):
+                await call
+        assert (await step)[4]["of"] == ["wait 0.05"]
+        await env.step("x")
+
+
+async def test_a_step_after_the_end_of_the_episode() -> None:
+    async with Pool(Words, 1) as pool:
+        async with pool.episode(seed=1) as env:
+            while not env.over:
+                await env.step("x")
+            with pytest.raises(ResetNeeded, match=r"the episode of env 0 is over: reset\(\) begins a new one"):
+                await env.step("x")
+            await env.reset()
+            await env.step("x")
+        for call in (env.step("x"), env.reset(), env.save(), env.call("pid")):
+            with pytest.raises(ClosedEnvironmentError, match="Trying to operate on `EpisodeEnv`, outside of its"):
+                await call
+        with pytest.raises(ClosedEnvironmentError, match="a second time"):
+            await env.__aenter__()
+
+
+async def test_an_episode_that_is_left_while_another_task_steps_it() -> None:
+    async with Pool(Words, 1) as pool:
+        async with pool.episode() as env:
             step = asyncio.create_task(env.step("wait 0.05"))
             await asyncio.sleep(0)
-            for call in (env.step("x"), env.reset(), env.save(), env.call("pid")):
-                with pytest.raises(BusyError, match=r"another task is in `step` of this EpisodeEnv .env \d.; `\w+` was re"):
-                    await call
-            assert (await step)[4]["of"] == ["wait 0.05"]
+        with pytest.raises(ClosedEnvironmentError, match="outside of its `async with`"):
+            await step
+        async with pool.episode(options={"begin": "wait 0.05"}) as env:
             await env.step("x")
-
-    run(main())
-
-
-def test_a_step_after_the_end_of_the_episode() -> None:
-    async def main() -> None:
-        async with Pool(Words, 1) as pool:
-            async with pool.episode(seed=1) as env:
-                while not env.over:
-                    await env.step("x")
-                with pytest.raises(ResetNeeded, match=r"the episode of env 0 is over: reset\(\) begins a new one"):
-                    await env.step("x")
-                await env.reset()
-                await env.step("x")
-            for call in (env.step("x"), env.reset(), env.save(), env.call("pid")):
-                with pytest.raises(ClosedEnvironmentError, match="Trying to operate on `EpisodeEnv`, outside of its"):
-                    await call
-            with pytest.raises(ClosedEnvironmentError, match="a second time"):
-                await env.__aenter__()
-
-    run(main())
+        await whole(pool)
 
 
-def test_an_episode_that_is_left_while_another_task_steps_it() -> None:
-    async def main() -> None:
-        async with Pool(Words, 1) as pool:
-            async with pool.episode() as env:
-                step = asyncio.create_task(env.step("wait 0.05"))
-                await asyncio.sleep(0)
-            with pytest.raises(ClosedEnvironmentError, match="outside of its `async with`"):
-                await step
-            async with pool.episode(options={"begin": "wait 0.05"}) as env:
-                await env.step("x")
-            await whole(pool)
-
-    run(main())
-
-
-def test_a_pool_after_its_end() -> None:
-    async def main() -> None:
-        async with Pool(Words, 1) as pool:
-            env = pool.episode()
-            await env.__aenter__()
-            another = pool.episode()
-            waiting = asyncio.create_task(pool.episode().__aenter__())
-            await asyncio.sleep(0)
-        text = r"Trying to operate on `Pool`, after a call to `close\(\)`"
-        for call in (waiting, env.step("x"), pool.evaluate(env.step, 1), pool.__aenter__(), another.__aenter__()):
-            with pytest.raises(ClosedEnvironmentError, match=text):
-                await call
+async def test_a_pool_after_its_end() -> None:
+    async with Pool(Words, 1) as pool:
+        env = pool.episode()
+        await env.__aenter__()
+        another = pool.episode()
+        waiting = asyncio.create_task(pool.episode().__aenter__())
+        await asyncio.sleep(0)
+    text = r"Trying to operate on `Pool`, after a call to `close\(\)`"
+    for call in (waiting, env.step("x"), pool.evaluate(env.step, 1), pool.__aenter__(), another.__aenter__()):
         with pytest.raises(ClosedEnvironmentError, match=text):
-            pool.episode()
-        await pool.close()
-        assert repr(pool) == "Pool(size=1, closed)"
-
-    run(main())
+            await call
+    with pytest.raises(ClosedEnvironmentError, match=text):
+        pool.episode()
+    await pool.close()
+    assert repr(pool) == "Pool(size=1, closed)"
 
 
 def test_a_pool_in_another_loop_or_in_none() -> None:
@@ -106,43 +94,37 @@ def test_a_pool_in_another_loop_or_in_none() -> None:
         first.run(pool.close())
 
 
-def test_a_pool_in_a_forked_child() -> None:
+async def test_a_pool_in_a_forked_child() -> None:
     async def use(pool: Pool, env: Any) -> None:
         for call in (pool.__aenter__(), pool.close(), env.step("x")):
             with pytest.raises(ForkedError, match=r"belongs to another process \(pid \d+\); a forked child"):
                 await call
 
-    async def main() -> None:
-        async with Pool(Words, 2) as pool:
-            async with pool.episode() as env:
-                child = os.fork()
-                if not child:
-                    code = 1
-                    try:
-                        asyncio.new_event_loop().run_until_complete(use(pool, env))
-                        code = 0
-                    except BaseException:
-                        traceback.print_exc()
-                    os._exit(code)
-                while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-                    await asyncio.sleep(0.01)
-                assert ended[1] == 0
-                await env.step("x")
-            await whole(pool)
-
-    run(main())
-
-
-def test_what_cannot_be_pickled_is_refused_before_anything_is_sent() -> None:
-    async def main() -> None:
-        async with Pool(Words, 1) as pool, pool.episode() as env:
-            with pytest.raises(TypeError, match="pickle"):
-                await env.step(iter(number for number in range(3)))
-            with pytest.raises(TypeError, match="pickle"):
-                await env.reset(options={"task": (number for number in range(3))})
+    async with Pool(Words, 2) as pool:
+        async with pool.episode() as env:
+            child = os.fork()
+            if not child:
+                code = 1
+                try:
+                    asyncio.new_event_loop().run_until_complete(use(pool, env))
+                    code = 0
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(code)
+            while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+                await asyncio.sleep(0.01)
+            assert ended[1] == 0
             await env.step("x")
+        await whole(pool)
 
-    run(main())
+
+async def test_what_cannot_be_pickled_is_refused_before_anything_is_sent() -> None:
+    async with Pool(Words, 1) as pool, pool.episode() as env:
+        with pytest.raises(TypeError, match="pickle"):
+            await env.step(iter(number for number in range(3)))
+        with pytest.raises(TypeError, match="pickle"):
+            await env.reset(options={"task": (number for number in range(3))})
+        await env.step("x")
 
 
 @pytest.mark.parametrize(
@@ -162,18 +144,15 @@ def test_options_without_a_meaning(how: dict[str, Any], text: str) -> None:
         Pool(Words, **{"size": 2, **how})
 
 
-def test_seeds_options_and_lists_of_episodes_without_a_meaning() -> None:
-    async def main() -> None:
-        async with Pool(Words, 1) as pool:
-            with pytest.raises(TypeError, match="seed must be an integer or None, got 'one'"):
-                pool.episode(seed="one")  # type: ignore[arg-type]
-            with pytest.raises(TypeError, match="options must be a dict or None"):
-                pool.episode(options=["begin"])  # type: ignore[arg-type]
-            with pytest.raises(ValueError, match="retries must be an integer from 0 on, got -1"):
-                await pool.evaluate(lambda _: asyncio.sleep(0, "x"), 1, retries=-1)
-            await whole(pool)
-
-    run(main())
+async def test_seeds_options_and_lists_of_episodes_without_a_meaning() -> None:
+    async with Pool(Words, 1) as pool:
+        with pytest.raises(TypeError, match="seed must be an integer or None, got 'one'"):
+            pool.episode(seed="one")  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="options must be a dict or None"):
+            pool.episode(options=["begin"])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="retries must be an integer from 0 on, got -1"):
+            await pool.evaluate(lambda _: asyncio.sleep(0, "x"), 1, retries=-1)
+        await whole(pool)
 
 
 def test_a_pool_that_is_dropped_ends_its_workers_with_a_warning() -> None:

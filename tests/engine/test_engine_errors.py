@@ -361,7 +361,7 @@ def test_the_deadline_is_one_for_all_environments() -> None:
         assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
 
 
-# --- Calls in the wrong phase: what is looked at first, what stays as it was. The whole table: ``faults/test_phases.py``
+# --- Calls in the wrong phase: what is looked at first, what stays as it was. The whole table: ``faults/test_misuse.py``
 
 SHORTCUTS: dict[str, Callable[[Any], Any]] = {
     "call": lambda envs: envs.call("env_id"),

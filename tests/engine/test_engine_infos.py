@@ -314,8 +314,7 @@ def test_keys_that_never_repeat_are_right_and_are_not_remembered() -> None:
 
 
 def stepped(infos: list[dict[str, Any]], **engine: Any) -> dict[str, Any]:
-    with opened([info_env([info]) for info in infos], **engine) as envs:
-        envs.reset(seed=0)
+    with started([info_env([info]) for info in infos], **engine) as envs:
         return envs.step(envs.action_space.sample())[4]
 
 

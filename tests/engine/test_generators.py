@@ -413,15 +413,6 @@ def test_a_worker_that_draws_from_torch_is_warned_of(torch: types.SimpleNamespac
     assert sum("draws from the generator of torch" in str(one.message) for one in said) == 1
 
 
-def test_options_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="`generators` must be 'shared' or 'own', got 'mine'"):
-        vecenv.AsyncVectorEnv([Draws], generators="mine")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="`generators` must be 'shared' beside env_threads"):
-        vecenv.AsyncVectorEnv([Draws] * 2, num_workers=1, env_threads=2, generators="own")
-    with pytest.raises(ValueError, match="`generators`"):
-        vecenv.AsyncVectorEnv([Draws], worker=print, generators="own")
-
-
 def test_make_vec_hands_it_on() -> None:
     options = {"generators": "own", "num_workers": 0}
     with closing(vecenv.make_vec("CartPole-v1", 2, vector_kwargs=options)) as envs:

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from envs import opened
+from envs import started
 from gymnasium.spaces import Box, Discrete
 
 import vecenv
@@ -144,8 +144,7 @@ class Stuck(Flaky):
 def test_the_first_line_about_a_hang_says_where(caplog: pytest.LogCaptureFixture) -> None:
     """The log and ``print(record)`` show no more than that line; the stack stands below."""
     kind = {"on_failure": "restart", "restart_limit": 0, "step_timeout": 0.3}
-    with opened([partial(Stuck, 1)] * 2, num_workers=1, **kind) as envs:
-        envs.reset(seed=1)
+    with started([partial(Stuck, 1)] * 2, num_workers=1, **kind) as envs:
         with pytest.raises(RestartsExhausted) as caught:
             envs.step([0, 0])
         (record,) = envs.errors

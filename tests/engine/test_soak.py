@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
-from envs import opened
+from envs import started
 
 import vecenv
 
@@ -125,8 +125,7 @@ def test_soak_in_a_failing_constructor() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_soak_steps(workers: int) -> None:
     """A million steps: the trainer's memory is flat, and so is every worker's."""
-    with opened([Small] * 8, num_workers=workers, context="fork") as envs:
-        envs.reset(seed=1)
+    with started([Small] * 8, num_workers=workers, context="fork") as envs:
         pids = [pid for worker in envs._pool.workers if (pid := worker.pid) != os.getpid()] if workers else []
         actions = np.zeros(8, np.int64)
         series: dict[int, list[float]] = {pid: [] for pid in (os.getpid(), *pids)}
@@ -149,8 +148,7 @@ def test_soak_restarts(tmp_path: Any) -> None:
     def crashing() -> gym.Env:
         return FaultyEnv(Small(), "kill", step=2)
 
-    with opened([Small, crashing], context="fork", on_failure="restart", restart_limit=10**6, restart_period=1e6) as envs:
-        envs.reset(seed=1)
+    with started([Small, crashing], context="fork", on_failure="restart", restart_limit=10**6, restart_period=1e6) as envs:
         step(envs, 20)
         before = belongings()
         step(envs, 400)

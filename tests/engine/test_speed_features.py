@@ -21,7 +21,7 @@ import gymnasium
 import numpy as np
 import psutil
 import pytest
-from envs import Options, SleepingEnv, assert_as_sync, opened
+from envs import Options, SleepingEnv, assert_as_sync, started
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
@@ -94,8 +94,7 @@ def test_infos_that_change_over_time_are_those_of_gymnasium(engine: Options) -> 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 def test_infos_that_repeat_are_not_pickled(mode: AutoresetMode) -> None:
-    with opened(numbers(4), num_workers=2, autoreset_mode=mode) as envs:
-        envs.reset(seed=1)
+    with started(numbers(4), num_workers=2, autoreset_mode=mode) as envs:
         actions = np.zeros((4, 2), np.float32)
         for _ in range(20):  # every shape of info occurs once: steps, ends of episodes, resets
             envs.step(actions)
@@ -132,8 +131,7 @@ class Painter(gymnasium.Env[Any, Any]):
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
 def test_an_env_may_write_into_its_row(engine: Options) -> None:
-    with opened([Painter] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
-        envs.reset()
+    with started([Painter] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
         assert envs.get_attr("given") == (True,) * 3
         for t in (1, 2):
             assert (envs.step(np.zeros(3, np.int64))[0] == t).all()
@@ -157,8 +155,7 @@ class FromElsewhere(Painter):
 
 
 def test_dtypes_that_came_by_pickle_take_the_short_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with opened([FromElsewhere] * 2, num_workers=0) as envs:
-        envs.reset()
+    with started([FromElsewhere] * 2, num_workers=0) as envs:
         actions = envs.action_space.sample()
         assert actions.dtype is not np.dtype(np.float32), "nothing would be shown"
         for rows in (worker._rows for worker in envs._driver.pool.workers):
@@ -225,11 +222,6 @@ def test_whoever_asks_is_isolated() -> None:
     assert with_auto.num_workers == 2
     assert not with_auto.local_envs
     with_auto.close()
-    for how in ({"num_workers": 0}, {"num_workers": 1, "use_caller": True}):
-        with pytest.raises(ValueError, match="`isolate` needs worker processes"):
-            vecenv.AsyncVectorEnv(numbers(2), isolate=True, **how)
-    with pytest.raises(ValueError, match="`isolate` must be None, True or False, got 'yes'"):
-        vecenv.AsyncVectorEnv(numbers(2), isolate="yes")
 
 
 def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all() -> None:
@@ -324,8 +316,7 @@ def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch:
 
 def test_the_callers_own_affinity_is_never_touched() -> None:
     before = os.sched_getaffinity(0)
-    with opened(numbers(2), num_workers=1) as envs:
-        envs.reset()
+    with started(numbers(2), num_workers=1) as envs:
         for _ in range(200):
             envs.step(np.zeros((2, 2), np.float32))
         assert os.sched_getaffinity(0) == before
@@ -446,8 +437,7 @@ def test_an_engine_lets_go_of_its_cores_when_others_want_them_and_takes_them_aga
 
 
 def test_stats_are_floats_and_count_what_happened() -> None:
-    with opened(numbers(4), num_workers=2) as envs:
-        envs.reset()
+    with started(numbers(4), num_workers=2) as envs:
         for _ in range(10):
             envs.step(np.zeros((4, 2), np.float32))
         stats = envs.stats()
@@ -462,8 +452,7 @@ def test_stats_are_floats_and_count_what_happened() -> None:
 @pytest.mark.parametrize(("slow", "share"), [(0.03, 0.0), (0.09, 4 / 9)], ids=["all-alike", "one-is-slow"])
 def test_stats_tell_who_is_waited_for(slow: float, share: float) -> None:
     """Two environments that take 30 ms, and one that takes as long or three times as long."""
-    with opened([SleepingEnv] * 3) as envs:
-        envs.reset()
+    with started([SleepingEnv] * 3) as envs:
         for _ in range(10):
             envs.step(np.array([0.03, slow, 0.03]))
         stats = envs.stats()
@@ -477,8 +466,7 @@ def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch
     """By a clock that goes on by 10 us whenever somebody looks: every message seems to take as long."""
     ticks = itertools.count()
     monkeypatch.setattr(rows, "clock", lambda: next(ticks) * 1e-5)
-    with opened(numbers(4), num_workers=0) as envs:
-        envs.reset()
+    with started(numbers(4), num_workers=0) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
         (told,), (spent,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
@@ -489,8 +477,7 @@ def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch
 
 @pytest.mark.long
 def test_short_messages_are_counted_and_some_of_them_timed() -> None:
-    with opened(numbers(4), num_workers=2, batch_size=3) as envs:
-        envs.reset()
+    with started(numbers(4), num_workers=2, batch_size=3) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
         told, spent = (np.array(column) for column in (envs._driver.batch.worker_steps, envs._driver.batch.worker_time))
@@ -544,8 +531,7 @@ def test_batch_size_auto_takes_no_share_for_the_caller(monkeypatch: pytest.Monke
 
 def test_the_engine_and_its_pool_share_their_attribute_keys() -> None:
     """CPython 3.11 does so for at most 30; with more, every look-up is slower: 2 % of a step, 5 % of recv."""
-    with opened([SleepingEnv] * 2, num_workers=2) as envs:
-        envs.reset(seed=0)
+    with started([SleepingEnv] * 2, num_workers=2) as envs:
         for thing in (envs._driver, envs._pool):
             assert len(vars(thing)) <= 30, f"{type(thing).__name__}: {sorted(vars(thing))}"
 

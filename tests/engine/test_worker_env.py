@@ -113,12 +113,6 @@ def test_what_is_no_variable_is_refused_before_anything_is_built(wrong: Any, err
         vecenv.AsyncVectorEnv([never], worker_env=wrong)
 
 
-@pytest.mark.parametrize("how", [{"num_workers": 0}, {"use_caller": True}])
-def test_environments_of_this_process_cannot_have_any(how: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="`worker_env` needs worker processes"):
-        vecenv.AsyncVectorEnv(counters(2), worker_env={"A": "1"}, **how)
-
-
 def test_a_function_that_raises_is_told_as_it_is_and_nothing_is_left() -> None:
     def no_third(worker: int) -> str:
         return {0: "a", 1: "b"}[worker]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -86,6 +87,31 @@ def wait_for(path: Path, within: float = 60.0) -> None:
 def worker_pids(envs: Any) -> list[int]:
     """Of each worker process, in their order."""
     return [worker.pid for worker in envs._pool.workers]
+
+
+def last_line(program: Path, *arguments: object, within: float) -> Any:
+    """The JSON in the last line that a program prints; it is ended after that time, with all that it started."""
+    command = [sys.executable, *map(str, (program, *arguments))]
+    path = [str(PACKAGE), str(program.parent), os.environ.get("PYTHONPATH", "")]
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        start_new_session=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=within)
+    except subprocess.TimeoutExpired:
+        output, errors = "", f"it did not end within {within:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == 0, f"{command}\nhung, or failed:\n{errors[-4000:]}"
+    return json.loads(output.splitlines()[-1])
 
 
 class Trainer:

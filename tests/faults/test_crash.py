@@ -1,27 +1,35 @@
-"""Environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md``."""
+"""Environments that raise and workers that die; what is handed out after that; and the stack that is told."""
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.forkserver
 import os
 import pickle
 import re
 import signal
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
+from gymnasium.vector import AutoresetMode
 from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, remaining, report, wait_for, worker_pids
 from vandals import Announce, ForkAndLinger, Ledger, Pause, crew, vandal
 
-from vecenv.errors import EnvError, RemoteTraceback, WorkerDied
+from vecenv.engine.handles import ProcessWorker
+from vecenv.errors import EnvError, RemoteTraceback, StepTimeout, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
 pytestmark = FAULTS
 
+
+# --- Environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md`` ---
 
 ENV, WORKER = 3, 1  # where it happens: four environments, two workers
 ACTIONS = [1, 2, 3, 4]
@@ -397,3 +405,305 @@ def test_the_unpicklable_classes_are_what_they_say() -> None:
     for error in (TwoArgumentsError(1, "x"), KeywordOnlyError(reason="x")):
         with pytest.raises(TypeError):
             pickle.loads(pickle.dumps(error))
+
+
+# --- What is handed out after a failure is of what there is now, or was handed out last: nothing that a dead worker wrote
+
+GO, DIE, RAISE = 0, 1, 2
+COUNT = 4
+ENGINES = {
+    "whole": ({}, "raise"),
+    "masked": ({}, "raise"),
+    "by name": ({}, "raise"),
+    "received row by row": ({}, "raise"),
+    "whole, caller's share": ({"use_caller": True}, "raise"),
+    "masked, caller's share": ({"use_caller": True}, "raise"),
+    "whole, pickled": ({"shared_memory": False}, "raise"),
+    "whole, restart": ({}, "restart"),
+    "masked, restart": ({}, "restart"),
+}
+
+
+class Talkative(gymnasium.Env):
+    """Each step ends the episode and has an info; only the last environment's resets have one, so that there are columns."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.observation_space = gymnasium.spaces.Box(0, 10**6, (3,), np.int64)
+        self.action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.full(3, seed or 1, np.int64), {"fresh": seed or 1} if self.index == COUNT - 1 else {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.full(3, 77, np.int64), 1.0, True, False, {"stale": 77}
+
+
+def reset(envs: Any, how: str) -> tuple[Any, dict[str, Any], list[int]]:
+    """Reset with seeds 10, 11, ...: observations, infos, and the environments they are of."""
+    if how == "masked":
+        mask = np.array([True, False, False, True])
+        observations, infos = envs.reset(seed=10, options={"reset_mask": mask})
+        return observations[mask], {key: value[mask] for key, value in infos.items()}, [0, 3]
+    if how == "by name":
+        envs.reset_async([10, 11, 13], env_id=[0, 1, 3])
+    elif how == "received row by row":
+        envs.reset_async(10)
+    else:
+        return *envs.reset(seed=10), list(range(COUNT))
+    observations, *_, infos = envs.recv(count=3 if how == "by name" else COUNT)
+    ids = infos.pop("env_id").tolist()
+    del infos["_env_id"]
+    return observations, infos, ids
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reset_has_no_infos_of_the_worker_that_died(launch: Launch, engine: str, mode: AutoresetMode) -> None:
+    """Environment 0 has stepped, and its sibling kills their worker: the next reset knows of no step."""
+    options, on_failure = ENGINES[engine]
+    how = engine.partition(",")[0]
+    env_fns = [functools.partial(Talkative, index) for index in range(COUNT)]
+    envs = launch(env_fns, num_workers=1 if "use_caller" in options else 2, autoreset_mode=mode,
+                  on_failure=on_failure, **options)  # fmt: skip
+    envs.reset(seed=1)
+    victim = envs.worker_rows[-1 if "use_caller" in options else 0]
+    actions = [DIE if index == victim[-1] else GO for index in range(COUNT)]
+    if on_failure == "raise":
+        with pytest.raises(WorkerDied):
+            envs.step(actions)
+    else:
+        _, _, _, truncations, infos = envs.step(actions)
+        assert truncations[list(victim)].all()
+        assert "stale" not in infos or not infos["_stale"][list(victim)].any()
+    observations, infos, ids = reset(envs, how)
+    seeds = [10 + index for index in ids]
+    assert observations[:, 0].tolist() == seeds
+    assert set(infos) == {"fresh", "_fresh"}
+    assert infos["_fresh"].tolist() == [index == COUNT - 1 for index in ids]
+    assert infos["fresh"].tolist() == [seed if index == COUNT - 1 else 0 for index, seed in zip(ids, seeds, strict=True)]
+
+
+class InPlace(Talkative):
+    """Writes its observation into the batch itself, and may end in the middle of that."""
+
+    def observation_buffer(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.buffer[...] = seed or 1
+        return self.buffer, {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.buffer[:1] = 77
+        if action == RAISE:
+            raise ValueError("half-way")
+        if action == DIE:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.buffer[1:] = 77
+        return self.buffer, 1.0, False, False, {}
+
+
+@pytest.mark.parametrize(("fault", "error"), [(DIE, WorkerDied), (RAISE, ValueError)], ids=["death", "exception"])
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_a_half_written_observation_is_not_handed_out(
+    launch: Launch, on_failure: str, fault: int, error: type[Exception]
+) -> None:
+    """A reset of others leaves the environment out that failed while it wrote: its last whole observation, or zeros."""
+    envs = launch([functools.partial(InPlace, index) for index in range(COUNT)], num_workers=2, on_failure=on_failure)
+    envs.reset(seed=[5, 6, 7, 8])
+    if on_failure == "raise":
+        with pytest.raises(error):
+            envs.step([GO, fault, GO, GO])
+        whole = [0, 0, 0]
+    else:
+        envs.send([fault, GO], [1, 2])  # and nobody receives it
+        whole = [6, 6, 6]
+    observations, _ = envs.reset(seed=20, options={"reset_mask": np.array([False, False, True, True])})
+    assert observations[2:].tolist() == [[22] * 3, [23] * 3]
+    assert observations[1].tolist() == whole
+
+
+class Unlike(Talkative):
+    """No two observations are alike. A reset fails, once, where there is a file of the name that its options give."""
+
+    def observe(self) -> Any:
+        return np.frombuffer(os.urandom(24), np.int64) >> 44
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if options and (path := Path(options["fail"])).exists():
+            path.unlink()
+            raise ValueError("once")
+        return self.observe(), {}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        super().step(action)
+        if action == RAISE:
+            raise ValueError("it was told to")
+        return self.observe(), 1.0, False, False, {}
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
+@pytest.mark.parametrize("by_row", [True, False], ids=["first ready", "lock-step"])
+def test_the_last_observation_of_a_row_that_is_lost_is_the_one_that_was_handed_out_last(
+    launch: Launch, by_row: bool, shared_memory: bool, mode: AutoresetMode, tmp_path: Path
+) -> None:
+    """Rows fail again and again, by death, by an exception, and in a reset."""
+    envs = launch([functools.partial(Unlike, index) for index in range(2)], autoreset_mode=mode, on_failure="restart",
+                  shared_memory=shared_memory)  # fmt: skip
+    latest = list(envs.reset(seed=1)[0])
+
+    def take(answer: tuple[Any, ...]) -> None:
+        observations, infos = answer[0], answer[-1]
+        ids = infos["env_id"].tolist() if by_row else [0, 1]
+        for at, index in enumerate(ids):
+            if "final_obs" in infos and infos["_final_obs"][at]:
+                assert infos["final_obs"][at].tolist() == latest[index].tolist()
+            latest[index] = observations[at]
+
+    def step(actions: list[int]) -> list[tuple[Any, ...]]:
+        if not by_row:
+            return [envs.step(actions)]
+        envs.send(actions, [0, 1])
+        return [envs.recv(count=1), envs.recv(count=1)]
+
+    for number, actions in enumerate([[GO, DIE], [GO, DIE], [DIE, GO], [RAISE, RAISE], [RAISE, DIE], [GO, GO], [DIE, GO]]):
+        answers = step(actions)
+        restarted = sum(int(answer[-1]["_restarted"].sum()) for answer in answers if "restarted" in answer[-1])
+        assert restarted == sum(action != GO for action in actions)
+        for answer in answers:
+            take(answer)
+        if number == 2:
+            (tmp_path / "fail").touch()
+            options = {"fail": str(tmp_path / "fail")}
+            if by_row:
+                envs.reset_async(options=options, env_id=[0])
+                take(envs.recv(count=1))
+            else:
+                take(envs.reset(options={**options, "reset_mask": np.array([True, False])}))
+            assert not (tmp_path / "fail").exists()
+        elif mode is AutoresetMode.NEXT_STEP:
+            for answer in step([GO, GO]):
+                take(answer)
+
+
+# --- Asking workers what they are doing does them no harm, however often, whatever their threads are doing meanwhile
+
+
+class Works(gymnasium.Env[Any, Any]):
+    """Steps that compute in Python, in several frames, and sleep, for as long as the action says."""
+
+    observation_space = gymnasium.spaces.Box(0, 1, (1,))
+    action_space = gymnasium.spaces.Discrete(100)
+
+    def __init__(self, *, own_thread: bool = False) -> None:
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work_on, daemon=True)
+        if own_thread:
+            self._thread.start()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        until = time.monotonic() + int(action) / 100
+        while time.monotonic() < until:
+            self._deep(20)
+            time.sleep(1e-4)
+        return np.zeros(1, np.float32), 0.0, False, False, {}
+
+    def _deep(self, depth: int) -> int:
+        return self._deep(depth - 1) + sum(k for k in (1, 2, 3)) if depth else 0
+
+    def _work_on(self) -> None:
+        while not self._closed.wait(1e-4):
+            self._deep(10)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+
+WORKS = {
+    "env_threads": ([functools.partial(Works)] * 4, {"num_workers": 1, "env_threads": 4}),
+    "own_threads": ([functools.partial(Works, own_thread=True)] * 2, {"num_workers": 1}),
+}
+
+
+def ask(envs: Any, steps: int, hundredths: int, look: Callable[[], object]) -> None:
+    """Call ``look`` over and over while the environments step; every step is answered."""
+    for _ in range(steps):
+        envs.step_async(np.full(envs.num_envs, hundredths))
+        until = time.monotonic() + hundredths / 100
+        while time.monotonic() < until:
+            look()
+        envs.step_wait(timeout=60)
+
+
+@pytest.mark.linux
+@CHEAP
+@pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", WORKS)
+def test_a_worker_that_is_asked_for_its_stack_goes_on(launch: Launch, kind: str, steps: int, hundredths: int) -> None:
+    """Walking the stacks of threads that run, from within a signal, ends workers by SIGSEGV, once in some hundred times."""
+    env_fns, how = WORKS[kind]
+    envs = launch(env_fns, **how)
+    envs.reset(seed=1)
+    stacks: list[str] = []
+    ask(envs, steps, hundredths, lambda: stacks.append(envs._pool.workers[0].stack()))
+    assert any("in step" in stack for stack in stacks), stacks[:3]
+    assert len(stacks) > 500 or steps == 4
+
+
+@pytest.mark.linux
+@CHEAP
+def test_a_poll_asks_a_worker_for_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``timeout=0`` says how far it is, and sends no signal."""
+    sent: list[int] = []
+    monkeypatch.setattr(ProcessWorker, "signal", lambda worker, number: sent.append(number))
+    env_fns, how = WORKS["env_threads"]
+    envs = launch(env_fns, **how)
+    envs.reset(seed=1)
+    polls = 0
+    envs.step_async(np.full(4, 99))
+    while True:
+        try:
+            envs.step_wait(timeout=0 if polls < 2000 else 60)
+            break
+        except StepTimeout as error:
+            assert "envs [0, 1, 2, 3]" in report(error)
+            polls += 1
+    assert polls > 10
+    envs.send(np.full(4, 99), range(4))
+    while True:
+        try:
+            envs.recv(count=4, timeout=0 if polls < 4000 else 60)
+            break
+        except StepTimeout:
+            polls += 1
+    assert not sent
+    monkeypatch.undo()
+
+
+@pytest.mark.linux
+@CHEAP
+@pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
+def test_the_stack_of_an_old_question_is_no_last_stack(launch: Launch, tmp_path: Path, fault: str) -> None:
+    """A worker that is killed later has left no stack, and none is shown."""
+    envs = launch(crew(2, {1: vandal(1, Announce(tmp_path / "stuck", fault), step=1)}))
+    envs.reset(seed=1)
+    envs.step_async([0, 0])
+    wait_for(tmp_path / "stuck")
+    with pytest.raises(StepTimeout, match=f"in {fault}"):
+        envs.step_wait(timeout=0.2)
+    os.kill(worker_pids(envs)[1], 9)
+    with pytest.raises(Exception, match="SIGKILL") as caught:
+        envs.step_wait()
+    assert "last Python stack" not in report(caught.value)
+

@@ -1,4 +1,4 @@
-"""The process that tries an environment: it closes it, and nothing of it stays, however it or its caller ends."""
+"""The process that tries an environment: it closes it, nothing of it stays, and it is given actions that masks allow."""
 
 from __future__ import annotations
 
@@ -17,18 +17,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
+from gymnasium import spaces
 from observe import FAULTS, METHODS, PACKAGE, PATIENCE, remaining, wait_for
 from vandals import Obedient
 
 import vecenv
 from vecenv.errors import StartupTimeout, WorkerDied
+from vecenv.planning import probe
 from vecenv.planning import probe as probing
 from vecenv.planning.probe import EnvDescription, EnvProbe
 from vecenv.system.cores import usable_cores
 from vecenv.testing.faulty import NestedEnv
 
 pytestmark = FAULTS
+
+
+# --- The process that tries an environment: it closes it, and nothing of it stays, however it or its caller ends
 
 
 def write(path: Path, text: object = "") -> None:
@@ -359,3 +366,51 @@ def test_it_lives_in_a_session_of_its_own_where_ctrl_c_does_not_reach() -> None:
     found = [description.metadata[name] for name in ("session", "pid", "sigint")]
     assert found[0] == found[1] != os.getpid()
     assert found[2] == signal.SIG_IGN
+
+
+# --- The environment that is tried is given actions that its masks allow ------------------------
+
+
+class Strict(gym.Env[Any, Any]):
+    """Allows one action a step, tells which in a mask, and raises on any other."""
+
+    def __init__(self, where: str, start: int) -> None:
+        self.where = where
+        self.action_space = spaces.Discrete(5, start=start)
+        mask = spaces.Box(0, 1, (5,), np.int8)
+        parts: Any = {"action_mask": mask} if where == "observation" else {"time": spaces.Discrete(99)}
+        self.observation_space = spaces.Dict(parts)
+
+    def _seen(self) -> Any:
+        self.mask = np.zeros(5, np.int8)
+        self.mask[self.time % 5] = 1
+        if self.where == "observation":
+            return {"action_mask": self.mask}, {}
+        return {"time": self.time}, {self.where: self.mask}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.time = 0
+        return self._seen()
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        if not self.mask[action - self.action_space.start]:
+            raise RuntimeError("illegal")
+        self.time += 1
+        observation, info = self._seen()
+        return observation, 0.0, self.time == 7, False, info
+
+
+@pytest.mark.parametrize("where", ["observation", "action_mask", "action_masks"])
+@pytest.mark.parametrize("start", [0, 3])
+def test_masks_are_honoured(where: str, start: int) -> None:
+    found = probe._time_steps(Strict(where, start), None)
+    assert found.steps > 10
+    assert not found.failure
+
+
+def test_where_there_are_no_processes_a_failed_trial_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "why_no_processes", lambda: "for this test")
+    assert "illegal" in probe.EnvProbe([lambda: Strict("hidden", 0)]).times().failure
+

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import opened
+from envs import started
 from observe import CHEAP, FAULTS, PATIENCE, Launch, names, report, worker_pids
 from vandals import Chain, Pause, crew, vandal
 
@@ -192,8 +192,7 @@ class Brittle(gymnasium.Env[Any, Any]):
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 0}], ids=["one worker", "in process"])
 def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: dict[str, int]) -> None:
     """A worker uses its outcome again as long as there is nothing in it: what was said once is not said with each answer."""
-    with opened([Brittle] * 4, batch_size=1, **options) as envs:
-        envs.reset(seed=1)
+    with started([Brittle] * 4, batch_size=1, **options) as envs:
         envs.send([1], [0])
         with pytest.raises(ValueError, match="not this one"):
             envs.recv()
@@ -204,8 +203,7 @@ def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: di
 
 
 def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
-    with opened([Brittle] * 4, num_workers=1) as envs:
-        envs.reset(seed=1)
+    with started([Brittle] * 4, num_workers=1) as envs:
         assert len(envs.call("__class__")) == 4
         sent = envs.stats()["bytes_pickled"]
         for _ in range(3):
@@ -217,8 +215,7 @@ def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
 @pytest.mark.parametrize("noticed", ["by the reset", "by the way"])
 def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed: str) -> None:
     """The neighbour's reset starts their worker anew: both environments are new then, and one of them has no episode."""
-    with opened([Brittle] * 4, num_workers=2, batch_size=1) as envs:
-        envs.reset(seed=1)
+    with started([Brittle] * 4, num_workers=2, batch_size=1) as envs:
         os.kill(envs.processes[0].pid, signal.SIGKILL)
         envs.processes[0].join()
         if noticed == "by the way":

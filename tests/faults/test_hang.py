@@ -1,28 +1,39 @@
-"""Environments that do not answer: rows 15 to 20 of the table in ``FAULTS.md``."""
+"""What takes too long: environments that hang, how soon it is known, giving up on some, and clocks that jump."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import itertools
 import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gymnasium
+import numpy as np
 import pytest
-from gymnasium.error import AlreadyPendingCallError
-from observe import CHEAP, FAULTS, PATIENCE, Launch, alive, names, remaining, report, wait_for, worker_pids
-from vandals import Announce, Ledger, Pause, Touch, crew, vandal
+from envs import ended, opened, started
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
+from observe import CHEAP, FAULTS, PACKAGE, PATIENCE, Launch, alive, names, remaining, report, wait_for, worker_pids
+from vandals import Announce, Ledger, Pause, Touch, crew, vandal, witness
 
+import vecenv
 from vecenv.engine.handles import ProcessWorker
-from vecenv.errors import StepTimeout
+from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.system.supervision import BlackBox
 
 pytestmark = FAULTS
 
+
+# --- Environments that do not answer: rows 15 to 20 of the table in ``FAULTS.md`` ---------------
 
 GRACE = 0.3  # what the tests give close()
 
@@ -215,3 +226,199 @@ def test_close_dead(launch: Launch, tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         closes(envs, timeout=5)
     assert (tmp_path / "closed").exists()
+
+
+# --- How soon it is noticed and over, when no other program is in the way: the best of several attempts
+
+ATTEMPTS = 8
+
+
+def best(attempt: Callable[[], float], enough: float) -> float:
+    """The least of a few durations; no more attempts than it takes."""
+    least = float("inf")
+    for _ in range(ATTEMPTS):
+        least = min(least, attempt())
+        if least < enough:
+            break
+    return least
+
+
+class Sleeps(gymnasium.Env[Any, Any]):
+    """A step takes a minute."""
+
+    observation_space = gymnasium.spaces.Discrete(2)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        return 0, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(60)
+        return 0, 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+def test_a_death_is_known_within_a_tenth_of_a_second(num_workers: int) -> None:
+    """While the caller waits for the step in which it happens."""
+
+    def attempt() -> float:
+        with ended([Sleeps] * 4, num_workers=num_workers) as envs:
+            envs.reset()
+            envs.step_async(np.zeros(4, np.int64))
+            for process in envs.processes:
+                os.kill(process.pid, signal.SIGKILL)
+            began = time.monotonic()
+            with pytest.raises(vecenv.errors.WorkerDied):
+                envs.step_wait()
+            return time.monotonic() - began
+
+    assert best(attempt, 0.1) < 0.1
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_close_takes_less_than_a_second(dead: bool) -> None:
+    def attempt() -> float:
+        envs = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 4, num_workers=4)
+        envs.reset()
+        if dead:
+            for process in envs.processes:
+                os.kill(process.pid, signal.SIGKILL)
+        began = time.monotonic()
+        envs.close()
+        return time.monotonic() - began
+
+    assert best(attempt, 1.0) < 1.0
+
+
+PROGRAM = """
+import time, numpy, vecenv
+from test_hang import Sleeps
+envs = vecenv.AsyncVectorEnv([Sleeps] * 2, num_workers=2)
+envs.reset()
+envs.step_async(numpy.zeros(2, numpy.int64))
+print(time.monotonic(), flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_program_with_a_step_pending_ends_within_two_seconds() -> None:
+    """The clock is the machine's, so a program can say when its last line was over."""
+
+    def attempt() -> float:
+        here = os.path.dirname(__file__)
+        path = os.pathsep.join([str(PACKAGE), here, os.path.dirname(here)])
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM],
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        return time.monotonic() - float(done.stdout)
+
+    assert best(attempt, 2.0) < 2.0
+
+
+# --- ``abandon``: nobody waits any longer for some environments; and who is in flight, and where
+
+HANGS = functools.partial(vandal, fault="sleep", step=1)
+
+
+def test_the_rows_of_a_worker_that_hangs_are_answered_by_its_end() -> None:
+    with opened([witness(0), witness(1), HANGS(2), witness(3)], num_workers=2) as envs:
+        assert [list(rows) for rows in envs.worker_rows] == [[0, 1], [2, 3]]
+        envs.reset(seed=1)
+        assert envs.in_flight.tolist() == []
+        envs.send(np.ones(4, np.int64), range(4))
+        assert sorted(envs.in_flight.tolist()) == [0, 1, 2, 3]
+        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 1]
+        began = time.monotonic()
+        envs.abandon([2])
+        with pytest.raises(WorkerDied, match="its answer was no longer wanted and was killed") as info:
+            envs.recv(count=1)
+        assert time.monotonic() - began < 60
+        assert info.value.envs == (2, 3)
+        assert envs.in_flight.tolist() == []
+        envs.reset_async(env_id=[2, 3], seed=[5, 6])
+        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [2, 3]
+
+
+def test_who_owes_nothing_is_left_alone() -> None:
+    with opened([witness(0), witness(1)], num_workers=1, use_caller=True) as envs:
+        assert [list(rows) for rows in envs.worker_rows] == [[0], [1]]
+        envs.reset(seed=1)
+        pids = [process.pid for process in envs.processes]
+        envs.abandon([0, 1])
+        envs.send(np.ones(1, np.int64), [0])
+        envs.abandon([0])
+        assert envs.recv(count=1)[4]["env_id"].tolist() == [0]
+        with pytest.raises(NoAsyncCallError):
+            envs.recv(count=1)
+        envs.step(np.ones(2, np.int64))
+        assert [process.pid for process in envs.processes] == pids
+        for wrong in ([2], [-1], [0, 0], []):
+            with pytest.raises(ValueError, match="env_id"):
+                envs.abandon(wrong)
+
+
+def test_with_restarts_its_rows_come_from_new_environments() -> None:
+    envs_of: list[Any] = [HANGS(0), witness(1)]
+    with started(envs_of, num_workers=2, on_failure="restart") as envs:
+        envs.send(np.ones(2, np.int64), [0, 1])
+        assert envs.recv(count=1)[4]["env_id"].tolist() == [1]
+        envs.abandon([0])
+        *_, truncations, infos = envs.recv(count=1)
+        assert (infos["env_id"].tolist(), truncations.tolist(), infos["restarted"].tolist()) == ([0], [True], [True])
+
+
+# --- Clocks jump: row 49 of the table in ``FAULTS.md`` ------------------------------------------
+
+SOURCES = sorted(Path(vecenv.__file__).parent.rglob("*.py"))
+
+
+SHOWN = {"errors": {"datetime.now"}, "file": {"datetime.now"}}  # to people: when something failed; nothing waits for it
+SETTABLE = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
+
+
+def settable_clocks(tree: ast.Module) -> set[str]:
+    """Uses of a clock that somebody can set."""
+    used = {
+        f"{node.value.id}.{node.attr}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    imported = {
+        f"{node.module}.{name.name}" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in node.names
+    }
+    return SETTABLE & (used | imported)
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    """So that the next test means something."""
+    assert settable_clocks(ast.parse("import time\ntime.monotonic(); time.time()")) == {"time.time"}
+    assert settable_clocks(ast.parse("from time import time_ns")) == {"time.time_ns"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
+def test_only_monotonic_clocks(path: Path) -> None:
+    """Nothing waits by a clock that can be set."""
+    assert settable_clocks(ast.parse(path.read_text())) == SHOWN.get(path.stem, set())
+
+
+@pytest.mark.long
+@CHEAP
+def test_a_jump_of_the_clock_changes_no_timeout(launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour forwards, a day back: neither ends a wait early, nor keeps it for ever."""
+    envs = launch(crew(2, delay=0.3))
+    ledger = Ledger.of(envs)
+    for jump in (3600.0, -86400.0):
+        real = time.time  # noqa: TID251 - it is what jumps
+        monkeypatch.setattr(time, "time", lambda real=real, jump=jump: real() + jump)
+        envs.step_async([1, 1])
+        begun = time.monotonic()
+        with pytest.raises(StepTimeout):
+            envs.step_wait(timeout=0.1)
+        assert 0.09 < time.monotonic() - begun < 60
+        ledger.step([1, 1], envs.step_wait(timeout=60))
+

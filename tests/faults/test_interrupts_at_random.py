@@ -7,17 +7,12 @@ trials of each call; ``pytest -m slow`` makes it 1,000, in all configurations; `
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import random
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from observe import PACKAGE
+from observe import last_line
 from sampling import each_once
 from streams import FIRST_READY
 from witnesses import SETTINGS
@@ -32,28 +27,7 @@ def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], li
     """Run it, end it after ``limit`` seconds with all that it started, and demand that nothing was wrong."""
     seed = os.environ.get("VECENV_SEED", str(random.randrange(10**6)))
     asked = int(TRIALS or trials)
-    command = [sys.executable, str(PROGRAM), kind, setting, str(asked), seed, *calls]
-    path = [str(PACKAGE), str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")]
-    program = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
-        start_new_session=True,
-    )
-    try:
-        output, errors = program.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        output, errors = "", f"it did not end within {limit:g} s"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGKILL)
-        program.communicate()
-    lines = output.splitlines()
-    assert program.returncode == 0, f"{command}\nhung, or failed:\n{errors[-4000:]}"
-    found = json.loads(lines[-1])
+    found = last_line(PROGRAM, kind, setting, asked, seed, *calls, within=limit)
     report = []
     for call, figures in found.items():
         report.append(

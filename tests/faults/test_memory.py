@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from envs import opened
+from envs import started
 from observe import FAULTS
 from vandals import crew
 
@@ -128,8 +128,7 @@ def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock:
     """The fallback, an unlinked file, does the same."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = take_stock()
-    with opened(crew(2), context=method) as envs:
-        envs.reset(seed=1)
+    with started(crew(2), context=method) as envs:
         rows = [WitnessEnv.read(row) for row in envs.step([1, 2])[0]]
         assert [(row["witness_id"], row["tick"], row["last_action"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
         assert not take_stock().beyond(before, ["shared_memory"])

@@ -20,7 +20,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import ended, opened
+from envs import ended, started
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from observe import LINUX
@@ -143,8 +143,7 @@ class Bulky(Counting):
 @pytest.mark.long
 def test_a_worker_waits_for_a_caller_that_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long: a minute was taken for the end. (Its constant is gone, so a second has to do.)"""
-    with opened([lambda: Bulky(0)], num_workers=1) as envs:
-        envs.reset()
+    with started([lambda: Bulky(0)], num_workers=1) as envs:
         envs.step_async(np.zeros((1, 40_000)))
         time.sleep(1.0)
         assert len(envs.step_wait()[4]["blob"][0]) == 300_000

@@ -1,20 +1,25 @@
-"""Rollouts and evaluations over bridged environments, where a step too many, too few or out of order cannot be undone."""
+"""Rollouts over bridges: lanes, numbers that arrive, and trajectories."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
+import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_envs import Logged, tracks
+from bridge_envs import SPACES, Logged, leaves, tracks
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
+from sampling import each_pair
 
 import vecenv
 import vecenv.jax as vj
+
+# --- Rollouts and evaluations over bridged environments, where a step too many, too few or out of order cannot be undone
 
 N, T = 4, 15
 
@@ -228,3 +233,421 @@ def test_what_cannot_be_overlapped_is_refused(counters: Any) -> None:
         with pytest.raises(ValueError, match=r"policy_extras\['heat'\] has no axis of rows"):
             jax.eval_shape(lambda: vj.rollout((one, two), scalar, 1.0, states, ((), ()), new_key(8), 2, overlap=True))
         assert one.envs.calls == two.envs.calls == "R"
+
+
+# --- Trajectories through the bridge are those of a plain Python loop over ``SyncVectorEnv`` ----
+
+STEPS = 17
+ROWS = 3
+INFOS = {
+    "score": np.float32,
+    "left": jax.ShapeDtypeStruct((), jnp.int32),
+    "deep": {"pair": jax.ShapeDtypeStruct((2,), jnp.float32)},
+}
+ENGINES: dict[str, Any] = {
+    "sync": SyncVectorEnv,
+    "gymnasium-async": lambda fns, autoreset_mode: gym.vector.AsyncVectorEnv(
+        fns, context="forkserver", autoreset_mode=autoreset_mode
+    ),
+    "vecenv": lambda fns, autoreset_mode: vecenv.AsyncVectorEnv(
+        fns, context="forkserver", autoreset_mode=autoreset_mode, num_workers=2
+    ),
+    "vecenv-in-process": lambda fns, autoreset_mode: vecenv.AsyncVectorEnv(
+        fns, autoreset_mode=autoreset_mode, num_workers=0
+    ),
+    "wrapped": lambda fns, autoreset_mode: gym.wrappers.vector.RecordEpisodeStatistics(
+        SyncVectorEnv(fns, autoreset_mode=autoreset_mode)
+    ),
+}
+
+
+def seeds_of(key: Any, n: int = ROWS) -> list[int]:
+    return [int(word) >> 1 for word in jax.random.bits(key, (n,), jnp.uint32)]
+
+
+def actions_of(space: gym.Space[Any]) -> list[Any]:
+    space.seed(3)
+    return [space.sample() for _ in range(STEPS)]
+
+
+def stack(rows: list[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+
+
+def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict[str, Any]]:
+    """The plain loop, with the masks and counts of EnvState worked out row by row."""
+    envs = SyncVectorEnv(fns, autoreset_mode=mode)
+    disabled = mode is AutoresetMode.DISABLED
+    obs_leaves = leaves(envs.reset(seed=seeds_of(new_key(7)))[0])
+    over, terminated, truncated = np.zeros(ROWS, bool), np.zeros(ROWS, bool), np.zeros(ROWS, bool)
+    length, total, last_length, last_total = np.zeros(ROWS, int), np.zeros(ROWS), np.zeros(ROWS, int), np.zeros(ROWS)
+    for action in actions:
+        before = over.copy()
+        if disabled:  # step by hand those that go on
+            rows, infos, reward = list(gym.vector.utils.iterate(envs.action_space, action)), {}, np.zeros(ROWS)
+            obs_leaves = [leaf.copy() for leaf in obs_leaves]
+            for i in np.flatnonzero(~over):
+                one, reward[i], terminated[i], truncated[i], _ = envs.envs[i].step(rows[i])
+                for leaf, value in zip(obs_leaves, leaves(one), strict=True):
+                    leaf[i] = value
+        else:
+            obs, reward, terminated, truncated, infos = envs.step(action)
+            obs_leaves = [leaf.copy() for leaf in leaves(obs)]
+        successor = [leaf.copy() for leaf in obs_leaves]
+        over = terminated | truncated
+        if mode is AutoresetMode.SAME_STEP and over.any():
+            for i in np.flatnonzero(over):
+                for leaf, value in zip(successor, leaves(infos["final_obs"][i]), strict=True):
+                    leaf[i] = value
+        valid = ~before if mode is not AutoresetMode.SAME_STEP else np.ones(ROWS, bool)
+        first = {AutoresetMode.NEXT_STEP: before, AutoresetMode.SAME_STEP: over}.get(mode, np.zeros(ROWS, bool))
+        length, total = length + valid, total + np.where(valid, reward, 0)
+        if mode is AutoresetMode.NEXT_STEP:
+            length, total = np.where(before, 0, length), np.where(before, 0, total)
+        newly = over & valid
+        last_length, last_total = np.where(newly, length, last_length), np.where(newly, total, last_total)
+        if mode is AutoresetMode.SAME_STEP:
+            length, total = np.where(over, 0, length), np.where(over, 0, total)
+        yield {
+            "obs": obs_leaves, "next_obs": successor, "reward": reward,
+            "terminated": terminated.copy(), "truncated": truncated.copy(),
+            "valid": valid, "first": first, "steps": length, "episode_return": total, "last_length": last_length,
+            "last_return": last_total, "infos": infos,
+        }  # fmt: skip
+    envs.close()
+
+
+def check(states: Any, fns: Any, mode: AutoresetMode, actions: list[Any]) -> int:
+    """Compare a stacked trajectory with the plain loop; how many episodes ended."""
+    ended = told = 0
+    for t, want in enumerate(expected(fns, mode, actions)):
+        state = jax.tree.map(lambda leaf, t=t: leaf[t], states)
+        for name in ("obs", "next_obs"):
+            for got, leaf in zip(leaves(getattr(state, name)), want[name], strict=True):
+                np.testing.assert_array_equal(got, leaf, err_msg=f"{name} at {t}")
+        for name in ("terminated", "truncated", "valid", "first", "steps", "last_length"):
+            np.testing.assert_array_equal(getattr(state, name), want[name], err_msg=f"{name} at {t}")
+        for name in ("reward", "episode_return", "last_return"):
+            np.testing.assert_allclose(getattr(state, name), want[name], rtol=1e-6, err_msg=f"{name} at {t}")
+        ended += int((want["terminated"] | want["truncated"]).sum())
+        if mode is not AutoresetMode.DISABLED:
+            told += check_infos(state.info, want["infos"], mode)
+    assert told > 3 * ROWS or mode is AutoresetMode.DISABLED
+    return ended
+
+
+def check_infos(found: Any, wanted: dict[str, Any], mode: AutoresetMode) -> int:
+    """With masks, and from ``final_info`` where an episode ended; how many numbers there were."""
+    told = 0
+    for i in range(ROWS):
+        infos = wanted
+        if mode is AutoresetMode.SAME_STEP and infos.get("_final_info", np.zeros(ROWS, bool))[i]:
+            infos = infos["final_info"]
+        deep = (found["deep"], infos.get("deep", {}), "pair")
+        for place, source, key in ((found, infos, "score"), (found, infos, "left"), deep):
+            there = bool(source.get(f"_{key}", np.zeros(ROWS, bool))[i])
+            assert place[f"_{key}"][i] == there, (i, key)
+            np.testing.assert_allclose(place[key][i], source[key][i] if there else 0, rtol=1e-6)
+            told += there
+    return told
+
+
+def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
+    def body(state: Any, action: Any) -> Any:
+        state = env.recv(env.send(state, action)) if split else env.step(state, action)
+        return state, state
+
+    states = jax.jit(lambda state, actions: jax.lax.scan(body, state, actions))(env.reset(new_key(7)), stack(actions))[1]
+    return jax.tree.map(np.asarray, states)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("engine", "mode", "split"), each_pair(ENGINES, AutoresetMode, [False, True]))
+def test_trajectories_are_those_of_a_plain_loop(engine: Any, mode: AutoresetMode, split: bool, transport: str) -> None:
+    fns = tracks(ROWS)
+    with vj.bridge(engine(fns, autoreset_mode=mode), INFOS, transport=transport) as env:
+        actions = actions_of(env.action_space)
+        assert check(roll(env, actions, split), fns, mode, actions) >= ROWS
+
+
+@pytest.mark.long
+def test_the_same_key_gives_the_same_trajectory_and_another_key_another() -> None:
+    with vj.bridge(SyncVectorEnv(tracks(ROWS))) as env:
+        raw = jax.random.key_data(new_key(7))
+        one, two, three = env.reset(new_key(7)).obs, env.reset(raw).obs, env.reset(jax.random.key(8)).obs
+    np.testing.assert_array_equal(one, two)
+    assert not np.array_equal(one, three)
+
+
+@pytest.mark.long
+def test_discounted_returns() -> None:
+    with vj.bridge(SyncVectorEnv(tracks(ROWS)), discount=0.5) as env:
+        states = roll(env, actions_of(env.action_space))
+    totals = np.zeros(ROWS)
+    for t in range(STEPS):
+        begins, before = np.asarray(states.first[t]), np.asarray(states.steps[t]) - 1
+        totals = np.where(begins, 0, totals + 0.5 ** np.maximum(before, 0) * np.asarray(states.reward[t]))
+        np.testing.assert_allclose(states.discounted_return[t], totals, rtol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["sync", "vecenv", "gymnasium-async"])
+def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: str) -> None:
+    fns = tracks(ROWS)
+    with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.DISABLED), transport=transport) as env:
+        action = jnp.asarray(actions_of(env.action_space)[0])
+        state = env.reset(new_key(7))
+        while not bool(state.done.any()):
+            state = env.step(state, action)
+        before, done, key = state, np.asarray(state.done), jax.random.key(11)
+        state = jax.jit(env.reset_mask)(state, state.done, key)
+        single = tracks(1)[0]()
+        for i in range(ROWS):
+            if done[i]:
+                np.testing.assert_array_equal(state.obs[i], single.reset(seed=seeds_of(key)[i])[0])
+                assert state.first[i]
+                assert not state.done[i]
+                assert state.steps[i] == 0
+            else:
+                np.testing.assert_array_equal(state.obs[i], before.obs[i])
+                assert state.steps[i] == before.steps[i]
+            assert state.last_length[i] == before.last_length[i]
+        after = env.step(state, action)
+        assert after.valid.all()
+        assert after.steps.tolist() == (state.steps + 1).tolist()
+        none = env.reset_mask(after, jnp.zeros(ROWS, bool), key)
+        np.testing.assert_array_equal(none.obs, after.obs)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", list(SPACES))
+@pytest.mark.parametrize("engine", ["sync", "vecenv"])
+def test_observations_and_actions_of_every_space(name: str, engine: str) -> None:
+    for fns in (tracks(ROWS, name, "discrete"), tracks(ROWS, "box", name)):
+        with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.SAME_STEP), INFOS) as env:
+            actions = actions_of(env.action_space)
+            assert check(roll(env, actions), fns, AutoresetMode.SAME_STEP, actions) >= ROWS
+
+
+@pytest.mark.long
+def test_envpool() -> None:
+    pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
+    for mode in AutoresetMode:
+        envs = vecenv.backends.EnvPoolVectorEnv("CartPole-v1", ROWS, autoreset_mode=mode)
+        with vj.bridge(envs, info_spec={"elapsed_step": np.int32}) as env:
+            state = env.reset(new_key(7))
+            for _ in range(40):
+                before, state = state, env.step(state, jnp.zeros(ROWS, jnp.int32))
+                assert (np.asarray(state.valid) == ~np.asarray(before.done)).all() or mode is AutoresetMode.SAME_STEP
+            assert (state.last_length > 5).all()
+            assert (state.last_length == state.last_return).all()
+            assert bool(state.done.all()) or mode is not AutoresetMode.DISABLED
+            if mode is AutoresetMode.DISABLED:
+                state = env.reset_mask(state, jnp.array([True, False, True]), new_key(7))
+                assert state.done.tolist() == [False, True, False]
+                state = env.step(state, jnp.zeros(ROWS, jnp.int32))
+                assert state.valid.tolist() == [True, False, True]
+
+
+def test_a_key_may_be_a_constant_of_the_program(transport: str) -> None:
+    fns = tracks(ROWS)
+    sync = SyncVectorEnv(fns)
+    expected_observations, _ = sync.reset(seed=seeds_of(new_key(7)))
+    env = vj.bridge(SyncVectorEnv(fns), transport=transport)
+
+    @jax.jit
+    def program(scale: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf * scale, env.reset(new_key(7)).obs)
+
+    for leaf, wanted in zip(leaves(vj.run(program, 1)), leaves(expected_observations), strict=True):
+        np.testing.assert_array_equal(leaf, wanted)
+    env.close()
+    sync.close()
+
+
+# --- Dtypes on the way: JAX's 32-bit and 64-bit modes, and what becomes of float64 and int64 ----
+
+
+class Wide(gym.Env[Any, Any]):
+    """float64 and int64 through and through."""
+
+    observation_space = gym.spaces.Dict(
+        {"x": gym.spaces.Box(-np.inf, np.inf, (2,), np.float64), "n": gym.spaces.Box(0, 2**40, (1,), np.int64)}
+    )
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float64)
+
+    def __init__(self, number: int = 7) -> None:
+        self.number = number
+
+    def _observation(self) -> Any:
+        return {"x": np.array([1 / 3, np.inf]), "n": np.array([self.number])}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        assert action.dtype == np.float64
+        action += 1.0  # environments may write to what they are given
+        return self._observation(), 1 / 3, False, False, {"third": 1 / 3}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("x64", [False, True])
+def test_dtypes_follow_jaxs_mode(transport: str, x64: bool) -> None:
+    with jax.enable_x64(x64), vj.bridge(SyncVectorEnv([Wide] * 2), {"third": np.float64}, transport=transport) as env:
+        program = jax.jit(lambda s, a: jax.lax.scan(lambda s, _: (env.step(s, a), None), s, None, length=3)[0])
+        state = program(env.reset(jax.random.key(0)), jnp.zeros((2, 2)))
+        number = np.float64 if x64 else np.float32
+        assert state.obs["x"].dtype == state.reward.dtype == state.info["third"].dtype == number
+        assert state.obs["n"].dtype == (np.int64 if x64 else np.int32)
+        assert state.token.dtype == state.steps.dtype == np.int32
+        assert state.reward[0] == number(1 / 3)
+        assert state.obs["x"][0].tolist() == [float(number(1 / 3)), np.inf]
+        assert state.steps.tolist() == [3, 3]
+
+
+def test_float64_keep_needs_the_64_bit_mode() -> None:
+    with vj.bridge(SyncVectorEnv([Wide]), float64="keep") as env:
+        with pytest.raises(ValueError, match="jax_enable_x64"):
+            env.reset(new_key(0))
+        with jax.enable_x64(True):
+            assert env.reset(jax.random.key(0)).obs["x"].dtype == np.float64
+
+
+@pytest.mark.long
+def test_an_integer_that_does_not_fit_is_an_error_and_not_another_integer() -> None:
+    with vj.bridge(SyncVectorEnv([lambda: Wide(2**40)])) as env:
+        with pytest.raises(OverflowError, match="64-bit mode"):
+            env.reset(new_key(0))
+        with jax.enable_x64(True):
+            assert env.reset(jax.random.key(0)).obs["n"][0, 0] == 2**40
+
+
+@pytest.mark.long
+def test_the_programs_own_numbers_are_not_changed_by_the_mode() -> None:
+    """Seeds are the same in both modes."""
+    observations = []
+    for x64 in (False, True):
+        with jax.enable_x64(x64), vj.bridge(SyncVectorEnv(tracks(2))) as env:
+            observations.append(np.asarray(env.reset(jax.random.key(5)).obs))
+    np.testing.assert_array_equal(*observations)
+
+
+# --- ``lanes``: environments of their own for every lane of a ``vmap``, stepped by one host call
+
+
+def three_keys() -> Any:
+    return jax.random.split(jax.random.key(3), 3)
+
+
+@pytest.mark.long
+def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
+    with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
+        assert env.num_envs == 2
+        assert env.action_space.shape == (2, 1)
+
+        @jax.jit
+        @jax.vmap
+        def program(key: Any) -> Any:
+            state = env.reset(key)
+            return jax.lax.scan(lambda s, _: (env.step(s, jnp.zeros((2, 1))), None), state, None, length=4)[0]
+
+        state = program(three_keys())
+        assert env.envs.calls == "RSSSS"
+        assert state.steps.tolist() == [[4, 4]] * 3
+        assert state.obs.shape == (3, 2, 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_every_lane_is_a_bridge_of_its_own(transport: str, mode: AutoresetMode) -> None:
+    actions = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (3, 12, 2)))
+
+    def roll(env: vj.Bridge, key: Any, actions: Any) -> Any:
+        def body(state: Any, action: Any) -> Any:
+            state = env.recv(env.send(state, action))
+            return state, state
+
+        return jax.lax.scan(body, env.reset(key), actions)[1].replace(token=None)
+
+    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=mode), transport=transport, lanes=3) as env:
+        together = jax.jit(jax.vmap(lambda key, actions: roll(env, key, actions)))(three_keys(), actions)
+    for lane in range(3):
+        with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=mode), transport=transport) as env:
+            alone = jax.jit(lambda key, actions, env=env: roll(env, key, actions))(three_keys()[lane], actions[lane])
+        mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
+        jax.tree.map(np.testing.assert_array_equal, alone, mine)
+
+
+@pytest.mark.long
+def test_reset_mask_in_lanes() -> None:
+    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=AutoresetMode.DISABLED), lanes=3) as env:
+        state = jax.vmap(env.reset)(three_keys())
+        for _ in range(6):
+            state = jax.vmap(env.step, in_axes=(0, None))(state, jnp.zeros(2, jnp.int32))  # one action for all lanes
+        assert state.done.all()
+        mask = jnp.array([[True, False], [False, False], [True, True]])
+        state = jax.vmap(env.reset_mask)(state, mask, three_keys())
+        np.testing.assert_array_equal(state.done, ~mask)
+
+
+@pytest.mark.long
+def test_gradients_pass_over_mapped_steps(transport: str) -> None:
+    with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
+        states = jax.vmap(env.reset)(three_keys())
+
+        def loss(weight: Any, state: Any) -> Any:
+            def body(state: Any, _: Any) -> Any:
+                state = env.step(state, jnp.full((2, 1), weight))
+                return state, weight * state.reward.sum()
+
+            return jax.lax.scan(body, state, None, length=3)[1].sum()
+
+        gradients = jax.jit(jax.vmap(jax.grad(loss)))(jnp.arange(3.0), states)
+        assert env.envs.calls == "RSSS"
+        assert gradients.tolist() == [18.0] * 3
+
+
+@pytest.mark.long
+def test_lanes_may_be_axes_of_nested_maps(transport: str) -> None:
+    keys = jax.random.split(jax.random.key(4), 6)
+
+    def roll(env: vj.Bridge, key: Any, action: Any) -> Any:
+        state = env.step(env.reset(key), jnp.full(2, action))
+        return state.replace(token=None)
+
+    actions = jnp.array([-2, -1, 0, 1, 2, 0])
+    with vj.bridge(SyncVectorEnv(tracks(12)), transport=transport, lanes=6) as env:
+        flat = jax.jit(jax.vmap(lambda key, action: roll(env, key, action)))(keys, actions)
+        program = jax.jit(jax.vmap(jax.vmap(lambda key, action: roll(env, key, action))))
+        nested = program(keys.reshape(2, 3), actions.reshape(2, 3))
+        with pytest.raises(ValueError, match=r"vmap over 6 lanes; it is called under jax.vmap over 3. .* make 6 .* lanes=3"):
+            jax.vmap(env.reset)(keys[:3])
+    assert nested.obs.shape[:3] == (2, 3, 2)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a.reshape(6, *a.shape[2:]), b), nested, flat)
+
+
+@pytest.mark.long
+def test_wrong_use_of_lanes_is_refused_and_the_error_says_how_to_have_them() -> None:
+    keys = jax.random.split(jax.random.key(3), 6)
+    make = r" For 6 lanes of 2, make 12 .* bridge\(\.\.\., lanes=6\)"
+    wrong = {  # how it is called -> what the error says
+        r"must be called under jax.vmap over 3 lanes": (lambda env: env.reset, keys[0]),
+        r"must be called under jax.vmap over 3 lanes\.": (lambda env: jax.jit(env.reset), keys[0]),
+        r"lanes=3; it is called under jax.vmap over 2": (lambda env: jax.vmap(env.reset), keys[:2]),
+        r"lanes=3; it is called under jax.vmap over 4 times 3": (
+            lambda env: jax.vmap(jax.vmap(env.reset)), jax.random.split(keys[0], (4, 3)),
+        ),
+        rf"lanes=3; it is called under jax.vmap over 6\.{make}": (lambda env: jax.vmap(env.reset), keys),
+    }  # fmt: skip
+    with vj.bridge(Logged(6), lanes=3) as env:
+        for words, (call, argument) in wrong.items():
+            with pytest.raises(ValueError, match=words):
+                call(env)(argument)
+        states = jax.vmap(env.reset)(keys[:3])  # the bridge is as it was
+        with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
+            env.step(states, jnp.zeros((2, 1)))
+        assert env.envs.calls == "R"
+    with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:  # as the error said
+        assert jax.vmap(env.reset)(keys).obs.shape[:2] == (6, 2)
+

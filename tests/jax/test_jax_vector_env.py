@@ -1,9 +1,11 @@
-"""``JaxVectorEnv`` is a Gymnasium vector env, and equals ``SyncVectorEnv`` over the same environment bit for bit."""
+"""The vector environment over JAX-native environments, how policies are evaluated in it, and what it keeps."""
 
 from __future__ import annotations
 
 import copy
 import importlib
+import pickle
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,15 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contract.jax_env import Walk
 from forks import in_a_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from jax_envs import Counter, Gymnax, Jumanji, Switch, sync
 
+import vecenv
 from vecenv.backends import JaxVectorEnv
 from vecenv.errors import ForkedError, StaleStateError, StepTimeout
 from vecenv.jax import FunctionalVectorEnv, GymEnv, adapt, available_envs
+from vecenv.state.snapshots import Snapshot
 from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
+
+# --- ``JaxVectorEnv`` is a Gymnasium vector env, and equals ``SyncVectorEnv`` over the same environment bit for bit
 
 MODES = list(AutoresetMode)
 PUSH = np.full((5, 1), 0.6, np.float32)
@@ -428,3 +435,144 @@ def test_make_by_name(pendulum: Any) -> None:
     assert envs.single_action_space == gym.spaces.Box(-1, 1, (1,), np.float32)
     assert "ant" in available_envs("brax")["brax"]
     assert repr(envs) == "JaxVectorEnv(InvertedPendulum, num_envs=2, to='jax', autoreset_mode=NEXT_STEP, before reset)"
+
+
+# --- ``vecenv.evaluate`` over environments that are JAX functions, and of policies that are -----
+
+
+@jax.jit
+def tired(observations: Any) -> Any:
+    return jnp.tanh(observations[:, :1]) * 0.5
+
+
+@pytest.mark.parametrize("to", ["numpy", "jax"])
+def test_results_are_the_same_for_every_number_of_rows(to: str) -> None:
+    found = []
+    for num_envs in (1, 3):
+        envs = JaxVectorEnv(FunctionalVectorEnv(Walk(0), num_envs), to=to)
+        results = vecenv.evaluate(envs, tired, 5, seed=3, batch="padded", arrays="jax")
+        found.append([(each.index, each.seed, each.episode_return, each.length) for each in results])
+        envs.close()
+    assert found[0] == found[1]
+    assert all(each[3] > 1 for each in found[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("to", "mode"), [("numpy", AutoresetMode.NEXT_STEP), ("jax", AutoresetMode.SAME_STEP), ("jax", AutoresetMode.DISABLED)]
+)
+def test_an_episode_goes_on_from_a_snapshot(to: str, mode: AutoresetMode) -> None:
+    """Two steps of each episode are made before; the rest is what is missing of the whole."""
+    source = JaxVectorEnv(FunctionalVectorEnv(Walk(0), 5, autoreset_mode=mode), to=to)
+    whole = vecenv.evaluate(source, tired, 5, seed=3, batch="padded", arrays="jax")
+    observations, _ = source.reset(seed=3)
+    before = np.zeros(5)
+    for _ in range(2):
+        observations, rewards, *over, _ = source.step(np.asarray(tired(observations)))
+        before += np.asarray(rewards)
+        assert not np.any(over), "the walks are too short for this"
+    snapshots = source.save()
+    source.close()
+    for num_envs in (1, 3):
+        envs = JaxVectorEnv(FunctionalVectorEnv(Walk(0), num_envs, autoreset_mode=mode), to=to)
+        episodes = [*snapshots, vecenv.Episode(seed=whole[1].seed)]
+        *rest, again = vecenv.evaluate(envs, tired, episodes, seed=3, batch="padded", arrays="jax")
+        assert [each.length + 2 for each in rest] == [each.length for each in whole]
+        assert [each.seed for each in rest] == [None] * 5
+        assert np.allclose([each.episode_return for each in rest] + before, [each.episode_return for each in whole])
+        assert (again.episode_return, again.length) == (whole[1].episode_return, whole[1].length)
+        envs.close()
+
+
+# --- Snapshots of environments that are JAX functions fit others of their kind, whatever their states are made of
+
+
+class Constants:
+    """Compared by content, shown by address: so MJX keeps arrays that are no part of a state."""
+
+    def __init__(self, content: tuple[int, ...]) -> None:
+        self.content = content
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constants) and self.content == other.content
+
+    def __hash__(self) -> int:
+        return hash(self.content)
+
+
+class Place:
+    def __init__(self, place: Any, constants: Constants) -> None:
+        self.place, self.constants = place, constants
+
+
+jax.tree_util.register_pytree_node(
+    Place, lambda node: ((node.place,), node.constants), lambda constants, leaves: Place(leaves[0], constants)
+)
+
+
+class Placed(Walk):
+    def init(self, key: Any) -> Any:
+        place, seen = super().init(key)
+        return Place(place, Constants((1, 2))), seen
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        place, *rest = super().step(state.place, action, key)
+        return (Place(place, Constants((1, 2))), *rest)
+
+
+def test_a_state_with_constants_beside_its_arrays_fits_another_engine() -> None:
+    one, other = (JaxVectorEnv(FunctionalVectorEnv(Placed(), 2)) for _ in range(2))
+    one.reset(seed=3)
+    other.reset(seed=4)
+    actions = jnp.full((2, 1), 0.5)
+    one.step(actions)
+    other.load(one.save())
+    assert np.array_equal(one.step(actions)[0], other.step(actions)[0])
+    one.close()
+    other.close()
+
+
+class Stopped(Exception):
+    """As a time limit raises it out of a signal handler."""
+
+
+class Ringing:
+    """Read as a number, and the first time a signal comes."""
+
+    rung = False
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _read, (self.number,)
+
+
+def _read(number: Any) -> Any:
+    if not Ringing.rung:
+        Ringing.rung = True
+        signal.raise_signal(signal.SIGUSR2)
+    return number
+
+
+def test_a_load_that_a_signal_handler_interrupts_says_so_and_can_be_made_again() -> None:
+    def stop(number: int, frame: object) -> None:
+        raise Stopped
+
+    envs = JaxVectorEnv(FunctionalVectorEnv(Walk(), 2))
+    envs.reset(seed=3)
+    kept = envs.save()
+    (seed, leaves), known = pickle.loads(kept[1].body), kept[1].row
+    kept = (kept[0], Snapshot.of(known.kind, pickle.dumps((Ringing(seed), leaves))))
+    actions = jnp.full((2, 1), 0.5)
+    wanted = np.asarray(envs.step(actions)[0])
+    before = signal.signal(signal.SIGUSR2, stop)
+    try:
+        with pytest.raises(Stopped):
+            envs.load(kept)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    envs.load(kept)
+    assert np.array_equal(envs.step(actions)[0], wanted)
+    envs.close()
+

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+
+from vecenv.multi_agent import MultiAgentVecEnv
+
+
+@contextmanager
+def playing(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
+    """A vector environment of these games that was reset with seed 0."""
+    with MultiAgentVecEnv(games, **options) as envs:
+        envs.reset(seed=0)
+        yield envs
 
 
 class RandomGame:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import Broken, ForAll, RandomGame, Scripted
+from agent_games import Broken, ForAll, RandomGame, Scripted, playing
 from gymnasium import spaces
 
 import vecenv
@@ -82,8 +82,7 @@ def test_what_an_environment_does_wrong_is_named(fault: str, error: Any, match: 
         functools.partial(Scripted, {"a": (0, 9), "b": (0, 9)}),
         functools.partial(Broken, fault),
     ]
-    with MultiAgentVecEnv(fns, num_workers=num_workers) as envs:
-        envs.reset(seed=0)
+    with playing(fns, num_workers=num_workers) as envs:
         actions = np.zeros((4, 2), np.int64)
         with pytest.raises(error, match=match) as caught:
             step_often(envs, actions, 4)
@@ -115,8 +114,7 @@ class Miser(Scripted):
 @WORKERS
 def test_who_has_not_acted_or_has_vanished_need_not_be_paid(num_workers: int) -> None:
     lives = {"a": (0, 2), "b": (1, 4), "c": (0, 6)}
-    with MultiAgentVecEnv([functools.partial(Miser, lives)] * 2, num_workers=num_workers) as envs:
-        envs.reset(seed=0)
+    with playing([functools.partial(Miser, lives)] * 2, num_workers=num_workers) as envs:
         paid = [envs.step(np.zeros((2, 3), np.int64))[1][1].tolist() for _ in range(6)]
         assert paid == [[1, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
@@ -130,8 +128,7 @@ class Defaults(Scripted):
 
 
 def test_a_defaultdict_has_a_reward_for_everybody() -> None:
-    with MultiAgentVecEnv([Defaults], num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing([Defaults], num_workers=0) as envs:
         assert [envs.step(np.zeros((1, 3), np.int64))[1].tolist() for _ in range(3)] == [
             [[1, 0, 0]],
             [[1, 0, 0]],
@@ -147,8 +144,7 @@ def test_what_is_said_of_all_is_the_end_of_everybody(
     which: tuple[str, ...], last: bool, leaves: bool, num_workers: int
 ) -> None:
     fns = [functools.partial(ForAll, which, last, leaves), functools.partial(Scripted, ForAll(()).lives)]
-    with MultiAgentVecEnv(fns, num_workers=num_workers) as envs:
-        envs.reset(seed=0)
+    with playing(fns, num_workers=num_workers) as envs:
         actions = np.zeros((2, 4), np.int64)
         assert envs.step(actions)[2].tolist() == [[True, False, False, False]] * 2
         envs.step(actions)
@@ -166,8 +162,7 @@ def test_what_is_said_of_all_is_the_end_of_everybody(
 
 
 def test_an_agent_may_be_called_all() -> None:
-    with MultiAgentVecEnv([functools.partial(Scripted, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing([functools.partial(Scripted, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
         assert envs.step(np.zeros((1, 2), np.int64))[2].tolist() == [[True, False]]
 
 
@@ -199,8 +194,7 @@ def test_the_short_and_the_long_way_take_the_same_rewards(
 ) -> None:
     if long:
         monkeypatch.setattr(AgentsEnv, "_take_uneventful", lambda *_: False)
-    with MultiAgentVecEnv([functools.partial(Pays, reward)], num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing([functools.partial(Pays, reward)], num_workers=0) as envs:
         envs.step(np.zeros((1, 2), np.int64))
         if taken is None:
             with pytest.raises(vecenv.errors.ObservationError, match=r"env 0, agent 'a': reward: got .*, wanted one number"):
@@ -281,8 +275,7 @@ def test_a_space_without_a_fixed_size_is_refused() -> None:
 )
 @WORKERS
 def test_wrong_actions_are_refused_before_anything_is_sent(actions: Any, error: Any, match: str, num_workers: int) -> None:
-    with MultiAgentVecEnv([Scripted] * 2, num_workers=num_workers) as envs:
-        envs.reset(seed=0)
+    with playing([Scripted] * 2, num_workers=num_workers) as envs:
         with pytest.raises(error, match=match):
             envs.step(actions)
         obs, *_ = envs.step(np.zeros((2, 3, 1), np.int64))
@@ -290,8 +283,7 @@ def test_wrong_actions_are_refused_before_anything_is_sent(actions: Any, error: 
 
 
 def test_missing_actions_of_live_agents_are_all_named() -> None:
-    with MultiAgentVecEnv([Scripted] * 2, layout="agents", num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing([Scripted] * 2, layout="agents", num_workers=0) as envs:
         with pytest.raises(ValueError, match=r"agent 'b' in envs \[0, 1\]; agent 'c' in envs \[0, 1\]"):
             envs.step({"a": [0, 0]})
         with pytest.raises(ValueError, match=r"unknown keys \['x'\]"):

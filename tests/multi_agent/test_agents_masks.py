@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import RandomGame, Scripted
+from agent_games import RandomGame, Scripted, playing
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 
@@ -25,8 +25,7 @@ def play(envs: MultiAgentVecEnv, steps: int) -> list[Any]:
 
 
 def test_an_agent_without_a_last_observation_gets_padding_and_no_error() -> None:
-    with MultiAgentVecEnv(scripted(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing(scripted(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
         results = play(envs, 2)
     assert results[1][0][0, 0].tolist() == [-3, -3]
     assert results[1][2][0, 0]
@@ -35,8 +34,7 @@ def test_an_agent_without_a_last_observation_gets_padding_and_no_error() -> None
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_any_end_is_the_end_of_the_episode_where_asked(mode: AutoresetMode) -> None:
-    with MultiAgentVecEnv(scripted(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing(scripted(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
         results = play(envs, 2)
         _, rewards, terminations, truncations, infos = results[-1]
         assert terminations.tolist() == [[T, F, F]] * 2
@@ -52,8 +50,7 @@ def test_any_end_is_the_end_of_the_episode_where_asked(mode: AutoresetMode) -> N
 
 def test_without_autoreset_a_finished_environment_asks_for_a_reset_and_others_go_on() -> None:
     fns = [*scripted(1, lives={"a": (0, 1)}), *scripted(1, lives={"a": (0, 3)})]
-    with MultiAgentVecEnv(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
         (result,) = play(envs, 1)
         with pytest.raises(ResetNeeded, match=r"envs \[0\]"):
             play(envs, 1)
@@ -77,8 +74,7 @@ def test_a_step_before_the_first_reset_is_refused() -> None:
 
 
 def test_only_live_agents_actions_reach_the_environment() -> None:
-    with MultiAgentVecEnv(scripted(1), layout="agents", num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing(scripted(1), layout="agents", num_workers=0) as envs:
         for _ in range(2):
             envs.step({"a": [1], "b": [2], "c": np.array([[3]])})
         envs.step({"b": [2], "c": [3]})  # a is dead and may be left out
@@ -147,8 +143,7 @@ def test_the_state_is_given_where_asked_and_the_last_one_too() -> None:
 
 
 def test_rewards_have_the_dtype_that_was_asked_for() -> None:
-    with MultiAgentVecEnv(scripted(1), reward_dtype=np.float32, num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing(scripted(1), reward_dtype=np.float32, num_workers=0) as envs:
         assert play(envs, 1)[0][1].dtype == np.float32
 
 

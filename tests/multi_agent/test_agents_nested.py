@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import Scripted
+from agent_games import Scripted, playing
 from gymnasium import spaces
 from gymnasium.vector.utils import iterate
 from plain_loop import agents_view, same
@@ -91,8 +91,7 @@ def test_structured_rows_are_flat_too() -> None:
 
 
 def test_a_structure_that_is_not_the_spaces_is_refused() -> None:
-    with MultiAgentVecEnv([Nested] * 2, num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing([Nested] * 2, num_workers=0) as envs:
         good = envs.action_space.sample()
         with pytest.raises(ValueError, match=r"actions: got ndarray, wanted a dict with \['x', 'y'\]"):
             envs.step(np.zeros((2, 3)))
@@ -147,15 +146,13 @@ def test_what_a_reset_returns_is_checked(what: str, error: Any, match: str) -> N
 
 
 def test_an_agents_reward_under_another_name_is_refused_on_ordinary_steps_too() -> None:
-    with MultiAgentVecEnv([lambda: Odd("swapped")], num_workers=0) as envs:
-        envs.reset(seed=0)
-        with pytest.raises(ValueError, match=r"unknown agents \['who'\]"):
-            envs.step(np.zeros((1, 2), np.int64))
+    wanted = r"unknown agents \['who'\]"
+    with playing([lambda: Odd("swapped")], num_workers=0) as envs, pytest.raises(ValueError, match=wanted):
+        envs.step(np.zeros((1, 2), np.int64))
 
 
 def test_a_float_that_becomes_infinite_in_the_spaces_dtype_is_said() -> None:
-    with MultiAgentVecEnv([lambda: Odd("large")], num_workers=0) as envs:
-        envs.reset(seed=0)
+    with playing([lambda: Odd("large")], num_workers=0) as envs:
         with pytest.warns(RuntimeWarning, match="env 0, agent 'a': observation.*became infinite"):
             obs, *_ = envs.step(np.zeros((1, 2), np.int64))
         assert np.isinf(obs[0, 0]).all()

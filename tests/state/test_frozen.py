@@ -86,7 +86,10 @@ class Hidden(gym.Env):
 
 
 def hidden(count: int = 4, **how: Any) -> Any:
-    return closing(vecenv.AsyncVectorEnv([Hidden] * count, **how))
+    """They were reset with seed 5."""
+    envs = vecenv.AsyncVectorEnv([Hidden] * count, **how)
+    envs.reset(seed=5)
+    return closing(envs)
 
 
 def after(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
@@ -107,7 +110,6 @@ def after(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
 def test_copies_go_on_as_the_original(context: str, mode: AutoresetMode) -> None:
     with hidden(context=context, autoreset_mode=mode) as envs:
         assert envs.capabilities.freezing
-        envs.reset(seed=5)
         after(envs, 23, (0,))  # in next-step mode an automatic reset is due
         [frozen] = envs.freeze([0])
         with pytest.raises(NotRestorable):
@@ -151,7 +153,6 @@ def made(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("generators", ["shared", "own"])
 def test_random_numbers_are_the_same_or_each_its_own(generators: Any) -> None:
     with hidden(3, generators=generators) as envs:
-        envs.reset(seed=5)
         [frozen] = envs.freeze([0])
         envs.thaw(frozen, into=[1])
         envs.thaw(frozen, into=[2], reseed=True)
@@ -162,7 +163,6 @@ def test_random_numbers_are_the_same_or_each_its_own(generators: Any) -> None:
 
 def test_rows_that_failed_go_on() -> None:
     with hidden(2, on_failure="raise") as envs:
-        envs.reset(seed=5)
         [frozen] = envs.freeze([0])
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
@@ -176,7 +176,6 @@ def test_rows_that_failed_go_on() -> None:
 
 def test_what_was_thawed_is_a_worker_as_any_other() -> None:
     with hidden(2, on_failure="restart") as envs:
-        envs.reset(seed=5)
         [frozen] = envs.freeze([0])
         envs.thaw(frozen, into=[1])
         worker = envs.processes[1]
@@ -197,7 +196,6 @@ def test_what_was_thawed_is_a_worker_as_any_other() -> None:
 
 def test_copies_of_copies_do_not_run_out_of_stack() -> None:
     with hidden(1) as envs:
-        envs.reset(seed=5)
         depths = []
         for _ in range(4):
             [frozen] = envs.freeze([0])
@@ -215,7 +213,6 @@ def test_copies_of_copies_do_not_run_out_of_stack() -> None:
 def test_what_cannot_be_copied_is_named(what: str, why: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VECENV_TEST_LOG", str(tmp_path / "frozen.log"))
     with hidden(2) as envs:
-        envs.reset(seed=5)
         envs.exec_func(lambda env: env.do(what), [1])
         if why is None:
             assert len(envs.freeze()) == 2
@@ -240,7 +237,6 @@ def test_where_it_cannot_be_done_the_capabilities_say_so() -> None:
 
 def test_copies_that_are_gone_are_refused() -> None:
     with hidden(2) as envs, hidden(1) as others:
-        envs.reset(seed=5)
         others.reset(seed=5)
         killed, closed, used = *envs.freeze([0, 1]), *envs.freeze([0])
         os.kill(killed.pid, signal.SIGKILL)
@@ -268,7 +264,6 @@ def test_copies_that_are_gone_are_refused() -> None:
 
 def test_figures_and_ends_of_copies() -> None:
     with hidden(2) as envs:
-        envs.reset(seed=5)
         copies = envs.freeze()
         figures = envs.stats()
         assert figures["frozen"] == 2.0
@@ -299,7 +294,6 @@ def ends(pid: int) -> bool:
 @pytest.mark.timeout(1800)
 def test_many_copies_leave_nothing(rounds: int) -> None:
     with hidden(2) as envs:
-        envs.reset(seed=5)
         own = psutil.Process()
         for number in range(rounds):
             if number == 5:
@@ -364,7 +358,6 @@ def test_a_signal_handler_that_raises_loses_nothing(times: int) -> None:
     chance = np.random.default_rng(3)
     try:
         with hidden(3) as envs:
-            envs.reset(seed=5)
             [frozen] = envs.freeze([0])
             wanted = after(envs, 5, (0,))
             for _ in range(times):

@@ -1,4 +1,4 @@
-"""``save``, ``load`` and the like of process engines: exact, whole, refused where they do not fit."""
+"""Saving and loading: what comes back, what a damaged file says, and programs that resume or search."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import contextlib
 import functools
 import os
 import pickle
+import random
+import re
+import shutil
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -20,6 +29,8 @@ from gymnasium.wrappers import FrameStackObservation, NormalizeObservation, Reco
 import vecenv
 from vecenv.errors import EnvFailed, NotRestorable, SnapshotMismatch, WorkerDied
 from vecenv.testing import assert_identical
+
+# --- ``save``, ``load`` and the like of process engines: exact, whole, refused where they do not fit
 
 MODES = ("NextStep", "SameStep", "Disabled")
 ENGINES: dict[str, dict[str, Any]] = {
@@ -262,3 +273,253 @@ def test_the_rate_is_of_the_steps_that_were_made_here() -> None:
         envs.step(np.zeros(ROWS, np.int64))
         assert envs.stats()["steps"] == 10**9 + ROWS
         assert 0 < envs.stats()["steps_per_second"] < 10**6
+
+
+# --- What is damaged, or does not fit, is a SnapshotMismatch, and nothing was changed -----------
+
+ACTIONS = np.array([1, 2])
+
+
+class Sized(kept_envs.Counts):
+    """Made with a size, and without a spec that would say so."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.observation_space = gymnasium.spaces.Box(-1e12, 1e12, (size,), np.float64)
+
+    def more(self, action: int) -> float:
+        return float(self.observation_space.shape[0])  # type: ignore[index]
+
+    def reset(self, **arguments: Any) -> Any:
+        super().reset(**arguments)
+        return np.zeros(self.observation_space.shape), {}
+
+    def step(self, action: Any) -> Any:
+        observation, *rest = super().step(action)
+        return np.full(self.observation_space.shape, observation[0]), *rest
+
+
+def damageable(env_fn: Callable[[], Any] = kept_envs.Generators, num_workers: int = 0) -> Any:
+    return closing(vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=num_workers))
+
+
+def begun(envs: Any) -> Any:
+    envs.reset(seed=2)
+    envs.action_space.seed(3)
+    envs.step(ACTIONS)
+    return envs
+
+
+def damaged_bytes(whole: bytes, every: bool) -> Any:
+    """(place, damaged): each byte once, or many bits anywhere."""
+    rng = random.Random(5)
+    for number in range(len(whole) if every else 10_000):
+        place = number if every else rng.randrange(len(whole))
+        bit = 1 << rng.randrange(8)
+        yield place, whole[:place] + bytes([whole[place] ^ (rng.randrange(1, 256) if every else bit)]) + whole[place + 1 :]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("every", [True, False], ids=["every byte", "10,000 bits"])
+@pytest.mark.parametrize("what", ["save", "state_dict"])
+def test_damaged_bytes_are_never_loaded(what: str, every: bool) -> None:
+    with damageable(kept_envs.Counts) as envs, damageable(kept_envs.Counts) as twin:
+        begun(envs)
+        begun(twin)
+        save, load = (envs.save, envs.load) if what == "save" else (envs.state_dict, envs.load_state_dict)
+        whole = pickle.dumps(save())
+        wanted = envs.load(pickle.loads(whole)) if what == "save" else envs.load_state_dict(pickle.loads(whole))
+        inside = whole.index(b"_unsealed") + 24  # where the sealed bytes begin
+        framing = 0
+        for place, spoilt in damaged_bytes(whole, every):
+            try:
+                found = pickle.loads(spoilt)
+            except SnapshotMismatch:
+                continue
+            except Exception:  # of the few bytes of pickle's own around the sealed ones
+                framing += 1
+                assert place <= inside or place >= len(whole) - 8, f"byte {place} of {len(whole)}"
+                continue
+            try:
+                said = load(found)
+            except SnapshotMismatch:
+                continue
+            assert_identical(said, wanted, f"byte {place} of {len(whole)}")  # a byte that means nothing
+        for _ in range(30):
+            assert_identical(envs.step(ACTIONS), twin.step(ACTIONS))
+        assert framing < 200 or not every
+
+
+@pytest.mark.parametrize("part", ["body", "rest"])
+def test_each_byte_of_a_snapshot_has_a_checksum(part: str) -> None:
+    with damageable(kept_envs.Counts) as envs:
+        begun(envs)
+        one = envs.save()[0]
+    for _, spoilt in damaged_bytes(getattr(one, part), every=True):
+        with pytest.raises(SnapshotMismatch):
+            replace(one, **{part: spoilt}).require_whole()
+
+
+SPOILT: dict[str, Callable[[Any], Any]] = {
+    "another body": lambda one: replace(one, body=pickle.dumps("nothing")),
+    "another rest": lambda one: replace(one, rest=pickle.dumps(None)),
+    "no rest": lambda one: replace(one, rest=None),
+    "text for checksums": lambda one: replace(one, checksums=("a", "b")),
+    "another body, with its checksum": lambda one: type(one).of(one.row.kind, pickle.dumps(["x"])),
+    "no kind": lambda one: type(one).of(None, one.body),
+    "another observation": lambda one: one.having(observation=np.zeros((3, 3))),
+    "no observation": lambda one: one.having(observation=None),
+}
+STATES: dict[str, dict[str, Any]] = {
+    "text in counters": {"counters": ("a", "b", "c")},
+    "too few counters": {"counters": (1, 2)},
+    "negative counters": {"counters": (-1, 2, 0)},
+    "counters": {"counters": None},
+    "seeds": {"seeds": {"entropy": "x"}},
+    "no seeds": {"seeds": None},
+    "too few spaces": {"spaces": [None]},
+    "spaces": {"spaces": ["x", "y", "z", "w"]},
+    "another generator": {"spaces": [[({"bit_generator": "MT19937"}, None)], None, None, None]},
+    "snapshots": {"snapshots": None},
+}
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("case", SPOILT)
+def test_a_spoilt_snapshot_is_refused_and_the_engine_goes_on(case: str, num_workers: int) -> None:
+    with damageable(num_workers=num_workers) as envs:
+        begun(envs)
+        kept = envs.save(verify=False)
+        wanted = [envs.step(ACTIONS) for _ in range(2)]
+        envs.load(kept)
+        with pytest.raises(SnapshotMismatch):
+            envs.load([kept[0], SPOILT[case](kept[1])])
+        assert_identical([envs.step(ACTIONS) for _ in range(2)], wanted)
+
+
+@pytest.mark.parametrize("case", STATES)
+def test_a_spoilt_state_dict_is_refused_and_the_engine_goes_on(case: str) -> None:
+    with damageable() as envs:
+        begun(envs)
+        state = envs.state_dict(verify=False)
+        wanted = envs.step(ACTIONS), envs.action_space.sample()
+        envs.load_state_dict(state)
+        with pytest.raises(SnapshotMismatch):
+            envs.load_state_dict({**state, **STATES[case]})
+        assert_identical((envs.step(ACTIONS), envs.action_space.sample()), wanted)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_environment_of_another_size_is_refused_and_nothing_is_touched(num_workers: int) -> None:
+    with damageable(lambda: Sized(2)) as small, damageable(lambda: Sized(3), num_workers=num_workers) as large:
+        kept = begun(small).save(verify=False)
+        begun(large)
+        own = large.save(verify=False)
+        wanted = large.step(ACTIONS)
+        large.load(own)
+        with pytest.raises(SnapshotMismatch, match=r"\(2,\).*\(3,\)"):
+            large.load(kept)
+        assert_identical(large.step(ACTIONS), wanted)
+
+
+# --- ``examples/ppo.py --resume``: killed at any moment and called again, it says number for number what it would have said
+
+RESUMED = Path(__file__).parents[2] / "examples" / "ppo.py"
+STEPS = 1280
+OPTIONS = [
+    "--num-envs=4", "--rollout=32", f"--steps={STEPS}", "--epochs=1", "--minibatches=1", "--hidden=8", "--backend=serial",
+    "--target=inf", "--resume",
+]  # fmt: skip
+
+
+def started(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(RESUMED), *OPTIONS, str(folder / "run"), "--out", str(folder / "out")]
+    nothing = subprocess.DEVNULL
+    return subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=nothing, stderr=nothing)
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """All that the run came to, but for what it needs to load the environments (their statistics tell the time)."""
+    with (folder / "run" / "ppo.pickle").open("rb") as file:
+        state = pickle.load(file)
+    del state["envs"]
+    return dict(state)
+
+
+def steps_of(folder: Path) -> int:
+    """How many had been made at the checkpoint; 0: there is none."""
+    try:
+        return int(outcome(folder)["steps"])
+    except FileNotFoundError:
+        return 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_what_a_kill_leaves_goes_on_as_the_run_that_was_not_killed(tmp_path: Path) -> None:
+    """A run is stopped in the middle, its files are copied as SIGKILL would leave them, and it goes on; so does the copy."""
+    for number in range(3):
+        whole, copy = tmp_path / f"whole {number}", tmp_path / f"copy {number}"
+        run = started(whole)
+        while not steps_of(whole) and run.poll() is None:
+            time.sleep(0.002)
+        run.send_signal(signal.SIGSTOP)
+        shutil.copytree(whole, copy)
+        run.send_signal(signal.SIGCONT)
+        if steps_of(copy) < STEPS:
+            break
+        run.wait()  # it was over before it was stopped
+    resumed = started(copy)
+    assert [run.wait(), resumed.wait()] == [0, 0]
+    assert 0 < steps_of(whole) == STEPS
+    assert_identical(outcome(copy), outcome(whole))
+
+
+STATE_PAGE = Path(__file__).parents[2] / "docs" / "state.md"
+INTERRUPTED = """
+import os, signal, vecenv
+made, step = [], vecenv.AsyncVectorEnv.step
+def interrupted(self, actions):
+    made.append(actions)
+    if len(made) == 1000:
+        os.kill(os.getpid(), signal.SIGINT)
+    return step(self, actions)
+vecenv.AsyncVectorEnv.step = interrupted
+"""
+
+
+def test_the_program_that_saves_on_ctrl_c_goes_on_as_if_there_had_been_none(tmp_path: Path) -> None:
+    """The one in ``docs/state.md``."""
+    blocks = re.findall(r"```python\n(.*?)```", STATE_PAGE.read_text(), re.DOTALL)
+    (program,) = (block for block in blocks if "SIGINT" in block)
+
+    def said(source: str, folder: str) -> str:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        script = tmp_path / folder / "program.py"
+        script.write_text(source)
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=250, check=True).stdout
+
+    whole = said(program, "whole")
+    assert said(INTERRUPTED + program, "broken") == "saved; run it again to go on\n"
+    assert said(program, "broken") == whole != ""
+    assert not (tmp_path / "broken" / "run.pickle").exists()
+
+
+# --- ``examples/tree_search.py``: a tree that branches from snapshots is the one that comes of replaying, for fewer steps
+
+TREE_SEARCH = Path(__file__).parents[2] / "examples" / "tree_search.py"
+
+
+@pytest.mark.long
+def test_both_searches_make_the_same_moves_and_snapshots_need_fewer_steps() -> None:
+    options = ["CartPole-v1", "--moves=20", "--expansions=4", "--horizon=8", "--num-workers=2"]
+    options.append("--by=snapshots,replay,frozen")
+    ran = subprocess.run([sys.executable, TREE_SEARCH, *options], check=True, capture_output=True, text=True, timeout=300)
+    said = ran.stdout
+    by_snapshots, by_replay, by_copies = (int(steps.replace(",", "")) for steps in re.findall(r"([\d,]+) steps of", said))
+    assert re.search(r"snapshots +20 moves, score 20:", said)
+    assert said.count("the same moves") == 2
+    assert by_snapshots <= 20 * 4 * 9 * 2 < by_replay
+    assert by_copies == by_snapshots
+

@@ -1,6 +1,6 @@
 """First-ready batches: `reset_async`, `recv`, `send`. Every environment's own stream must be what it is in a plain loop.
 
-What is late, raises or dies in between: ``faults/test_first_ready.py``.
+What is late, raises or dies in between: ``faults/test_restart.py``.
 """
 
 from __future__ import annotations

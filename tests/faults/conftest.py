@@ -13,7 +13,7 @@ from sampling import sample_parameter
 import vecenv
 
 HERE = Path(__file__).parent
-START_MATTERS = ("test_startup.py", "test_trainer.py")
+START_MATTERS = ("test_lifetimes.py",)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,4 @@
-"""Too little memory, said before anything starts: row 35 of the table in ``FAULTS.md`` (row 34: test_trainer.py)."""
+"""Too little memory, said before anything starts: row 35 of the table in ``FAULTS.md`` (row 34: test_lifetimes.py)."""
 
 from __future__ import annotations
 

@@ -1,17 +1,30 @@
-"""Who is there, who acted, whose episode is over: the rules of masks and flags, step by step."""
+"""Games of several agents: masks and flags, infos, nested observations, and the flat view."""
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import Any
+import time
+from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import pytest
 from agent_games import RandomGame, Scripted, playing
+from failing import patiently
+from gymnasium import spaces
 from gymnasium.error import ResetNeeded
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import iterate
+from plain_loop import agents_view, same
 
-from vecenv.multi_agent import MultiAgentVecEnv
+import vecenv
+from vecenv.errors import StepTimeout
+from vecenv.front.arguments import HAS_MAX_CONCURRENCY
+from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv, list_of_dicts
+from vecenv.testing import VectorEnvContract, assert_identical
+
+# --- Who is there, who acted, whose episode is over: the rules of masks and flags, step by step -
 
 T, F = True, False
 
@@ -156,3 +169,398 @@ def test_agent_mask_is_the_latest_one_and_a_copy() -> None:
         assert mask.tolist() == [[F, T, T]]
         mask[:] = False
         assert envs.agent_mask.any()
+
+
+# --- Infos of agents and of environments, as arrays with masks and as lists ---------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_keys_of_agents_have_an_axis_and_keys_of_environments_have_none(num_workers: int) -> None:
+    game = functools.partial(RandomGame, infos=True, together=True, length=20)
+    with MultiAgentVecEnv([game] * 2, num_workers=num_workers) as envs:
+        envs.reset(seed=1)
+        infos = envs.step(envs.action_space.sample())[-1]
+    assert infos["time"].tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert infos["time"].dtype == np.int64
+    assert infos["vector"].shape == (2, 3, 2)
+    assert infos["word"].dtype == object
+    assert infos["word"].tolist() == [[None, "t1", None]] * 2
+    assert infos["_word"].tolist() == [[False, True, False]] * 2
+    assert infos["common"]["score"].tolist() == [0.5, 0.5]
+    assert infos["common"]["weather"].tolist() == [1, 1]
+    assert infos["common"]["_score"].tolist() == [True, True]
+    assert "agents" not in infos
+
+
+def test_same_step_gives_the_infos_of_the_last_step_too() -> None:
+    game = functools.partial(RandomGame, infos=True, length=3)
+    with MultiAgentVecEnv([game] * 2, autoreset_mode="SameStep", num_workers=0) as envs:
+        envs.reset(seed=1)
+        for t in range(1, 10):
+            infos = envs.step(envs.action_space.sample())[-1]
+            if infos["env_done"].any():
+                row = int(np.flatnonzero(infos["env_done"])[0])
+                assert infos["_final_info"][row]
+                assert infos["final_info"]["common"]["score"][row] == t * 0.5
+                assert infos["final_info"]["time"][row][infos["final_info"]["_time"][row]].tolist().count(t) > 0
+                assert infos["time"][row].tolist() == [0, 0, 0]
+                return
+    pytest.fail("no episode ended")
+
+
+class Notes(Scripted):
+    """Two agents with infos as given."""
+
+    def __init__(self, a: dict[Any, Any], b: dict[Any, Any]) -> None:
+        super().__init__({"a": (0, 5), "b": (0, 5)})
+        self.notes = {"a": a, "b": b}
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed, options)[0], self.notes
+
+
+def notes(a: dict[Any, Any], b: dict[Any, Any], n: int = 2) -> dict[str, Any]:
+    with MultiAgentVecEnv([functools.partial(Notes, a, b)] * n, num_workers=0) as envs:
+        return envs.reset(seed=0)[1]
+
+
+def test_numbers_of_two_agents_get_the_dtype_that_holds_both() -> None:
+    infos = notes({"x": 1}, {"x": 2.5})
+    assert infos["x"].dtype == np.float64
+    assert infos["x"].tolist() == [[1.0, 2.5]] * 2
+
+
+def test_arrays_of_different_shapes_stand_in_an_object_array() -> None:
+    infos = notes({"x": np.zeros(2)}, {"x": np.zeros(3)})
+    assert infos["x"].dtype == object
+    assert [value.shape for value in infos["x"][0]] == [(2,), (3,)]
+
+
+def test_nested_infos_have_masks_at_every_level() -> None:
+    infos = notes({"d": {"x": 1}}, {})
+    assert infos["d"]["x"].tolist() == [[1, 0]] * 2
+    assert infos["d"]["_x"].tolist() == [[True, False]] * 2
+    assert infos["_d"].tolist() == [[True, False]] * 2
+
+
+def test_an_environments_key_that_vecenv_needs_gets_an_underscore() -> None:
+    infos = notes({"env_done": 5}, {"agent_mask": 6})
+    assert infos["agent_mask"].all()
+    assert infos["agent_mask_"].tolist() == [[0, 6]] * 2
+    assert infos["env_done_"].tolist() == [[5, 0]] * 2
+    assert infos["_env_done_"].tolist() == [[True, False]] * 2
+
+
+def test_a_list_of_dicts_says_the_same() -> None:
+    game = functools.partial(RandomGame, infos=True, length=3)
+    with MultiAgentVecEnv([game] * 2, autoreset_mode="SameStep", num_workers=0) as envs:
+        envs.reset(seed=1)
+        for _ in range(10):
+            infos = envs.step(envs.action_space.sample())[-1]
+            listed = list_of_dicts(infos)
+            assert len(listed) == 2
+            for row, info in enumerate(listed):
+                assert info["env_done"] == infos["env_done"][row]
+                assert np.array_equal(info["agent_mask"], infos["agent_mask"][row])
+                assert ("final_obs" in info) == bool(infos["env_done"][row])
+                assert ("final_info" in info) == bool(infos["env_done"][row])
+                assert info["common"]["score"] == infos["common"]["score"][row]
+                assert np.array_equal(info["time"], infos["time"][row])
+                assert np.array_equal(info["_time"], infos["_time"][row])
+
+
+# --- Observations and actions in dicts and tuples, in every layout, and what is wrong with them -
+
+LAYOUTS = pytest.mark.parametrize("layout", ["stack", "agents", {"one": ["c", "a"], "two": ["b"]}], ids=str)
+
+
+class Nested(Scripted):
+    """Sees, and does, structured things; what it saw and was told to do is kept."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": (0, 2), "b": (0, 4), "c": (1, 4)})
+        self.rng = np.random.default_rng()
+
+    def observation_space(self, agent: Any) -> Any:
+        inner = spaces.Tuple([spaces.Box(-9, 9, (2, 2), np.float32), spaces.MultiBinary(3)])
+        return spaces.Dict({"kind": spaces.Discrete(5, start=2), "parts": inner, "counts": spaces.MultiDiscrete([3, 4])})
+
+    def action_space(self, agent: Any) -> Any:
+        return spaces.Dict({"x": spaces.Discrete(4), "y": spaces.Tuple([spaces.Box(-1, 1, (2,), np.float32)])})
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        if seed is not None:
+            self.rng = np.random.default_rng(seed)
+        return super().reset(seed, options)
+
+    def _look(self, agents: list[Any]) -> dict[Any, Any]:
+        seen = {}
+        for agent in agents:
+            space = self.observation_space(agent)
+            space.seed(int(self.rng.integers(1000)))
+            seen[agent] = space.sample()
+        self.last = copy.deepcopy(seen)
+        return seen
+
+
+def flattened(value: Any) -> Any:
+    """Tuples as dicts, so that one comparison is enough."""
+    if isinstance(value, (dict, tuple)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return {key: flattened(inner) for key, inner in pairs}
+    return value
+
+
+@LAYOUTS
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_structured_observations_and_actions_arrive_as_they_were(layout: Any, num_workers: int) -> None:
+    with MultiAgentVecEnv([Nested] * 2, layout=layout, num_workers=num_workers) as envs:
+        envs.action_space.seed(0)
+        result: Any = envs.reset(seed=3)
+        for _ in range(12):
+            for row, last in enumerate(envs.get_attr("last")):
+                for agent, seen in last.items():
+                    assert same(agents_view(envs, flattened(result[0]), row, agent), flattened(seen))
+            before = envs.agent_mask
+            actions = envs.action_space.sample()
+            result = envs.step(actions)
+            told = envs.get_attr("actions")
+            for row, column in zip(*np.nonzero(before), strict=True):
+                agent = envs.possible_agents[column]
+                given = agents_view(envs, flattened(actions), int(row), agent)
+                assert same(flattened(told[row][-1][agent]), given)
+
+
+def test_structured_rows_are_flat_too() -> None:
+    rows = MultiAgentVecEnv([Nested] * 2, autoreset_mode="SameStep", num_workers=0).flatten_agents()
+    obs, infos = rows.reset(seed=0)
+    for _ in range(6):  # padding need not lie in the space
+        for row in np.flatnonzero(infos["agent_mask"]):
+            one = list(iterate(rows.observation_space, obs))[row]
+            assert one in rows.single_observation_space
+        obs, *_, infos = rows.step(rows.action_space.sample())
+    with pytest.raises(ValueError, match=r"actions: got ndarray, wanted a dict with \['x', 'y'\]"):
+        rows.step(np.zeros(6))
+    with pytest.raises(ValueError, match=r"actions\['x'\]: got shape \(5,\), wanted 6 rows"):
+        rows.step({"x": np.zeros(5, np.int64), "y": (np.zeros((6, 2), np.float32),)})
+    rows.close()
+
+
+def test_a_structure_that_is_not_the_spaces_is_refused() -> None:
+    with playing([Nested] * 2, num_workers=0) as envs:
+        good = envs.action_space.sample()
+        with pytest.raises(ValueError, match=r"actions: got ndarray, wanted a dict with \['x', 'y'\]"):
+            envs.step(np.zeros((2, 3)))
+        with pytest.raises(ValueError, match=r"got a dict with \['x'\]"):
+            envs.step({"x": good["x"]})
+        with pytest.raises(ValueError, match=r"actions\['y'\]: got list, wanted a tuple of 1"):
+            envs.step({"x": good["x"], "y": [good["y"][0]]})
+        with pytest.raises(ValueError, match=r"actions\['y'\]\[0\]: got shape \(2, 3\)"):
+            envs.step({"x": good["x"], "y": (good["y"][0][..., 0],)})
+
+
+class Odd(Scripted):
+    """Says something odd at a reset or a step."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__({"a": (0, 9), "b": (0, 9)})
+        self.what = what
+
+    def reset(self, seed: int | None = None, options: Any = None) -> Any:
+        observations, infos = super().reset(seed, options)
+        if self.what == "no infos":
+            return observations
+        if self.what == "list":
+            return observations, [{}, {}]
+        if self.what == "mask":
+            infos["a"] = {"action_mask": [[1, 0]]}
+        if self.what == "blind":
+            del observations["b"]
+        return observations, infos
+
+    def step(self, actions: Any) -> Any:
+        observations, rewards, terminations, truncations, infos = super().step(actions)
+        if self.what == "large":
+            observations["a"] = np.full(2, 1e300)
+        if self.what == "swapped":
+            rewards["who"] = rewards.pop("b")
+        return observations, rewards, terminations, truncations, infos
+
+
+@pytest.mark.parametrize(
+    ("what", "error", "match"),
+    [
+        ("no infos", ValueError, r"env 0: reset must return \(observations, infos\), got dict"),
+        ("list", ValueError, "env 0: infos must be a dict of agents"),
+        ("mask", ValueError, "env 0, agent 'a': action_mask must be one row of 0 and 1"),
+        ("blind", vecenv.errors.ObservationError, "env 0, agent 'b': is alive and has no observation"),
+    ],
+)
+def test_what_a_reset_returns_is_checked(what: str, error: Any, match: str) -> None:
+    with MultiAgentVecEnv([lambda: Odd(what)], num_workers=0) as envs, pytest.raises(error, match=match):
+        envs.reset(seed=0)
+
+
+def test_an_agents_reward_under_another_name_is_refused_on_ordinary_steps_too() -> None:
+    wanted = r"unknown agents \['who'\]"
+    with playing([lambda: Odd("swapped")], num_workers=0) as envs, pytest.raises(ValueError, match=wanted):
+        envs.step(np.zeros((1, 2), np.int64))
+
+
+def test_a_float_that_becomes_infinite_in_the_spaces_dtype_is_said() -> None:
+    with playing([lambda: Odd("large")], num_workers=0) as envs:
+        with pytest.warns(RuntimeWarning, match="env 0, agent 'a': observation.*became infinite"):
+            obs, *_ = envs.step(np.zeros((1, 2), np.int64))
+        assert np.isinf(obs[0, 0]).all()
+
+
+# --- Agents as rows of a Gymnasium vector environment: its contract, zero copies, and right episode statistics
+
+
+def flat(env_fns: list[Any], padding_done: bool = True, **options: Any) -> FlattenAgents:
+    return MultiAgentVecEnv(env_fns, **options).flatten_agents(padding_done=padding_done)
+
+
+class TestRowsOfOneAgentEach(VectorEnvContract):
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
+        return flat([functools.partial(RandomGame, 1, infos=True)] * num_envs, autoreset_mode=autoreset_mode, num_workers=0)
+
+
+class TestRowsOfAgentsWhoDieApart(VectorEnvContract):
+    """Each dies two steps after the other, so that padding has a step of its own to end in."""
+
+    supports_reset_mask: ClassVar[bool] = False
+
+    def make(self, num_envs: int = 3, autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP, **kwargs: Any) -> VectorEnv:
+        lives = {"a": (0, 2), "b": (0, 4), "c": (0, 6)} if num_envs == 3 else {"a": (0, 3)}
+        return flat([functools.partial(Scripted, lives)], autoreset_mode=autoreset_mode, num_workers=0)
+
+
+def test_rows_are_the_same_memory_in_another_shape() -> None:
+    envs = MultiAgentVecEnv([Scripted] * 2, num_workers=0, copy=False)
+    rows = envs.flatten_agents()
+    obs, _ = rows.reset(seed=0)
+    batch, _ = envs.reset(seed=0)
+    assert np.shares_memory(obs, batch)
+    assert obs.shape == (6, 2)
+    assert obs in rows.observation_space
+    rows.close()
+    assert envs.closed
+
+
+def test_rows_hold_what_the_axis_of_agents_holds() -> None:
+    game = functools.partial(RandomGame, infos=True, births=True)
+    with MultiAgentVecEnv([game] * 2, num_workers=0) as envs:
+        rows = flat([game] * 2, padding_done=False, num_workers=0)
+        one, _ = envs.reset(seed=1)
+        other, _ = rows.reset(seed=1)
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            assert_identical(other, one.reshape(6, 3))
+            actions = rng.integers(0, 4, 6)
+            one, *rest, infos = envs.step(actions.reshape(2, 3))
+            other, *flat_rest, flat_infos = rows.step(actions)
+            for array, flat_array in zip(rest, flat_rest, strict=True):
+                assert_identical(flat_array, array.reshape(6))
+            for key in {"agent_mask", "transition_mask", "time", "_time", "word"} & set(infos):
+                assert_identical(flat_infos[key], infos[key].reshape(6))
+            assert_identical(flat_infos["env_done"], np.repeat(infos["env_done"], 3))
+            assert_identical(flat_infos["common"]["score"], np.repeat(infos["common"]["score"], 3))
+        rows.close()
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
+def test_episode_statistics_are_those_of_the_agents(mode: AutoresetMode) -> None:
+    rows = gymnasium.wrappers.vector.RecordEpisodeStatistics(flat([Scripted] * 2, autoreset_mode=mode, num_workers=0))
+    rows.reset(seed=0)
+    episodes: list[tuple[int, float, int]] = []
+    for _ in range(21 if mode is AutoresetMode.NEXT_STEP else 18):
+        infos = rows.step(np.zeros(6, np.int64))[-1]
+        if "episode" in infos:
+            found = infos["episode"]
+            ended = np.flatnonzero(infos["_episode"]).tolist()
+            episodes.extend((row % 3, float(found["r"][row]), int(found["l"][row])) for row in ended)
+    rows.close()
+    real = [episode for episode in episodes if episode[1] > 0]
+    wanted = {(0, 2.0, 2), (1, 4.0, 4), (2, 6.0, 6)}
+    if mode is AutoresetMode.SAME_STEP and not HAS_MAX_CONCURRENCY:  # before 1.4 the wrapper loses first steps
+        wanted |= {(agent, paid - 1, length - 1) for agent, paid, length in wanted}
+    assert set(real) == wanted
+    assert len(real) == 18
+    assert {agent for agent, paid, _ in episodes if paid == 0} == {0, 1}
+
+
+def test_padding_ends_with_the_episode_unless_told_otherwise() -> None:
+    for padding_done in (True, False):
+        rows = flat([Scripted], padding_done=padding_done, num_workers=0)
+        rows.reset(seed=0)
+        ends = [rows.step(np.zeros(3, np.int64))[2].tolist() for _ in range(6)]
+        assert ends[1] == [True, False, False]
+        assert ends[3] == [False, True, False]
+        assert ends[5] == [padding_done, padding_done, True]
+        rows.close()
+
+
+def test_same_step_gives_each_row_its_last_observation_on_its_last_step() -> None:
+    rows = flat([Scripted], autoreset_mode="SameStep", num_workers=0)
+    rows.reset(seed=0)
+    for t in range(1, 7):
+        *_, terminations, _, infos = rows.step(np.zeros(3, np.int64))
+        if terminations.any():
+            assert np.array_equal(infos["_final_obs"], terminations)
+        if t == 2:
+            assert infos["final_obs"][0].tolist() == [102, 102]
+        if t == 6:
+            assert [value.tolist() for value in infos["final_obs"]] == [[0, 0], [0, 0], [106, 106]]
+    rows.close()
+
+
+def test_a_reset_mask_chooses_whole_environments() -> None:
+    rows = flat([Scripted] * 2, num_workers=0)
+    rows.reset(seed=0)
+    rows.step(np.zeros(6, np.int64))
+    with pytest.raises(ValueError, match=r"reset_mask.*envs \[1\]"):
+        rows.reset(options={"reset_mask": np.array([False] * 5 + [True])})
+    mask = np.array([False] * 3 + [True] * 3)
+    obs, infos = rows.reset(seed=[1, 2, 3, 4, 5, 6], options={"reset_mask": mask})
+    assert obs[:, 0].tolist() == [101] * 3 + [100] * 3
+    assert np.array_equal(infos["_agent_mask"], mask)
+    assert rows.get_attr("seeds")[3] == [1, 4]
+    with pytest.raises(ValueError, match="6"):
+        rows.reset(seed=[1, 2])
+    rows.close()
+
+
+def test_attributes_are_those_of_the_environments() -> None:
+    rows = flat([Scripted] * 2, num_workers=0)
+    rows.set_attr("speed", 2.0)
+    assert rows.get_attr("speed") == (2.0,) * 6
+    rows.set_attr("speed", [1, 2, 3, 4, 5, 6])
+    assert rows.get_attr("speed") == (1, 1, 1, 4, 4, 4)
+    assert rows.stats()["steps"] == 0
+    assert "num_envs=6" in repr(rows)
+    rows.close()
+
+
+def test_only_the_stacked_layout_can_be_flat() -> None:
+    with MultiAgentVecEnv([Scripted], layout="agents", num_workers=0) as envs, pytest.raises(ValueError, match="'agents'"):
+        envs.flatten_agents()
+
+
+class Slow(RandomGame):
+    """A game whose steps take a second."""
+
+    def step(self, actions: Any) -> Any:
+        time.sleep(1.0)
+        return super().step(actions)
+
+
+def test_a_step_that_timed_out_is_dropped_by_the_next_reset() -> None:
+    envs = flat([functools.partial(Slow, 1)], num_workers=1, step_timeout=0.5)
+    envs.reset(seed=3)
+    first = envs.reset(seed=3)[0]
+    with pytest.raises(StepTimeout):
+        envs.step(np.zeros(1, np.int64))
+    assert_identical(patiently(lambda: envs.reset(seed=3)[0]), first)
+    envs.close()
+

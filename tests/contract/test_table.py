@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from . import table, test_guards, test_resets, test_state, test_steps  # noqa: F401 - the calls are listed as they are imported
+from . import table, test_guards, test_resets, test_steps  # noqa: F401 - the calls are listed as they are imported
 from .backends import BACKENDS
 from .calls import CALLS
 

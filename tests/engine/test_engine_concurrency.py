@@ -82,8 +82,6 @@ def test_the_limit_changes_nothing_about_the_answers(every_engine: Options, mode
 
 
 def test_an_error_inside_the_limit_lets_the_others_in() -> None:
-    from envs import RaisingEnv, raises_logged
-
     fns = [functools.partial(RaisingEnv, 0, ValueError("x"), "step", 1), *counters(3)[1:]]
     with started(fns, max_concurrency=1) as envs:
         with raises_logged(ValueError):

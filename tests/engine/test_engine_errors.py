@@ -20,6 +20,7 @@ import pytest
 from envs import CounterEnv, Options, RaisingEnv, ReturningEnv, SleepingEnv, counters, opened, raises_logged, started
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
+import vecenv
 from vecenv.errors import EnvFailed, StepTimeout
 
 # --- Section 1.12: closing, once, twice, late, by force, and by nobody --------------------------
@@ -92,8 +93,6 @@ def test_close_extras_takes_the_same_arguments(every_engine: Options) -> None:
 
 
 def test_one_that_nobody_refers_to_any_more_is_closed(every_engine: Options) -> None:
-    import vecenv
-
     envs: Any = vecenv.AsyncVectorEnv(counters(2), **every_engine)
     envs.reset(seed=1)
     pids = [process.pid for process in envs.processes]
@@ -108,8 +107,6 @@ def test_one_that_nobody_refers_to_any_more_is_closed(every_engine: Options) -> 
 
 
 def test_a_constructor_that_failed_leaves_an_object_that_can_be_deleted() -> None:
-    import vecenv
-
     envs: Any = vecenv.AsyncVectorEnv.__new__(vecenv.AsyncVectorEnv)
     with pytest.raises(ValueError, match="AutoresetMode"):
         envs.__init__(counters(1), autoreset_mode="x")
@@ -388,8 +385,6 @@ def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, s
 
 
 def test_the_text_after_close_names_the_subclass() -> None:
-    import vecenv
-
     class Mine(vecenv.AsyncVectorEnv):
         pass
 

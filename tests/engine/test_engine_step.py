@@ -490,8 +490,6 @@ def test_a_step_that_returns_other_than_five_values_is_an_error(engine: Options,
 
 
 def test_a_step_before_the_first_reset_is_the_environments_affair(engine: Options) -> None:
-    import gymnasium
-
     with opened([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:
         with raises_logged(ResetNeeded, failures=2):
             envs.step([0, 0])

@@ -17,6 +17,7 @@ from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
+from vecenv.jax import bridging
 from vecenv.jax.bridging import host_call, primitive_problem
 
 ACTION = np.zeros((2, 1), np.float32)
@@ -50,8 +51,6 @@ def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch:
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The parts of JAX that are not public are looked for again, and once more after the test."""
-    from vecenv.jax import bridging
-
     def forget() -> None:
         bridging.private_parts.cache_clear()
         bridging._primitive.cache_clear()
@@ -77,8 +76,6 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
     anew: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, instead: Any
 ) -> None:
-    from vecenv.jax import bridging
-
     place = importlib.import_module(module)
     if instead is None:
         monkeypatch.delattr(place, name)
@@ -121,8 +118,6 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
 
 @pytest.mark.long
 def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
-    from vecenv.jax import bridging
-
     bridging.primitive_problem.cache_clear()
     with jax.disable_jit(), vj.bridge(Logged()) as env:
         assert env.transport == "primitive"

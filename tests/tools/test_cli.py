@@ -359,8 +359,6 @@ def test_examining_changes_nothing() -> None:
         "assert multiprocessing.get_start_method(allow_none=True) is None;"
         "assert not {'torch', 'jax', 'ray', 'brax', 'envpool', 'rich'} & set(sys.modules)"
     )
-    import subprocess
-
     subprocess.run([sys.executable, "-c", program], check=True, timeout=250)
 
 

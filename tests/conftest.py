@@ -337,6 +337,13 @@ def take_stock() -> Callable[[], Belongings]:
     return _take_stock
 
 
+@pytest.fixture
+def closes() -> Iterator[Callable[[Any], Any]]:
+    """``envs = closes(...)``: it is closed at the end of the test, however that ends."""
+    with contextlib.ExitStack() as stack:
+        yield lambda envs: stack.enter_context(contextlib.closing(envs))
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor, a thread or an entry of /dev/shm behind.

@@ -52,12 +52,11 @@ def streams(envs: Any, steps: int = 30) -> list[Any]:
 
 @pytest.mark.parametrize("backend", ["process", "serial"])
 @pytest.mark.parametrize("what", ["CartPole-v1", gymnasium.spec("CartPole-v1"), cartpole], ids=["id", "spec", "fn"])
-def test_the_engine_gives_gymnasiums_trajectories(make: Callable[..., Any], backend: str, what: Any) -> None:
+def test_the_engine_gives_gymnasiums_trajectories(make: Callable[..., Any], backend: str, what: Any, closes: Any) -> None:
     envs = make(what, 3, backend, vector_kwargs={"num_workers": 1} if backend == "process" else None)
-    stock = gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync")
+    stock = closes(gymnasium.make_vec("CartPole-v1", num_envs=3, vectorization_mode="sync"))
     assert isinstance(envs, AsyncVectorEnv)
     assert_identical(streams(envs), streams(stock))
-    stock.close()
 
 
 def test_serial_starts_no_process(make: Callable[..., Any]) -> None:
@@ -115,11 +114,11 @@ def test_envpool_is_one_argument_away(make: Callable[..., Any]) -> None:
 # --- what Gymnasium's make_vec does --------------------------------------------------------------
 
 
-def test_the_spec_is_gymnasiums(make: Callable[..., Any]) -> None:
+def test_the_spec_is_gymnasiums(make: Callable[..., Any], closes: Any) -> None:
     options: dict[str, Any] = {"autoreset_mode": AutoresetMode.SAME_STEP}
     arguments: dict[str, Any] = {"vector_kwargs": options, "max_episode_steps": 9, "render_mode": "rgb_array"}
     mine = make("CartPole-v1", 3, "serial", **arguments)
-    stock = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", **arguments)
+    stock = closes(gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", **arguments))
     assert mine.spec == stock.spec
     assert mine.render_mode == "rgb_array"
     assert "CartPole-v1" in repr(mine)
@@ -128,7 +127,6 @@ def test_the_spec_is_gymnasiums(make: Callable[..., Any]) -> None:
     assert again.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
     assert_identical(streams(again), streams(mine))
     assert streams(mine)[9][3].all(), "max_episode_steps=9"
-    stock.close()
 
 
 def test_wrappers_wrap_every_environment(make: Callable[..., Any]) -> None:
@@ -179,7 +177,7 @@ def forget() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("forget")
-def test_a_registered_name_gives_this_engine_through_gymnasium() -> None:
+def test_a_registered_name_gives_this_engine_through_gymnasium(closes: Any) -> None:
     assert register("CartPole-v1", backend="serial") == "vecenv/CartPole-v1"
     assert register("CartPole-v1", backend="serial", vector_kwargs={"copy": False}, max_episode_steps=6)
     envs = gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)
@@ -192,9 +190,8 @@ def test_a_registered_name_gives_this_engine_through_gymnasium() -> None:
         assert streams(envs)[6][3].all()
     finally:
         envs.close()
-    longer = gymnasium.make_vec("vecenv/CartPole-v1", num_envs=2, max_episode_steps=8)
+    longer = closes(gymnasium.make_vec("vecenv/CartPole-v1", num_envs=2, max_episode_steps=8))
     assert streams(longer)[8][3].all()
-    longer.close()
 
 
 @needs_envpool
@@ -300,7 +297,7 @@ def test_a_registration_knows_the_environments_options() -> None:
         register(3)  # type: ignore[arg-type]
 
 
-def test_the_ray_backend_gets_functions_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ray_backend_gets_functions_and_options(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
     seen: dict[str, Any] = {}
 
     def fake(env_fns: Any, **options: Any) -> AsyncVectorEnv[Any, Any]:
@@ -309,8 +306,7 @@ def test_the_ray_backend_gets_functions_and_options(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: [])
     monkeypatch.setattr("vecenv.backends.RayVectorEnv", fake, raising=False)
-    envs = make_vec("CartPole-v1", 3, "ray", vector_kwargs={"num_hosts": 2}, max_episode_steps=7)
+    envs = closes(make_vec("CartPole-v1", 3, "ray", vector_kwargs={"num_hosts": 2}, max_episode_steps=7))
     assert seen == {"count": 3, "options": {"num_hosts": 2}}
     assert envs.spec is not None
     assert envs.spec.id == "CartPole-v1"
-    envs.close()

@@ -61,13 +61,10 @@ def test_whoever_builds_one_gets_ours() -> None:
             envs.close()
 
 
-def test_what_the_program_gives_counts_by_position_too() -> None:
+def test_what_the_program_gives_counts_by_position_too(closes: Any) -> None:
     vecenv.install(num_workers=0, shared_memory=False, copy=False, context="spawn")
-    envs: Any = gymnasium.vector.AsyncVectorEnv(counters(2), True, copy=True, num_workers=1)
-    try:
-        assert (envs.shared_memory, envs.copy, envs.context, envs.num_workers) == (True, True, "spawn", 1)
-    finally:
-        envs.close()
+    envs: Any = closes(gymnasium.vector.AsyncVectorEnv(counters(2), True, copy=True, num_workers=1))
+    assert (envs.shared_memory, envs.copy, envs.context, envs.num_workers) == (True, True, "spawn", 1)
 
 
 def test_it_is_put_back_and_said_again() -> None:
@@ -212,15 +209,12 @@ def worker(*args: Any) -> None:
     gymnasium.vector.async_vector_env._async_worker(*args)
 
 
-def test_a_worker_function_of_ones_own_gets_gymnasiums_engine() -> None:
+def test_a_worker_function_of_ones_own_gets_gymnasiums_engine(closes: Any) -> None:
     vecenv.install(num_workers=2, on_failure="restart")
-    envs: Any = gymnasium.vector.AsyncVectorEnv(counters(2), worker=worker)
-    try:
-        assert len(envs.processes) == 2
-        assert envs.reset(seed=1)[0].shape == (2, 4)
-        assert envs.step([0, 0])[1].tolist() == [0.001, 1.001]
-    finally:
-        envs.close()
+    envs: Any = closes(gymnasium.vector.AsyncVectorEnv(counters(2), worker=worker))
+    assert len(envs.processes) == 2
+    assert envs.reset(seed=1)[0].shape == (2, 4)
+    assert envs.step([0, 0])[1].tolist() == [0.001, 1.001]
 
 
 def test_sync_too() -> None:

@@ -61,8 +61,8 @@ def test_every_environment_is_stepped_as_if_it_were_alone(num_workers: int) -> N
             assert got[1:] == wanted[1:]
 
 
-def test_some_are_reset_while_others_wait() -> None:
-    pool = as_envpool(make(3), seed=0)
+def test_some_are_reset_while_others_wait(closes: Any) -> None:
+    pool = closes(as_envpool(make(3), seed=0))
     observations, infos = pool.reset()
     assert sorted(infos["env_id"].tolist()) == [0, 1, 2]
     again, infos = pool.reset(np.array([2, 1]))
@@ -71,7 +71,6 @@ def test_some_are_reset_while_others_wait() -> None:
     assert not np.array_equal(again[0], observations[infos["env_id"][0]])
     *_, infos = pool.step(np.zeros(3, int), np.arange(3, dtype=np.int32))
     assert infos["elapsed_step"].tolist() == [1, 1, 1]
-    pool.close()
 
 
 def test_what_is_not_envpools_is_refused() -> None:
@@ -129,8 +128,8 @@ def faulty_pool(batch_size: int, fns: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("fault", [RAISES, DIES], ids=["raises", "dies"])
-def test_survivors_go_on_without_the_one_that_failed_until_it_is_reset(fault: int) -> None:
-    pool = faulty_pool(4)
+def test_survivors_go_on_without_the_one_that_failed_until_it_is_reset(fault: int, closes: Any) -> None:
+    pool = closes(faulty_pool(4))
     pool.reset()
     with pytest.raises((ValueError, WorkerDied)):
         pool.step(one_fails(fault), np.arange(4))
@@ -143,11 +142,10 @@ def test_survivors_go_on_without_the_one_that_failed_until_it_is_reset(fault: in
     assert (observations[:, 0].tolist(), infos["env_id"].tolist()) == ([0], [1])
     observations, *_, infos = pool.step(np.zeros(4, np.int64), np.arange(4))
     assert observations[np.argsort(infos["env_id"]), 0].tolist() == [3, 1, 3, 3]
-    pool.close()
 
 
-def test_a_reset_of_some_does_not_hand_out_steps_of_others() -> None:
-    pool = faulty_pool(2)
+def test_a_reset_of_some_does_not_hand_out_steps_of_others(closes: Any) -> None:
+    pool = closes(faulty_pool(2))
     pool.reset()
     pool.send(np.zeros(3, np.int64), np.arange(3))
     with pytest.raises(AlreadyPendingCallError, match=r"for envs \[3\] while 3 are in flight"):
@@ -158,13 +156,12 @@ def test_a_reset_of_some_does_not_hand_out_steps_of_others() -> None:
     assert (observations[:, 0].tolist(), infos["env_id"].tolist()) == ([0], [3])
     with pytest.raises(NoAsyncCallError):
         pool.recv()
-    pool.close()
 
 
-def test_a_reset_that_failed_is_asked_for_again_with_its_seed(tmp_path: Path) -> None:
+def test_a_reset_that_failed_is_asked_for_again_with_its_seed(tmp_path: Path, closes: Any) -> None:
     mark = tmp_path / "stuck"
     mark.touch()
-    pool = faulty_pool(4, fns=[Faulty, lambda: Faulty(str(mark)), Faulty, Faulty])
+    pool = closes(faulty_pool(4, fns=[Faulty, lambda: Faulty(str(mark)), Faulty, Faulty]))
     with pytest.raises(ValueError, match="stuck"):
         pool.reset()
     mark.unlink()
@@ -172,4 +169,3 @@ def test_a_reset_that_failed_is_asked_for_again_with_its_seed(tmp_path: Path) ->
     assert observations[np.argsort(infos["env_id"]), 1].tolist() == [10, 11, 12, 13]
     observations, _ = pool.reset()
     assert observations[:, 1].tolist() == [-1] * 4
-    pool.close()

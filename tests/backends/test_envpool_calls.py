@@ -686,11 +686,10 @@ def test_results_are_the_same_for_every_number_of_environments(batch_size: int |
     assert len({each[3] for each in found[0]}) > 3
 
 
-def test_seeds_that_it_does_not_have_are_refused() -> None:
-    envs = vecenv.make_vec("CartPole-v1", 2, "envpool", vector_kwargs={"num_threads": 1})
+def test_seeds_that_it_does_not_have_are_refused(closes: Any) -> None:
+    envs = closes(vecenv.make_vec("CartPole-v1", 2, "envpool", vector_kwargs={"num_threads": 1}))
     with pytest.raises(NotImplementedError, match="cannot give an episode the seed 2147483648: EnvPool's seeds are below"):
         vecenv.evaluate(envs, balance, [vecenv.Episode(seed=2**31)])
-    envs.close()
 
 
 # --- The contract of vector environments, over EnvPool's classic control and over nested dict observations

@@ -188,15 +188,12 @@ def test_same_step_is_next_step_with_the_reset_rows_folded_in(family: str, task_
 
 
 @pytest.mark.long
-def test_final_observations_do_not_keep_whole_batches_in_memory() -> None:
-    envs = EnvPoolVectorEnv("Pong-v5", 2, max_episode_steps=2, autoreset_mode="SameStep", num_threads=1)
-    try:
-        envs.reset(seed=0)
-        envs.step([0, 0])
-        final_obs = envs.step([0, 0])[4]["final_obs"]
-        assert all(row.base is None for row in final_obs)
-    finally:
-        envs.close()
+def test_final_observations_do_not_keep_whole_batches_in_memory(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("Pong-v5", 2, max_episode_steps=2, autoreset_mode="SameStep", num_threads=1))
+    envs.reset(seed=0)
+    envs.step([0, 0])
+    final_obs = envs.step([0, 0])[4]["final_obs"]
+    assert all(row.base is None for row in final_obs)
 
 
 # --- episodic life ------------------------------------------------------------------------------
@@ -233,26 +230,23 @@ def test_a_lost_life_goes_on_with_the_same_game_in_every_mode() -> None:
 
 
 @pytest.mark.long
-def test_a_masked_reset_of_a_running_game_is_a_new_game() -> None:
-    envs = EnvPoolVectorEnv("Breakout-v5", 2, episodic_life=True, use_fire_reset=True, seed=0, num_threads=1)
-    try:
-        envs.reset()
-        over = np.zeros(2, dtype=np.bool_)
-        while not over[0]:
-            _, _, terminations, truncations, infos = envs.step([1, 1])
-            over = terminations | truncations
-        while infos["lives"].tolist() != [4, 4] or (terminations | truncations).any():
-            _, _, terminations, truncations, infos = envs.step([1, 1])
-        while not (terminations | truncations)[0]:
-            _, _, terminations, truncations, infos = envs.step([1, 0])
-        # env 0 has just lost a life, which is to be a natural reset; env 1 may or may not run
-        running = not (terminations | truncations)[1]
-        lives = infos["lives"].tolist()
-        after = envs.reset(options={"reset_mask": np.ones(2, dtype=np.bool_)})[1]["lives"].tolist()
-        assert after == [lives[0], 5 if running else lives[1]]
-        assert envs.reset()[1]["lives"].tolist() == [5, 5], "a reset of all begins new games"
-    finally:
-        envs.close()
+def test_a_masked_reset_of_a_running_game_is_a_new_game(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("Breakout-v5", 2, episodic_life=True, use_fire_reset=True, seed=0, num_threads=1))
+    envs.reset()
+    over = np.zeros(2, dtype=np.bool_)
+    while not over[0]:
+        _, _, terminations, truncations, infos = envs.step([1, 1])
+        over = terminations | truncations
+    while infos["lives"].tolist() != [4, 4] or (terminations | truncations).any():
+        _, _, terminations, truncations, infos = envs.step([1, 1])
+    while not (terminations | truncations)[0]:
+        _, _, terminations, truncations, infos = envs.step([1, 0])
+    # env 0 has just lost a life, which is to be a natural reset; env 1 may or may not run
+    running = not (terminations | truncations)[1]
+    lives = infos["lives"].tolist()
+    after = envs.reset(options={"reset_mask": np.ones(2, dtype=np.bool_)})[1]["lives"].tolist()
+    assert after == [lives[0], 5 if running else lives[1]]
+    assert envs.reset()[1]["lives"].tolist() == [5, 5], "a reset of all begins new games"
 
 
 def test_the_limit_asked_for_is_the_one_that_is_shown() -> None:
@@ -265,25 +259,22 @@ def test_the_limit_asked_for_is_the_one_that_is_shown() -> None:
 # --- seeds and masks ----------------------------------------------------------------------------
 
 
-def test_an_integer_seed_is_envpools_integer_seed() -> None:
+def test_an_integer_seed_is_envpools_integer_seed(closes: Any) -> None:
     raw = make_raw("CartPole-v1", [7, 8, 9])
-    envs = EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1)
-    try:
-        np.testing.assert_array_equal(envs.reset(seed=7)[0], raw.reset()[0])
-        assert envs.np_random_seed == (7, 8, 9)
-        first = envs.reset(seed=np.int64(2**40))[0]
-        assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
-        envs.reset(seed=2**31 - 1)
-        assert envs.np_random_seed[0] == 2**31 - 1
-        assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
-        envs.reset(seed=np.int64(2**40))
-        again = envs.reset(seed=list(envs.np_random_seed))[0]
-        np.testing.assert_array_equal(first, again)
-        envs.reset(seed=[1, None, 3])
-        assert envs.np_random_seed[0] == 1
-        assert envs.np_random_seed[2] == 3
-    finally:
-        envs.close()
+    envs = closes(EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1))
+    np.testing.assert_array_equal(envs.reset(seed=7)[0], raw.reset()[0])
+    assert envs.np_random_seed == (7, 8, 9)
+    first = envs.reset(seed=np.int64(2**40))[0]
+    assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
+    envs.reset(seed=2**31 - 1)
+    assert envs.np_random_seed[0] == 2**31 - 1
+    assert all(0 <= seed < 2**31 for seed in envs.np_random_seed)
+    envs.reset(seed=np.int64(2**40))
+    again = envs.reset(seed=list(envs.np_random_seed))[0]
+    np.testing.assert_array_equal(first, again)
+    envs.reset(seed=[1, None, 3])
+    assert envs.np_random_seed[0] == 1
+    assert envs.np_random_seed[2] == 3
 
 
 def test_without_a_seed_no_two_are_alike() -> None:
@@ -293,17 +284,14 @@ def test_without_a_seed_no_two_are_alike() -> None:
     assert one.np_random_seed != (42, 43)
 
 
-def test_a_reset_without_a_seed_goes_on_with_the_random_numbers() -> None:
-    envs = EnvPoolVectorEnv("CartPole-v1", 2, seed=1, num_threads=1)
-    try:
-        first = envs.reset()[0]
-        assert envs.stats()["pools"] == 1
-        assert (envs.reset()[0] != first).any()
-        assert envs.stats()["pools"] == 1
-        np.testing.assert_array_equal(envs.reset(seed=1)[0], first)
-        assert envs.stats()["pools"] == 2
-    finally:
-        envs.close()
+def test_a_reset_without_a_seed_goes_on_with_the_random_numbers(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("CartPole-v1", 2, seed=1, num_threads=1))
+    first = envs.reset()[0]
+    assert envs.stats()["pools"] == 1
+    assert (envs.reset()[0] != first).any()
+    assert envs.stats()["pools"] == 1
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], first)
+    assert envs.stats()["pools"] == 2
 
 
 def test_threads_and_batches_do_not_change_trajectories() -> None:
@@ -317,11 +305,10 @@ def test_threads_and_batches_do_not_change_trajectories() -> None:
         assert_identical(other, found[0])
 
 
-def test_a_masked_reset_before_the_first_is_refused() -> None:
-    envs = EnvPoolVectorEnv("CartPole-v1", 2)
+def test_a_masked_reset_before_the_first_is_refused(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("CartPole-v1", 2))
     with pytest.raises(gymnasium.error.ResetNeeded, match="all environments"):
         envs.reset(options={"reset_mask": np.array([True, False])})
-    envs.close()
 
 
 # --- spaces, dtypes, infos ----------------------------------------------------------------------
@@ -338,21 +325,19 @@ def test_bounds_that_mean_infinity_are_infinite() -> None:
     assert cartpole.high[0] == np.float32(4.8)
 
 
-def test_discrete_observations_have_the_dtype_of_their_space() -> None:
+def test_discrete_observations_have_the_dtype_of_their_space(closes: Any) -> None:
     envs = EnvPoolVectorEnv("FrozenLake-v1", 2, num_threads=1)
     observations, _ = envs.reset(seed=0)
     assert observations.dtype == envs.observation_space.dtype == np.int64
     envs.close()
-    maze = EnvPoolVectorEnv("Maze-v0", 2, num_threads=1)
+    maze = closes(EnvPoolVectorEnv("Maze-v0", 2, num_threads=1))
     mask = maze.reset(seed=0)[0]["action_mask"]
     assert mask.dtype == maze.observation_space["action_mask"].dtype == np.int8  # type: ignore[index]
-    maze.close()
 
 
-def test_every_mask_may_be_written_to_by_itself() -> None:
-    envs = EnvPoolVectorEnv("CartPole-v1", 2, num_threads=1)
+def test_every_mask_may_be_written_to_by_itself(closes: Any) -> None:
+    envs = closes(EnvPoolVectorEnv("CartPole-v1", 2, num_threads=1))
     infos = envs.reset(seed=0)[1]
     infos["_env_id"][:] = False
     assert infos["_elapsed_step"].all()
     assert envs.step([0, 0])[4]["_env_id"].all()
-    envs.close()

@@ -69,17 +69,15 @@ def test_trajectories_and_infos_are_those_of_sync_vector_env(num_hosts: int, mod
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_the_order_of_info_keys_is_that_of_the_local_engine(mode: AutoresetMode) -> None:
-    envs = VectorEnvHere(scripted(5, turn=False), autoreset_mode=mode)
-    local: Any = vecenv.AsyncVectorEnv(scripted(5, turn=False), autoreset_mode=mode, num_workers=0)
+def test_the_order_of_info_keys_is_that_of_the_local_engine(mode: AutoresetMode, closes: Any) -> None:
+    envs = closes(VectorEnvHere(scripted(5, turn=False), autoreset_mode=mode))
+    local: Any = closes(vecenv.AsyncVectorEnv(scripted(5, turn=False), autoreset_mode=mode, num_workers=0))
     assert list(envs.reset(seed=1)[1]) == list(local.reset(seed=1)[1])
     for _ in range(20):
         actions = local.action_space.sample()
         assert list(envs.step(actions)[4]) == list(local.step(actions)[4])
         if mode is AutoresetMode.DISABLED:
             envs.reset(), local.reset()
-    envs.close()
-    local.close()
 
 
 SPACES = [
@@ -92,11 +90,10 @@ SPACES = [
 
 @pytest.mark.parametrize("space", SPACES, ids=repr)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_any_space_may_be_observed_and_acted_in(space: spaces.Space, mode: AutoresetMode) -> None:
+def test_any_space_may_be_observed_and_acted_in(space: spaces.Space, mode: AutoresetMode, closes: Any) -> None:
     fns = [functools.partial(SpaceEnv, space, space, env_id=index, lengths=(2 + index,)) for index in range(4)]
-    envs = VectorEnvHere(fns, autoreset_mode=mode)
+    envs = closes(VectorEnvHere(fns, autoreset_mode=mode))
     assert_same_trajectory(envs, SyncVectorEnv(fns, autoreset_mode=mode), 12, seed=5)
-    envs.close()
 
 
 class Walk(gymnasium.Env[Any, Any]):
@@ -125,8 +122,8 @@ def test_generators_of_their_own_make_hosts_change_nothing() -> None:
     assert_identical(said[0], said[1])
 
 
-def test_calls_reach_every_environment_with_its_own_arguments() -> None:
-    envs = VectorEnvHere(counters(5), num_hosts=3)
+def test_calls_reach_every_environment_with_its_own_arguments(closes: Any) -> None:
+    envs = closes(VectorEnvHere(counters(5), num_hosts=3))
     envs.reset(seed=1)
     assert envs.call("add", 2, scale=10) == (20, 21, 22, 23, 24)
     envs.set_attr("note", [10, 11, 12, 13, 14])
@@ -139,35 +136,32 @@ def test_calls_reach_every_environment_with_its_own_arguments() -> None:
     with pytest.raises(AttributeError, match="nosuch"):
         envs.call("nosuch")
     assert envs.get_attr("env_id") == (0, 1, 2, 3, 4)
-    envs.close()
 
 
-def test_environments_with_different_bounds_are_batched() -> None:
+def test_environments_with_different_bounds_are_batched(closes: Any) -> None:
     fns = [functools.partial(SpaceEnv, spaces.Box(0, 1 + index, (2,), np.float32)) for index in range(4)]
     with pytest.raises(RuntimeError, match=r"Env 1 has"):
         VectorEnvHere(fns)
-    envs = VectorEnvHere(fns, observation_mode="different")
+    envs = closes(VectorEnvHere(fns, observation_mode="different"))
     sync = SyncVectorEnv(fns, observation_mode="different")
     assert envs.observation_space == sync.observation_space
-    envs.close()
 
 
-def test_stats_count_what_all_hosts_did() -> None:
-    envs = VectorEnvHere(counters(4))
+def test_stats_count_what_all_hosts_did(closes: Any) -> None:
+    envs = closes(VectorEnvHere(counters(4)))
     envs.reset()
     for _ in range(3):
         envs.step([0] * 4)
     assert envs.stats()["steps"] == 12
     assert envs.stats()["resets"] == 4
-    envs.close()
 
 
 # -- first-ready batches ---------------------------------------------------------------------------------------
 
 
-def test_whoever_answered_first_is_received_first_and_nothing_is_lost() -> None:
+def test_whoever_answered_first_is_received_first_and_nothing_is_lost(closes: Any) -> None:
     here = HostsHere()
-    envs = VectorEnvHere(counters(6, lengths=(100,)), here, num_hosts=3, batch_size=2)
+    envs = closes(VectorEnvHere(counters(6, lengths=(100,)), here, num_hosts=3, batch_size=2))
     envs.reset_async(seed=0)
     here.held = {0}
     seen = [envs.recv()[4]["env_id"].tolist() for _ in range(2)]
@@ -185,12 +179,11 @@ def test_whoever_answered_first_is_received_first_and_nothing_is_lost() -> None:
         np.testing.assert_allclose(rewards, infos["env_id"] + observations[:, 1] / 1000)
     here.held = set()
     assert envs.recv()[4]["env_id"].tolist() == [0, 1]
-    envs.close()
 
 
-def test_rows_sent_one_by_one_come_back_with_their_own_values() -> None:
-    envs = VectorEnvHere(scripted(5), num_hosts=2, batch_size=1)
-    sync = SyncVectorEnv(scripted(5))
+def test_rows_sent_one_by_one_come_back_with_their_own_values(closes: Any) -> None:
+    envs = closes(VectorEnvHere(scripted(5), num_hosts=2, batch_size=1))
+    sync = closes(SyncVectorEnv(scripted(5)))
     envs.reset(seed=4)
     sync.reset(seed=4)
     for t in range(12):
@@ -204,18 +197,15 @@ def test_rows_sent_one_by_one_come_back_with_their_own_values() -> None:
             assert_identical(observations["x"][0], wanted[0]["x"][row])
             assert (rewards[0], terminations[0], truncations[0]) == tuple(part[row] for part in wanted[1:4])
             assert ("word" in infos) == bool(wanted[4].get("_word", np.zeros(5, bool))[row])
-    envs.close()
-    sync.close()
 
 
-def test_a_reset_waits_for_what_is_in_flight() -> None:
-    envs = VectorEnvHere(counters(4), batch_size=2)
+def test_a_reset_waits_for_what_is_in_flight(closes: Any) -> None:
+    envs = closes(VectorEnvHere(counters(4), batch_size=2))
     envs.reset(seed=1)
     envs.send([1] * 4)
     observations, _ = envs.reset(seed=7)
     assert observations[:, 1].tolist() == [0] * 4
     assert observations[:, 3].tolist() == [7, 8, 9, 10]
-    envs.close()
 
 
 # -- failures --------------------------------------------------------------------------------------------------
@@ -236,8 +226,8 @@ def _one_raises(index: int, n: int = 4) -> list[Any]:
     return fns
 
 
-def test_an_environments_error_comes_back_as_itself_with_its_own_index() -> None:
-    envs = VectorEnvHere(_one_raises(3))
+def test_an_environments_error_comes_back_as_itself_with_its_own_index(closes: Any) -> None:
+    envs = closes(VectorEnvHere(_one_raises(3)))
     envs.reset()
     envs.step([0] * 4)
     envs.step([0] * 4)
@@ -250,12 +240,11 @@ def test_an_environments_error_comes_back_as_itself_with_its_own_index() -> None
     observations, _ = envs.reset()
     assert observations[:, 1].tolist() == [0] * 4
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4
-    envs.close()
 
 
-def test_an_environment_that_raises_is_restarted_by_its_host() -> None:
-    envs = VectorEnvHere(_one_raises(3), on_failure="restart")
-    local: Any = vecenv.AsyncVectorEnv(_one_raises(3), num_workers=0, on_failure="restart")
+def test_an_environment_that_raises_is_restarted_by_its_host(closes: Any) -> None:
+    envs = closes(VectorEnvHere(_one_raises(3), on_failure="restart"))
+    local: Any = closes(vecenv.AsyncVectorEnv(_one_raises(3), num_workers=0, on_failure="restart"))
     for one in (envs, local):
         one.reset(seed=1)
     for t in range(4):
@@ -263,18 +252,15 @@ def test_an_environment_that_raises_is_restarted_by_its_host() -> None:
         mine[0][:, 3] = theirs[0][:, 3] = 0  # the seed of the new environment is a fresh one
         assert_identical(mine, theirs, f"step {t}")
     assert envs.stats()["restarts"] == 1
-    envs.close()
-    local.close()
 
 
-def test_a_host_that_restarts_too_often_says_so() -> None:
-    envs = VectorEnvHere(_one_raises(1), on_failure="restart", restart_limit=0)
+def test_a_host_that_restarts_too_often_says_so(closes: Any) -> None:
+    envs = closes(VectorEnvHere(_one_raises(1), on_failure="restart", restart_limit=0))
     envs.reset()
     envs.step([0] * 4)
     envs.step([0] * 4)
     with pytest.raises(WorkerDied, match="more than 0 restarts"):
         envs.step([0] * 4)
-    envs.close()
 
 
 @pytest.mark.parametrize("when", ["idle", "step"])
@@ -302,9 +288,9 @@ def test_a_dead_host_is_named_and_a_reset_starts_it_anew(when: str) -> None:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_a_dead_hosts_rows_are_truncated_and_built_anew(mode: AutoresetMode) -> None:
+def test_a_dead_hosts_rows_are_truncated_and_built_anew(mode: AutoresetMode, closes: Any) -> None:
     here = HostsHere()
-    envs = VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", autoreset_mode=mode)
+    envs = closes(VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", autoreset_mode=mode))
     envs.reset(seed=1)
     before = envs.step([0] * 4)[0]
     here.die(0)
@@ -324,14 +310,13 @@ def test_a_dead_hosts_rows_are_truncated_and_built_anew(mode: AutoresetMode) -> 
     following = envs.step([0] * 4)[0]
     assert following[:, 1].tolist() == ([0, 0, 3, 3] if mode is AutoresetMode.NEXT_STEP else [1, 1, 3, 3])
     assert envs.stats()["restarts"] == 1
-    envs.close()
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_what_a_host_lost_goes_on_from_a_snapshot(mode: AutoresetMode) -> None:
+def test_what_a_host_lost_goes_on_from_a_snapshot(mode: AutoresetMode, closes: Any) -> None:
     """A host that died, and an environment that its host restarts by itself."""
     here = HostsHere()
-    envs = VectorEnvHere(_one_raises(3), here, on_failure="restart", autoreset_mode=mode)
+    envs = closes(VectorEnvHere(_one_raises(3), here, on_failure="restart", autoreset_mode=mode))
     envs.reset(seed=1)
     envs.step([0] * 4)
     kept = envs.save(verify=False)
@@ -343,12 +328,11 @@ def test_what_a_host_lost_goes_on_from_a_snapshot(mode: AutoresetMode) -> None:
     assert envs.load([kept[row] for row in back], env_id=back)[:, 1].tolist() == [1, 1, 1]
     assert envs.step([0] * 4)[0][:, 1].tolist() == [2, 2, 4, 2]
     assert envs.stats()["restarts"] == 2
-    envs.close()
 
 
-def test_a_dead_host_comes_back_through_recv_too() -> None:
+def test_a_dead_host_comes_back_through_recv_too(closes: Any) -> None:
     here = HostsHere()
-    envs = VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", batch_size=2)
+    envs = closes(VectorEnvHere(counters(4, lengths=(50,)), here, on_failure="restart", batch_size=2))
     envs.reset(seed=1)
     envs.send([0] * 4, range(4))
     here.die(1)
@@ -357,12 +341,11 @@ def test_a_dead_host_comes_back_through_recv_too() -> None:
         _, _, _, truncations, infos = envs.recv()
         seen.update(zip(infos["env_id"].tolist(), truncations.tolist(), strict=True))
     assert seen == {0: False, 1: False, 2: True, 3: True}
-    envs.close()
 
 
-def test_no_room_for_a_lost_host_is_an_error_at_once() -> None:
+def test_no_room_for_a_lost_host_is_an_error_at_once(closes: Any) -> None:
     here = HostsHere()
-    envs = VectorEnvHere(counters(4), here, on_failure="restart")
+    envs = closes(VectorEnvHere(counters(4), here, on_failure="restart"))
     envs.reset()
     here.die(0)
     here.room = False
@@ -370,12 +353,11 @@ def test_no_room_for_a_lost_host_is_an_error_at_once() -> None:
         envs.step([0] * 4)
     here.room = True
     assert envs.step([0] * 4)[3].tolist()[:2] == [True, True]
-    envs.close()
 
 
-def test_a_late_host_can_be_waited_for_again() -> None:
+def test_a_late_host_can_be_waited_for_again(closes: Any) -> None:
     here = HostsHere()
-    envs = VectorEnvHere(counters(4, lengths=(9,)), here)
+    envs = closes(VectorEnvHere(counters(4, lengths=(9,)), here))
     envs.reset()
     envs.step_async([0] * 4)
     here.held = {1}
@@ -385,25 +367,22 @@ def test_a_late_host_can_be_waited_for_again() -> None:
     here.held = set()
     assert envs.step_wait()[0][:, 1].tolist() == [1] * 4
     assert envs.step([0] * 4)[0][:, 1].tolist() == [2] * 4
-    envs.close()
 
 
 @pytest.mark.long
-def test_workers_of_each_host_have_variables_of_their_own() -> None:
-    envs = VectorEnvHere(counters(4), num_hosts=2, workers_per_host=2, worker_env={"VECENV_TEST_DEVICE": str})
+def test_workers_of_each_host_have_variables_of_their_own(closes: Any) -> None:
+    envs = closes(VectorEnvHere(counters(4), num_hosts=2, workers_per_host=2, worker_env={"VECENV_TEST_DEVICE": str}))
     seen = envs.exec_func(lambda env: os.environ.get("VECENV_TEST_DEVICE"))
     assert seen == ("0", "1", "0", "1")
-    envs.close()
 
 
-def test_infos_of_different_shapes_are_kept_where_that_is_wanted() -> None:
+def test_infos_of_different_shapes_are_kept_where_that_is_wanted(closes: Any) -> None:
     fns = [info_env([{"key": np.arange(length)}]) for length in (1, 2, 3)]
-    envs = VectorEnvHere(fns, num_hosts=2, ragged_infos=True)
+    envs = closes(VectorEnvHere(fns, num_hosts=2, ragged_infos=True))
     envs.reset(seed=1)
     infos = envs.step(envs.action_space.sample())[4]
     assert [value.tolist() for value in infos["key"]] == [[0], [0, 1], [0, 1, 2]]
     assert infos["_key"].all()
-    envs.close()
 
 
 # -- what is refused -------------------------------------------------------------------------------------------
@@ -481,13 +460,12 @@ def test_hosts_that_disagree_on_spaces_are_named() -> None:
         assert here.closed
 
 
-def test_one_function_for_many_environments_travels_once() -> None:
+def test_one_function_for_many_environments_travels_once(closes: Any) -> None:
     here = HostsHere()
     fn = functools.partial(CounterEnv, env_id=3)
-    envs = VectorEnvHere([fn] * 4, here)
+    envs = closes(VectorEnvHere([fn] * 4, here))
     assert [len(host._plan.env_fns.functions) for host in here.living] == [1, 1]
     assert envs.get_attr("env_id") == (3,) * 4
-    envs.close()
 
 
 def test_a_host_reserves_a_core_a_worker_and_one_for_itself() -> None:
@@ -538,27 +516,23 @@ def test_a_plain_step_is_one_call_a_host_with_packed_arrays(shape: tuple[int, ..
     envs.close()
 
 
-def test_rows_are_saved_on_hosts_and_loaded_into_an_engine_here_and_back() -> None:
+def test_rows_are_saved_on_hosts_and_loaded_into_an_engine_here_and_back(closes: Any) -> None:
     env_fn = functools.partial(gymnasium.make, "CartPole-v1")
-    over, here = VectorEnvHere([env_fn] * 4), vecenv.AsyncVectorEnv([env_fn] * 4, num_workers=0)
-    try:
-        over.reset(seed=3)
-        here.reset(seed=9)
-        for number in range(20):
-            over.step(np.array([0, 1, 1, 0]) ^ (number & 1))
-        assert_identical(here.load(over.save()), over.observations.copy())
-        for number in range(30):
-            actions = np.array([1, 1, 0, 0]) ^ (number & 1)
-            assert_identical(over.step(actions), here.step(actions))
-        [third] = here.save([2])
-        over.load(third, [0, 3])
-        first, *_ = over.step(np.zeros(4, np.int64))
-        assert_identical(first[0], first[3])
-        with pytest.raises(vecenv.errors.SnapshotMismatch, match=r"the snapshot does not fit: .*made with"):
-            over.load([third, third.having(kind=replace(third.row.kind, arguments="other=1"))], [0, 3])
-    finally:
-        over.close()
-        here.close()
+    over, here = closes(VectorEnvHere([env_fn] * 4)), closes(vecenv.AsyncVectorEnv([env_fn] * 4, num_workers=0))
+    over.reset(seed=3)
+    here.reset(seed=9)
+    for number in range(20):
+        over.step(np.array([0, 1, 1, 0]) ^ (number & 1))
+    assert_identical(here.load(over.save()), over.observations.copy())
+    for number in range(30):
+        actions = np.array([1, 1, 0, 0]) ^ (number & 1)
+        assert_identical(over.step(actions), here.step(actions))
+    [third] = here.save([2])
+    over.load(third, [0, 3])
+    first, *_ = over.step(np.zeros(4, np.int64))
+    assert_identical(first[0], first[3])
+    with pytest.raises(vecenv.errors.SnapshotMismatch, match=r"the snapshot does not fit: .*made with"):
+        over.load([third, third.having(kind=replace(third.row.kind, arguments="other=1"))], [0, 3])
 
 
 # -- the flight recorder ---------------------------------------------------------------------------------------------------

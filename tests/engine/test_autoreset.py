@@ -225,26 +225,24 @@ def play(envs: Any, steps: int, seed: int | None = 7, draws: int = 1) -> list[An
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spares", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
-def test_it_gives_what_resets_without_spares_give(mode: str, spares: int) -> None:
+def test_it_gives_what_resets_without_spares_give(mode: str, spares: int, closes: Any) -> None:
     same = play(twin([Walk] * 3, autoreset_mode=mode), 40)
-    envs = spared(Walk, autoreset_mode=mode, spare_workers=spares)
+    envs = closes(spared(Walk, autoreset_mode=mode, spare_workers=spares))
     assert_identical(play(envs, 40), same)
-    envs.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_how_long_resets_take_changes_nothing(mode: str) -> None:
+def test_how_long_resets_take_changes_nothing(mode: str, closes: Any) -> None:
     same = play(twin([Walk] * 3, autoreset_mode=mode), 30)
-    envs = spared(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode)
+    envs = closes(spared(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode))
     for _ in range(2):  # and what is being reset when they begin anew is no part of it
         assert_identical(play(envs, 30), same)
-    envs.close()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_resets_by_the_caller_go_on_counting(mode: str) -> None:
-    envs, same = spared(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+def test_resets_by_the_caller_go_on_counting(mode: str, closes: Any) -> None:
+    envs, same = closes(spared(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 9), play(same, 9))
     for about in (
         {}, {"options": {"reset_mask": np.array([True, False, True])}}, {"options": {"scale": 3.0}},
@@ -253,7 +251,6 @@ def test_resets_by_the_caller_go_on_counting(mode: str) -> None:
         options = dict(about.get("options", {})) or None
         assert_identical(envs.reset(**about), same.reset(seed=about.get("seed"), options=options))
         assert_identical(play(envs, 8, seed=None), play(same, 8, seed=None))
-    envs.close()
 
 
 @pytest.mark.long
@@ -274,12 +271,11 @@ def test_however_observations_travel(options: dict[str, Any], mode: str) -> None
 
 
 @pytest.mark.long
-def test_without_a_seed_episodes_differ_each_time() -> None:
-    envs = spared(Walk)
+def test_without_a_seed_episodes_differ_each_time(closes: Any) -> None:
+    envs = closes(spared(Walk))
     first, second = (envs.reset()[0].copy() for _ in range(2))
     assert not (first[:, 1] == second[:, 1]).any()
     assert not (envs.reset()[0][:, 1] == first[:, 1]).any()
-    envs.close()
 
 
 # -- the point of it ----------------------------------------------------------------------------------------------------
@@ -300,26 +296,24 @@ def waited(envs: Any, steps: int) -> float:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str) -> None:
+def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str, closes: Any) -> None:
     env_fn = partial(Walk, reset=0.4, lengths=(4, 5))
     envs = spared(env_fn, 2, spare_workers=2, autoreset_mode=mode)
     assert waited(envs, 5) < 0.25
     envs.close()
-    plain = vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode)
+    plain = closes(vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode))
     assert waited(plain, 5) > 0.25, "the environment does not show it"
-    plain.close()
 
 
 @pytest.mark.long
-def test_the_row_waits_for_what_is_left_of_a_reset() -> None:
-    envs = spared(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1)
+def test_the_row_waits_for_what_is_left_of_a_reset(closes: Any) -> None:
+    envs = closes(spared(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1))
     envs.reset(seed=7)
     time.sleep(0.4)
     began = time.perf_counter()
     for _ in range(5):
         envs.step(np.zeros(1, np.int64))
     assert time.perf_counter() - began < 0.5
-    envs.close()
 
 
 class QuickWhereAsked(Walk):
@@ -335,9 +329,9 @@ class QuickWhereAsked(Walk):
 
 
 @pytest.mark.long
-def test_one_that_was_busy_is_told_once_it_has_time() -> None:
+def test_one_that_was_busy_is_told_once_it_has_time(closes: Any) -> None:
     """It begins an episode that a reset by the caller makes needless: what it is to begin instead it learns afterwards."""
-    envs = spared(partial(QuickWhereAsked, reset=0.3, lengths=(40, 41)), 1, spare_workers=1)
+    envs = closes(spared(partial(QuickWhereAsked, reset=0.3, lengths=(40, 41)), 1, spare_workers=1))
     for seed in (7, 8):
         envs.reset(seed=seed, options={"quick": True})
     for _ in range(39):
@@ -347,7 +341,6 @@ def test_one_that_was_busy_is_told_once_it_has_time() -> None:
     assert envs.step(np.zeros(1, np.int64))[2].all()
     envs.step(np.zeros(1, np.int64))
     assert envs.get_attr("began")[0] < before_the_end
-    envs.close()
 
 
 # -- calls on environments ----------------------------------------------------------------------------------------------
@@ -355,26 +348,24 @@ def test_one_that_was_busy_is_told_once_it_has_time() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_calls_reach_the_environment_that_has_the_row_now(mode: str) -> None:
-    envs, same = spared(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+def test_calls_reach_the_environment_that_has_the_row_now(mode: str, closes: Any) -> None:
+    envs, same = closes(spared(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), same.reset(seed=7))
     for _ in range(12):
         assert_identical(envs.step(np.ones(3, np.int64)), same.step(np.ones(3, np.int64)))
         assert_identical(envs.get_attr("left"), same.get_attr("left"))
         assert_identical(envs.exec_func(lambda env: env.unwrapped.left, [1]), (None, same.get_attr("left")[1], None))
-    envs.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str) -> None:
-    envs, same = spared(Walk, autoreset_mode=mode), twin([Walk] * 3, autoreset_mode=mode)
+def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str, closes: Any) -> None:
+    envs, same = closes(spared(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(play(envs, 4), play(same, 4))
     envs.set_attr("level", 5.0)
     for env in same.envs:
         env.unwrapped.level = 5.0
     assert_identical(play(envs, 20, seed=None), play(same, 20, seed=None))
-    envs.close()
 
 
 @pytest.mark.long
@@ -382,12 +373,12 @@ def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str) -> None
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("victims", ["spares", "rows", "all", "an environment that raises"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, victims: str, when: str) -> None:
+def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, victims: str, when: str, closes: Any) -> None:
     """Workers die, before or after the attribute is set, and any environment may run any row's episode then."""
     raising = victims.startswith("an env")
     kind = partial(Walk, raises=third_seed(1)) if raising else Walk
     options = {"on_failure": "restart", "restart_limit": 100} if on_failure == "restart" else {}
-    envs, same = spared(kind, autoreset_mode=mode, **options), twin([Walk] * 3, autoreset_mode=mode)
+    envs, same = closes(spared(kind, autoreset_mode=mode, **options)), twin([Walk] * 3, autoreset_mode=mode)
 
     def fail() -> None:
         if raising:
@@ -415,7 +406,6 @@ def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, v
     for env in same.envs:
         env.unwrapped.level = 5.0
     assert_identical(play(envs, 30, seed=8), play(same, 30, seed=8))
-    envs.close()
 
 
 def told_of(infos: dict[str, Any], at: int) -> dict[str, Any]:
@@ -550,8 +540,8 @@ def test_snapshots_take_the_seeds_of_later_episodes_along(mode: str) -> None:
         play(envs, 30, seed=None)
 
 
-def test_what_cannot_be_right_is_refused_by_name() -> None:
-    envs = spared(Walk, 2, spare_workers=1, autoreset_mode="SameStep")
+def test_what_cannot_be_right_is_refused_by_name(closes: Any) -> None:
+    envs = closes(spared(Walk, 2, spare_workers=1, autoreset_mode="SameStep"))
     envs.reset(seed=1)
     assert not envs.capabilities.first_ready
     mask = np.array([True, False])
@@ -568,7 +558,6 @@ def test_what_cannot_be_right_is_refused_by_name() -> None:
         envs.recv()
     envs.reset_wait()
     assert envs.reset(options={"reset_mask": mask})[0].shape == (2, 3)
-    envs.close()
 
 
 @pytest.mark.parametrize(
@@ -618,9 +607,9 @@ def third_seed(row: int) -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("how", "error"), [("raises", ValueError), ("dies", vecenv.errors.WorkerDied)])
-def test_a_reset_ahead_that_fails_is_the_rows_failure(mode: str, how: str, error: type[Exception]) -> None:
+def test_a_reset_ahead_that_fails_is_the_rows_failure(mode: str, how: str, error: type[Exception], closes: Any) -> None:
     """It comes when the row would have reset, whenever it happened; a reset brings everything back."""
-    envs = spared(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode)
+    envs = closes(spared(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode))
     same = twin([Walk] * 3, autoreset_mode=mode)
     for _ in range(2):
         assert_identical(envs.reset(seed=7), same.reset(seed=7))
@@ -635,15 +624,14 @@ def test_a_reset_ahead_that_fails_is_the_rows_failure(mode: str, how: str, error
             envs.step(np.ones(3, np.int64))
         with pytest.raises(vecenv.errors.EnvFailed):
             envs.step(np.zeros(3, np.int64))
-    envs.close()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("how", ["raises", "dies"])
-def test_a_reset_ahead_that_fails_is_restarted(mode: str, how: str) -> None:
+def test_a_reset_ahead_that_fails_is_restarted(mode: str, how: str, closes: Any) -> None:
     """The row says that it was restarted; the others go on as if nothing had happened, and so does it, an episode later."""
-    envs = spared(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode, on_failure="restart")
+    envs = closes(spared(partial(Walk, **{how: third_seed(1)}), autoreset_mode=mode, on_failure="restart"))
     same = twin([Walk] * 3, autoreset_mode=mode)
     assert_identical(envs.reset(seed=7), same.reset(seed=7))
     restarted = 0
@@ -655,18 +643,16 @@ def test_a_reset_ahead_that_fails_is_restarted(mode: str, how: str) -> None:
             restarted += int(found[4]["restarted"][1])
             assert (found[1][1], found[3][1]) == (0.0, True)
     assert restarted == envs.stats()["restarts"] == 1
-    envs.close()
 
 
 @pytest.mark.long
-def test_a_reset_of_all_brings_dead_spares_back() -> None:
-    envs = spared(Walk, 2)
+def test_a_reset_of_all_brings_dead_spares_back(closes: Any) -> None:
+    envs = closes(spared(Walk, 2))
     envs.reset(seed=3)
     for worker in envs._pool.spares:
         worker.signal(9)
     time.sleep(0.2)
     assert_identical(play(envs, 20), play(twin([Walk] * 2), 20))
-    envs.close()
 
 
 @pytest.mark.long

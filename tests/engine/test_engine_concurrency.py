@@ -159,10 +159,10 @@ def test_environments_are_shared_out_in_contiguous_and_even_parts(num_envs: int,
 
 @pytest.mark.parametrize(("num_workers", "mode", "shared_memory"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
 def test_uneven_shares_give_the_answers_of_sync_vector_env(
-    num_workers: int, mode: AutoresetMode, shared_memory: bool
+    num_workers: int, mode: AutoresetMode, shared_memory: bool, closes: Any
 ) -> None:
     fns = [functools.partial(CounterEnv, index, lengths=(1 + index, 2)) for index in range(5)]
-    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    oracle = closes(SyncVectorEnv(fns, autoreset_mode=mode))
     rng = np.random.default_rng(num_workers)
     with opened(fns, num_workers=num_workers, autoreset_mode=mode, shared_memory=shared_memory) as envs:
         assert_identical(envs.reset(seed=9), oracle.reset(seed=9))
@@ -174,7 +174,6 @@ def test_uneven_shares_give_the_answers_of_sync_vector_env(
             if mask.any():
                 both = [one.reset(seed=t, options={"reset_mask": mask.copy()}) for one in (envs, oracle)]
                 assert_identical(*both, f"reset after step {t}")
-    oracle.close()
 
 
 def test_zero_means_this_process_and_this_thread() -> None:
@@ -288,8 +287,8 @@ def test_the_environments_of_a_worker_are_inside_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("threads", [2, 16])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_every_number_is_that_of_a_sync_vector_env(mode: AutoresetMode, threads: int) -> None:
-    same = SyncVectorEnv(actors(5), autoreset_mode=mode)
+def test_every_number_is_that_of_a_sync_vector_env(mode: AutoresetMode, threads: int, closes: Any) -> None:
+    same = closes(SyncVectorEnv(actors(5), autoreset_mode=mode))
     with opened(actors(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
         assert_identical(envs.reset(seed=3), same.reset(seed=3))
         for tick in range(12):
@@ -302,7 +301,6 @@ def test_every_number_is_that_of_a_sync_vector_env(mode: AutoresetMode, threads:
                     reset = both.reset(seed=[tick] * 5, options={"reset_mask": over.copy()})
                     assert_identical(reset[0][over], envs.observations[over])
         assert envs.stats()["step_time_slowest_env"] > 0
-    same.close()
 
 
 def test_what_raises_costs_the_others_nothing() -> None:

@@ -69,14 +69,13 @@ def test_the_class_takes_type_arguments() -> None:
     assert vecenv.AsyncVectorEnv[np.ndarray, np.ndarray] is not None
 
 
-def test_a_generic_subclass_can_be_written_and_run() -> None:
+def test_a_generic_subclass_can_be_written_and_run(closes: Any) -> None:
     class Mine(vecenv.AsyncVectorEnv[np.ndarray, np.ndarray]):
         pass
 
-    envs: Any = Mine(counters(2), num_workers=0)
+    envs: Any = closes(Mine(counters(2), num_workers=0))
     assert envs.reset(seed=1)[0].shape == (2, 4)
     assert "Mine" in repr(envs)
-    envs.close()
 
 
 def test_attributes_of_the_base_class_have_their_defaults() -> None:
@@ -100,14 +99,13 @@ def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options
         assert envs.action_space == gymnasium.vector.utils.batch_space(single.action_space, 3)
 
 
-def test_a_seeded_action_space_samples_what_sync_vector_env_samples() -> None:
-    oracle = gymnasium.vector.SyncVectorEnv(counters(3))
+def test_a_seeded_action_space_samples_what_sync_vector_env_samples(closes: Any) -> None:
+    oracle = closes(gymnasium.vector.SyncVectorEnv(counters(3)))
     with opened(counters(3), num_workers=0) as envs:
         envs.action_space.seed(5)
         oracle.action_space.seed(5)
         for _ in range(5):
             np.testing.assert_array_equal(envs.action_space.sample(), oracle.action_space.sample())
-    oracle.close()
 
 
 def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
@@ -187,15 +185,14 @@ def test_all_further_arguments_are_keyword_only() -> None:
     assert by_position <= {"max_concurrency"}, "Gymnasium has it from 1.4 on"
 
 
-def test_a_subclass_may_have_options_of_its_own() -> None:
+def test_a_subclass_may_have_options_of_its_own(closes: Any) -> None:
     class Named(vecenv.AsyncVectorEnv[Any, Any]):
         def __init__(self, env_fns: Any, *, label: str, **options: Any) -> None:
             super().__init__(env_fns, **options)
             self.label = label
 
-    envs = Named(counters(1), label="mine")
+    envs = closes(Named(counters(1), label="mine"))
     assert envs.label == "mine"
-    envs.close()
 
 
 def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
@@ -506,15 +503,14 @@ def test_classes_over_the_engine_know_its_options() -> None:
     assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)
 
 
-def test_spaces_in_openrls_places_are_refused_by_name() -> None:
+def test_spaces_in_openrls_places_are_refused_by_name(closes: Any) -> None:
     space = spaces.Discrete(2)
     with pytest.raises(TypeError, match=r"`shared_memory` must be True or False, got Discrete\(2\).*make_openrl"):
         vecenv.AsyncVectorEnv(counters(1), space, space, num_workers=0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`copy` must be True or False, got None"):
         vecenv.AsyncVectorEnv(counters(1), True, None, num_workers=0)  # type: ignore[arg-type]
-    envs = vecenv.AsyncVectorEnv(counters(1), np.True_, 1, num_workers=0)  # type: ignore[arg-type]
+    envs = closes(vecenv.AsyncVectorEnv(counters(1), np.True_, 1, num_workers=0))  # type: ignore[arg-type]
     assert envs.num_envs == 1
-    envs.close()
 
 
 @pytest.mark.parametrize(
@@ -539,10 +535,9 @@ def test_a_custom_worker_runs_and_decides(shared_memory: bool) -> None:
         assert envs.call("env_id") == (0, 1)
 
 
-def test_a_custom_worker_may_be_given_by_position() -> None:
-    envs: Any = vecenv.AsyncVectorEnv(counters(2), True, True, None, True, counting_worker)
+def test_a_custom_worker_may_be_given_by_position(closes: Any) -> None:
+    envs: Any = closes(vecenv.AsyncVectorEnv(counters(2), True, True, None, True, counting_worker))
     envs.reset(seed=1)
-    envs.close()
 
 
 def test_max_concurrency_beside_a_custom_worker_is_for_gymnasiums_own_class_to_heed() -> None:
@@ -594,12 +589,10 @@ def test_make_vec_hands_its_vector_kwargs_on() -> None:
 
 
 @pytest.mark.usefixtures("swapped_in")
-def test_an_environment_made_again_from_its_spec_is_the_same() -> None:
-    envs: Any = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
-    again: Any = gymnasium.make_vec(envs.spec)
+def test_an_environment_made_again_from_its_spec_is_the_same(closes: Any) -> None:
+    envs: Any = closes(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
+    again: Any = closes(gymnasium.make_vec(envs.spec))
     np.testing.assert_array_equal(envs.reset(seed=1)[0], again.reset(seed=1)[0])
-    envs.close()
-    again.close()
 
 
 def test_call_and_get_attr_are_reached_through_unwrapped() -> None:

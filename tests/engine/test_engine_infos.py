@@ -194,7 +194,7 @@ def test_infos_are_fresh_and_writeable_at_every_step(engine: Options) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine: Options, mode: str) -> None:
+def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine: Options, mode: str, closes: Any) -> None:
     """Columns of numbers that were there ten times must not be invented when they are absent once."""
     rng = np.random.default_rng(0)
 
@@ -211,7 +211,7 @@ def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine:
         return every if steady else {key: value for key, value in every.items() if rng.random() < 0.5}
 
     fns = [info_env([random_info() for _ in range(30)], [random_info() for _ in range(3)]) for _ in range(4)]
-    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    oracle = closes(SyncVectorEnv(fns, autoreset_mode=mode))
     with opened(fns, autoreset_mode=mode, **engine) as envs:
         assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
         for t in range(30):
@@ -221,7 +221,6 @@ def test_infos_that_come_and_go_over_time_equal_those_of_sync_vector_env(engine:
             assert list(mine[4]) == list(theirs[4])
             if t == 15:
                 assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
-    oracle.close()
 
 
 def test_a_float_column_that_later_holds_an_int_follows_gymnasium_step_by_step(
@@ -233,10 +232,10 @@ def test_a_float_column_that_later_holds_an_int_follows_gymnasium_step_by_step(
             assert_identical(envs.step([0, 0])[4], merged([info] * 2))
 
 
-def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: Options) -> None:
+def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: Options, closes: Any) -> None:
     turns: list[dict[Any, Any]] = [{1: 5}, {True: 6}, {1.0: 7}, {"d": {0: 1}}, {"d": {False: 2}}, {"a": 1}, {Name.A: 2}]
     fns = [info_env(turns), info_env(turns[1:] + turns[:1])]
-    oracle = SyncVectorEnv(fns)
+    oracle = closes(SyncVectorEnv(fns))
     oracle.reset(seed=1)
     with started(fns, **engine) as envs:
         for t in range(2 * len(turns)):
@@ -245,7 +244,6 @@ def test_a_key_that_changes_its_type_and_stays_equal_is_a_new_one(engine: Option
             assert [*map(repr, mine)] == [*map(repr, theirs)], f"step {t}"  # 1, True and 1.0 are equal
             if "d" in theirs:
                 assert [*map(repr, mine["d"])] == [*map(repr, theirs["d"])]
-    oracle.close()
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -221,7 +221,7 @@ class Point(spaces.Space):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory() -> None:
+def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory(closes: Any) -> None:
     from gymnasium.vector.utils import (
         batch_space,
         concatenate,
@@ -259,11 +259,10 @@ def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory
         return fn((n, 2), dtype=np.float64)
 
     fns = space_envs(Registered(), 2)
-    oracle = SyncVectorEnv(fns)
+    oracle = closes(SyncVectorEnv(fns))
     with opened(fns, context="fork") as envs:
         assert_identical(np.array(envs.reset(seed=1)[0]), oracle.reset(seed=1)[0])
         assert_identical(np.array(envs.step([0, 0])[0]), oracle.step([0, 0])[0])
-    oracle.close()
 
 
 # -- what environments return --------------------------------------------------------------------------------
@@ -353,10 +352,10 @@ def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
     ids=["float-into-int", "int-array-into-uint8", "int-list-into-uint8", "float-into-discrete"],
 )
 def test_numbers_that_would_be_mangled_are_an_error_where_sync_vector_env_raises(
-    engine: Options, shared_memory: bool, space: spaces.Space, observation: Any
+    engine: Options, shared_memory: bool, space: spaces.Space, observation: Any, closes: Any
 ) -> None:
     fns = returning(space, observation)
-    oracle = SyncVectorEnv(fns)
+    oracle = closes(SyncVectorEnv(fns))
     oracle.reset(seed=1)
     with pytest.raises((ValueError, TypeError, OverflowError)):
         oracle.step([0, 0])
@@ -365,7 +364,6 @@ def test_numbers_that_would_be_mangled_are_an_error_where_sync_vector_env_raises
         raises_logged((ValueError, TypeError, OverflowError)),
     ):
         envs.step([0, 0])
-    oracle.close()
 
 
 def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: bool) -> None:

@@ -208,7 +208,7 @@ methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 
 
 @methods
-def test_one_environment_through_its_whole_life(context: str) -> None:
+def test_one_environment_through_its_whole_life(context: str, closes: Any) -> None:
     """One start for many questions, because a start by spawn takes long."""
 
     class OnlyHere(CounterEnv):
@@ -219,7 +219,7 @@ def test_one_environment_through_its_whole_life(context: str) -> None:
 
     offset = 5
     fns = [lambda i=i: OnlyHere(i + offset - 5, lengths=(2 + i,), render_mode="rgb_array") for i in range(3)]
-    oracle = SyncVectorEnv(fns)
+    oracle = closes(SyncVectorEnv(fns))
     with opened(fns, context=context, num_workers=2) as envs:
         assert envs.context == context
         assert os.getpid() not in envs.call("pid")
@@ -233,7 +233,6 @@ def test_one_environment_through_its_whole_life(context: str) -> None:
         with raises_logged(ValueError, match="four"):
             envs.step([0, 4, 0])
         assert envs.reset(seed=3)[0][:, 3].tolist() == [3, 4, 5]
-    oracle.close()
 
 
 def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:

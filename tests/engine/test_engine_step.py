@@ -150,12 +150,12 @@ def test_a_wrong_mask_is_refused_before_anything_is_sent(
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_a_long_series_of_resets_of_some_equals_sync_vector_env(
-    engine: Options, shared_memory: bool, mode: AutoresetMode, copied: bool
+    engine: Options, shared_memory: bool, mode: AutoresetMode, copied: bool, closes: Any
 ) -> None:
     """In the middle of episodes, at their ends and where an autoreset is due; all that comes back, and what it was given."""
     rng = np.random.default_rng(0)
     fns = [lambda i=i: CounterEnv(i, lengths=(1 + i, 2, 4)) for i in range(4)]
-    oracle = SyncVectorEnv(fns, autoreset_mode=mode)
+    oracle = closes(SyncVectorEnv(fns, autoreset_mode=mode))
     with opened(fns, autoreset_mode=mode, shared_memory=shared_memory, copy=copied, **engine) as envs:
         assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
         ended = np.zeros(4, dtype=np.bool_)
@@ -174,7 +174,6 @@ def test_a_long_series_of_resets_of_some_equals_sync_vector_env(
             mine, theirs = envs.step(actions), oracle.step(actions)
             assert_identical(mine, theirs, f"step {t}")
             ended = theirs[2] | theirs[3]
-    oracle.close()
 
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))

@@ -218,8 +218,8 @@ def test_saved_rows_go_on_from_their_generators_in_another_engine() -> None:
         shared.load(kept)
 
 
-def test_worker_that_was_killed_goes_on_from_its_snapshot() -> None:
-    envs = own(4, num_workers=2, on_failure="restart", autoreset_mode="SameStep")
+def test_worker_that_was_killed_goes_on_from_its_snapshot(closes: Any) -> None:
+    envs = closes(own(4, num_workers=2, on_failure="restart", autoreset_mode="SameStep"))
     trajectory(envs, 9)
     kept = envs.save()
     wanted = trajectory(envs, 12, None)
@@ -227,16 +227,14 @@ def test_worker_that_was_killed_goes_on_from_its_snapshot() -> None:
     assert infos["restarted"].all()
     envs.load(kept)
     assert_identical(trajectory(envs, 12, None), wanted)
-    envs.close()
 
 
-def test_worker_that_was_killed_is_the_same_after_a_reset() -> None:
+def test_worker_that_was_killed_is_the_same_after_a_reset(closes: Any) -> None:
     wanted = run(num_workers=0)
-    envs = own(num_workers=2, on_failure="restart")
+    envs = closes(own(num_workers=2, on_failure="restart"))
     trajectory(envs, 5)
     envs.step(np.array([7, 0, 0, 0, 7]))
     assert_identical(trajectory(envs, 40), wanted)
-    envs.close()
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])

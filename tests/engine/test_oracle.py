@@ -334,10 +334,10 @@ class ConsiderateSync(SyncVectorEnv):
     [(name, mode) for name, (_, modes, _) in WRAPPERS.items() for mode in modes],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_wrapper_sees_what_it_sees_on_sync_vector_env(name: str, mode: AutoresetMode) -> None:
+def test_a_wrapper_sees_what_it_sees_on_sync_vector_env(name: str, mode: AutoresetMode, closes: Any) -> None:
     env, _, wrap = WRAPPERS[name]
     fns = [ENVS[env]] * 3
-    oracle = wrap(ConsiderateSync(fns, autoreset_mode=mode))
+    oracle = closes(wrap(ConsiderateSync(fns, autoreset_mode=mode)))
     with opened(fns, autoreset_mode=mode, num_workers=2) as inner:
         envs = wrap(inner)
         assert envs.observation_space == oracle.observation_space
@@ -355,7 +355,6 @@ def test_a_wrapper_sees_what_it_sees_on_sync_vector_env(name: str, mode: Autores
                 assert_identical(*both, f"reset after step {t}")
         envs.close()
         assert inner.closed
-    oracle.close()
 
 
 def test_every_vector_wrapper_of_gymnasium_is_in_the_list_above_or_named_here() -> None:

@@ -231,9 +231,9 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
 @pytest.mark.filterwarnings("ignore:.*")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("failures", [pytest.param(10_000, marks=soak), 150])
-def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int) -> None:
+def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, closes: Any) -> None:
     """An error that is kept keeps its traceback, and that the frames of the program with all their variables."""
-    envs = vecenv.AsyncVectorEnv([Raising, Raising], num_workers=workers, context="fork")
+    envs = closes(vecenv.AsyncVectorEnv([Raising, Raising], num_workers=workers, context="fork"))
 
     def fail() -> None:
         large = np.ones(MIB)  # 8 MiB
@@ -244,22 +244,19 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int) 
             return
         raise AssertionError("it did not fail")
 
-    try:
-        envs.reset(seed=1)
-        for _ in range(5):
-            fail()
-        gc.collect()
-        before = resident()
-        highest = 0.0
-        for count in range(failures):
-            fail()
-            if count % 50 == 49:
-                gc.collect()
-                highest = max(highest, resident() - before)
-                assert highest < 100, f"{highest:.0f} MiB more after {count + 1} failures with 8 MiB each"
-        assert len(envs.errors) <= 1000
-    finally:
-        envs.close()
+    envs.reset(seed=1)
+    for _ in range(5):
+        fail()
+    gc.collect()
+    before = resident()
+    highest = 0.0
+    for count in range(failures):
+        fail()
+        if count % 50 == 49:
+            gc.collect()
+            highest = max(highest, resident() - before)
+            assert highest < 100, f"{highest:.0f} MiB more after {count + 1} failures with 8 MiB each"
+    assert len(envs.errors) <= 1000
 
 
 @pytest.mark.long

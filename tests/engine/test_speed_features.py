@@ -217,11 +217,10 @@ def test_it_isolates_where_that_costs_less_than_a_tenth(step: float, cores: int,
     assert ("ends the program" in by_itself.reason) == (by_itself.num_workers == 0 or by_itself.use_caller)
 
 
-def test_whoever_asks_is_isolated() -> None:
-    with_auto = vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"isolate": True})
+def test_whoever_asks_is_isolated(closes: Any) -> None:
+    with_auto = closes(vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"isolate": True}))
     assert with_auto.num_workers == 2
     assert not with_auto.local_envs
-    with_auto.close()
 
 
 def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all() -> None:
@@ -266,7 +265,7 @@ def test_the_callers_share_is_smaller_by_the_work_of_handing_out() -> None:
     assert caller_share(2, 1, 1e-6) == 1
 
 
-def test_auto_is_said_in_the_repr_and_isolates_where_restarts_ask_for_it() -> None:
+def test_auto_is_said_in_the_repr_and_isolates_where_restarts_ask_for_it(closes: Any) -> None:
     with_auto = vecenv.AsyncVectorEnv(numbers(4), num_workers="auto")
     try:
         assert with_auto.plan is not None
@@ -274,12 +273,9 @@ def test_auto_is_said_in_the_repr_and_isolates_where_restarts_ask_for_it() -> No
         with_auto.reset()
     finally:
         with_auto.close()
-    isolated = vecenv.AsyncVectorEnv(numbers(2), num_workers="auto", on_failure="restart")
-    try:
-        assert isolated.num_workers >= 1
-        assert "caller" not in repr(isolated)
-    finally:
-        isolated.close()
+    isolated = closes(vecenv.AsyncVectorEnv(numbers(2), num_workers="auto", on_failure="restart"))
+    assert isolated.num_workers >= 1
+    assert "caller" not in repr(isolated)
 
 
 @pytest.mark.parametrize("fault", ["raises", "exits"])
@@ -580,21 +576,18 @@ def prices() -> np.ndarray:
 
 
 @pytest.mark.parametrize("context", START_METHODS)
-def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray) -> None:
+def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray, closes: Any) -> None:
     shared = vecenv.share({"close": prices, "volume": np.arange(3)})
     assert shared["close"].flags.writeable is False
     oracle = SyncVectorEnv(makers(prices))
-    envs = vecenv.AsyncVectorEnv(makers(shared), num_workers=2, context=context)
+    envs = closes(vecenv.AsyncVectorEnv(makers(shared), num_workers=2, context=context))
     with contextlib.closing(vecenv.AsyncVectorEnv(makers(prices[:1000].copy()), num_workers=2, context=context)) as without:
         least = min(without.call("own_memory"))
-    try:
-        np.testing.assert_array_equal(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
-        for _ in range(60):
-            for got, wanted in zip(envs.step(np.zeros(4, np.int64))[:4], oracle.step([0] * 4)[:4], strict=True):
-                np.testing.assert_array_equal(got, wanted)
-        assert max(envs.call("own_memory")) < least + 8  # of 64
-    finally:
-        envs.close()
+    np.testing.assert_array_equal(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
+    for _ in range(60):
+        for got, wanted in zip(envs.step(np.zeros(4, np.int64))[:4], oracle.step([0] * 4)[:4], strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    assert max(envs.call("own_memory")) < least + 8  # of 64
 
 
 @pytest.mark.parametrize("context", START_METHODS)

@@ -222,11 +222,10 @@ def test_swapped_arguments_are_named() -> None:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_gymnasiums_own_gives_the_same(num_envs: int, mode: AutoresetMode) -> None:
-    envs = SyncVectorEnv(walks(num_envs), autoreset_mode=mode)
+def test_gymnasiums_own_gives_the_same(num_envs: int, mode: AutoresetMode, closes: Any) -> None:
+    envs = closes(SyncVectorEnv(walks(num_envs), autoreset_mode=mode))
     for count in (10, 1):
         assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == wanted(count)
-    envs.close()
 
 
 def test_each_episode_has_its_options_there_too() -> None:
@@ -237,15 +236,14 @@ def test_each_episode_has_its_options_there_too() -> None:
     assert [each.episode_return / each.length for each in results] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_policy_sees_the_latest_info_of_each_row() -> None:
+def test_a_policy_sees_the_latest_info_of_each_row(closes: Any) -> None:
     def policy(observations: Any, infos: Any, begins: Any) -> Any:
         for seen, info, first in zip(observations, infos, begins, strict=True):
             assert info == {"reset": True} if first else info["t"] == seen[1]
         return np.zeros(len(observations), int)
 
-    envs = SyncVectorEnv(walks(3))
+    envs = closes(SyncVectorEnv(walks(3)))
     assert len(vecenv.evaluate(envs, policy, 8, seed=SEED)) == 8
-    envs.close()
 
 
 @pytest.mark.parametrize("num_envs", [1, 3])
@@ -259,7 +257,7 @@ def test_the_double_gives_the_same_for_every_number_of_rows(num_envs: int) -> No
     assert {each[3] for each in with_rows[0]} == {3, 4, 5}
 
 
-def test_what_an_engine_cannot_do_is_refused_by_name() -> None:
+def test_what_an_engine_cannot_do_is_refused_by_name(closes: Any) -> None:
     envs = DoubleVectorEnv(2)
     for options, says in (
         ({"timeout": 1}, "DoubleVectorEnv cannot end environments that hang"),
@@ -270,20 +268,18 @@ def test_what_an_engine_cannot_do_is_refused_by_name() -> None:
         with pytest.raises(NotImplementedError, match=says):
             vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), **given)
     envs.close()
-    native = vecenv.make_vec("CartPole-v1", 2, "native")
+    native = closes(vecenv.make_vec("CartPole-v1", 2, "native"))
     with pytest.raises(NotImplementedError, match="cannot evaluate episodes with a seed each: its environments share"):
         vecenv.evaluate(native, lambda seen: np.zeros(len(seen), int), 3)
-    native.close()
 
 
-def test_games_of_several_agents_are_refused() -> None:
+def test_games_of_several_agents_are_refused(closes: Any) -> None:
     class Agents(SyncVectorEnv):
         possible_agents = ("a", "b")
 
-    envs = Agents([lambda: gymnasium.make("CartPole-v1")])
+    envs = closes(Agents([lambda: gymnasium.make("CartPole-v1")]))
     with pytest.raises(NotImplementedError, match="cannot evaluate episodes of several agents"):
         vecenv.evaluate(envs, choose, 3)
-    envs.close()
 
 
 # --- ``vecenv.evaluate`` on engines that answer row by row: what a plain loop gives, however many environments there are

@@ -185,10 +185,10 @@ def test_an_environment_that_fails_while_it_is_stepped_is_one_to_be_careful_with
 
 
 @pytest.mark.parametrize("end", ["raises", pytest.param("killed", marks=pytest.mark.long)])
-def test_auto_goes_on_over_an_environment_that_fails_and_isolates_it(tmp_path: Path, end: str) -> None:
+def test_auto_goes_on_over_an_environment_that_fails_and_isolates_it(tmp_path: Path, end: str, closes: Any) -> None:
     """The failure comes again where it can be dealt with."""
     env_fn = functools.partial(Trips, tmp_path / "helper", ENDS[end][0])
-    envs: Any = vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": "restart", "restart_limit": 100})
+    envs: Any = closes(vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": "restart", "restart_limit": 100}))
     assert envs.num_workers == min(2, usable_cores())
     assert "caller" not in repr(envs)
     assert "failed while it was tried" in envs.plan.reason
@@ -197,7 +197,6 @@ def test_auto_goes_on_over_an_environment_that_fails_and_isolates_it(tmp_path: P
     for _ in range(5):
         envs.step([0, 0])
     assert envs.stats()["restarts"] >= 2
-    envs.close()
 
 
 class Brittle(Obedient):
@@ -205,10 +204,9 @@ class Brittle(Obedient):
         raise ZeroDivisionError
 
 
-def test_the_caller_takes_an_even_share_of_what_could_not_be_timed() -> None:
-    envs = vecenv.AsyncVectorEnv([functools.partial(Brittle, 0)] * 4, num_workers=1, use_caller=True)
+def test_the_caller_takes_an_even_share_of_what_could_not_be_timed(closes: Any) -> None:
+    envs = closes(vecenv.AsyncVectorEnv([functools.partial(Brittle, 0)] * 4, num_workers=1, use_caller=True))
     assert len(envs.local_envs) == 2
-    envs.close()
 
 
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:

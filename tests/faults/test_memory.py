@@ -101,27 +101,21 @@ def test_what_the_kernel_cannot_allocate_is_an_error_too(call: str, monkeypatch:
 
 
 @pytest.mark.linux
-def test_the_arena_cannot_be_truncated() -> None:
+def test_the_arena_cannot_be_truncated(closes: Any) -> None:
     """A worker that could shrink it could end the trainer with SIGBUS."""
-    block = arena.Arena(MIB)
-    try:
-        for size in (0, mmap.PAGESIZE, 2 * MIB):
-            with pytest.raises(PermissionError):
-                os.ftruncate(block.fileno(), size)
-    finally:
-        block.close()
+    block = closes(arena.Arena(MIB))
+    for size in (0, mmap.PAGESIZE, 2 * MIB):
+        with pytest.raises(PermissionError):
+            os.ftruncate(block.fileno(), size)
 
 
-def test_memory_that_the_system_cannot_reserve_is_written_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_system_cannot_reserve_is_written_beforehand(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.delattr(os, "memfd_create", raising=False)
     size = 3 * MIB + 5
-    block = arena.Arena(size)
-    try:
-        assert os.fstat(block.fileno()).st_blocks * 512 >= size
-        assert block.buffer[:] == bytes(size)
-    finally:
-        block.close()
+    block = closes(arena.Arena(size))
+    assert os.fstat(block.fileno()).st_blocks * 512 >= size
+    assert block.buffer[:] == bytes(size)
 
 
 def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]) -> None:

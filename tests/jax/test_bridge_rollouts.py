@@ -449,11 +449,11 @@ def test_envpool() -> None:
                 assert state.valid.tolist() == [True, False, True]
 
 
-def test_a_key_may_be_a_constant_of_the_program(transport: str) -> None:
+def test_a_key_may_be_a_constant_of_the_program(transport: str, closes: Any) -> None:
     fns = tracks(ROWS)
-    sync = SyncVectorEnv(fns)
+    sync = closes(SyncVectorEnv(fns))
     expected_observations, _ = sync.reset(seed=seeds_of(new_key(7)))
-    env = vj.bridge(SyncVectorEnv(fns), transport=transport)
+    env = closes(vj.bridge(SyncVectorEnv(fns), transport=transport))
 
     @jax.jit
     def program(scale: Any) -> Any:
@@ -461,8 +461,6 @@ def test_a_key_may_be_a_constant_of_the_program(transport: str) -> None:
 
     for leaf, wanted in zip(leaves(vj.run(program, 1)), leaves(expected_observations), strict=True):
         np.testing.assert_array_equal(leaf, wanted)
-    env.close()
-    sync.close()
 
 
 # --- Dtypes on the way: JAX's 32-bit and 64-bit modes, and what becomes of float64 and int64 ----

@@ -437,13 +437,12 @@ def test_a_sample_without_a_key_inside_a_program_is_refused() -> None:
     assert draw(jax.random.key(0)).shape == (3, 1)
 
 
-def test_a_bridge_has_them_too() -> None:
-    env = bridge(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2))
+def test_a_bridge_has_them_too(closes: Any) -> None:
+    env = closes(bridge(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)))
     drawn = jax.jit(env.action_space.sample)(jax.random.key(0))
     env.step(env.reset(jax.random.key(0)), drawn)
     with pytest.raises(ValueError, match="give it a key"):
         jax.jit(env.single_action_space.sample)()
-    env.close()
 
 
 def test_a_space_of_ones_own_is_left_alone() -> None:

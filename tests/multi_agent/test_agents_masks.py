@@ -331,8 +331,8 @@ def test_structured_observations_and_actions_arrive_as_they_were(layout: Any, nu
                 assert same(flattened(told[row][-1][agent]), given)
 
 
-def test_structured_rows_are_flat_too() -> None:
-    rows = MultiAgentVecEnv([Nested] * 2, autoreset_mode="SameStep", num_workers=0).flatten_agents()
+def test_structured_rows_are_flat_too(closes: Any) -> None:
+    rows = closes(MultiAgentVecEnv([Nested] * 2, autoreset_mode="SameStep", num_workers=0).flatten_agents())
     obs, infos = rows.reset(seed=0)
     for _ in range(6):  # padding need not lie in the space
         for row in np.flatnonzero(infos["agent_mask"]):
@@ -343,7 +343,6 @@ def test_structured_rows_are_flat_too() -> None:
         rows.step(np.zeros(6))
     with pytest.raises(ValueError, match=r"actions\['x'\]: got shape \(5,\), wanted 6 rows"):
         rows.step({"x": np.zeros(5, np.int64), "y": (np.zeros((6, 2), np.float32),)})
-    rows.close()
 
 
 def test_a_structure_that_is_not_the_spaces_is_refused() -> None:
@@ -501,8 +500,8 @@ def test_padding_ends_with_the_episode_unless_told_otherwise() -> None:
         rows.close()
 
 
-def test_same_step_gives_each_row_its_last_observation_on_its_last_step() -> None:
-    rows = flat([Scripted], autoreset_mode="SameStep", num_workers=0)
+def test_same_step_gives_each_row_its_last_observation_on_its_last_step(closes: Any) -> None:
+    rows = closes(flat([Scripted], autoreset_mode="SameStep", num_workers=0))
     rows.reset(seed=0)
     for t in range(1, 7):
         *_, terminations, _, infos = rows.step(np.zeros(3, np.int64))
@@ -512,11 +511,10 @@ def test_same_step_gives_each_row_its_last_observation_on_its_last_step() -> Non
             assert infos["final_obs"][0].tolist() == [102, 102]
         if t == 6:
             assert [value.tolist() for value in infos["final_obs"]] == [[0, 0], [0, 0], [106, 106]]
-    rows.close()
 
 
-def test_a_reset_mask_chooses_whole_environments() -> None:
-    rows = flat([Scripted] * 2, num_workers=0)
+def test_a_reset_mask_chooses_whole_environments(closes: Any) -> None:
+    rows = closes(flat([Scripted] * 2, num_workers=0))
     rows.reset(seed=0)
     rows.step(np.zeros(6, np.int64))
     with pytest.raises(ValueError, match=r"reset_mask.*envs \[1\]"):
@@ -528,18 +526,16 @@ def test_a_reset_mask_chooses_whole_environments() -> None:
     assert rows.get_attr("seeds")[3] == [1, 4]
     with pytest.raises(ValueError, match="6"):
         rows.reset(seed=[1, 2])
-    rows.close()
 
 
-def test_attributes_are_those_of_the_environments() -> None:
-    rows = flat([Scripted] * 2, num_workers=0)
+def test_attributes_are_those_of_the_environments(closes: Any) -> None:
+    rows = closes(flat([Scripted] * 2, num_workers=0))
     rows.set_attr("speed", 2.0)
     assert rows.get_attr("speed") == (2.0,) * 6
     rows.set_attr("speed", [1, 2, 3, 4, 5, 6])
     assert rows.get_attr("speed") == (1, 1, 1, 4, 4, 4)
     assert rows.stats()["steps"] == 0
     assert "num_envs=6" in repr(rows)
-    rows.close()
 
 
 def test_only_the_stacked_layout_can_be_flat() -> None:
@@ -555,12 +551,11 @@ class Slow(RandomGame):
         return super().step(actions)
 
 
-def test_a_step_that_timed_out_is_dropped_by_the_next_reset() -> None:
-    envs = flat([functools.partial(Slow, 1)], num_workers=1, step_timeout=0.5)
+def test_a_step_that_timed_out_is_dropped_by_the_next_reset(closes: Any) -> None:
+    envs = closes(flat([functools.partial(Slow, 1)], num_workers=1, step_timeout=0.5))
     envs.reset(seed=3)
     first = envs.reset(seed=3)[0]
     with pytest.raises(StepTimeout):
         envs.step(np.zeros(1, np.int64))
     assert_identical(patiently(lambda: envs.reset(seed=3)[0]), first)
-    envs.close()
 

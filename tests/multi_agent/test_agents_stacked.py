@@ -113,8 +113,8 @@ def view(env_fn: Any, n: int = 2, **options: Any) -> Any:
     return MultiAgentVecEnv([env_fn] * n, **{"autoreset_mode": "SameStep", "num_workers": 0, **options}).to_openrl()
 
 
-def test_the_view_has_that_conventions_shapes() -> None:
-    envs = view(functools.partial(Stacked, 4, masks=True))
+def test_the_view_has_that_conventions_shapes(closes: Any) -> None:
+    envs = closes(view(functools.partial(Stacked, 4, masks=True)))
     obs, infos = envs.reset(seed=3)
     assert obs.shape == (2, 2, 1)
     assert isinstance(infos, list)
@@ -140,11 +140,10 @@ def test_the_view_has_that_conventions_shapes() -> None:
         ([False, False], [1, 1]),
     ]  # fmt: skip
     assert (envs.agent_num, envs.parallel_env_num, envs.env_name) == (2, 2, "stacked")
-    envs.close()
 
 
-def test_frames_come_in_a_group_or_alone() -> None:
-    envs = view(Stacked, 3)
+def test_frames_come_in_a_group_or_alone(closes: Any) -> None:
+    envs = closes(view(Stacked, 3))
     envs.reset(seed=0)
     assert envs.render().shape == envs.render("rgb_array").shape == (4, 6, 3)
     assert envs.render("single_rgb_array").shape == (2, 3, 3)
@@ -152,11 +151,10 @@ def test_frames_come_in_a_group_or_alone() -> None:
     assert envs.render("group_human") is None
     with pytest.raises(ValueError, match="group_rgb_array"):
         envs.render("sideways")
-    envs.close()
 
 
-def test_the_view_runs_parallel_environments_as_well() -> None:
-    envs = view(functools.partial(RandomGame, masks="info", infos=True))
+def test_the_view_runs_parallel_environments_as_well(closes: Any) -> None:
+    envs = closes(view(functools.partial(RandomGame, masks="info", infos=True)))
     _, infos = envs.reset(seed=0)
     ends = 0
     for _ in range(20):
@@ -166,7 +164,6 @@ def test_the_view_runs_parallel_environments_as_well() -> None:
     envs.call_send("state")
     assert len(envs.call_fetch()) == 2
     assert envs.exec_func(lambda env: env.time, [1])[0] is None
-    envs.close()
 
 
 def test_the_view_needs_a_stack_and_a_reset_in_the_same_step() -> None:

@@ -125,10 +125,10 @@ def test_seeds_are_distinct_whatever_the_processes(num_workers: int) -> None:
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_first_ready_batches_are_the_same_trajectories(mode: AutoresetMode, num_workers: int) -> None:
+def test_first_ready_batches_are_the_same_trajectories(mode: AutoresetMode, num_workers: int, closes: Any) -> None:
     n = 4
     fns = functions("deaths", n)
-    loop = PlainLoop(fns, mode)
+    loop = closes(PlainLoop(fns, mode))
     with MultiAgentVecEnv(fns, autoreset_mode=mode, num_workers=num_workers, batch_size=2) as envs:
         envs.reset_async(seed=3)
         told: list[Any] = list(loop.reset([3, 4, 5, 6]))
@@ -147,7 +147,6 @@ def test_first_ready_batches_are_the_same_trajectories(mode: AutoresetMode, num_
             envs.send(actions)
         for _ in range(2):
             envs.recv(timeout=20)
-    loop.close()
 
 
 # --- Vectors of environments with agents are saved and loaded: who is there and acts, and the environments inside
@@ -169,22 +168,18 @@ def allowed(infos: Any) -> Any:
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 0}], ids=str)
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 @pytest.mark.parametrize("game", WITH_STATE)
-def test_games_go_on_as_those_that_were_saved(game: str, mode: str, options: dict[str, Any]) -> None:
+def test_games_go_on_as_those_that_were_saved(game: str, mode: str, options: dict[str, Any], closes: Any) -> None:
     make = functools.partial(vecenv.MultiAgentVecEnv, [WITH_STATE[game]] * 3, autoreset_mode=mode)
-    envs, other = make(**options), make(num_workers=1)
-    try:
-        _, infos = envs.reset(seed=4)
-        other.reset(seed=77)
-        for _ in range(9):
-            *_, infos = envs.step(allowed(infos))
-        kept = pickle.loads(pickle.dumps(envs.save()))
-        other.load(kept)
-        assert_identical(other.agent_mask, envs.agent_mask)
-        for number in range(30):
-            wanted = envs.step(allowed(infos))
-            assert_identical(other.step(allowed(infos)), wanted, f"step {number}")
-            infos = wanted[4]
-    finally:
-        envs.close()
-        other.close()
+    envs, other = closes(make(**options)), closes(make(num_workers=1))
+    _, infos = envs.reset(seed=4)
+    other.reset(seed=77)
+    for _ in range(9):
+        *_, infos = envs.step(allowed(infos))
+    kept = pickle.loads(pickle.dumps(envs.save()))
+    other.load(kept)
+    assert_identical(other.agent_mask, envs.agent_mask)
+    for number in range(30):
+        wanted = envs.step(allowed(infos))
+        assert_identical(other.step(allowed(infos)), wanted, f"step {number}")
+        infos = wanted[4]
 

@@ -17,78 +17,54 @@ from test_agents_trajectories import assert_same_trajectory
 
 from vecenv.multi_agent import MultiAgentVecEnv, TurnBased, from_aec
 
-
-def tictactoe() -> Any:
-    from pettingzoo.classic import tictactoe_v3
-
-    return from_aec(tictactoe_v3.env())
-
-
-def connect_four() -> Any:
-    from pettingzoo.classic import connect_four_v3
-
-    return from_aec(connect_four_v3.env(render_mode="rgb_array"))
+REAL: dict[str, tuple[str, dict[str, Any], str]] = {  # its module, how it is built, and what that needs
+    "tictactoe": ("pettingzoo.classic.tictactoe_v3", {}, "pygame"),
+    "connect_four": ("pettingzoo.classic.connect_four_v3", {"render_mode": "rgb_array"}, "pygame"),
+    "rock_paper_scissors": ("pettingzoo.classic.rps_v2", {"max_cycles": 5}, "pygame"),
+    "spread": ("mpe2.simple_spread_v3", {"max_cycles": 6}, "mpe2"),
+    "speaker_listener": ("mpe2.simple_speaker_listener_v4", {"max_cycles": 6, "continuous_actions": True}, "mpe2"),
+    "pistonball": ("pettingzoo.butterfly.pistonball_v6", {"n_pistons": 3, "max_cycles": 4}, "pymunk"),
+    "knights": ("pettingzoo.butterfly.knights_archers_zombies_v11", {"max_cycles": 8}, "pygame"),
+}
 
 
-def rock_paper_scissors() -> Any:
-    from pettingzoo.classic import rps_v2
-
-    return from_aec(rps_v2.env(max_cycles=5))
-
-
-def spread() -> Any:
-    from mpe2 import simple_spread_v3
-
-    return simple_spread_v3.parallel_env(max_cycles=6)
+def build(name: str) -> Any:
+    """Those of the classics take turns."""
+    module, options, _ = REAL[name]
+    library = importlib.import_module(module)
+    return from_aec(library.env(**options)) if "classic" in module else library.parallel_env(**options)
 
 
-def speaker_listener() -> Any:
-    from mpe2 import simple_speaker_listener_v4
-
-    return simple_speaker_listener_v4.parallel_env(max_cycles=6, continuous_actions=True)
-
-
-def pistonball() -> Any:
-    from pettingzoo.butterfly import pistonball_v6
-
-    return pistonball_v6.parallel_env(n_pistons=3, max_cycles=4)
-
-
-def knights() -> Any:
-    from pettingzoo.butterfly import knights_archers_zombies_v11
-
-    return knights_archers_zombies_v11.parallel_env(max_cycles=8)
-
-
-NEEDS = {spread: "mpe2", speaker_listener: "mpe2", pistonball: "pymunk", knights: "pygame", connect_four: "pygame",
-         tictactoe: "pygame", rock_paper_scissors: "pygame"}  # fmt: skip
+def real_game(name: str) -> Any:
+    """What builds it; the test is skipped where something is missing."""
+    pytest.importorskip(REAL[name][2])
+    return functools.partial(build, name)
 
 
 @pytest.mark.parametrize(
     ("game", "num_workers", "mode"),
-    each_once([spread, speaker_listener, tictactoe, rock_paper_scissors], [0, 2], AutoresetMode),
+    each_once(["spread", "speaker_listener", "tictactoe", "rock_paper_scissors"], [0, 2], AutoresetMode),
 )
-def test_a_real_game_is_what_a_plain_loop_gives(game: Any, num_workers: int, mode: AutoresetMode) -> None:
-    pytest.importorskip(NEEDS[game])
-    with MultiAgentVecEnv([game] * 2, num_workers=num_workers, autoreset_mode=mode) as envs:
-        assert_same_trajectory(envs, [game] * 2, 30)
+def test_a_real_game_is_what_a_plain_loop_gives(game: str, num_workers: int, mode: AutoresetMode) -> None:
+    games = [real_game(game)] * 2
+    with MultiAgentVecEnv(games, num_workers=num_workers, autoreset_mode=mode) as envs:
+        assert_same_trajectory(envs, games, 30)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("game", [pistonball, knights, connect_four])
-def test_a_heavier_real_game_is_what_a_plain_loop_gives(game: Any) -> None:
-    pytest.importorskip(NEEDS[game])
-    with MultiAgentVecEnv([game] * 2, num_workers=2, autoreset_mode=AutoresetMode.SAME_STEP) as envs:
-        assert_same_trajectory(envs, [game] * 2, 60 if game is connect_four else 18)
-        if game is connect_four:
+@pytest.mark.parametrize("game", ["pistonball", "knights", "connect_four"])
+def test_a_heavier_real_game_is_what_a_plain_loop_gives(game: str) -> None:
+    games = [real_game(game)] * 2
+    with MultiAgentVecEnv(games, num_workers=2, autoreset_mode=AutoresetMode.SAME_STEP) as envs:
+        assert_same_trajectory(envs, games, 60 if game == "connect_four" else 18)
+        if game == "connect_four":
             frames = envs.render()
             assert frames is not None
             assert frames[0].ndim == 3
 
 
 def test_in_a_turn_based_game_one_agent_acts_at_a_time() -> None:
-    pytest.importorskip("pygame")
-    with MultiAgentVecEnv([tictactoe] * 2, num_workers=0) as envs:
+    with MultiAgentVecEnv([real_game("tictactoe")] * 2, num_workers=0) as envs:
         _, infos = envs.reset(seed=0)
         assert infos["agent_mask"].tolist() == [[True, False]] * 2
         assert infos["action_mask"].shape == (2, 2, 9)
@@ -112,7 +88,7 @@ def test_in_a_turn_based_game_one_agent_acts_at_a_time() -> None:
 def wrapped_tictactoe() -> Any:
     from pettingzoo.utils.wrappers import BaseParallelWrapper
 
-    return BaseParallelWrapper(tictactoe())
+    return BaseParallelWrapper(build("tictactoe"))
 
 
 def test_a_wrapper_around_a_turn_based_game_changes_nothing() -> None:
@@ -153,29 +129,19 @@ def test_a_game_pays_what_its_own_loop_over_turns_pays(name: str) -> None:
 
 
 def test_the_adapter_leaves_a_parallel_game_to_pettingzoo() -> None:
-    pytest.importorskip("mpe2")
-    from mpe2 import simple_spread_v3
-
-    game = from_aec(simple_spread_v3.env(max_cycles=3))
+    spread = pytest.importorskip("mpe2.simple_spread_v3")
+    fn = lambda: from_aec(spread.env(max_cycles=3))  # noqa: E731
+    game = fn()
     assert not isinstance(game, TurnBased)
     game.close()
-    fn = functools.partial(_spread_by_aec)
     with MultiAgentVecEnv([fn] * 2, num_workers=0) as envs:
         assert_same_trajectory(envs, [fn] * 2, 12)
 
 
-def _spread_by_aec() -> Any:
-    from mpe2 import simple_spread_v3
-
-    return from_aec(simple_spread_v3.env(max_cycles=3))
-
-
-def test_a_move_without_the_mover_is_refused() -> None:
-    pytest.importorskip("pygame")
-    game = tictactoe()
+def test_a_move_without_the_mover_is_refused(closes: Any) -> None:
+    game = closes(real_game("tictactoe")())
     game.reset(seed=0)
     with pytest.raises(ValueError, match="player_1"):
         game.step({"player_2": 0})
     assert game.state_space if hasattr(game, "state_space") else True
     assert "TurnBased" in repr(game)
-    game.close()

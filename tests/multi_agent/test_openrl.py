@@ -59,9 +59,9 @@ def test_openrls_own_test_of_its_class() -> None:
     assert env.closed
 
 
-def test_a_program_of_openrls_gets_its_shapes_by_halves() -> None:
+def test_a_program_of_openrls_gets_its_shapes_by_halves(closes: Any) -> None:
     space = spaces.Discrete(2)
-    env = make_openrl([Identity] * 3, space, space, num_workers=0)
+    env = closes(make_openrl([Identity] * 3, space, space, num_workers=0))
     env.reset_send(seed=1)
     with pytest.raises(AlreadyPendingCallError):
         env.step_send(np.zeros((3, 1, 1), int))
@@ -82,12 +82,11 @@ def test_a_program_of_openrls_gets_its_shapes_by_halves() -> None:
     assert env.exec_func_fetch() == (5, None, 5)
     assert (env.unwrapped, env.metadata["name"], len(env.env_fns)) == (env, "IdentityEnv", 3)
     assert (env.processes, env.parent_pipes, env.seed(3)) == ([], [], None)
-    env.close()
 
 
 @pytest.mark.parametrize("values", [4, 5])
-def test_steps_have_as_many_values_as_the_environments(values: int) -> None:
-    env = make_openrl([functools.partial(Stacked, values)] * 2, num_workers=0)
+def test_steps_have_as_many_values_as_the_environments(values: int, closes: Any) -> None:
+    env = closes(make_openrl([functools.partial(Stacked, values)] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(5)]
     assert {len(step) for step in steps} == {values}
@@ -98,7 +97,6 @@ def test_steps_have_as_many_values_as_the_environments(values: int) -> None:
     assert last["final_info"]["score"] == 4
     assert last["final_observation"][:, 0].tolist() == [0, 14]
     assert last["score"] == 0
-    env.close()
 
 
 class Cut(Stacked):
@@ -109,13 +107,12 @@ class Cut(Stacked):
         return obs, rewards, done & False, done, info
 
 
-def test_truncations_are_not_lost() -> None:
-    env = make_openrl([Cut] * 2, num_workers=0)
+def test_truncations_are_not_lost(closes: Any) -> None:
+    env = closes(make_openrl([Cut] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
     assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [True, False], [True] * 2]
-    env.close()
 
 
 class Timed(Stacked):
@@ -133,9 +130,9 @@ def test_a_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
     assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [False] * 2, [False, True]]
 
 
-def test_gymnasiums_environments_are_one_agent() -> None:
-    env = make_openrl([lambda: gym.make("CartPole-v1", render_mode="rgb_array")] * 2, num_workers=0)
-    rows = gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep")
+def test_gymnasiums_environments_are_one_agent(closes: Any) -> None:
+    env = closes(make_openrl([lambda: gym.make("CartPole-v1", render_mode="rgb_array")] * 2, num_workers=0))
+    rows = closes(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2, autoreset_mode="SameStep"))
     assert (env.agent_num, env.env_name) == (1, "CartPole-v1")
     obs, _ = env.reset(seed=3)
     wanted, _ = rows.reset(seed=[3, 3 + 10086])
@@ -151,8 +148,6 @@ def test_gymnasiums_environments_are_one_agent() -> None:
     assert env.env_is_wrapped(gym.wrappers.ClipReward, indices=1) == [False]
     assert env.exec_func(lambda env: env.spec.id) == ("CartPole-v1",) * 2
     assert env.get_attr("spec")[0].id == "CartPole-v1"
-    env.close()
-    rows.close()
 
 
 def test_agents_of_one_have_infos_and_masks() -> None:
@@ -181,8 +176,8 @@ class Fails(Identity):
         raise ValueError(f"asked for {actions.tolist()}")
 
 
-def test_the_error_queue_tells_each_failure_once() -> None:
-    env = make_openrl([Identity, Fails, Fails], num_workers=0)
+def test_the_error_queue_tells_each_failure_once(closes: Any) -> None:
+    env = closes(make_openrl([Identity, Fails, Fails], num_workers=0))
     env.reset(seed=0)
     assert env.error_queue.empty()
     with pytest.raises(ValueError, match="asked for"):
@@ -193,11 +188,10 @@ def test_the_error_queue_tells_each_failure_once() -> None:
     with pytest.raises(queue.Empty):
         env.error_queue.get()
     assert env.reset()[0].shape == (3, 1, 2)  # and goes on; OpenRL's is stuck after that
-    env.close()
 
 
-def test_auto_reset_and_render_modes_are_arguments() -> None:
-    env = make_openrl([Stacked] * 2, render_mode="single_rgb_array", auto_reset=False, num_workers=0)
+def test_auto_reset_and_render_modes_are_arguments(closes: Any) -> None:
+    env = closes(make_openrl([Stacked] * 2, render_mode="single_rgb_array", auto_reset=False, num_workers=0))
     env.reset(seed=0)
     assert env.render().shape == (2, 3, 3)
     for _ in range(4):
@@ -207,7 +201,6 @@ def test_auto_reset_and_render_modes_are_arguments() -> None:
         env.step(np.zeros((2, 2, 1), int))
     env.reset(options={"reset_mask": np.ones(2, bool)})
     env.step(np.zeros((2, 2, 1), int))
-    env.close()
 
 
 def test_what_does_not_fit_is_refused() -> None:

@@ -36,8 +36,8 @@ class Turns(gym.Env[Any, Any]):
         return obs, {"quick": 1.0}, {"__all__": False}, {"__all__": self.time == 4}, infos
 
 
-def test_agents_with_an_observation_act_and_others_wait() -> None:
-    envs = MultiAgentVecEnv([Turns] * 2, num_workers=0)
+def test_agents_with_an_observation_act_and_others_wait(closes: Any) -> None:
+    envs = closes(MultiAgentVecEnv([Turns] * 2, num_workers=0))
     obs, infos = envs.reset(seed=0)
     assert infos["agent_mask"][0].tolist() == [True, True, False]
     masks, acted, seen = [], [], []
@@ -58,4 +58,3 @@ def test_agents_with_an_observation_act_and_others_wait() -> None:
     assert envs.get_attr("acted")[0] == [["quick", "slow"], ["quick"], ["late", "quick", "slow"], ["late", "quick"]]
     _, _, _, _, infos = envs.step(np.ones((2, 3), np.int64))
     assert infos["agent_mask"][0].tolist() == [True, True, False]
-    envs.close()

@@ -99,8 +99,8 @@ def test_so_does_every_snapshot_under_other_settings(make: Callable[[], Any]) ->
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [functools.partial(game, "Freeway"), SETTINGS["a paddle, continuous"]])
-def test_saving_does_not_change_what_follows(make: Callable[[], Any]) -> None:
-    saved, left = make(), make()
+def test_saving_does_not_change_what_follows(make: Callable[[], Any], closes: Any) -> None:
+    saved, left = closes(make()), closes(make())
     for env in (saved, left):
         env.reset(seed=4)
     left.action_space.seed(4)
@@ -108,14 +108,11 @@ def test_saving_does_not_change_what_follows(make: Callable[[], Any]) -> None:
         actions = [left.action_space.sample() for _ in range(4)]
         assert_identical(stepped(saved, actions), stepped(left, actions))
         capture_state(saved)
-    saved.close()
-    left.close()
 
 
-def test_an_emulator_that_blends_frames_is_refused() -> None:
-    env = game("Pong")
+def test_an_emulator_that_blends_frames_is_refused(closes: Any) -> None:
+    env = closes(game("Pong"))
     env.reset(seed=0)
     env.unwrapped.ale.setBool("color_averaging", True)
     with pytest.raises(NotRestorable, match="color_averaging"):
         capture_state(env)
-    env.close()

@@ -101,8 +101,8 @@ def test_counts_are_those_of_the_program(folder: Path) -> None:
         envs.publish_stats()
 
 
-def test_first_ready_steps_and_the_callers_share_count_too() -> None:
-    envs = make(use_caller=True, num_workers=1, batch_size=2)
+def test_first_ready_steps_and_the_callers_share_count_too(closes: Any) -> None:
+    envs = closes(make(use_caller=True, num_workers=1, batch_size=2))
     envs.publish_stats("again")
     envs.publish_stats("both")
     envs.reset_async(seed=0)
@@ -115,11 +115,10 @@ def test_first_ready_steps_and_the_callers_share_count_too() -> None:
     assert sorted(worker.kind for worker in row.workers) == ["caller", "process"]
     assert all(worker.state in ("stepping", "waiting", "idle", "busy") for worker in row.workers)
     assert row.steps_per_second > 0
-    envs.close()
 
 
-def test_the_file_is_this_users_and_a_forked_child_leaves_it(folder: Path) -> None:
-    envs = make()
+def test_the_file_is_this_users_and_a_forked_child_leaves_it(folder: Path, closes: Any) -> None:
+    envs = closes(make())
     envs.publish_stats()
     (file,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
@@ -128,7 +127,6 @@ def test_the_file_is_this_users_and_a_forked_child_leaves_it(folder: Path) -> No
         os._exit(0)
     os.waitpid(child, 0)
     assert len(rows()) == 1
-    envs.close()
 
 
 def test_a_folder_that_others_may_enter_is_not_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,8 +162,8 @@ def test_a_full_disk_ends_no_program(folder: Path) -> None:
         step_for(envs, 0.6)
 
 
-def test_stopped_dead_and_replaced_workers_are_told_apart() -> None:
-    envs = make()
+def test_stopped_dead_and_replaced_workers_are_told_apart(closes: Any) -> None:
+    envs = closes(make())
     envs.publish_stats()
     envs.reset()
     first, second = (process.pid for process in envs.processes)
@@ -185,7 +183,6 @@ def test_stopped_dead_and_replaced_workers_are_told_apart() -> None:
     assert [worker.pid for worker in row.workers] == [process.pid for process in envs.processes]
     assert row.workers[1].pid != second
     assert row.errors == 1
-    envs.close()
 
 
 @pytest.mark.long
@@ -290,14 +287,13 @@ def test_a_live_table_is_renewed_and_gives_the_terminal_back(live: Terminal, how
     assert live.is_as_before()
 
 
-def test_publishing_costs_next_to_nothing() -> None:
-    envs = make()
+def test_publishing_costs_next_to_nothing(closes: Any) -> None:
+    envs = closes(make())
     envs.publish_stats()
     began = time.process_time()
     for _ in range(1000):
         envs._driver.card.update()
     assert time.process_time() - began < 0.1  # a microsecond each
-    envs.close()
 
 
 def test_nothing_to_show_is_said(capsys: pytest.CaptureFixture[str]) -> None:

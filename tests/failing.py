@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import gymnasium as gym
 import numpy as np
 import pytest
+from signals import handled
 
 import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
@@ -110,18 +111,11 @@ def assert_goes_on_after_a_signal(make: Callable[[Any], Any]) -> None:
     class Pressed(Exception):
         pass
 
-    def press(*_: Any) -> None:
-        raise Pressed
-
     client = make(engine())
     client.reset()
-    before = signal.signal(signal.SIGALRM, press)
-    try:
+    with handled(signal.SIGALRM, Pressed):
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(Pressed):
             client.step(one_fails(LATE))
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     begins_again(client)
     client.close()

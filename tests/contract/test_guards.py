@@ -19,6 +19,7 @@ import pytest
 from forks import in_a_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from interruption import Interruption
+from signals import handled
 
 import vecenv
 from vecenv.errors import BusyError, ForkedError
@@ -359,8 +360,7 @@ def test_a_call_within_a_call_is_refused(backend: Backend, build: Callable[..., 
             except Exception as error:
                 said.append(error)
 
-    before = signal.signal(signal.SIGALRM, handler)
-    try:
+    with handled(signal.SIGALRM, handler):
         for seconds in (0.02, 0.01, 0.005, 0.02, 0.01, 0.005, 0.002):  # if it came before the step or after it: once more
             envs = build(backend.make_slow)
             actions = (backend.slow_actions or backend.actions)(envs.num_envs)
@@ -377,9 +377,6 @@ def test_a_call_within_a_call_is_refused(backend: Backend, build: Callable[..., 
             envs.close()
         assert len(answer) == 5
         assert [type(one) for one in said] == [BusyError] * len(asked)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     wanted = rf"a call on this {type(envs).__name__} is under way in this thread; `\w+` was refused"
     assert [str(one) for one in said if not re.fullmatch(wanted, str(one))] == []
     assert envs.stats()["steps"] == pytest.approx(steps + envs.num_envs, nan_ok=True)

@@ -24,6 +24,7 @@ from envs import ended, started
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from observe import LINUX
+from signals import handled
 
 import vecenv
 from vecenv.errors import ForkedError, StepTimeout, WorkerDied
@@ -75,17 +76,9 @@ class TimeIsUp(Exception):
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
     """Raise :class:`TimeIsUp` after so many seconds, wherever the program is."""
-
-    def handler(number: int, frame: Any) -> None:
-        raise TimeIsUp
-
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
+    with handled(signal.SIGALRM, TimeIsUp):
+        signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def quick(count: int) -> Any:
@@ -470,13 +463,10 @@ def test_a_thread_that_an_environment_left_is_named_and_does_not_delay_closing()
 
 
 def test_closing_is_quick_where_the_program_ignores_its_children() -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    try:
+    with handled(signal.SIGCHLD, signal.SIG_IGN):
         envs = vecenv.AsyncVectorEnv(makers(6), context="fork")
         envs.reset(seed=0)
         began = time.monotonic()
         envs.close()
         assert time.monotonic() - began < 2.9  # it was half a second a worker
-    finally:
-        signal.signal(signal.SIGCHLD, before)
     assert multiprocessing.active_children() == []

@@ -20,6 +20,7 @@ from forks import in_a_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from jax_envs import Counter, Gymnax, Jumanji, Switch, sync
+from signals import handled
 
 import vecenv
 from vecenv.backends import JaxVectorEnv
@@ -555,24 +556,16 @@ def _read(number: Any) -> Any:
     return number
 
 
-def test_a_load_that_a_signal_handler_interrupts_says_so_and_can_be_made_again() -> None:
-    def stop(number: int, frame: object) -> None:
-        raise Stopped
-
-    envs = JaxVectorEnv(FunctionalVectorEnv(Walk(), 2))
+def test_a_load_that_a_signal_handler_interrupts_says_so_and_can_be_made_again(closes: Any) -> None:
+    envs = closes(JaxVectorEnv(FunctionalVectorEnv(Walk(), 2)))
     envs.reset(seed=3)
     kept = envs.save()
     (seed, leaves), known = pickle.loads(kept[1].body), kept[1].row
     kept = (kept[0], Snapshot.of(known.kind, pickle.dumps((Ringing(seed), leaves))))
     actions = jnp.full((2, 1), 0.5)
     wanted = np.asarray(envs.step(actions)[0])
-    before = signal.signal(signal.SIGUSR2, stop)
-    try:
-        with pytest.raises(Stopped):
-            envs.load(kept)
-    finally:
-        signal.signal(signal.SIGUSR2, before)
+    with handled(signal.SIGUSR2, Stopped), pytest.raises(Stopped):
+        envs.load(kept)
     envs.load(kept)
     assert np.array_equal(envs.step(actions)[0], wanted)
-    envs.close()
 

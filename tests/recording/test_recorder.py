@@ -15,6 +15,7 @@ import pytest
 from chronicles import Chronicle, Drawing, Textual, Vectorial
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from signals import handled
 
 import vecenv
 from vecenv.errors import NotRestorable
@@ -271,29 +272,24 @@ def test_interruptions_leave_nothing_out_and_nothing_twice(tmp_path: Path) -> No
         if armed[0]:
             raise TooLateError
 
-    before = signal.signal(signal.SIGALRM, ring)
     rng = np.random.default_rng(3)
-    try:
-        with recorded(Chronicle, tmp_path, snapshot_every=20, num_workers=2) as envs:
-            envs.reset(seed=1)
-            interrupted, until = 0, time.monotonic() + 4.0
-            while time.monotonic() < until:
-                envs._driver.recorder._not_before = 0.0
-                actions = rng.integers(0, 5, 4)
-                try:
-                    armed[0] = True
-                    signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(2e-5, 8e-4)))
-                    envs.step(actions)
-                    armed[0] = False
-                except TooLateError:
-                    armed[0], interrupted = False, interrupted + 1
-                    if envs._state.value == "step":
-                        envs.step_wait()
-            require_all_repeat(envs, tmp_path)
-            require_all_repeat(envs, tmp_path, "snapshot")
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    with handled(signal.SIGALRM, ring), recorded(Chronicle, tmp_path, snapshot_every=20, num_workers=2) as envs:
+        envs.reset(seed=1)
+        interrupted, until = 0, time.monotonic() + 4.0
+        while time.monotonic() < until:
+            envs._driver.recorder._not_before = 0.0
+            actions = rng.integers(0, 5, 4)
+            try:
+                armed[0] = True
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(2e-5, 8e-4)))
+                envs.step(actions)
+                armed[0] = False
+            except TooLateError:
+                armed[0], interrupted = False, interrupted + 1
+                if envs._state.value == "step":
+                    envs.step_wait()
+        require_all_repeat(envs, tmp_path)
+        require_all_repeat(envs, tmp_path, "snapshot")
     assert interrupted > 100
 
 

@@ -27,6 +27,7 @@ import psutil
 import pytest
 from envs import counters
 from gymnasium.vector import AutoresetMode
+from signals import handled
 
 import vecenv
 from vecenv.errors import EnvFailed, NotRestorable, WorkerDied
@@ -351,30 +352,22 @@ class Alarm(Exception):
 @pytest.mark.parametrize("times", [40, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_a_signal_handler_that_raises_loses_nothing(times: int) -> None:
-    def ring(*_: Any) -> None:
-        raise Alarm
-
-    before = signal.signal(signal.SIGALRM, ring)
     chance = np.random.default_rng(3)
-    try:
-        with hidden(3) as envs:
-            [frozen] = envs.freeze([0])
-            wanted = after(envs, 5, (0,))
-            for _ in range(times):
-                copies = None
-                signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 0.03))
-                try:
-                    copies = envs.freeze([0])
-                    envs.thaw(frozen, into=[0, 2])
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                except Alarm:
-                    pass
+    with handled(signal.SIGALRM, Alarm), hidden(3) as envs:
+        [frozen] = envs.freeze([0])
+        wanted = after(envs, 5, (0,))
+        for _ in range(times):
+            copies = None
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 0.03))
+            try:
+                copies = envs.freeze([0])
+                envs.thaw(frozen, into=[0, 2])
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                if envs._phase.name == "WAITING_CALL":
-                    copies = envs.call_wait(timeout=20)
-                assert copies is None or copies[0].pid > 0
-                envs.thaw(frozen, into=[0])
-                assert_identical(after(envs, 5, (0,)), wanted)
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+            except Alarm:
+                pass
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if envs._phase.name == "WAITING_CALL":
+                copies = envs.call_wait(timeout=20)
+            assert copies is None or copies[0].pid > 0
+            envs.thaw(frozen, into=[0])
+            assert_identical(after(envs, 5, (0,)), wanted)

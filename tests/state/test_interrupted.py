@@ -12,6 +12,7 @@ from typing import Any
 import kept_envs
 import numpy as np
 import pytest
+from signals import handled
 
 import vecenv
 from vecenv.state.codecs import Codec, name_of, put
@@ -38,13 +39,9 @@ class Bell:
 
 @pytest.fixture(autouse=True)
 def bell() -> Iterator[None]:
-    def ring(number: int, frame: object) -> None:
-        raise Stopped
-
-    before = signal.signal(signal.SIGUSR2, ring)
-    yield
-    Bell.left = 0
-    signal.signal(signal.SIGUSR2, before)
+    with handled(signal.SIGUSR2, Stopped):
+        yield
+        Bell.left = 0
 
 
 class Rings:

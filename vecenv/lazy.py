@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["lazy"]
-
 
 def lazy(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = (), needs: Mapping[str, str] | None = None

@@ -24,9 +24,9 @@ from typing import Any, Final, NamedTuple
 from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.engine.engine import Engine
-from vecenv.engine.handles import ProcessWorker
+from vecenv.engine.handles import PoolOptions, ProcessWorker
 from vecenv.engine.pending import NOTHING, Answer, Death, Request, Result, Worker, WorkerRequest
-from vecenv.engine.pool import PoolOptions, WorkerPool
+from vecenv.engine.pool import WorkerPool
 from vecenv.engine.recovery import RestartBudget, RestartLog
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import ErrorRecord, ForkedError, LoopError, RestartsExhausted, StepTimeout
@@ -34,7 +34,7 @@ from vecenv.link.channel import ChannelClosed
 from vecenv.link.messages import Op
 from vecenv.system.cores import let_caller_first, usable_cores
 from vecenv.system.supervision import place as line_of
-from vecenv.worker.main import WorkerPlan
+from vecenv.worker.envs import WorkerPlan
 
 __all__ = ["PoolEnvs", "RowAnswer", "RowRequest", "Slot", "Slots", "WorkerSlots", "outside_of_block"]
 

@@ -38,8 +38,6 @@ from vecenv.jax.libraries import adapt, make_env
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.uninterrupted import succeeds_when_repeated
 
-__all__ = ["JaxDriver", "JaxVectorEnv", "functional_of"]
-
 _OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Seeds: TypeAlias = Sequence[int | None]

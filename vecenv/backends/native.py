@@ -26,8 +26,6 @@ from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, LockstepDriver, Phase, RunOnce, Stepped
 from vecenv.front.vector_env import VectorEnvBase, exclusive
 
-__all__ = ["NativeVectorEnv"]
-
 _LIBRARIES: Final[dict[str, Collection[str]]] = {
     # class -> what it does
     # "rows": reset() takes a seed for each environment (31 bits, -1: none) and reset_mask, and ignores all other options

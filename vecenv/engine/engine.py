@@ -27,9 +27,9 @@ from gymnasium import logger
 from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.frozen import Frozen, FrozenCopy
-from vecenv.engine.handles import CallerWorker, ProcessWorker
+from vecenv.engine.handles import CallerWorker, PoolOptions, ProcessWorker
 from vecenv.engine.pending import ALL, Result, Settlement, Worker, WorkerRequest
-from vecenv.engine.pool import PoolOptions, WorkerPool
+from vecenv.engine.pool import WorkerPool
 from vecenv.engine.recovery import Ledger, Policy, Remembered, RestartBudget
 from vecenv.engine.steps import Steps, wait_name
 from vecenv.errors import NotRestorable, SnapshotMismatch, WorkerDied
@@ -46,9 +46,8 @@ from vecenv.state.snapshots import FORMAT, Kind, Row, Snapshot, Snapshots, State
 from vecenv.system.copies import has_copies
 from vecenv.system.cores import placements
 from vecenv.system.uninterrupted import Uninterrupted, succeeds_when_repeated
-from vecenv.worker.main import Ready, WorkerPlan, make_rows
-
-__all__ = ["Engine", "Policy", "shares"]
+from vecenv.worker.envs import WorkerPlan
+from vecenv.worker.main import Ready, make_rows
 
 
 def shares(num_envs: int, parts: int, first: int = 0) -> list[range]:

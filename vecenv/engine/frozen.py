@@ -32,8 +32,6 @@ from vecenv.system.supervision import BlackBox, ProcessWatch
 from vecenv.system.uninterrupted import Uninterrupted
 from vecenv.worker.main import CopyPlan, Ready
 
-__all__ = ["Frozen", "FrozenCopy"]
-
 _READY: Final = 10.0  # seconds for a copy to be there, which takes milliseconds
 _CLOSE: Final = 2.0  # seconds for the environment whose place is taken
 

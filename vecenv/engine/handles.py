@@ -68,12 +68,6 @@ from vecenv.worker.main import Ready, answer
 if sys.platform != "win32":
     import resource
 
-__all__ = [
-    "CLOSING", "DESCRIPTORS", "SPARE_DESCRIPTORS", "CallerWorker", "PoolOptions", "ProcessWorker", "await_ready",
-    "command_of", "end", "end_unclosed", "envs_text", "preload", "raise_ready", "require_descriptors",
-    "too_few_descriptors",
-]  # fmt: skip
-
 _PLAIN: Final = int(Reply.PLAIN)
 _LAST_MOMENTS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _FIRST_WORD: Final = 0.05  # until a late worker begins to write its stack, if it can

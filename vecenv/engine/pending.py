@@ -21,11 +21,6 @@ from vecenv.front.driver import Call, Driver, Phase
 from vecenv.link.messages import Failure, Op, Outcome
 from vecenv.shm.layout import Array
 
-__all__ = [
-    "ALL", "COLUMNS", "COMMANDS", "NOTHING", "ONLY_COLUMNS", "PLAIN", "Answer", "Death", "Pending",
-    "PendingRequests", "Request", "Result", "Settlement", "Worker", "WorkerRequest",
-]  # fmt: skip
-
 COMMANDS: Final = {
     Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
     Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close", Op.SET_NEXT: "set_next_options",

@@ -49,9 +49,8 @@ from vecenv.system.generators import stream_of_caller
 from vecenv.system.spawning import Lifeline, spawn
 from vecenv.system.supervision import SLICE_MS, BlackBox, close_process, place
 from vecenv.system.uninterrupted import Uninterrupted
-from vecenv.worker.main import Ready, Start, WorkerPlan, main
-
-__all__ = ["HEAD_START", "PoolOptions", "Watchdog", "WorkerPool"]
+from vecenv.worker.envs import WorkerPlan
+from vecenv.worker.main import Ready, Start, main
 
 _SEEN_OFF_TOGETHER: Final = 16  # to look for what environments started takes as long for one worker as for many
 

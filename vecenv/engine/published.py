@@ -23,11 +23,6 @@ from typing import Any, Final
 from vecenv.engine.engine import Engine
 from vecenv.engine.handles import CallerWorker, ProcessWorker
 
-__all__ = [
-    "BadFile", "PublishedStats", "PublishedWorker", "StatsFile", "asked_for", "available", "has_counters", "process_state",
-    "published",
-]  # fmt: skip
-
 _FORMAT: Final = 2
 _PERIOD: Final = 0.5  # seconds between two writings
 _LONGEST: Final = 64 << 20  # bytes that a reader takes in: 100,000 workers have less

@@ -49,11 +49,6 @@ from vecenv.recording.recorder import Recorder
 from vecenv.shm import Batch
 from vecenv.shm.layout import Tree
 
-__all__ = [
-    "FREE_RESTARTS", "STEPS_PER_RESTART", "Ledger", "Policy", "Recovery", "Remembered", "RestartBudget", "RestartLog",
-    "note_once", "writeable",
-]  # fmt: skip
-
 _KEPT_ERRORS: Final = 1000
 
 

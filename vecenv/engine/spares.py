@@ -43,8 +43,6 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Row
 from vecenv.worker.variants import WithAttributes
 
-__all__ = ["EpisodeTable", "SpareEngine", "SparePool", "refuse_different"]
-
 _SAME_STEP: Final = "in same-step mode one answer is of two workers; use autoreset_mode=AutoresetMode.NEXT_STEP"
 _NEXT_BEGUN: Final = "the next episodes have begun already; give reset() the options, and a reset_mask"
 

@@ -43,8 +43,6 @@ from vecenv.shm import Layout, Tree
 from vecenv.shm.layout import Array
 from vecenv.system.supervision import place
 
-__all__ = ["ActionStage", "Received", "Steps", "wait_name"]
-
 Received: TypeAlias = tuple[Array, dict[int, Any], dict[int, Any]]
 """Rows, and by row the infos and the last observations that came with them by pickle."""
 _Seen: TypeAlias = dict[tuple[int, int], Request]

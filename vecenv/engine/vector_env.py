@@ -29,10 +29,11 @@ from gymnasium.vector.async_vector_env import AsyncState
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.engine import published
-from vecenv.engine.engine import Engine, Policy
+from vecenv.engine.engine import Engine
 from vecenv.engine.handles import PoolOptions, ProcessWorker
 from vecenv.engine.pool import WorkerPool
 from vecenv.engine.published import StatsFile
+from vecenv.engine.recovery import Policy
 from vecenv.engine.spares import SpareEngine, refuse_different
 from vecenv.engine.steps import ActionStage
 from vecenv.errors import ErrorRecord
@@ -67,8 +68,7 @@ from vecenv.system.cores import bound_placements, usable_cores
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv, context_of, end_if_importing_main, is_about_main, too_late, variables_of
 from vecenv.system.uninterrupted import Uninterrupted
-from vecenv.worker.envs import Expected
-from vecenv.worker.main import WorkerPlan
+from vecenv.worker.envs import Expected, WorkerPlan
 
 __all__ = ["AsyncVectorEnv", "EngineVectorEnv"]
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, NoReturn
 
-__all__ = ["FIGURES", "Capabilities", "OfWorkers", "capabilities_of", "figures", "unable"]
-
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:

@@ -26,12 +26,6 @@ from vecenv.front.arguments import ResetOptions, env_ids_of, seconds_of
 from vecenv.front.capabilities import Capabilities, figures, unable
 from vecenv.system.uninterrupted import Noted, by_handler
 
-__all__ = [
-    "NEXT", "NOTHING", "Call", "Driver", "LockstepDriver", "Phase", "RunOnce", "Stepped", "advance", "dropping_pending",
-    "left_in_a_fork", "require_idle", "require_no_step", "still_pending",
-]  # fmt: skip
-
-
 # -- which methods may be called ---------------------------------------------------------------------------------------
 #
 # One table, :data:`NEXT`: method -> the phase it needs and the next. Everything else is an illegal call, raised in one place

@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["info_row", "info_rows", "own_keys"]
-
 _PYTHON_NUMBERS = "?ld"  # dtypes (bool, int64, float64) that Gymnasium gives a column of Python's bool, int and float
 
 

@@ -41,8 +41,6 @@ from vecenv.front.arguments import (
 from vecenv.front.capabilities import Capabilities, OfWorkers, unable
 from vecenv.front.driver import Driver, Phase, advance
 
-__all__ = ["VectorEnvBase", "exclusive", "is_within_a_call"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

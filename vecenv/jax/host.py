@@ -30,8 +30,6 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.link.observations import flat_of
 from vecenv.shm.layout import Tree, fixed_tree
 
-__all__ = ["CallbackHost", "InfoColumns", "Requests"]
-
 Array: TypeAlias = npt.NDArray[Any]
 Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 Rows: TypeAlias = npt.NDArray[np.intp]

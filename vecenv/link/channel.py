@@ -21,8 +21,6 @@ from vecenv.link.messages import FULL_HEAD, HEAD, PAYLOAD, Message, decode, enco
 from vecenv.system.cores import SpinPolicy
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 
-__all__ = ["CallerEnd", "ChannelClosed", "Ends", "WorkerEnd", "write_once"]
-
 _CHUNK: Final = 1 << 20
 _SHORT: Final = (HEAD,)
 Ends: TypeAlias = tuple[Descriptor, Descriptor]

@@ -23,8 +23,6 @@ import numpy as np
 from vecenv.link.messages import Definition, shown
 from vecenv.shm.layout import INFO_BYTES, Array
 
-__all__ = ["BY_PICKLE", "NO_INFO", "InfoReader", "InfoWriter", "Schema", "add_info"]
-
 NO_INFO: Final = 0
 BY_PICKLE: Final = 1
 _MAX_SCHEMAS: Final = 64  # a worker that needs more than this has keys that do not repeat

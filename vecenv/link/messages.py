@@ -34,12 +34,6 @@ from vecenv.errors import EnvError, RemoteTraceback
 from vecenv.shm.arena import Place, SharedBlock, place_of
 from vecenv.system.uninterrupted import contained
 
-__all__ = [
-    "FULL_HEAD", "HEAD", "PAYLOAD", "PLAIN_OUTCOME", "Definition", "Failure", "Message", "Op", "Outcome",
-    "PackedEnvFns", "PackedError", "Reply", "decode", "decode_outcome", "dumps", "dumps_by_value", "encode",
-    "encode_outcome", "missing_bytes", "pack_error", "shown", "summary", "unpack_error",
-]  # fmt: skip
-
 # -- words and their bytes ---------------------------------------------------------------------------------------------
 
 

@@ -27,11 +27,6 @@ from vecenv.errors import ObservationError
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
 
-__all__ = [
-    "KEPT", "PickledStore", "Put", "RegisteredStore", "SharedStore", "Store", "checked_value", "direct_rows", "flat_of",
-    "has_dynamic_part", "require_leaves", "tree_writer",
-]  # fmt: skip
-
 KEPT: Final = object()
 Put: TypeAlias = Callable[[int, Any], Any]
 """``put(k, observation)`` keeps the observation of a worker's k-th row and returns :data:`KEPT`, or the value to be sent."""

@@ -14,11 +14,6 @@ from vecenv.recording.recorder import FlightRecorder
 from vecenv.system.generators import GeneratorsOption
 from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
 
-__all__ = [
-    "BatchSize", "EngineOptions", "NumWorkers", "OnFailure", "StartMethod", "check_option", "check_options", "one_of",
-    "parse_spares", "require_processes_for", "whole",
-]  # fmt: skip
-
 NumWorkers: TypeAlias = int | Literal["auto"] | None
 BatchSize: TypeAlias = int | Literal["auto"] | None
 OnFailure: TypeAlias = Literal["raise", "restart"]

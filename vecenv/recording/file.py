@@ -33,11 +33,6 @@ from vecenv.shm.layout import Array, Layout, Tree
 from vecenv.state.snapshots import version_of
 from vecenv.worker.main import answer, make_rows
 
-__all__ = [
-    "AGAIN", "CANNOT", "DIFFERENT", "LASTING", "RESETS", "Failed", "Header", "Message", "Record", "Replay", "ReplayResult",
-    "Unreadable", "digest", "own_part", "packed", "read", "read_header", "write",
-]  # fmt: skip
-
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 1
 _MOST_HEADER: Final = 2**20

@@ -31,8 +31,6 @@ from vecenv.recording.file import LASTING, RESETS, Failed, Message, Record, dige
 from vecenv.shm.layout import Array
 from vecenv.system.uninterrupted import Uninterrupted
 
-__all__ = ["FlightRecorder", "Recorder", "keep_parcels"]
-
 _MEMORY: Final = 128 * 2**20
 """Bytes that ticks may take."""
 _AT_ONCE: Final = 32 * 2**20

@@ -19,8 +19,6 @@ import numpy.typing as npt
 from gymnasium import Space, spaces
 from gymnasium.vector.utils import create_shared_memory
 
-__all__ = ["INFO_BYTES", "Batch", "Field", "Layout", "Leaf", "Tree", "fixed_tree"]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 ALIGNMENT: Final = 64

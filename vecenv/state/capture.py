@@ -28,8 +28,6 @@ import numpy as np
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.state.codecs import STAYS, Codec, Refused, by_class, how_of, made, save_space
 
-__all__ = ["capture_state", "layers_of", "prepare_restore"]
-
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
 

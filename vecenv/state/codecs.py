@@ -22,8 +22,6 @@ import numpy as np
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.system.uninterrupted import contained
 
-__all__ = ["STAYS", "Codec", "How", "Refused", "by_class", "how_of", "made", "name_of", "put", "register", "save_space"]
-
 
 @dataclass(frozen=True, slots=True)
 class Codec:

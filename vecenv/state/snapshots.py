@@ -18,8 +18,6 @@ from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import layers_of
 from vecenv.system.uninterrupted import contained
 
-__all__ = ["FORMAT", "Kind", "Row", "Snapshot", "Snapshots", "StateDict", "kind_of", "parse_snapshots", "version_of"]
-
 FORMAT: Final = 5
 
 _T = TypeVar("_T")

@@ -21,8 +21,6 @@ from vecenv.system.cores import kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.spawning import adopt
 
-__all__ = ["LOST", "CopiedProcess", "Uncopied", "fork_twice", "has_copies", "open_of"]
-
 _DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 _SHOWN: Final = 5
 

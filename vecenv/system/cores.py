@@ -20,11 +20,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "SPIN_SECONDS", "Placement", "SpinPolicy", "bound_placements", "kernel_file", "let_caller_first", "placements",
-    "seconds_waited", "usable_cores",
-]  # fmt: skip
-
 SPIN_SECONDS: Final = 150e-6
 """Longest spin before a process goes to sleep: a few wake-ups' worth."""
 

@@ -35,8 +35,6 @@ from vecenv.system.uninterrupted import Uninterrupted
 if sys.platform != "win32":
     import resource
 
-__all__ = ["end_descendants", "end_group", "end_marked", "end_own", "forkserver_pid", "mark", "new_token"]
-
 _LINUX: Final = sys.platform.startswith("linux")
 _RLIMIT_LOCKS: Final = 10  # without a name in Python, because nothing has enforced it for twenty years
 _FIRST: Final = 1 << 62  # of the tokens; smaller limits are not ours

@@ -19,8 +19,6 @@ from itertools import chain, starmap
 from multiprocessing import reduction
 from typing import Any, TypeVar
 
-__all__ = ["Descriptor", "DescriptorOwner", "take_standard_numbers", "unnamed_file"]
-
 
 class Descriptor:
     """An open file number, until :meth:`close`. It can be pickled while a process is being started, which gets a copy."""

@@ -29,11 +29,6 @@ from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
 
-__all__ = [
-    "Generators", "GeneratorsOption", "InUse", "RowGenerators", "begin_worker", "install", "look_at_torch", "seed_process",
-    "stream_of_caller", "uninstall", "unwatch", "unwatched", "watch", "watch_by",
-]  # fmt: skip
-
 GeneratorsOption: TypeAlias = Literal["shared", "own"]
 
 _NUMPY: Final[Any] = np.random

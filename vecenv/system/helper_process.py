@@ -22,8 +22,6 @@ from vecenv.system.spawning import Lifeline, Variables, spawn
 from vecenv.system.supervision import ProcessWatch, close_process, flush_output
 from vecenv.system.uninterrupted import Uninterrupted
 
-__all__ = ["HelperProcess"]
-
 _LONGEST_POLL: Final = 1e6  # seconds; poll() counts milliseconds in an int
 _REAP_SECONDS: Final = 5.0  # for the kernel to end what was killed: in vain in a call that cannot be interrupted
 

@@ -25,11 +25,6 @@ from vecenv.system.uninterrupted import blocked, let_in
 if sys.platform != "win32":
     import fcntl
 
-__all__ = [
-    "NO_GUARD", "Lifeline", "Variables", "WorkerEnv", "adopt", "check_variables", "context_of", "end_if_importing_main",
-    "is_about_main", "missing_guard", "require_processes", "spawn", "too_late", "variables_of", "why_no_processes",
-]  # fmt: skip
-
 NO_GUARD: Final = 113
 """Exit code of a process whose main file starts processes while it is imported."""
 

@@ -46,11 +46,6 @@ from vecenv.system.uninterrupted import Uninterrupted
 if sys.platform != "win32":
     import fcntl
 
-__all__ = [
-    "SLICE_MS", "STACK_SIGNALS", "BlackBox", "ProcessWatch", "catches", "close_process", "describe_exit", "flush_output",
-    "innermost", "place", "reaches_down",
-]  # fmt: skip
-
 _LINUX: Final = sys.platform.startswith("linux")
 SLICE_MS: Final = 50.0
 """Between two questions whether a process has ended, where nothing else tells."""

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
-__all__ = ["Noted", "Uninterrupted", "blocked", "by_handler", "contained", "let_in", "succeeds_when_repeated"]
-
 _T = TypeVar("_T")
 _Error = TypeVar("_Error", bound=BaseException)
 

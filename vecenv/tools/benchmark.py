@@ -44,11 +44,6 @@ from vecenv.tools.runners import SEED, Candidate, EnvFn, Step, Unavailable, firs
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = [
-    "COLOURS", "CandidateProcess", "Report", "ResultRow", "Summary", "compare", "draw_bars", "draw_scale",
-    "machine", "new_figure", "print_report", "print_scale", "save", "show_rate", "started",
-]  # fmt: skip
-
 BASELINES: Final = {"gym-async": ("x Async", ".2f"), "bare-loop": ("of bare loop", ".3f")}
 """What rows are compared with, where it took part: the heading of its column, and how a ratio is written."""
 CHECK_STEPS: Final = 256

@@ -27,8 +27,6 @@ from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import why_no_processes
 from vecenv.tools import benchmark, conform, doctor, replay, run, runners, top, watch
 
-__all__ = ["main"]
-
 Command = Callable[[argparse.Namespace], "int | Callable[[], None]"]
 
 

@@ -25,8 +25,6 @@ from vecenv.tools import WRONG, CliError, did_you_mean, module_named
 from vecenv.tools.benchmark import started
 from vecenv.tools.runners import Candidate
 
-__all__ = ["Promise", "conform", "main"]
-
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
 _ONLY: Final = "its only mode is "
 _SECONDS: Final = 20.0  # for one check

@@ -30,8 +30,6 @@ from vecenv.tools import fitted
 if sys.platform != "win32":
     import resource
 
-__all__ = ["Finding", "Verdict", "examine", "main", "shortage"]
-
 Verdict = Literal["ok", "warn", "bad", "none"]
 
 MIB: Final = 2**20

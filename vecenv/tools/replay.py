@@ -23,8 +23,6 @@ from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import describe_exit
 from vecenv.tools import USAGE, WRONG, CliError
 
-__all__ = ["main", "replay"]
-
 _MOST_FRAMES: Final = 1000
 _GRACE: Final = 5.0
 """Seconds that a step has beside those that the record gives it, for a process that has just started."""

@@ -19,8 +19,6 @@ from typing import Any, Final
 from vecenv.patching import REPORT, install
 from vecenv.tools import CliError, one_line
 
-__all__ = ["add_options", "prepare"]
-
 _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "generators")
 
 

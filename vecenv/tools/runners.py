@@ -30,13 +30,6 @@ from vecenv.errors import how_to_install
 from vecenv.system.cores import usable_cores
 from vecenv.tools import CliError, did_you_mean, module_named
 
-__all__ = [
-    "SEED", "BareLockstep", "BareLoop", "BareLoops", "BarePipes", "Candidate", "EnvFn", "FirstReadyVectorRunner", "Runner",
-    "Step", "Unavailable", "VectorRunner", "bound_candidate", "default_candidates", "digest", "first_difference",
-    "gymnasium_candidate", "make_env", "resolve", "run_for", "sample_actions", "scale_candidates",
-    "vecenv_candidate",
-]  # fmt: skip
-
 EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
 SEED: Final = 20_240_917

@@ -27,8 +27,6 @@ from vecenv.tools import WRONG, CliError, require
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["ProgramRow", "View", "Watcher", "WorkerRow", "draw", "main"]
-
 _HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _LONGEST_NAME: Final = 80
 _LATE: Final = 1.5  # seconds without an answer that are worth a word, and after which old rates hold no more

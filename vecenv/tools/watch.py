@@ -22,8 +22,6 @@ from vecenv.system.cores import usable_cores
 from vecenv.tools import CliError, module_named, one_line, progress_bar, require
 from vecenv.tools.runners import resolve
 
-__all__ = ["Frame", "Policy", "frames", "main", "render_grid", "require_writer", "shrink", "tile", "write_video"]
-
 Frame = npt.NDArray[np.uint8]
 """uint8 ``(height, width, 3)``."""
 Policy = Callable[[Any], Any]

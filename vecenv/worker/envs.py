@@ -17,8 +17,6 @@ from vecenv.link.messages import dumps_by_value
 from vecenv.shm.layout import Layout
 from vecenv.system.generators import GeneratorsOption
 
-__all__ = ["Expected", "WorkerPlan", "called", "made_by", "misreturned", "observation_and_info"]
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:

@@ -21,8 +21,6 @@ from vecenv.system.generators import seed_process, unwatched, watch_by
 from vecenv.system.uninterrupted import succeeds_when_repeated
 from vecenv.worker.rows import EnvRows
 
-__all__ = ["SnapshotRows"]
-
 
 class SnapshotRows(EnvRows):
     """Environments that are stepped and reset (:class:`~vecenv.worker.rows.EnvRows`), saved and loaded."""

@@ -38,8 +38,6 @@ from vecenv.worker.envs import WorkerPlan
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.variants import SpareRows, ThreadedRows
 
-__all__ = ["Ready", "Start", "WorkerPlan", "answer", "main", "make_rows"]
-
 _THREADS_GRACE: Final = 0.2  # seconds for threads of environments that end by themselves
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 

@@ -32,8 +32,6 @@ from vecenv.shm.layout import Array, Batch, fixed_tree, memory_of
 from vecenv.system import generators
 from vecenv.worker.envs import WorkerPlan, called, made_by, misreturned, observation_and_info
 
-__all__ = ["EnvRows", "clock"]
-
 _LONG: Final = 1e-3  # seconds; a message that takes as long is followed by one that is timed, too
 _UNTIMED_MOST: Final = 31
 _SAMPLE_EVERY: Final = 64  # in every so many messages that are timed, the environments are timed one by one

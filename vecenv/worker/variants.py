@@ -28,8 +28,6 @@ from vecenv.shm.layout import Batch
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.rows import clock
 
-__all__ = ["SpareRows", "ThreadedRows", "WithAttributes"]
-
 
 class Said:
     """What a call gave, or raised, to be given or raised again; and how long it took."""

@@ -41,8 +41,6 @@ from vecenv.front.arguments import ResetOptions, env_ids_of
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
 
-__all__ = ["FirstReadyDriver", "PoolDriver", "Seeding", "WholeBatchDriver"]
-
 _INTP = np.dtype(np.intp)
 
 _ONCE: tuple[tuple[()]] = ((),)

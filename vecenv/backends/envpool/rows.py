@@ -26,8 +26,6 @@ from vecenv.front.arguments import wrong_shape
 from vecenv.front.driver import Stepped
 from vecenv.shm import fixed_tree
 
-__all__ = ["ActionChecker", "Array", "Infos", "Latest", "PoolRows", "States"]
-
 _FEW = 64  # actions at most, of which looking each up in a set is faster than a numpy reduction
 _MANY = 4096  # choices at most, for which there is such a set
 

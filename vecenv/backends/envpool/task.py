@@ -42,8 +42,6 @@ from vecenv.errors import how_to_install
 from vecenv.front.arguments import seeds_of
 from vecenv.shm.arena import available_memory
 
-__all__ = ["Seed", "Task", "check_options", "family_of", "seeds_within", "spread", "task_ids"]
-
 Seed: TypeAlias = int | Sequence[int | None] | None
 
 _END: Final = 2**31

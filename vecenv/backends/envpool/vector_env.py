@@ -20,8 +20,6 @@ from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within
 from vecenv.front.arguments import mode_of
 from vecenv.front.vector_env import VectorEnvBase, exclusive
 
-__all__ = ["EnvPoolVectorEnv", "PoolVectorEnv"]
-
 
 class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
     """What vector environments over pools can tell, whether their environments have one player or several."""

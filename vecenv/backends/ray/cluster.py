@@ -18,8 +18,6 @@ from vecenv.backends.ray.pool import Lost
 from vecenv.errors import ClusterError
 from vecenv.system.cores import usable_cores
 
-__all__ = ["Cluster"]
-
 _OWN_UNIT: Final = "vecenv_core"  # in a cluster of vecenv's own, which has nothing else to share its cores with
 _PLENTY: Final = 1_000_000.0
 _ALONE: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

@@ -37,9 +37,7 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import variables_of
-from vecenv.worker.main import WorkerPlan
-
-__all__ = ["Host", "HostPlan", "HostReady", "HostReply", "Packed", "Packing"]
+from vecenv.worker.envs import WorkerPlan
 
 _LARGE: Final = 16 * 1024  # bytes; copying so many takes a few microseconds, pickling an array tens
 

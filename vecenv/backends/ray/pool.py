@@ -30,8 +30,6 @@ from vecenv.link.messages import Failure, Op, unpack_error
 from vecenv.shm import Arena, Batch
 from vecenv.worker.main import Ready
 
-__all__ = ["HostPool", "Hosts", "Lost", "RemoteHost"]
-
 GRACE: Final = 2.0  # for a host to come up or to say goodbye, beyond what its environments may take
 _PAUSES: Final = (0.5, 1.0, 2.0, 4.0)  # between attempts at a new host
 _START_GRACE: Final = 30.0  # for a process with its imports on a machine that may be busy

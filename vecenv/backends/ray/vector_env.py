@@ -25,10 +25,10 @@ from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.pool import GRACE, HostPool, RemoteHost
-from vecenv.engine.engine import Engine, Policy, shares
+from vecenv.engine.engine import Engine, shares
 from vecenv.engine.handles import PoolOptions, command_of, envs_text
 from vecenv.engine.pending import Answer, Result, Worker
-from vecenv.engine.recovery import writeable
+from vecenv.engine.recovery import Policy, writeable
 from vecenv.engine.vector_env import EngineVectorEnv
 from vecenv.errors import ErrorRecord, how_to_install
 from vecenv.front.arguments import check_env_fns, check_names
@@ -39,10 +39,7 @@ from vecenv.planning.options import check_option, check_options, one_of, whole
 from vecenv.recording.file import write
 from vecenv.recording.recorder import FlightRecorder, keep_parcels
 from vecenv.shm import Arena, Batch, Layout, fixed_tree
-from vecenv.worker.envs import Expected
-from vecenv.worker.main import WorkerPlan
-
-__all__ = ["RayVectorEnv"]
+from vecenv.worker.envs import Expected, WorkerPlan
 
 _PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK")
 _ENGINE_OPTIONS = (

@@ -504,7 +504,7 @@ def test_a_reset_of_all_may_be_received_row_by_row() -> None:
 
 def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
     """Also while a row is in flight, and where the last step before the latest reset of all ended an episode."""
-    envs, same = opened(Walk, 2, spare_workers=1), twin([Walk] * 2)
+    envs, same = spared(Walk, 2, spare_workers=1), twin([Walk] * 2)
     envs.reset(seed=7)
     while not envs.step(np.ones(2, np.int64))[2][1]:
         pass

@@ -23,6 +23,7 @@ from gymnasium.vector import SyncVectorEnv
 
 import vecenv
 from vecenv.errors import StartupTimeout, VecEnvError, WorkerDied
+from vecenv.link.observations import direct_rows
 from vecenv.shm import Layout, fixed_tree
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import too_late
@@ -252,14 +253,15 @@ def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str
 
 
 def test_a_layout_that_travelled_has_the_dtype_objects_of_numpys_own_arrays() -> None:
-    """The step loop compares dtypes with ``is``: with other, equal objects every observation took the slow way."""
-    layout = Layout.of(fixed_tree(Box(-1, 1, (4,), np.float32)), fixed_tree(Discrete(2), "action"), 3, 1, final=False)
+    """Dtypes are compared for each observation, and with other, equal objects that takes longer."""
+    layout = Layout.of(fixed_tree(Box(-1, 1, (4, 2), np.float32)), fixed_tree(Discrete(2), "action"), 3, 1, final=False)
     travelled = pickle.loads(pickle.dumps(layout))
     assert travelled == layout
-    for leaf in (*travelled.observations.leaves(), *travelled.actions.leaves()):
-        assert leaf.dtype is np.zeros(1, leaf.dtype.type).dtype
-    for field in travelled.fields.values():
-        assert field.dtype is np.zeros(1, field.dtype.str).dtype
+    batch = travelled.view(bytearray(layout.size))
+    for array in (*batch.observations, *batch.actions, batch.rewards, batch.terminations):
+        assert array.dtype is np.zeros(1, array.dtype.str).dtype
+    for row in direct_rows(travelled.observations.leaf, batch.observations[0]):
+        assert row._dtype is batch.observations[0].dtype
 
 
 # --- ``preload``: the fork server imports modules once, for all workers -------------------------

@@ -520,7 +520,11 @@ class EnvRows:
 
     def set_attr(self, seq: int, name: str, values: Sequence[Any]) -> Outcome:
         """``env.set_wrapper_attr(name, value)``, a value a row."""
-        return self._each(seq, range(self.count), lambda k: self._env(k).set_wrapper_attr(name, values[k]))
+
+        def one(k: int) -> None:
+            self._env(k).set_wrapper_attr(name, values[k])
+
+        return self._each(seq, range(self.count), one)
 
     def set_next(self, seq: int, given: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Seed and options of the next episode that autoreset begins, a pair a row; ``None``: what there is stays."""

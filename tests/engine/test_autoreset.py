@@ -645,6 +645,17 @@ def test_a_reset_ahead_that_fails_is_restarted(mode: str, how: str, closes: Any)
     assert restarted == envs.stats()["restarts"] == 1
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_row_that_is_rebuilt_begins_no_second_episode(mode: str, closes: Any) -> None:
+    """What was rebuilt was reset: nothing that was begun ahead of time takes its place in the same step."""
+    envs = closes(spared(Slips, autoreset_mode=mode, on_failure="restart"))
+    envs.reset(seed=7)
+    before = [worker.pid for worker in envs._pool.workers]
+    *_, truncations, infos = envs.step([0, 1, 0])
+    assert truncations.tolist() == infos["_restarted"].tolist() == [False, True, False]
+    assert [worker.pid for worker in envs._pool.workers] == before
+
+
 @pytest.mark.long
 def test_a_reset_of_all_brings_dead_spares_back(closes: Any) -> None:
     envs = closes(spared(Walk, 2))

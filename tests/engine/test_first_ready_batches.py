@@ -181,13 +181,14 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_info_that_came_by_pickle_is_given_once(num_workers: int) -> None:
-    fns = makers([9, 9])
-    loops = [Loop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
-    with opened(fns, num_workers=num_workers, batch_size=1) as envs:
+def test_what_came_by_pickle_is_given_once(num_workers: int) -> None:
+    """Infos that are no columns, and the last observations of episodes."""
+    fns = makers([9, 5])
+    loops = [Loop(fn(), AutoresetMode.SAME_STEP) for fn in fns]
+    with opened(fns, autoreset_mode="SameStep", num_workers=num_workers, batch_size=1, shared_memory=False) as envs:
         envs.reset_async(seed=5)
         wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
-        for _ in range(7):
+        for _ in range(11):
             for _ in fns:
                 assert_wanted(envs.recv(timeout=20), wanted)
             envs.send([1, 2], [0, 1])

@@ -442,7 +442,7 @@ async def test_every_await_of_the_end_of_a_pool(moment: Any) -> None:
     pool = Pool(Words, 3, num_workers=2)
     await pool.__aenter__()
     async with pool.episode() as env:
-        busy = asyncio.create_task(env.step("wait 0.1"))
+        busy = asyncio.create_task(env.step("wait 1"))
         await asyncio.sleep(0)
         watched = Watched(pool.close(), 1)
         task = asyncio.ensure_future(waiting(watched))

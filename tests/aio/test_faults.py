@@ -46,7 +46,7 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
 
     async def main() -> None:
         async with Pool(
-            partial(Words, 8), size, step_timeout=limit, cancel_timeout=0.2, on_failure=on_failure, **how
+            partial(Words, 8), size, step_timeout=limit, cancel_timeout=2.0, on_failure=on_failure, **how
         ) as pool:
             ends = await asyncio.gather(*(one(pool, n) for n in range(size)))
             lost = [n for n, end in enumerate(ends) if end is not None]
@@ -87,7 +87,7 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
     async def go_wrong(env: EpisodeEnv) -> None:
         if fault != "cancel":
             await env.step(fault)
-        step = asyncio.create_task(env.step("wait 0.05"))
+        step = asyncio.create_task(env.step("wait 0.2"))
         await asyncio.sleep(0.01)
         step.cancel()
         await step

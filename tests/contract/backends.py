@@ -214,7 +214,7 @@ BACKENDS = (
     Backend(
         "envpool-players",
         _players,
-        functools.partial(_players, 30_000, 15_000),
+        functools.partial(_players, 6_000, 3_000),
         lambda n: np.zeros((n, 3), np.int64),
         lambda n: np.zeros((n, 2), np.int64),
         needs=("envpool",),

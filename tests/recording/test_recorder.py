@@ -170,7 +170,7 @@ def _added(env: Any, amount: float) -> float:
 WORDS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next", "save", "load", "send")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     calls=st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 30)), min_size=1, max_size=25),
     engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),

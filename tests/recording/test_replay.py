@@ -100,13 +100,20 @@ REPEAT_BY_RAISING = (
     "sys_exit", "keyboard_interrupt", "wrong_shape", "no_observation", "too_few_values",
 )  # fmt: skip
 REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill", "exit_now", "fork_helper_and_die")
+QUICK = ("raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "kill", "exit_now", "fork_helper_and_die")
 
 
 @pytest.mark.parametrize(
     "context",
     ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("fault", [*REPEAT_BY_RAISING, *REPEAT_BY_DYING])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        fault if fault in QUICK else pytest.param(fault, marks=pytest.mark.long)
+        for fault in (*REPEAT_BY_RAISING, *REPEAT_BY_DYING)
+    ],
+)
 def test_a_fault_happens_again(fault: str, context: str, tmp_path: Path) -> None:
     files, _ = fails(tmp_path, fault, context=context)
     assert [file.name for file in files] == [f"Short-env1-episode1-step{AT}.vecenv"]

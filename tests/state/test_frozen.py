@@ -107,7 +107,7 @@ def after(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_copies_go_on_as_the_original(context: str, mode: AutoresetMode) -> None:
     with hidden(context=context, autoreset_mode=mode) as envs:
         assert envs.capabilities.freezing
@@ -349,7 +349,7 @@ class Alarm(Exception):
     pass
 
 
-@pytest.mark.parametrize("times", [40, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [20, pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_a_signal_handler_that_raises_loses_nothing(times: int) -> None:
     chance = np.random.default_rng(3)

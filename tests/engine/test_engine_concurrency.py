@@ -277,6 +277,13 @@ def _actor(index: int) -> Any:
     return Acts(counters(8, lengths=(3 + index % 2,))[index]())
 
 
+def test_the_time_that_steps_take_in_threads_is_counted() -> None:
+    with started([functools.partial(SleepingEnv, index) for index in range(2)], num_workers=1, env_threads=2) as envs:
+        envs.step(np.array([0.02, 0.05]))
+        assert envs.stats()["step_time_slowest_env"] >= 0.05
+        assert envs.stats()["step_time_mean"] >= 0.025
+
+
 def test_the_environments_of_a_worker_are_inside_at_the_same_time() -> None:
     with started([functools.partial(Meets, index) for index in range(8)], num_workers=2, env_threads=4) as envs:
         for _ in range(8):  # through two autoresets

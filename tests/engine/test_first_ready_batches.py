@@ -180,6 +180,13 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
                 wanted[env] = loops[env].step(int(action))
 
 
+def test_rows_come_in_the_order_of_their_ends() -> None:
+    with started(makers([9, 9, 9]), num_workers=0) as envs:
+        envs.send([1], [2])
+        envs.send([1, 1], [0, 1])
+        assert envs.recv(timeout=20, count=3)[4]["env_id"].tolist() == [2, 0, 1]
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_came_by_pickle_is_given_once(num_workers: int) -> None:
     """Infos that are no columns, and the last observations of episodes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -145,3 +146,15 @@ def _cartpole() -> Any:
 
 def wants_more(env_fns: Any, something: int) -> None:
     """Cannot be built."""
+
+
+@functools.cache
+def compiled() -> None:
+    """Takes long, once in each process."""
+    time.sleep(2.0)
+
+
+def slow_to_import(env_fns: Any, autoreset_mode: Any = "NextStep") -> Any:
+    """As SyncVectorEnv, from a library that takes its time."""
+    compiled()
+    return SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)

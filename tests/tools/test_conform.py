@@ -91,8 +91,16 @@ def test_the_program_of_a_promise_that_is_kept_ends_well(check: Check) -> None:
 
 
 @pytest.mark.long
+def test_the_first_check_of_a_process_has_time_for_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vecenv.tools.conform, "_SECONDS", 1.0)
+    found = conform("broken_engines:slow_to_import", [AutoresetMode.DISABLED])
+    assert "gave no answer" not in str([row.why for row in found])
+
+
+@pytest.mark.long
 def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_SECONDS", 1.0)
+    monkeypatch.setattr(vecenv.tools.conform, "_START", 5.0)
     rows = conform("broken_engines:Hangs", [AutoresetMode.NEXT_STEP])
     assert {row.name: row.state for row in rows}["reset: observations and infos"] == "kept"
     assert any("gave no answer within 1 s" in why for row in rows for why in row.why.values())

@@ -28,6 +28,7 @@ from vecenv.tools.runners import Candidate
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
 _ONLY: Final = "its only mode is "
 _SECONDS: Final = 20.0  # for one check
+_START: Final = 120.0  # more for the first of a process: imports, and what an engine compiles
 
 
 @dataclass
@@ -70,6 +71,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     """
     build = engine_named(engine)
     rows: dict[int, Promise] = {}
+    limit = _SECONDS + _START
     with started([Candidate("engine", engine, partial(_Asked, engine))]) as (host,):
         for mode in modes:
             only = ""  # it need not be built for the other checks of this mode
@@ -77,7 +79,8 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
                 if mode not in check.modes or (check.fault and not faults):
                     continue
                 row = rows.setdefault(number, Promise(check.name, check.about, check.known))
-                answer = (REFUSED, only) if only else host.ask("about", number, mode, timeout=_SECONDS)
+                answer = (REFUSED, only) if only else host.ask("about", number, mode, timeout=limit)
+                limit = _SECONDS
                 state, why = answer or (BROKEN, str(host.failed))
                 row.modes[mode.name], row.why[mode.name] = state, why
                 if state == BROKEN and not row.program:
@@ -86,6 +89,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
                     only = why
                 if only or state == BROKEN or check.fault:  # what is left of it may hang when it is closed
                     host.restart()
+                    limit = _SECONDS + _START
         host.restart()  # no time for engines that hang when they are closed
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))

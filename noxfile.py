@@ -6,7 +6,7 @@ nox.options.sessions = ["tests", "lint", "docs"]
 nox.options.reuse_existing_virtualenvs = True
 
 TORCH = "torch==2.13.0"  # one version, so that an index with its CPU build can be named
-GAMES = ("mpe2>=1", "pymunk>=6.2", "array-api-compat>=1.7", "hatchling>=1.27")  # of extra `test`, which has JAX in it
+GAMES = ("mpe2>=1", "pymunk>=6.2", "array-api-compat>=1.7", "hatchling>=1.27", "editables>=0.5")  # of extra `test`
 RLLIB = ("tests/clients/test_client_rllib.py",)
 GYMNAX = ("tests/jax/test_jax_vector_env.py", "tests/jax/test_jax_adapt.py", "-k", "gymnax", "-m", "slow or not slow")
 TOOLS = (

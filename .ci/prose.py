@@ -1,15 +1,18 @@
-"""Checks the prose of the documentation: proselint's own rules, and the rules of this project's style.
+"""Checks the English of the documentation and the code.
 
-``python .ci/prose.py`` looks at README, docs, CHANGELOG, CONTRIBUTING and SECURITY. By the project's own rules it looks at
-the code, too: all docstrings, and all texts of the commands. With arguments it looks at them. Code and links are blanked
-out first, so that only sentences are judged. A finding is ``file:line: rule: what to do``.
+``python .ci/prose.py`` applies proselint's rules and this project's to README, docs, CHANGELOG, CONTRIBUTING and SECURITY,
+and this project's rules to the docstrings of the package and all texts of the commands. In the folders of :data:`PLAIN`,
+docstrings begin with a verb or a noun, and comments too use the glossary's words. With arguments it checks these files.
+Code and links are blanked out first, so that only sentences count. A finding is ``file:line: rule: advice``.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 from proselint.config import DEFAULT
@@ -44,6 +47,20 @@ STYLE = {
     "start": (r"(?:\A|\n)(?:CODE)\n\n+(?-i:[a-z])", "a sentence does not begin in a code block"),
 }
 """This project's own rules: patterns, as proselint takes them."""
+
+
+PLAIN = ("vecenv", "tests", "bench", "examples")
+"""The folders whose docstrings and comments follow the rules below."""
+NOUN_CLAUSE = re.compile(r"(What|Which|Whose|How|Whether|Where|As|Once|Likewise)\b")
+INTERFACE_REMARK = re.compile(r"\b(?:idempotent|(?:may|can|has to|is to) be (?:called|repeated) (?:again|until))\b", re.I)
+MOST_REMARKS = 2
+"""A module in which more functions need such a remark has the wrong interface."""
+NO_SYNONYMS = re.compile(
+    r"\b(whose|said|says|told|tells?|asked|asks?|saw|heard|hears?|whoever|nobody|somebody|everybody|handed over|given out"
+    r"|let go of|see to|sees to|seen to|sees off)\b",
+    re.IGNORECASE,
+)
+"""Words for which the glossary in docs/architecture.md has a term: a worker replies, a request is submitted."""
 
 
 def register() -> None:
@@ -96,6 +113,34 @@ def shown(path: Path, *, every_text: bool) -> str:
     return prose(text)
 
 
+def python_files(path: Path) -> list[Path]:
+    """Return a Python file, or those below a folder."""
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path]
+
+
+def plain_findings(path: Path) -> list[str]:
+    """Return the violations of the rules for docstrings and comments in a Python file."""
+    source = path.read_text()
+    findings, remarks = [], []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node) or ""
+        line = getattr(node, "lineno", 1)
+        if NOUN_CLAUSE.match(text):
+            findings.append(f"{path}:{line}: docstring: begin with a verb (a function) or a noun (a class)")
+        if INTERFACE_REMARK.search(text):
+            remarks.append(line)
+    if len(remarks) > MOST_REMARKS:
+        findings.append(f"{path}:{remarks[0]}: interface: {len(remarks)} functions remark that they may be called again")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.lstrip("rf").startswith('"""')):
+            for found in NO_SYNONYMS.finditer(prose(token.string)):
+                line = token.start[0] + token.string[: found.start()].count("\n")
+                findings.append(f"{path}:{line}: glossary: {found[0]!r} is not a word for what programs do")
+    return findings
+
+
 def main(arguments: list[str]) -> int:
     """Print the findings; 1 if there are any."""
     register()
@@ -111,9 +156,13 @@ def main(arguments: list[str]) -> int:
         text = shown(page, every_text="tools" in page.parts) if code else prose(page.read_text())
         checks = dict.fromkeys(DEFAULT["checks"], False) | {"vecenv": True} if code else all_rules
         for result in LintFile(str(page), text).lint({**DEFAULT, "checks": checks}):
-            said = result.check_result
-            print(f"{page}:{result.pos[0]}: {said.check_path}: {said.message}")
+            check = result.check_result
+            print(f"{page}:{result.pos[0]}: {check.check_path}: {check.message}")
             found += 1
+    code = pages if arguments else [file for name in PLAIN for file in python_files(ROOT / name)]
+    for finding in [finding for file in code if file.suffix == ".py" for finding in plain_findings(file)]:
+        print(finding)
+        found += 1
     print(f"{found} findings in {len(pages)} files", file=sys.stderr)
     return int(bool(found))
 

@@ -1,4 +1,4 @@
-"""Measurements of the engine from a source checkout; ``bench/README.md`` says how to repeat each."""
+"""Measurements of the engine from a source checkout; ``bench/README.md`` lists their commands."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ _T = TypeVar("_T")
 
 
 def seconds_per(unit: float, run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
-    """Seconds that a call takes for each of the units of work that it does."""
+    """Return the seconds of a call per unit of the work that it did."""
     began = clock()
     run()
     return (clock() - began) / unit
 
 
 def take_turns(runs: Mapping[str, Callable[[], _T]], rounds: int) -> dict[str, list[_T]]:
-    """What each run returns in each round, for candidates in this process.
+    """Run each function once per round and return its results by name.
 
-    Every other round goes the other way, so that what drifts within a round favours none.
+    Every other round runs in reverse order, so that a drift within a round favours none of them.
     """
     found: dict[str, list[_T]] = {name: [] for name in runs}
     for turn in range(rounds):

@@ -21,6 +21,7 @@ from bench.workloads import WORKLOADS
 from vecenv.system.cores import usable_cores
 from vecenv.tools import progress_bar
 from vecenv.tools.benchmark import Report, draw_bars, draw_scale, print_report, print_scale
+from vecenv.tools.runners import Unavailable
 
 MICRO: dict[str, Callable[[Pace], Report]] = {
     "round-trip": micro.round_trip,
@@ -35,7 +36,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Parses a name that has to be one of these."""
+    """Return a parser of one of these names."""
     names = list(known)
 
     def parse(name: str) -> str:
@@ -47,7 +48,7 @@ def _one_of(known: Iterable[str]) -> Callable[[str], str]:
 
 
 def _some_of(known: Iterable[str] | None = None) -> Callable[[str], list[str]]:
-    """Parses names that are separated by commas."""
+    """Return a parser of several of these names, separated by commas."""
     check = str if known is None else _one_of(known)
     return lambda text: [check(part.strip()) for part in text.split(",") if part.strip()]
 
@@ -132,12 +133,13 @@ def _list(arguments: argparse.Namespace, pace: Pace) -> None:
 
 
 def _compare(arguments: argparse.Namespace, pace: Pace) -> None:
-    reports = [
-        report
-        for workload in arguments.workloads
-        for num_envs in arguments.num_envs
-        for report in suites.side_by_side(workload, num_envs, arguments.workers, pace, arguments.engines)
-    ]
+    reports: list[Report] = []
+    for workload in arguments.workloads:
+        for num_envs in arguments.num_envs:
+            try:
+                reports += suites.side_by_side(workload, num_envs, arguments.workers, pace, arguments.engines)
+            except Unavailable as error:
+                print(f"{workload} is left out: {error}", file=sys.stderr)
     _show(arguments, reports, "compare")
 
 
@@ -161,7 +163,7 @@ def _sweep(arguments: argparse.Namespace, pace: Pace) -> None:
 
 
 def _kept(arguments: argparse.Namespace, stem: str, memory: dict[Any, dict[str, suites.Memory]]) -> Iterator[Any]:
-    """Write what rows occupied; yields what is to be printed of it: the case, the row, and its memory."""
+    """Write the memory of rows to a file; yield the case, the row, and its memory for printing."""
     kept = {case: {name: asdict(used) for name, used in by_name.items()} for case, by_name in memory.items()}
     (arguments.out / f"{stem}-memory.json").write_text(json.dumps(kept, indent=1) + "\n")
     if not arguments.json:
@@ -225,7 +227,7 @@ def _size(arguments: argparse.Namespace, pace: Pace) -> None:
 
 
 def _figures(arguments: argparse.Namespace, pace: Pace) -> None:
-    """All that README.md and the first two tables of docs/benchmarks.md show, in one go."""
+    """Measure the figures of README.md and of the first two tables of docs/benchmarks.md."""
     main_table = [sys.executable, "-m", "vecenv", "bench", "CartPole-v1", "--num-envs", "64", "--out", str(arguments.out)]
     subprocess.run(main_table, check=True)
     arguments.workloads, arguments.num_envs, arguments.engines = list(WORKLOADS), [8], None

@@ -35,7 +35,7 @@ BEFORE = 1.0  # seconds before counting begins
 
 
 def work(kind: str) -> None:
-    """One step of an environment."""
+    """Make one step of an environment."""
     if kind == "wait":
         time.sleep(WAIT)
         return
@@ -56,7 +56,7 @@ class Counter:
         self.ends = self.begins + seconds
 
     def add(self, steps: int = 1) -> bool:
-        """Whether the program is to go on."""
+        """Count steps. Return False once the measurement is over."""
         now = time.perf_counter()
         if self.begins <= now < self.ends:
             self.steps += steps
@@ -68,7 +68,7 @@ class Counter:
 
 
 async def measured(seconds: float, num_envs: int, play: Callable[[Counter], Awaitable[None]]) -> dict[str, float]:
-    """Play with all environments at the same time, and look how late the loop is meanwhile."""
+    """Play with all environments at the same time, and measure how late the loop is meanwhile."""
     loop = asyncio.get_running_loop()
     counter, late = Counter(seconds), list[float]()
 
@@ -129,7 +129,7 @@ def run_send_recv(kind: str, workers: int, args: argparse.Namespace, *, first_re
     threads = args.num_envs // workers if kind == "wait" else 1
     envs = vecenv.AsyncVectorEnv(
         [env_class(kind)] * args.num_envs, num_workers=workers, env_threads=threads, autoreset_mode=AutoresetMode.DISABLED,
-        isolate=True,
+        use_caller=False,
     )  # fmt: skip
     try:
         envs.reset()
@@ -171,7 +171,7 @@ def run_bare(kind: str, workers: int, args: argparse.Namespace) -> dict[str, flo
 
 
 def run_openenv(kind: str, args: argparse.Namespace) -> dict[str, float]:
-    """In OpenEnv's own Python: its client, and its server in a process beside it."""
+    """Run in OpenEnv's own Python: its client, and its server in another process."""
     from openenv.core.generic_client import GenericEnvClient
 
     with socket.socket() as free:
@@ -235,7 +235,7 @@ def serve_openenv(kind: str, args: argparse.Namespace) -> None:
 
 
 def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[str, float]]]:
-    """Name -> (kind, workers) -> figures."""
+    """Return name -> (kind, workers) -> a function that measures."""
     return {
         "pool": lambda kind, workers: run_pool(kind, workers, args),
         "recv": lambda kind, workers: run_send_recv(kind, workers, args, first_ready=False),
@@ -246,7 +246,7 @@ def candidates(args: argparse.Namespace) -> dict[str, Callable[[str, int], dict[
 
 
 def child(name: str, kind: str, workers: int, args: argparse.Namespace) -> dict[str, float]:
-    """The figures of one program; none if it cannot run here."""
+    """Return the figures of one program; none if it cannot run here."""
     python = args.openenv_python if name == "openenv" else sys.executable
     command = [python, __file__, "--run", name, "--kind", kind, "--of-workers", str(workers)]
     command += ["--seconds", str(args.seconds), "--num-envs", str(args.num_envs), *(["--uvloop"] if args.uvloop else [])]

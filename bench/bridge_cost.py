@@ -1,4 +1,4 @@
-"""What the bridge costs: ``python bench/bridge_cost.py``.
+"""The cost of the JAX bridge: ``python bench/bridge_cost.py``.
 
 The environments do nothing (one array is handed out again and again), so what is measured is the way from a compiled program
 to numpy and back. Microseconds a step, medians of interleaved repeats, for a scan and for single compiled steps called from
@@ -6,9 +6,8 @@ Python, and for observations of several sizes:
 
 * ``io_callback``   JAX's ordered ``io_callback`` as one would write it: the same arguments and results, a numpy function, no
   token, no checks;
-* ``call``          the host call of the bridge with the same function (``transport="primitive"``);
-* ``primitive``     ``bridge(envs).step``: the same with ticket, checks and everything in ``EnvState``;
-* ``fallback``      ``bridge(envs, transport="io_callback").step``.
+* ``call``          the host call of the bridge with the same function;
+* ``bridge``        ``bridge(envs).step``: the same with ticket, checks and everything in ``EnvState``.
 
 For comparison, ``copy`` is numpy's copy of the observations.
 """
@@ -42,7 +41,7 @@ SHAPES = {
 
 
 class Idle(VectorEnv[Any, Any, Any]):
-    """A vector env that does nothing."""
+    """A vector env with empty steps."""
 
     def __init__(self, num_envs: int, shape: tuple[int, ...], dtype: Any) -> None:
         self.num_envs = num_envs
@@ -76,13 +75,12 @@ def main() -> None:
 
 
 def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argparse.Namespace) -> dict[str, float]:
-    """Microseconds a step by kind of call."""
+    """Return microseconds per step by kind of call."""
     envs = Idle(*spec)
     runs = {
         "io_callback": _repeated(_bare(envs, _with_io_callback), length),
         "call": _repeated(_bare(envs, _with_host_call), length),
-        "primitive": _bridged(Idle(*spec), "primitive", length),
-        "fallback": _bridged(Idle(*spec), "io_callback", length),
+        "bridge": _bridged(Idle(*spec), length),
         "copy": lambda: [envs.answer[0].copy() for _ in range(length)],
     }
     for run in runs.values():
@@ -94,8 +92,8 @@ def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argpar
 
     times = take_turns({name: functools.partial(microseconds, run) for name, run in runs.items()}, options.repeats)
     row = {name: statistics.median(values) for name, values in times.items()}
-    row["io_callback / primitive"] = statistics.median(
-        a / b for a, b in zip(times["io_callback"], times["primitive"], strict=True)
+    row["bridge / io_callback"] = statistics.median(
+        a / b for a, b in zip(times["bridge"], times["io_callback"], strict=True)
     )
     return row
 
@@ -104,7 +102,7 @@ Step = Callable[[Any, Any], Any]
 
 
 def _bare(envs: Idle, call: Any) -> tuple[Step, Any]:
-    """A step by a plain host call, ``(obs, action) -> (obs, reward, terminated, truncated)``, and where it begins."""
+    """Return a step by a plain host call, ``(obs, action) -> (obs, reward, terminated, truncated)``, and its first state."""
     obs, rewards, terminated, truncated, _ = envs.answer
     rewards = rewards.astype(np.float32)
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (obs, rewards, terminated, truncated)]
@@ -121,7 +119,7 @@ def _with_io_callback(function: Any, results: Any, action: Any) -> Any:
 
 
 def _with_host_call(function: Any, results: Any, action: Any) -> Any:
-    return host_call(function, results, [action], "primitive")
+    return host_call(function, results, [action])
 
 
 def _repeated(step_and_start: tuple[Step, Any], length: int) -> Callable[[], None]:
@@ -138,8 +136,8 @@ def _repeated(step_and_start: tuple[Step, Any], length: int) -> Callable[[], Non
     return lambda: jax.block_until_ready(program(start, actions))
 
 
-def _bridged(envs: Idle, transport: str, length: int) -> Callable[[], None]:
-    env = bridge(envs, transport=transport)
+def _bridged(envs: Idle, length: int) -> Callable[[], None]:
+    env = bridge(envs)
     state = env.reset(jax.random.key(0))
 
     @jax.jit

@@ -1,7 +1,7 @@
 """Other engines against ``vecenv conform``: ``python bench/conformity.py`` prints ``docs/generated/engines.md``.
 
-Each engine is built as its own documentation says. Those that bring their own environments are asked only what needs no
-knowledge of them. An engine that is not installed is left out, and named.
+Each engine is built as its own documentation shows. Those that bring their own environments are checked where that
+needs no knowledge of them. An engine that is not installed is left out, and named.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ ENGINES = {
 
 
 def cartpole(num_envs: int) -> Any:
-    """Gymnasium's own CartPole in NumPy."""
+    """Build Gymnasium's own CartPole in NumPy."""
     import gymnasium
 
     return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
 
 
 def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
-    """ALE's C++ threads."""
+    """Build ALE's C++ threads."""
     from ale_py.vector_env import AtariVectorEnv
 
     only_mode = autoreset_mode is AutoresetMode.NEXT_STEP  # of its first versions
@@ -55,12 +55,13 @@ def atari(num_envs: int, autoreset_mode: AutoresetMode) -> Any:
 
 
 def envpool_cartpole(num_envs: int) -> Any:
-    """EnvPool's C++ threads, with the interface of its Gymnasium type."""
+    """Build EnvPool's C++ threads, with the interface of its Gymnasium type."""
     return _Batched(num_envs)
 
 
 class _Batched:
-    """EnvPool's pool names the single spaces as the batched ones, has no metadata, and is seeded when it is made."""
+    """An adapter: EnvPool's pool names the single spaces like the batched ones, has no metadata, and is seeded when built.
+    """
 
     def __init__(self, num_envs: int) -> None:
         from gymnasium.vector.utils import batch_space
@@ -93,12 +94,13 @@ class _Batched:
 
 
 def playground_cartpole(num_envs: int) -> Any:
-    """Playground's environments in the wrappers that its trainers use, with episodes of four steps."""
+    """Build Playground's environments in the wrappers that its trainers use, with episodes of four steps."""
     return _Playground(num_envs)
 
 
 class _Playground:
-    """States of JAX as what a step returns; the wrappers reset an environment in the step that ends its episode."""
+    """An adapter from JAX states to results of steps; the wrappers reset an environment in the step that ends its episode.
+    """
 
     metadata: ClassVar[dict[str, Any]] = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
@@ -132,18 +134,18 @@ class _Playground:
         return np.array(state.obs), np.array(state.reward), np.array(state.done, bool) & ~cut, cut, infos
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""
 
 
 def torchrl_serial(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """TorchRL's environments in this process."""
+    """Build TorchRL's environments in this process."""
     from torchrl.envs import SerialEnv
 
     return SerialEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
 
 
 def torchrl_parallel(env_fns: Sequence[Callable[[], Any]]) -> Any:
-    """TorchRL's worker processes."""
+    """Build TorchRL's worker processes."""
     from torchrl.envs import ParallelEnv
 
     return ParallelEnv(len(env_fns), [partial(torchrl_env, fn) for fn in env_fns])
@@ -178,7 +180,7 @@ def main() -> None:
 
 
 def table(columns: dict[str, dict[str, str]]) -> list[str]:
-    """A row a promise, a column an engine."""
+    """Return the table: a row per promise, a column per engine."""
     names = list(dict.fromkeys(name for column in columns.values() for name in column))
     lines = [f"| promise | {' | '.join(columns)} |", f"|---|{':---:|' * len(columns)}"]
     for name in names:

@@ -1,8 +1,8 @@
 """Other libraries' engines behind the same three methods, each optional.
 
-A missing library leaves its row out with a word. Libraries that reset within the step, or leave resetting
-to the caller, do more than ``num_envs`` units of work in a step when episodes end; each reset is to their
-credit. All of them start their processes by fork here: it changes nothing about stepping, and saves minutes
+A missing library leaves its row out, with a note. Libraries that reset within the step, or leave resetting
+to the caller, do more than ``num_envs`` units of work in a step when episodes end; each reset counts.
+All of them start their processes by fork here: it does not affect stepping, and saves minutes
 of importing torch.
 """
 
@@ -42,7 +42,7 @@ def need(module: str, package: str) -> Any:
 
 
 class Stepping:
-    """Steps ``envs`` again and again; subclasses say how."""
+    """A runner that steps ``envs`` repeatedly; subclasses define a step."""
 
     envs: Any
 
@@ -62,7 +62,7 @@ def sb3_envs(env_fn: EnvFn, num_envs: int) -> Any:
 
 
 class StableBaselines3(Stepping):
-    """``SubprocVecEnv``: one process an environment; resets within the step."""
+    """``SubprocVecEnv``: one process per environment; resets within the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         self.envs = sb3_envs(env_fn, num_envs)
@@ -75,7 +75,7 @@ class StableBaselines3(Stepping):
 
 
 class Tianshou(Stepping):
-    """``ShmemVectorEnv``: one process an environment, observations in shared memory; the caller resets."""
+    """``ShmemVectorEnv``: one process per environment, observations in shared memory; the caller resets."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         module = need("tianshou.env", "tianshou")
@@ -98,7 +98,7 @@ def torchrl_env(env_fn: EnvFn) -> Any:
 
 
 class TorchRL(Stepping):
-    """``ParallelEnv``: one process an environment, everything in shared tensors; resets after the step."""
+    """``ParallelEnv``: one process per environment, everything in shared tensors; resets after the step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         module = need("torchrl.envs", "torchrl")
@@ -121,10 +121,10 @@ def _puffer_env(env_fn: EnvFn, buf: Any = None, seed: int = 0) -> Any:
 
 
 class PufferLib(Stepping):
-    """``vector.Multiprocessing``: a process a core, all spinning on shared flags; resets in the next step."""
+    """``vector.Multiprocessing``: one process per core, all spinning on shared flags; resets in the next step."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # its import leaves a link behind
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # its import creates a link
             module = need("pufferlib.vector", "pufferlib")
         if num_envs % workers:
             raise Unavailable(f"wants a multiple of {workers} environments")
@@ -145,7 +145,7 @@ class PufferLib(Stepping):
 
 
 class PufferLibFewer(PufferLib):
-    """With a core left for the trainer."""
+    """PufferLib with a core left for the trainer."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         if workers == 1:
@@ -157,20 +157,20 @@ OTHERS: dict[str, tuple[str, Callable[[EnvFn, int, int], Runner]]] = {
     "sb3": ("Stable-Baselines3 SubprocVecEnv", StableBaselines3),
     "tianshou": ("Tianshou ShmemVectorEnv", Tianshou),
     "torchrl": ("TorchRL ParallelEnv", TorchRL),
-    # PufferLib's trainer spins as its workers do: one worker fewer may do better.
+    # PufferLib's trainer spins like its workers: one worker fewer may be better
     "pufferlib": ("PufferLib, a worker a core", PufferLib),
     "pufferlib-fewer": ("PufferLib, one worker fewer", PufferLibFewer),
 }
 
 
 def candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    """The rows of ``vecenv bench``, then those of other libraries."""
+    """Return the rows of ``vecenv bench``, then those of other libraries."""
     workers = min(workers, num_envs)
     others = [
         Candidate(name, label, partial(build, env_fn, num_envs, workers), kind="other")
         for name, (label, build) in OTHERS.items()
     ]
     auto, *rows, limit = default_candidates(env_fn, num_envs, workers)
-    # beside engines that hand out the very memory their workers write into, as PufferLib's does
+    # compared with engines that return the memory into which their workers write, as PufferLib's does
     view = vecenv_candidate("auto-view", "vecenv, auto, copy=False", env_fn, num_envs, num_workers="auto", copy=False)
     return [auto, view, *rows, *others, limit]

@@ -37,7 +37,7 @@ MODES = ("sync", "first-ready")
 
 
 def stepping(envs: Any, actions: Any, batch: int) -> Callable[[], int]:
-    """One batch; returns how many environments it has stepped."""
+    """Return a function that steps one batch and returns its number of environments."""
     if batch == len(actions):
         envs.reset()
         return lambda: len(envs.step(actions)[1])
@@ -52,7 +52,7 @@ def stepping(envs: Any, actions: Any, batch: int) -> Callable[[], int]:
 
 
 def processes(task: str, count: int, batch: int) -> Any:
-    """The same task in worker processes."""
+    """Build the same task in worker processes."""
     import ale_py
 
     gym.register_envs(ale_py)
@@ -64,7 +64,7 @@ def processes(task: str, count: int, batch: int) -> Any:
 
 
 def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Turns of both; rates in environment steps per second."""
+    """Measure both in turns; return rates in environment steps per second."""
     count, threads = options.num_envs, options.threads
     batch = count if mode == "sync" else count // 2
     envs = EnvPoolVectorEnv(task, count, batch_size=batch, num_threads=threads, seed=0)

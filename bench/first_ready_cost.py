@@ -1,4 +1,4 @@
-"""Where the time of a first-ready batch goes: ``python bench/first_ready_cost.py Ant-v5 --num-envs 8``.
+"""The time of a first-ready batch by cause: ``python bench/first_ready_cost.py Ant-v5 --num-envs 8``.
 
 For each way to step the same environments: microseconds of all used cores per environment step, and what they are made of,
 processor time of the caller and of the workers, and the rest, in which a worker's core had nothing to do. All are built
@@ -29,7 +29,7 @@ from vecenv.tools.runners import make_env
 
 
 class Way:
-    """One way to step them."""
+    """One way to step the environments."""
 
     def __init__(self, name: str, env_fn: Callable[[], Any], options: argparse.Namespace, **how: Any) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class Way:
             self.envs.reset(seed=0)
 
     def turn(self, seconds: float, *, keep: bool = True) -> float:
-        """Step for so long; how long it was."""
+        """Step for that long, and return the actual duration."""
         envs, actions = self.envs, self.actions
         steps, before = 0, self._processor_times()
         began = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The table of goals: each row is measured by one part, and written only from what a part has measured.
+"""The table of goals: each row is measured by one part, and written only from measurements.
 
 ``python -m bench goals PART`` runs a part and keeps its figures in ``bench-results/goals-PART.json``, from where
-:mod:`bench.tables` takes them.
+:mod:`bench.tables` reads them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from pathlib import Path
 
 from bench import micro, suites
 from bench.engines import OTHERS, Pace, candidates
-from bench.workloads import WORKLOADS
+from bench.workloads import WORKLOADS, installed_workloads
 from vecenv.tools.benchmark import Report, Summary
 
 VECENV = ("auto", "auto-view", "use-caller", "workers", "per-env")
 
-# How a contest is decided; see _contest().
+# the rules of a contest; see _contest()
 CLEAR = 1.2
 ROUNDS, FEWER = 45, 15
-SAMPLE = 0.1  # seconds, or longer where a batch takes long:
+SAMPLE = 0.1  # seconds, or longer if a batch takes long:
 BATCHES = 10
-LONG = 6.0  # seconds of samples a row, after which fewer rounds must do
+LONG = 6.0  # seconds of samples per row, after which fewer rounds must be enough
 ENOUGH = 0.95
 
 Look = Callable[[Pace, "Iterable[str] | None"], Report]
@@ -40,7 +40,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Settings:
-    """How long and on what; the parts scale the rest."""
+    """Durations and sizes of a measurement; each part derives the others from them."""
 
     workers: int
     pace: Pace
@@ -82,20 +82,20 @@ ROWS = (
 
 
 def _cell(summaries: list[Summary | None], form: str) -> Figure:
-    """Medians side by side, and the least and greatest of each."""
+    """Format the medians, and the least and greatest of each."""
     shown = [format(s.median, form) if s else "-" for s in summaries]
     spread = [f"{s.minimum:{form}} - {s.maximum:{form}}" if s else "-" for s in summaries]
     return Figure(" / ".join(shown), " / ".join(spread))
 
 
 def _ranked(report: Report, names: tuple[str, ...], *, without: bool = False) -> list[str]:
-    """These rows, or all ``without`` them, the fastest first by median; none that has no samples."""
+    """Return these rows, or all ``without`` them, the fastest first by median; only rows with samples."""
     medians = {row.name: s.median for row in report.rows if (row.name in names) is not without and (s := row.summary)}
     return sorted(medians, key=lambda name: medians[name], reverse=True)
 
 
 def _best(report: Report, names: tuple[str, ...]) -> str:
-    """The fastest of these rows, by median."""
+    """Return the fastest of these rows, by median."""
     return next(iter(_ranked(report, names)), names[0])
 
 
@@ -124,9 +124,9 @@ def _not_others() -> list[str]:
 
 def others(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     names = [*VECENV, *OTHERS]
-    chosen = ("CartPole-v1", "empty") if settings.quick else tuple(WORKLOADS)
+    chosen = ("CartPole-v1", "empty") if settings.quick else installed_workloads()
     cases = [(workload, 8) for workload in chosen]
-    if not settings.quick:  # sixty-four processes of each library start anew for every sample, which takes its time
+    if not settings.quick:  # sixty-four processes of each library start again for every sample, which takes a while
         cases += [(workload, 64) for workload in ("CartPole-v1", "Ant-v5", "ALE/Pong-v5")]
     reports = [_contest(partial(_together, w, n, settings.workers), names, VECENV, settings) for w, n in cases]
     return {"others": _worst(reports, VECENV, "x")}, reports
@@ -138,7 +138,7 @@ def _together(workload: str, num_envs: int, workers: int, pace: Pace, names: Ite
 
 
 def auto(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
-    chosen = ("CartPole-v1", "empty") if settings.quick else tuple(WORKLOADS)
+    chosen = ("CartPole-v1", "empty") if settings.quick else installed_workloads()
     sizes = (8,) if settings.quick else (1, 8, 64)
     looks = [partial(suites.auto, workload, n, settings.workers) for workload in chosen for n in sizes]
     reports = [_contest(look, None, ("auto",), settings) for look in looks]
@@ -146,11 +146,11 @@ def auto(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 
 
 def _contest(look: Look, names: Iterable[str] | None, ours: tuple[str, ...], settings: Settings) -> Report:
-    """Our best row against their best, without letting the same samples decide which is best and by how much.
+    """Compare our best row with their best; the samples that choose the rows do not count for the ratio.
 
-    A first look at all of them finds our best row and their two best. These then meet in many short rounds, which alone
+    A first look at all rows finds our best and their two best. These then meet in many short rounds, which alone
     count.
-    Where the first look puts us far ahead, it is all there is.
+    If the first look puts us far ahead, it is enough.
     """
     report = look(settings.pace, names)
     mine, others = _ranked(report, ours), _ranked(report, ours, without=True)
@@ -159,7 +159,7 @@ def _contest(look: Look, names: Iterable[str] | None, ours: tuple[str, ...], set
     clear = report.ratio(mine[0], others[0])
     slowest = min(s.median for row in report.rows if row.name in (mine[0], *others[:2]) and (s := row.summary))
     seconds = max(SAMPLE, BATCHES * report.num_envs / slowest)
-    if clear is None or clear.median < CLEAR or report.seconds < seconds:  # too short a look decides nothing
+    if clear is None or clear.median < CLEAR or report.seconds < seconds:  # the look was too short to decide anything
         rounds = 2 if settings.quick else max(FEWER, min(ROUNDS, int(LONG / seconds)))
         report = look({**settings.pace, "seconds": seconds, "repeats": rounds}, [mine[0], *others[:2]])
     found = _decided(report, ours)
@@ -169,7 +169,7 @@ def _contest(look: Look, names: Iterable[str] | None, ours: tuple[str, ...], set
 
 
 def _decided(report: Report, ours: tuple[str, ...]) -> tuple[Summary, str] | None:
-    """The ratio of our best row to their best, and what was compared."""
+    """Return the ratio of our best row to their best, and a description of the comparison."""
     mine, others = _ranked(report, ours), _ranked(report, ours, without=True)
     first, second = report.row(mine[0]) if mine else None, report.row(others[0]) if others else None
     found = report.ratio(first.name, second.name) if first and second else None
@@ -177,7 +177,7 @@ def _decided(report: Report, ours: tuple[str, ...]) -> tuple[Summary, str] | Non
 
 
 def _worst(reports: list[Report], ours: tuple[str, ...], unit: str) -> Figure:
-    """Over all cases, the least ratio of our best row to their best, with the case it was."""
+    """Return the least ratio of our best row to their best over all cases, with its case."""
     cases = [found for report in reports if (found := _decided(report, ours))]
     if not cases:
         return Figure("no case could be measured", "-")
@@ -199,7 +199,7 @@ def infos(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 
 
 def copies(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
-    """Counted; the time it takes goes beside it, since a copy out of another core's cache is slower than ``memcpy``."""
+    """Count copies; also measure their time, because a copy out of another core's cache is slower than ``memcpy``."""
     report = micro.copies(settings.pace, num_envs=settings.large)
     counted = " / ".join(f"{count:.2f}" for count in micro.counted_copies(settings.large).values())
     times = _cell(list(micro.copying_times(report).values()), ".1f")
@@ -242,7 +242,7 @@ PARTS: dict[str, Callable[[Settings], tuple[dict[str, Figure], list[Report]]]] =
 
 
 def run(part: str, settings: Settings, out: Path) -> list[Report]:
-    """Measure one part and keep what came out of it."""
+    """Measure one part and store its figures."""
     figures, reports = PARTS[part](settings)
     out.mkdir(parents=True, exist_ok=True)
     kept = {

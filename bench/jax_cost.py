@@ -1,4 +1,4 @@
-"""What the JAX-native engine costs over the bare compiled physics: ``python bench/jax_cost.py``.
+"""The cost of the JAX-native engine over the bare compiled physics: ``python bench/jax_cost.py``.
 
 For each number of environments, side by side in one process and interleaved, medians of the repeats (ratios: of each round):
 
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def measure(env: Any, count: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Microseconds a vector step, by kind; a dict that goes into one row of the table."""
+    """Return microseconds per vector step by kind: a row of the table."""
     functional = FunctionalVectorEnv(env, count, options.mode, max_episode_steps=options.limit)
     runs = {**_single_steps(env, functional, options.steps), **_scans(env, functional, options.length)}
     clock = time.process_time if options.cpu else time.perf_counter

@@ -1,8 +1,8 @@
-"""Where does the caller become the bottleneck on a machine with many cores? ``python bench/many_cores.py``.
+"""A simulation of the caller as the bottleneck of many cores: ``python bench/many_cores.py``.
 
 The many cores are not needed: what one batch costs the calling process is measured here, with workers that sleep, and the
 rest is a simulation. The caller is one server with a queue; a worker is busy for as long as its environments step. The
-table says how much of the cores' own rate is reached, for several lengths of a step: by ``step``, by first-ready halves, by
+table shows the share of the cores' own rate for several lengths of a step: by ``step``, by first-ready halves, by
 halves with two messages in flight per worker (``batch_size="auto"``), and by ``step`` of two engines in two programs.
 
     python bench/many_cores.py                       # measures, then simulates
@@ -34,7 +34,7 @@ SPREAD = 0.3  # sigma of the log-normal step times
 
 
 class Costs(NamedTuple):
-    """What the caller spends, in seconds of its processor."""
+    """The caller's processor time, in seconds."""
 
     batch: float
     worker: float
@@ -42,7 +42,7 @@ class Costs(NamedTuple):
 
 
 def measured(size: int) -> Costs:
-    """What a batch, a worker and a row cost the caller of ``step``: two straight lines."""
+    """Measure the caller's cost of ``step`` per batch, worker and row, from two straight lines."""
     few, many, rows = 8, 64, 256
     with_few, with_many = (spent(workers, workers, 0.004, size) for workers in (few, many))
     worker = (with_many - with_few) / (many - few)
@@ -51,7 +51,7 @@ def measured(size: int) -> Costs:
 
 
 def spent(workers: int, rows: int, seconds: float, size: int) -> float:
-    """Seconds of the caller's processor for a batch, the median."""
+    """Return the median processor seconds of the caller per batch."""
     env_fn = functools.partial(WaitingEnv, seconds, shape=(size,), dtype="uint8")
     envs = vecenv.AsyncVectorEnv([env_fn] * rows, num_workers=workers)
     try:
@@ -64,12 +64,12 @@ def spent(workers: int, rows: int, seconds: float, size: int) -> float:
 
 
 def by_step(workers: int, each: int, seconds: float, costs: Costs, chance: np.random.Generator) -> float:
-    """Environment steps a second in lock-step. Half of a worker's cost is telling it, half is reading its answer."""
-    told = costs.batch / 2 + costs.worker / 2 * np.arange(1, workers + 1)
+    """Return environment steps per second in lock-step. Half of a worker's cost is the request, half the reply."""
+    sent = costs.batch / 2 + costs.worker / 2 * np.arange(1, workers + 1)
     now = 0.0
     for _ in range(TURNS):
-        done = np.sort(now + told + times_of(workers, each, seconds, chance))
-        free = now + told[-1]
+        done = np.sort(now + sent + draw_step_times(workers, each, seconds, chance))
+        free = now + sent[-1]
         for moment in done:
             free = max(free, moment) + costs.worker / 2
         now = free + costs.batch / 2 + costs.row * workers * each
@@ -79,13 +79,14 @@ def by_step(workers: int, each: int, seconds: float, costs: Costs, chance: np.ra
 def by_halves(
     workers: int, each: int, seconds: float, costs: Costs, chance: np.random.Generator, messages: int = 1
 ) -> float:
-    """Environment steps a second by first-ready halves, where a worker is sent its rows in so many messages."""
+    """Return environment steps per second by first-ready halves, with that many messages in flight per worker."""
     rows, half = each // messages, max(workers * messages // 2, 1)
-    free = np.zeros(workers)  # when each has done all it was sent
+    free = np.zeros(workers)  # when each worker has finished its messages
     underway: list[tuple[float, int]] = []
 
     def send(batch: list[int], now: float) -> None:
-        for place, (worker, length) in enumerate(zip(batch, times_of(len(batch), rows, seconds, chance), strict=True)):
+        lengths = draw_step_times(len(batch), rows, seconds, chance)
+        for place, (worker, length) in enumerate(zip(batch, lengths, strict=True)):
             free[worker] = max(free[worker], now + costs.worker / 2 * (place + 1)) + length
             heapq.heappush(underway, (float(free[worker]), worker))
 
@@ -99,8 +100,8 @@ def by_halves(
     return 2 * TURNS * half * rows / now
 
 
-def times_of(workers: int, each: int, seconds: float, chance: np.random.Generator) -> Any:
-    """How long each worker steps its rows."""
+def draw_step_times(workers: int, each: int, seconds: float, chance: np.random.Generator) -> Any:
+    """Draw the seconds that each worker takes to step its rows."""
     return chance.lognormal(np.log(seconds) - SPREAD**2 / 2, SPREAD, (workers, each)).sum(1)
 
 

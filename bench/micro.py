@@ -1,6 +1,6 @@
 """One cost at a time: a round trip, a batch, infos, copies, starting up.
 
-Each measurement sets the engine beside the barest thing that does the same job in the same run: a pipe
+Each measurement compares the engine with the simplest code that does the same job in the same run: a pipe
 between two processes, ``memcpy``, the same environment without its infos.
 """
 
@@ -54,7 +54,7 @@ class PingPong(Stepping):
         return 1
 
     def run(self, seconds: float) -> float:
-        """Its partner lives as long as the sample: a spinning one would take a core from all others."""
+        """Run for the sample with a new partner, because a spinning one would take a core from others."""
         self._ours, theirs = socket.socketpair()
         for end in (self._ours, theirs):
             end.setblocking(not self._spin)
@@ -72,7 +72,7 @@ class PingPong(Stepping):
             os.waitpid(pid, 0)
 
     def close(self) -> None:
-        """Nothing is alive between samples."""
+        """Do nothing: no process exists between samples."""
 
 
 def _receive(end: socket.socket) -> bytes:
@@ -88,7 +88,7 @@ def _spin_receive(end: socket.socket) -> bytes:
 
 
 class Copier(Stepping):
-    """Copies as many bytes as a batch of observations has, in one of the ways an engine could; the unit is a row."""
+    """A copier of as many bytes as a batch of observations, in one of the ways of an engine; the unit is a row."""
 
     def __init__(self, shape: Sequence[int], how: str) -> None:
         self._row = np.ones(shape[1:], np.uint8)
@@ -98,7 +98,7 @@ class Copier(Stepping):
         self._copy = ways[how]
 
     def _copy_rows(self) -> None:
-        """Into the same memory again, row by row, as a worker must."""
+        """Copy into the same memory row by row, as a worker must."""
         copy, row = np.copyto, self._row
         for target in self._rows:
             copy(target, row)
@@ -112,7 +112,7 @@ class Copier(Stepping):
 
 
 def round_trip(pace: Pace) -> Report:
-    """One environment, one worker, an empty step, against five bytes there and back."""
+    """Compare an empty step of one environment in one worker with five bytes in both directions."""
     rows = [
         vecenv_candidate("workers", "vecenv, 1 worker, empty step", EmptyEnv, 1, num_workers=1),
         gymnasium_candidate("gym-async", "AsyncVectorEnv", EmptyEnv, 1),
@@ -123,7 +123,7 @@ def round_trip(pace: Pace) -> Report:
 
 
 def batch(pace: Pace, num_envs: int = 8) -> Report:
-    """A step of CartPole-v1, whole batches a second, beside the bare loop in one process and in two."""
+    """Measure whole batches of CartPole-v1 per second, and the bare loop in one process and in two."""
     env_fn = partial(make_env, "CartPole-v1")
     limits = {name: bound_candidate("bare-loop", env_fn, num_envs, n) for name, n in (("bare", 1), ("bare-2", 2))}
     rows = [
@@ -137,7 +137,7 @@ def batch(pace: Pace, num_envs: int = 8) -> Report:
 
 
 def outside_the_steps(report: Report) -> dict[str, Summary | None]:
-    """Microseconds a batch of :func:`batch` takes beyond the bare loop in as many processes, from the rounds of one run."""
+    """Return the microseconds that a batch of :func:`batch` takes beyond the bare loop in as many processes."""
     rates = {row.name: row.rates for row in report.rows}
     found = {}
     for name, bare in (("gym-sync", "bare"), ("in-process", "bare"), ("use-caller", "bare-2"), ("workers", "bare-2")):
@@ -147,7 +147,7 @@ def outside_the_steps(report: Report) -> dict[str, Summary | None]:
 
 
 def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:
-    """Ant-v5 with its infos against the same computation without them, for three engines."""
+    """Compare Ant-v5 with its infos and the same computation without them, for three engines."""
     rows = []
     for suffix, wrapper in (("", gymnasium.Wrapper), ("-without", DropInfos)):
         env_fn = partial(wrapped, wrapper, "Ant-v5")
@@ -161,7 +161,7 @@ def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:
 
 
 def copies(pace: Pace, num_envs: int = 64) -> Report:
-    """What a step with (84, 84, 4) uint8 observations costs over one with small ones, beside ``memcpy``.
+    """Measure steps with (84, 84, 4) uint8 observations against steps with small ones, and against ``memcpy``.
 
     One worker, so that its copies are not divided by the number of cores.
     """
@@ -192,7 +192,7 @@ def start_once(engine: str, num_envs: int, workers: int) -> None:
 
 
 def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, list[float]]:
-    """Seconds to start, each in a new interpreter with a cold fork server, engines in turns."""
+    """Measure the seconds of a start, each in a new interpreter with a cold fork server, engines in turns."""
 
     def start(engine: str) -> float:
         code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"
@@ -205,7 +205,8 @@ def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, lis
 
 
 class CountingEnv(EmptyEnv):
-    """Large observations, and how many bytes its process has copied so far; needs ``count_copies.c`` preloaded."""
+    """An environment with large observations and the bytes that its process has copied; needs ``count_copies.c`` preloaded.
+    """
 
     def __init__(self) -> None:
         super().__init__(IMAGE, "uint8")
@@ -221,7 +222,7 @@ def _copied_here() -> int:
 
 
 def _count_once(copy: bool, num_envs: int, steps: int = 50) -> float:
-    """Bytes that the worker and this process copy in a step, as a multiple of the observations' bytes."""
+    """Return the bytes that worker and caller copy in a step, as a multiple of the observations' bytes."""
     envs = vecenv.AsyncVectorEnv([CountingEnv] * num_envs, num_workers=1, copy=copy)
     try:
         envs.reset(seed=0)
@@ -231,17 +232,17 @@ def _count_once(copy: bool, num_envs: int, steps: int = 50) -> float:
             return int(envs.call("copied")[0]) + _copied_here()
 
         before = copied()
-        asking = copied() - before  # what it takes to ask
+        overhead = copied() - before  # copies made by reading the counter
         before = copied()
         for _ in range(steps):
             envs.step(actions)
-        return (copied() - before - asking) / steps / (num_envs * math.prod(IMAGE))
+        return (copied() - before - overhead) / steps / (num_envs * math.prod(IMAGE))
     finally:
         envs.close()
 
 
 def counted_copies(num_envs: int = 64) -> dict[str, float]:
-    """How many times the bytes of the observations are copied in a step: counted in ``memcpy`` and ``memmove`` themselves.
+    """Count how often a step copies the bytes of its observations, in ``memcpy`` and ``memmove`` themselves.
 
     Raises:
         RuntimeError: There is no C compiler, or the counter does not work with this C library.
@@ -265,7 +266,7 @@ def counted_copies(num_envs: int = 64) -> dict[str, float]:
 
 
 def copying_times(report: Report) -> dict[str, Summary | None]:
-    """How many times as long as one ``memcpy`` the observations' bytes take, from the rounds of :func:`copies`.
+    """Return the time of the observations' copies as a multiple of one ``memcpy``, from the rounds of :func:`copies`.
 
     The time that a step with large observations takes beyond one with small ones, over the time that ``memcpy`` takes
     for large rows beyond small ones; for ``copy=True`` also the time beyond ``copy=False`` over one copy into new memory.

@@ -34,7 +34,7 @@ from vecenv.tools.runners import run_for
 
 
 class Pursuit(ParallelEnv[str, Any, Any]):
-    """Four agents on a line run after a number; 200 steps."""
+    """A game of four agents on a line that run after a number; 200 steps."""
 
     metadata = {"name": "pursuit_on_a_line", "is_parallelizable": True}  # noqa: RUF012
     render_mode = None
@@ -76,7 +76,7 @@ class Pursuit(ParallelEnv[str, Any, Any]):
 
 
 def spread() -> Any:
-    """MPE's simple_spread: three agents."""
+    """Build MPE's simple_spread: three agents."""
     from mpe2 import simple_spread_v3
 
     return simple_spread_v3.parallel_env(max_cycles=100)
@@ -86,7 +86,7 @@ GAMES: dict[str, Callable[[], Any]] = {"pursuit": Pursuit, "spread": spread}
 
 
 def plain(game: Callable[[], Any]) -> Callable[[Any], None]:
-    """The bare loop over one environment."""
+    """Return the bare loop over one environment."""
     env = game()
     env.reset(seed=0)
     actions = {agent: env.action_space(agent).sample() for agent in env.possible_agents}
@@ -100,7 +100,7 @@ def plain(game: Callable[[], Any]) -> Callable[[Any], None]:
 
 
 def supersuit(game: Callable[[], Any], num_envs: int, processes: int) -> Any:
-    """SuperSuit's vector; 0 processes is in this one."""
+    """Build SuperSuit's vector; 0 processes means this one."""
     import supersuit
 
     single = supersuit.pettingzoo_env_to_vec_env_v1(game())
@@ -110,7 +110,7 @@ def supersuit(game: Callable[[], Any], num_envs: int, processes: int) -> Any:
 
 
 def open_both(game: Callable[[], Any], num_envs: int, seconds: float, num_workers: Any) -> tuple[Any, Any, str, str]:
-    """The better of SuperSuit's modes, and of vecenv's where none is given."""
+    """Return the better of SuperSuit's modes, and of vecenv's if none is given."""
     vectors = {f"{processes} processes": supersuit(game, num_envs, processes) for processes in (0, 2)}
     actions = np.zeros(next(iter(vectors.values())).num_envs, np.int64)
     rates = {mode: run_for(counted(vector.step, actions), seconds) for mode, vector in vectors.items()}
@@ -133,7 +133,7 @@ def open_both(game: Callable[[], Any], num_envs: int, seconds: float, num_worker
 
 
 def counted(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int]:
-    """A step with these actions; returns how many there are."""
+    """Return a function that steps with these actions and returns their number."""
 
     def counting() -> int:
         step(actions)
@@ -143,7 +143,7 @@ def counted(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Turns of both; rates in agent steps per second."""
+    """Measure both in turns; return rates in agent steps per second."""
     game = GAMES[name]
     theirs, envs, their_mode, mode = open_both(game, options.num_envs, options.seconds, options.num_workers)
     envs.reset(seed=0)

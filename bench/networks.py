@@ -14,7 +14,7 @@ __all__ = ["Policy"]
 
 
 class Choice(NamedTuple):
-    """Over the actions of a Discrete space."""
+    """A distribution over the actions of a Discrete space."""
 
     logits: jax.Array
 
@@ -29,7 +29,7 @@ class Choice(NamedTuple):
 
 
 class Push(NamedTuple):
-    """Normal, with a standard deviation of 1, around the mean for a Box."""
+    """A normal distribution with a standard deviation of 1 over a Box."""
 
     mean: jax.Array
 
@@ -44,7 +44,7 @@ class Push(NamedTuple):
 
 
 class Policy(nn.Module):
-    """``observations [n, ...] -> (distribution of actions, values [n])``."""
+    """A network ``observations [n, ...] -> (distribution of actions, values [n])``."""
 
     outputs: int
     discrete: bool

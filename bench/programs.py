@@ -33,21 +33,21 @@ from typing import Any
 from vecenv.tools.benchmark import Summary
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMES = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # scalars that are another's in each run
+TIMES = re.compile(r"sps|time|fps|second|speed|perf", re.IGNORECASE)  # scalars that differ in each run
 
 
 @dataclass(frozen=True)
 class Program:
-    """How one is started.
+    """A published program and its command line.
 
     Attributes:
-        repository: Where it is published; it is looked for in a folder of that name among the sources.
+        repository: Its repository, and the name of its folder among the sources.
         start: The file, from the root of the repository, or a module (``-m name``), and its arguments.
         watch: Arguments of ``bench/watched.py``.
         sync: It makes a SyncVectorEnv, which ``--sync`` replaces.
         inside: It has to run in the root of its repository.
-        configuration: A file of settings, words in it, and the words for them. ``start`` calls the changed copy
-            ``{settings}``.
+        configuration: A settings file, texts in it, and their replacements. ``start`` calls the changed copy
+        ``{settings}``.
     """
 
     repository: str
@@ -103,7 +103,7 @@ PROGRAMS: dict[str, Program] = {
 
 @dataclass
 class Run:
-    """One life of a program."""
+    """One run of a program."""
 
     wall: float
     processor: float
@@ -114,11 +114,11 @@ class Run:
 
 
 def scalars(folder: Path) -> dict[str, list[list[Any]]]:
-    """What was written for TensorBoard below a folder: steps and values of each name that is not a time."""
+    """Read the TensorBoard scalars below a folder: steps and values by name, except for times."""
     found: dict[str, list[list[Any]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         data, at = file.read_bytes(), 0
-        while at + 12 <= len(data):  # a length, its checksum, so many bytes, their checksum
+        while at + 12 <= len(data):  # a length, its checksum, that many bytes, their checksum
             (length,) = struct.unpack_from("<Q", data, at)
             event = dict(fields(data[at + 12 : at + 12 + length]))
             for _, value in fields(event.get(5, b"")):  # 5: summary, of which each 1 is a value: 1 name, 2 number, 8 tensor
@@ -131,7 +131,7 @@ def scalars(folder: Path) -> dict[str, list[list[Any]]]:
 
 
 def fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Numbers and values of a protocol buffer's fields; values that are no varint are bytes."""
+    """Yield numbers and values of a protocol buffer's fields; values other than varints are bytes."""
     at = 0
 
     def varint() -> int:
@@ -166,7 +166,7 @@ def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
     else:
         start[0] = str((home / start[0]).resolve())
     with tempfile.TemporaryDirectory(prefix="vecenv-program-") as folder:
-        report, said, settings = (Path(folder) / name for name in ("report.json", "said", "settings.yaml"))
+        report, log, settings = (Path(folder) / name for name in ("report.json", "log", "settings.yaml"))
         if program.configuration:
             file, words, instead = program.configuration
             settings.write_text((home / file).read_text().replace(words, instead))
@@ -176,7 +176,7 @@ def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
         path = os.pathsep.join(filter(None, (str(ROOT), str(home.resolve()), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "Agg"}
         begin = time.monotonic()
-        with said.open("wb") as output:
+        with log.open("wb") as output:
             process = subprocess.Popen(
                 [python, *before, *watched], cwd=home if program.inside else folder, env=environment,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -184,7 +184,7 @@ def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         wall = time.monotonic() - begin
-        lines = said.read_text(errors="replace").splitlines()
+        lines = log.read_text(errors="replace").splitlines()
         figures = json.loads(report.read_text()) if report.exists() else {}
         if process.returncode:
             print("\n".join(lines[-20:]), file=sys.stderr)
@@ -194,19 +194,19 @@ def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
 
 @dataclass
 class Result:
-    """All lives of one program, in pairs."""
+    """All runs of one program, in pairs."""
 
     name: str
     plain: list[Run] = field(default_factory=list)
     ours: list[Run] = field(default_factory=list)
 
     def ratio(self, of: Callable[[Run], float]) -> str:
-        """Gymnasium's over ours, pair by pair: above 1, ours is faster."""
+        """Return Gymnasium's value over ours, pair by pair: above 1, ours is faster."""
         found = Summary.of_ratios(map(of, self.plain), map(of, self.ours))
         return found.show() if found else "-"
 
     def equal(self) -> str:
-        """Whether all lives of both kinds were one and the same, in words."""
+        """Describe whether all runs of both kinds gave the same results."""
         runs = self.plain + self.ours
         if any(run.status for run in runs):
             return "failed"
@@ -221,12 +221,12 @@ class Result:
 
 
 def milliseconds(runs: list[Run], key: str, per: str | None = None) -> float:
-    """Median of a figure of the watch, in milliseconds, of a call if ``per`` says of which."""
+    """Return the median of a figure in milliseconds, per call of ``per`` if that is given."""
     return 1e3 * statistics.median(run.figures[key] / (run.figures[per] if per else 1) for run in runs)
 
 
 def line(result: Result) -> str:
-    """A row of the table."""
+    """Format a row of the table."""
     program, figures = PROGRAMS[result.name], result.ours[0].figures
     file = program.start.removeprefix("-m ").split()[0]
     making = [milliseconds(runs, "making") for runs in (result.plain, result.ours)]

@@ -1,4 +1,4 @@
-"""What a Ray cluster costs: a step over hosts against the local engine and a bare ``ray.get``, and what is left of a batch.
+"""The cost of a Ray cluster: a step over hosts against the local engine and a bare ``ray.get``, and what is left of a batch.
 
     python bench/ray_rate.py cost          # microseconds a step: local engine, 1 and 2 hosts, bare ray.gets of the payload
     python bench/ray_rate.py efficiency    # share of the time in which hosts step, over the time of a batch; --plot draws it
@@ -18,6 +18,7 @@ import argparse
 import functools
 import json
 import os
+import pickle
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +30,8 @@ import vecenv
 from bench import take_turns
 from bench.workloads import WaitingEnv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Host, HostPlan, Packed, Packing
+from vecenv.backends.ray.host import Host, HostPlan
+from vecenv.link.messages import PackedEnvFns
 from vecenv.tools.runners import run_for
 
 SHAPES: dict[str, tuple[tuple[int, ...], str]] = {"small": ((4,), "float32"), "image": ((84, 84, 4), "uint8")}
@@ -39,13 +41,13 @@ MEMORY = 400 * 1024 * 1024
 
 
 def still(kind: str, seconds: float = 0.0) -> Callable[[], Any]:
-    """Builds what returns the same observation again and again, after ``seconds`` of sleep."""
+    """Return a function that builds environments with constant observations and steps of ``seconds``."""
     shape, dtype = SHAPES[kind]
     return functools.partial(WaitingEnv, seconds, shape=shape, dtype=dtype)
 
 
 class Parrot:
-    """A bare actor: answers with the payload of a host's step, kept ready."""
+    """A bare actor that replies with a prepared payload of a host's step."""
 
     def __init__(self, payload: Any) -> None:
         self._payload = payload
@@ -55,19 +57,32 @@ class Parrot:
 
 
 def arrays_of(kind: str) -> list[Any]:
-    """What one host's step is: rewards, terminations, truncations, observations."""
+    """Return the arrays of one host's step: rewards, terminations, truncations, observations."""
     shape, dtype = SHAPES[kind]
     flags = np.zeros(ENVS_PER_HOST, np.bool_)
     observations = np.ones((ENVS_PER_HOST, *shape), dtype)
     return [np.zeros(ENVS_PER_HOST), flags, flags.copy(), observations]
 
 
-def packed(arrays: Sequence[Any]) -> Packed:
-    return Packing(arrays).pack(arrays)
+def reply_of(host: Host) -> Any:
+    """Return the reply of a host to a step, as it is sent."""
+    rows = range(ENVS_PER_HOST)
+    host.reset(rows, pickle.dumps(([None] * ENVS_PER_HOST, None)))
+    return host.step(rows, np.zeros(ENVS_PER_HOST, np.int64).tobytes(), False)
+
+
+def reply_to(kind: str) -> Any:
+    """Return the reply of a host with such environments."""
+    fns = PackedEnvFns.of(range(ENVS_PER_HOST), [still(kind)] * ENVS_PER_HOST, "travels")
+    host = Host(HostPlan(0, range(ENVS_PER_HOST), fns, 1, 0, {}, []))
+    host.start()
+    reply = reply_of(host)
+    host.close(0.0)
+    return reply
 
 
 def microseconds(turn: Callable[[], Any], seconds: float) -> float:
-    """Microseconds per call, over ``seconds``."""
+    """Return microseconds per call, over ``seconds``."""
 
     def once() -> int:
         turn()
@@ -105,7 +120,7 @@ def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
             envs = over(kind, hosts)
             actions, arrays = np.zeros(ENVS_PER_HOST, np.int64), arrays_of(kind)
             bare, stop = parrots(hosts, actions, tuple(arrays))
-            bare_packed, stop_packed = parrots(hosts, packed([actions]), packed(arrays))
+            bare_packed, stop_packed = parrots(hosts, actions.tobytes(), reply_to(kind))
             turns = {"local": stepper(local), "ray": stepper(envs), "bare": bare, "bare_packed": bare_packed}
             found = alternate(turns, seconds, rounds)
             row: dict[str, Any] = {"observations": kind, "hosts": hosts, "envs": ENVS_PER_HOST * hosts}
@@ -119,7 +134,7 @@ def cost(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 def parrots(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], Callable[[], None]]:
-    """A call of so many bare actors, and what ends them."""
+    """Return a call of that many bare actors, and a function that ends them."""
     import ray
 
     actors = [ray.remote(Parrot).options(num_cpus=0).remote(payload) for _ in range(hosts)]
@@ -132,12 +147,12 @@ def parrots(hosts: int, actions: Any, payload: Any) -> tuple[Callable[[], Any], 
 
 
 def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
-    """One sleeping environment a host, so that the hosts need no core of each other's."""
+    """Measure one sleeping environment per host, so that hosts do not compete for cores."""
     rows = []
     for milliseconds in BATCH_MS:
         fns = [still("small", milliseconds / 1000)] * 2
         envs: Any = RayVectorEnv(fns, num_hosts=2, workers_per_host=1, placement="PACK")
-        local: Any = vecenv.AsyncVectorEnv(fns[:1])  # what sleeping itself takes, with the engine of one host
+        local: Any = vecenv.AsyncVectorEnv(fns[:1])  # the actual time of a sleep, with the engine of one host
         found = alternate({"ray": stepper(envs), "local": stepper(local)}, max(seconds, milliseconds / 100), rounds)
         shares = [milliseconds * 1000 / step for step in found["ray"]]
         row = {"batch_ms": milliseconds, "efficiency": spread(shares)}
@@ -149,17 +164,18 @@ def efficiency(seconds: float, rounds: int) -> list[dict[str, Any]]:
 
 
 class InstantHosts:
-    """Hosts that have answered before they are asked: what is left is the caller's own work.
+    """Hosts with replies prepared in advance, so that only the caller's own work is measured.
 
-    With ``in_store`` the answers lie in Ray's object store, and are fetched from there by one ``ray.get`` a step.
+    With ``in_store`` the replies lie in Ray's object store, and are fetched from there by one ``ray.get`` a step.
     """
 
     own = True
 
-    def __init__(self, kind: str, in_store: bool) -> None:
-        self._answer = packed(arrays_of(kind))
+    def __init__(self, in_store: bool) -> None:
         self._in_store = in_store
+        self._hosts: list[Host] = []
         self._kept: list[Any] = []
+        self._results: list[Any] = []
         if in_store:
             import ray
 
@@ -172,27 +188,27 @@ class InstantHosts:
 
     def require_places(self, timeout: float) -> None: ...
 
-    def launch(self, plan: HostPlan) -> Host:
-        self._kept.append(self._ray.put(self._answer) if self._in_store else self._answer)
-        return Host(plan)
+    def launch(self, plan: HostPlan) -> None:
+        self._hosts.append(Host(plan))
 
-    def submit(self, host: Host, method: str, *args: Any) -> Any:
-        if method in ("step", "serve"):
-            return host._plan.index
-        return getattr(host, method)(*args)
+    def submit(self, index: int, method: str, *args: Any) -> Any:
+        if method in ("step", "reset"):
+            return index
+        host = self._hosts[index]
+        self._results.append(getattr(host, method)(*args))
+        if method == "start":
+            reply = reply_of(host)
+            self._kept.append(self._ray.put(reply) if self._in_store else reply)
+        return -len(self._results)
 
-    def fetch(self, references: Sequence[int], timeout: float | None) -> list[Any]:
+    def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
+        if references[0] < 0:
+            return [(reference, self._results[-reference - 1]) for reference in references]
         kept = [self._kept[index] for index in references]
-        return self._ray.get(kept) if self._in_store else kept  # type: ignore[no-any-return]
+        return list(zip(references, self._ray.get(kept) if self._in_store else kept, strict=True))
 
-    def wait(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        return list(references)
-
-    def result(self, reference: Any) -> Any:
-        return reference
-
-    def kill(self, host: Host) -> None:
-        host.close(0.0)
+    def kill(self, index: int) -> None:
+        self._hosts[index].close(0.0)
 
     def close(self) -> None: ...
 
@@ -201,7 +217,7 @@ class InstantVectorEnv(RayVectorEnv[Any, Any]):
     """The driver over :class:`InstantHosts`."""
 
     def __init__(self, kind: str, hosts: int, in_store: bool) -> None:
-        self._instant = InstantHosts(kind, in_store)
+        self._instant = InstantHosts(in_store)
         super().__init__([still(kind)] * (ENVS_PER_HOST * hosts), num_hosts=hosts, workers_per_host=0)
 
     def _connect(self) -> Any:

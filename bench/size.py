@@ -2,7 +2,7 @@
 
 A code line is a line with code on it: no docstring, no comment, no blank. Private words are those of :data:`PRIVATE` that
 name a class, a function, a method or an attribute somewhere in ``vecenv/``; local names do not count. The path of a step is
-measured: its files are those in ``vecenv/`` whose functions run in the caller or in a worker during one ``step`` of two
+measured: its files are those in ``vecenv/`` with functions that run in the caller or in a worker during one ``step`` of two
 worker processes.
 """
 
@@ -35,7 +35,7 @@ MOST = {
     "Python calls of a step, caller's side": 22,
     "files on the path of a step": 9,
 }
-"""The most that there is to be of each."""
+"""The upper limit of each."""
 
 PRIVATE = frozenset({
     "Flight", "Part", "Owed", "owed", "Round", "land", "landed", "lose", "found", "verdict", "calm", "after", "AS_IT_IS",
@@ -44,9 +44,9 @@ PRIVATE = frozenset({
     "Patrol", "bell", "rope", "Holdings", "Patience", "resting_until", "Together", "Once", "say_it_was_closed", "Trial",
     "scout", "Scouted", "Described", "Probe", "works", "over", "cut", "_wary",
 })  # fmt: skip
-"""Words that have a better one in the field."""
+"""Words for which the field has a better one."""
 _PUBLIC = {  # names that users read or call
-    "tools/doctor.py": {"verdict"}, "aio/pool.py": {"over"}, "backends/envpool/vector_env.py": {"over"},
+    "aio/pool.py": {"over"}, "backends/envpool/vector_env.py": {"over"},
 }  # fmt: skip
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PERSONS = re.compile(r"\b(?:whoever|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
@@ -57,7 +57,7 @@ _HAS_BODY = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(source: str) -> int:
-    """Lines with code on them: no docstrings, comments and blanks."""
+    """Return the number of lines with code: no docstrings, comments and blanks."""
     told: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _HAS_BODY) and ast.get_docstring(node, clean=False) is not None:
@@ -70,7 +70,7 @@ def code_lines(source: str) -> int:
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
-    """Classes, functions, methods, fields and attributes that a module defines."""
+    """Return the classes, functions, methods, fields and attributes that a module defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
@@ -82,7 +82,7 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 
 def measure(root: Path = ROOT) -> dict[str, int]:
-    """What there is of each, by its name."""
+    """Return the figures by name."""
     sources = {path: path.read_text() for path in sorted((root / "vecenv").rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
@@ -115,7 +115,7 @@ def measure(root: Path = ROOT) -> dict[str, int]:
 
 
 class Profiled(EmptyEnv):
-    """Keeps which files run in its worker from its first step to its second."""
+    """An environment that records which files run in its worker from its first step to its second."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Profiled(EmptyEnv):
         sys.setprofile(None)
         if not self.files:
             frame: FrameType | None = sys._getframe()
-            while frame is not None and frame.f_code.co_name != "main":  # the loop that has called this goes on running
+            while frame is not None and frame.f_code.co_name != "main":  # the loop that has called this continues to run
                 self.files.add(frame.f_code.co_filename)
                 frame = frame.f_back
             sys.setprofile(lambda frame, event, _: self.files.add(frame.f_code.co_filename) if event == "call" else None)
@@ -133,7 +133,9 @@ class Profiled(EmptyEnv):
 
 
 def path_of_a_step(root: Path = ROOT) -> dict[str, int]:
-    """Python functions that a ``step`` calls on the caller's side, and files on its path there and in a worker."""
+    """Return the Python functions that a ``step`` calls on the caller's side, and the files on its path there and in a
+    worker.
+    """
     import vecenv
 
     files: set[str] = set()

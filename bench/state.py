@@ -1,4 +1,4 @@
-"""What saving and loading cost: one command, a table of milliseconds and sizes.
+"""The cost of saving and loading: one command, a table of milliseconds and sizes.
 
     python bench/state.py             # 64 CartPoles, and four environments each of MuJoCo and Atari where they are installed
 
@@ -29,12 +29,12 @@ CASES: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 def best(call: Callable[[], Any], tries: int) -> float:
-    """Milliseconds of the fastest."""
+    """Return the milliseconds of the fastest call."""
     return min(seconds_per(1, call) for _ in range(tries)) * 1e3
 
 
 def measured(env_id: str, num_envs: int, num_workers: int, tries: int) -> tuple[float, float, float, int]:
-    """Milliseconds to step, to save and to load all environments, and bytes of one."""
+    """Return milliseconds to step, to save and to load all environments, and the bytes of one."""
     env_fns = [functools.partial(gymnasium.make, env_id)] * num_envs
     with closing(vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers)) as envs:
         envs.reset(seed=0)

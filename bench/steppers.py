@@ -1,4 +1,4 @@
-"""What steps the environments of :mod:`bench.train`: all engines behind the same two halves of a step."""
+"""The engines of :mod:`bench.train` behind one interface: the two halves of a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["AsyncEnvPool", "Halves", "StableBaselines3", "Stepper"]
 
 
 class Stepper:
-    """A vector environment of Gymnasium's kind, all environments at a time.
+    """A vector environment of Gymnasium's kind that steps all environments together.
 
     Attributes:
-        batch: How many rows :meth:`recv` gives, at most.
-        restarts: Whether the row after the end of an episode is its reset, which is not learned from.
+        batch: The most rows that :meth:`recv` returns.
+        restarts: True if the row after the end of an episode is its reset, which is not learned from.
     """
 
     restarts = True

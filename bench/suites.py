@@ -33,7 +33,7 @@ class Memory:
 
 
 def memory_of(host: CandidateProcess) -> Memory:
-    """What a row that runs occupies."""
+    """Measure the memory of a running row."""
     process = psutil.Process(host.pid)
     children = process.children(recursive=True)
     workers = sum(child.memory_full_info().pss for child in children)
@@ -44,7 +44,7 @@ def compare_some(
     names: Iterable[str] | None, memory: dict[str, Memory] | None, env: str, env_fn: EnvFn, num_envs: int,
     rows: list[Candidate], **how: Any,
 ) -> Report:  # fmt: skip
-    """:func:`compare` of those rows that have one of these names. With ``memory``, what they occupy goes in there."""
+    """Call :func:`compare` with the rows of these names. With ``memory``, record what they occupy."""
 
     def look(hosts: list[CandidateProcess]) -> None:
         assert memory is not None
@@ -56,7 +56,7 @@ def compare_some(
 
 
 def _groups(candidates: list[Candidate], num_envs: int) -> list[list[Candidate]]:
-    """All at once where they fit; otherwise each engine with a process per env alone with two baselines."""
+    """Return all candidates as one group if they fit; otherwise each engine with a process per env with two baselines."""
     heavy = [c for c in candidates if c.name in PROCESS_EACH]
     if len(heavy) * num_envs <= TOGETHER:
         return [candidates]
@@ -73,9 +73,9 @@ def side_by_side(
     names: Iterable[str] | None = None,
     memory: dict[str, Memory] | None = None,
 ) -> list[Report]:
-    """Every engine on one workload: one report, or several where not all engines fit at once, each with the baselines.
+    """Measure every engine on one workload; return several reports, each with the baselines, if not all fit at once.
 
-    With ``memory``, what they occupy goes in there.
+    With ``memory``, record what they occupy.
     """
     env_fn = WORKLOADS[workload].prepare()
     candidates = engines.candidates(env_fn, num_envs, workers)
@@ -94,7 +94,7 @@ def side_by_side(
 
 
 def merged(reports: list[Report]) -> Report:
-    """One report with the rates of all. Its ratios mean nothing where rows come from different runs."""
+    """Return one report with the rates of all. Its ratios mean nothing for rows of different runs."""
     rows: dict[str, ResultRow] = {}
     for report in reports:
         for row in report.rows:
@@ -103,7 +103,7 @@ def merged(reports: list[Report]) -> Report:
 
 
 def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
-    """``num_workers="auto"`` beside every fixed choice and ``SyncVectorEnv``, or beside ``names`` of them."""
+    """Compare ``num_workers="auto"`` with every fixed choice and ``SyncVectorEnv``, or with ``names`` of them."""
     env_fn = WORKLOADS[workload].prepare()
     not_chosen = ("first-ready", "gym-async", "bare-pipes", "bare-loop")
     rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in not_chosen]
@@ -117,9 +117,9 @@ def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable
 
 
 class Sleepers(VectorRunner):
-    """Counts in units of the ideal: the sleeping done, divided by the number of environments.
+    """A runner that counts in units of the ideal: the time slept, divided by the number of environments.
 
-    One that never let a finished environment wait would reach a rate of 1.
+    An engine that never let a finished environment wait would reach a rate of 1.
     """
 
     def _step(self) -> float:
@@ -127,7 +127,7 @@ class Sleepers(VectorRunner):
 
 
 class FirstReadySleepers(FirstReadyVectorRunner):
-    """As :class:`Sleepers`, taking whichever environments have woken up."""
+    """A runner like :class:`Sleepers`, with the environments that wake up first."""
 
     def _step(self) -> float:
         observations, _, _, _, infos = self.envs.recv()
@@ -136,7 +136,7 @@ class FirstReadySleepers(FirstReadyVectorRunner):
 
 
 def first_ready(pace: Pace, num_envs: int = 64) -> Report:
-    """Sleeping environments, one process each: the share of the rate that only the mean sleep bounds."""
+    """Measure sleeping environments, one process each: the share of the rate that only the mean sleep bounds."""
 
     ours = partial(vecenv_candidate, env_fn=SleepingEnv, num_envs=num_envs)
     rows = [
@@ -148,7 +148,7 @@ def first_ready(pace: Pace, num_envs: int = 64) -> Report:
 
 
 def raise_descriptor_limit() -> None:
-    """A thousand processes need a few thousand descriptors; the soft limit is usually 1,024."""
+    """Raise the soft limit of descriptors, usually 1,024: a thousand processes need a few thousand."""
     if os.name == "posix":
         import resource
 

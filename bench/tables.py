@@ -1,7 +1,7 @@
-"""The tables of ``README.md``, ``bench/RESULTS.md`` and ``docs/benchmarks.md``: from what was measured, and nothing else.
+"""The tables of ``README.md``, ``bench/RESULTS.md`` and ``docs/benchmarks.md``, written only from measurements.
 
-``python -m bench table`` takes whatever JSON it finds in the folder of results: the goals, the main job, ``compare``,
-``sweep``, ``waits``, ``episodes`` and ``train``. A table of which nothing was measured anew stays as it stands.
+``python -m bench table`` reads all JSON in the folder of results: the goals, the main job, ``compare``,
+``sweep``, ``waits``, ``episodes`` and ``train``. A table without new measurements stays as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ NOT_YET = "not measured yet"
 SWEEP = "sweep-CartPole-v1"
 GAINS = ("CartPole-v1", "Ant-v5", "ALE/Pong-v5")  # README.md's rows
 REAL = {  # docs/benchmarks.md's rows ...
-    **{name: name for name in ("CartPole-v1", "Pendulum-v1", "Ant-v5", "ALE/Pong-v5")},
+    **{name: name for name in ("CartPole-v1", "Pendulum-v1", "HalfCheetah-v5", "LunarLander-v3")},
+    "MiniGrid-DoorKey-8x8-v0": "MiniGrid DoorKey-8x8",
+    **{name: name for name in ("Ant-v5", "ALE/Pong-v5")},
     "busy-1000us": "steps of 1 ms",
     "sleeping": "steps that wait (log-normal, sleeping)",
 }
@@ -42,7 +44,7 @@ PICTURED = {  # the bars of README.md's picture
 
 
 def between(text: str, marker: str, lines: list[str]) -> str:
-    """A page with these lines between two markers."""
+    """Return a page with these lines between two markers."""
     begin, end = f"<!-- {marker}: begin -->", f"<!-- {marker}: end -->"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
@@ -52,7 +54,7 @@ def between(text: str, marker: str, lines: list[str]) -> str:
 
 
 def goals_table(out: Path, page: str) -> list[str]:
-    """The rows of ``bench/RESULTS.md``: those that were measured for good, and the others as they stand in ``page``."""
+    """Return the rows of ``bench/RESULTS.md``: measured ones, and the others as they are in ``page``."""
     figures: dict[str, dict[str, str]] = {}
     for part in PARTS:
         path = out / f"goals-{part}.json"
@@ -72,7 +74,7 @@ def goals_table(out: Path, page: str) -> list[str]:
 
 
 def main_table(path: Path) -> list[str]:
-    """The rows of ``docs/benchmarks.md`` from the JSON of ``vecenv bench CartPole-v1 --num-envs 64``."""
+    """Return the rows of ``docs/benchmarks.md`` from the JSON of ``vecenv bench CartPole-v1 --num-envs 64``."""
     lines = [
         "| engine | steps/s | least to greatest | x Gymnasium Async | of the bare loop |",
         "|---|---:|---:|---:|---:|",
@@ -90,7 +92,7 @@ def main_table(path: Path) -> list[str]:
 
 
 def compare_table(reports: list[dict[str, Any]]) -> list[str]:
-    """A line a workload, a column an engine: how many times faster than Gymnasium's ``AsyncVectorEnv``."""
+    """Return a row per workload and a column per engine: the speed-up over Gymnasium's ``AsyncVectorEnv``."""
     against = "gym-async"
     names = list(dict.fromkeys(row["name"] for report in reports for row in report["rows"]))
     names = [name for name in names if name != against]
@@ -104,7 +106,7 @@ def compare_table(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def real_table(reports: list[dict[str, Any]]) -> list[str]:
-    """The rows of ``docs/benchmarks.md`` about real environments, out of those of ``compare``."""
+    """Return the rows of ``docs/benchmarks.md`` about real environments, from those of ``compare``."""
     lines = [f"| workload | {' | '.join(SHOWN.values())} |", "|---|" + "---:|" * len(SHOWN)]
     for report in _of(reports, REAL):
         cells = [_times(report, name, "gym-async", spread=True) for name in SHOWN]
@@ -113,7 +115,7 @@ def real_table(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def gains_table(reports: list[dict[str, Any]]) -> list[str]:
-    """The rows of ``README.md``: ``"auto"`` against both of Gymnasium's engines."""
+    """Return the rows of ``README.md``: ``"auto"`` against both of Gymnasium's engines."""
     lines = ["| environment | against `AsyncVectorEnv` | against `SyncVectorEnv` |", "|---|---:|---:|"]
     for report in _of(reports, GAINS):
         cells = [_times(report, "auto", other) for other in ("gym-async", "gym-sync")]
@@ -122,10 +124,13 @@ def gains_table(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def headline(reports: list[dict[str, Any]]) -> list[str]:
-    """The first line of ``README.md`` with figures: the gains against ``AsyncVectorEnv``."""
+    """Return the first line of ``README.md`` with figures: the gains over both of Gymnasium's engines."""
     found = list(_of(reports, GAINS))
-    gains = [f"{_times(report, 'auto', 'gym-async')} times on {report['env']}" for report in found]
-    gains[0] = gains[0].replace(" times on", " times `AsyncVectorEnv` on")
+    gains = [
+        f"{_times(report, 'auto', 'gym-async')} and {_times(report, 'auto', 'gym-sync')} times on {report['env']}"
+        for report in found
+    ]
+    gains[0] = gains[0].replace(" and ", " times `AsyncVectorEnv` and ").replace(" times on", " times `SyncVectorEnv` on")
     cores = found[0]["machine"]["usable_cores"]
     return [f"- **Faster:** {', '.join(gains)} ({found[0]['num_envs']} environments, {cores} cores)."]
 
@@ -136,14 +141,14 @@ def _of(reports: list[dict[str, Any]], workloads: Iterable[str]) -> list[dict[st
 
 
 def _ratios(report: dict[str, Any], name: str, against: str) -> list[float]:
-    """Those of one engine's samples to another's, round by round."""
+    """Return the ratios of one engine's samples to another's, round by round."""
     rates = {row["name"]: row["rates"] for row in report["rows"]}
     pairs = zip(rates.get(name, []), rates.get(against, []), strict=False)
     return [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
 
 
 def _times(report: dict[str, Any], name: str, against: str, spread: bool = False) -> str:
-    """The median of the rounds' ratios, with the least and the greatest on request; "-" without any."""
+    """Format the median of the rounds' ratios, with the least and the greatest on request; "-" without any."""
     ratios = _ratios(report, name, against)
     if not ratios:
         return "-"
@@ -153,7 +158,7 @@ def _times(report: dict[str, Any], name: str, against: str, spread: bool = False
 
 
 def sweep_table(reports: list[dict[str, Any]], memory: dict[str, dict[str, dict[str, int]]]) -> list[str]:
-    """A line an engine, a column a number of environments: steps a second, and MiB an environment."""
+    """Return a row per engine and a column per number of environments: steps per second, and MiB per environment."""
     rates: dict[str, dict[str, str]] = {}
     for report in reports:
         for row in report["rows"]:
@@ -174,7 +179,7 @@ def sweep_table(reports: list[dict[str, Any]], memory: dict[str, dict[str, dict[
 
 
 def write_tables(out: Path) -> None:
-    """Write every table for which there is something in ``out``."""
+    """Write every table that has results in ``out``."""
     compared = _read(out / "compare.json")
     page = ROOT / "bench" / "RESULTS.md"
     text = page.read_text()
@@ -201,7 +206,7 @@ def write_tables(out: Path) -> None:
 
 
 def draw_gains(reports: list[dict[str, Any]], path: Path) -> None:
-    """The picture of ``README.md``: the share of the bare loop that each engine reaches. For light and dark pages."""
+    """Draw the chart of ``README.md``: the share of the bare loop that each engine reaches. For light and dark pages."""
     found = list(_of(reports, GAINS))
     grey = "#7d8590"
     coloured = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), grey)

@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def compared(runs: Runs, first: str, units: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Turns of all ``runs``; each row has its time a unit, and how many times as long as ``first`` it takes."""
+    """Measure all ``runs`` in turns; each row has its time per unit, and the ratio of that to the time of ``first``."""
     clock = time.process_time if options.cpu else time.perf_counter
 
     for run in runs.values():
@@ -87,7 +87,7 @@ def _pool(task: str, count: int) -> Any:
     import envpool
     from torchrl.envs.libs.gym import convert_box_spec, convert_discrete_spec
 
-    # With the package gym installed, TorchRL looks for gym's spaces only; a pool's are Gymnasium's.
+    # if the package gym is installed, TorchRL only accepts gym's spaces, and a pool's are Gymnasium's
     register_gym_spec_conversion(gym.spaces.Discrete)(convert_discrete_spec)
     register_gym_spec_conversion(gym.spaces.Box)(convert_box_spec)
 
@@ -99,7 +99,7 @@ def _engine(task: str, count: int, mode: str) -> Any:
 
 
 def environments(task: str, count: int) -> dict[str, Callable[[], Any]]:
-    """What builds each of the environments compared."""
+    """Return a factory for each of the compared environments."""
     make = functools.partial(gym.make, task)
     return {
         "as_torchrl, processes": lambda: as_torchrl(task, count),
@@ -120,7 +120,7 @@ def collectors(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
             continue
         try:
             env = build()
-        except (ImportError, KeyError) as error:  # TorchRL's class over EnvPool wants the package gym, and spaces of it
+        except (ImportError, KeyError) as error:  # TorchRL's class over EnvPool needs the package gym, and its spaces
             print(f"{name} is left out: {error}")
             continue
         collector = Collector(

@@ -21,7 +21,7 @@ import numpy as np
 import vecenv
 from bench.engines import Pace, sb3_envs
 from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
-from bench.workloads import Workload
+from bench.workloads import MINIGRID, Workload, make_minigrid
 from vecenv.tools.benchmark import CandidateProcess, Report, compare, new_figure, save
 from vecenv.tools.runners import SEED, Candidate, EnvFn, Unavailable, make_env, run_for
 
@@ -39,22 +39,12 @@ def _pong() -> gymnasium.Env[Any, Any]:
     return FrameStackObservation(AtariPreprocessing(gymnasium.make("ALE/Pong-v5", frameskip=1)), 4)
 
 
-def _minigrid() -> gymnasium.Env[Any, Any]:
-    try:
-        import minigrid
-        from minigrid.wrappers import ImgObsWrapper
-    except ImportError as error:
-        raise Unavailable(f"minigrid is not installed ({error})") from None
-    gymnasium.register_envs(minigrid)
-    return ImgObsWrapper(gymnasium.make("MiniGrid-DoorKey-8x8-v0"))
-
-
 TRAININGS = {
     workload.name: workload
     for workload in (
         Workload("pong", lambda: _pong, "Pong, 84 x 84, four frames"),
         Workload("ant", lambda: partial(make_env, "Ant-v5"), "Ant-v5"),
-        Workload("minigrid", lambda: _minigrid, "MiniGrid-DoorKey-8x8"),
+        Workload("minigrid", lambda: partial(make_minigrid, MINIGRID), "MiniGrid-DoorKey-8x8"),
     )
 }
 ENVPOOL_IDS = {"pong": ("Pong-v5", {"noop_max": 30}), "ant": ("Ant-v5", {})}
@@ -128,17 +118,17 @@ class Learner:
         self._turn = 0
 
     def act(self, observations: np.ndarray, batch: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Actions, and what learning wants to know of them; computed for ``batch`` rows, so that it is compiled once."""
+        """Return actions and the values that learning needs; computed for ``batch`` rows, so that it is compiled once."""
         self._turn += 1
         rows = len(observations)
         if rows < batch:
             observations = np.resize(observations, (batch, *observations.shape[1:]))
         found = self.jax.device_get(self._act(self.params, observations, self.key, self._turn))
-        actions, said = self.jax.tree.map(lambda part: part[:rows], found)
-        return actions, said
+        actions, extras = self.jax.tree.map(lambda part: part[:rows], found)
+        return actions, extras
 
     def learn(self, rollout: dict[str, Any], last: Any) -> None:
-        """From ``(ROLLOUT, num_envs, ...)`` rows and the observations ``(num_envs, ...)`` that followed."""
+        """Learn from ``(ROLLOUT, num_envs, ...)`` rows and the observations ``(num_envs, ...)`` that followed."""
         self.key, key = self.jax.random.split(self.key)
         self.params, self.state = self._update(self.params, self.state, rollout, last, key)
         self.jax.block_until_ready(self.params)
@@ -149,7 +139,7 @@ class Learner:
 
 @dataclass
 class Rows:
-    """A rollout while it is filled, each environment at its own pace."""
+    """A rollout that is being filled, each environment at its own pace."""
 
     num_envs: int
     fields: dict[str, np.ndarray] = field(default_factory=dict)
@@ -162,10 +152,10 @@ class Rows:
 
 
 class Training:
-    """Collects a rollout and learns from it, again and again.
+    """A loop that collects a rollout and learns from it.
 
     Args:
-        make_stepper: Builds what steps, as :class:`bench.steppers.Stepper`.
+        make_stepper: Builds a :class:`bench.steppers.Stepper`.
     """
 
     def __init__(self, make_stepper: Callable[[], Any]) -> None:
@@ -190,10 +180,10 @@ class Training:
             before = clock()
             for ids, observations in at_hand:
                 began = clock()
-                actions, said = self.learner.act(observations, stepper.batch)
+                actions, extras = self.learner.act(observations, stepper.batch)
                 spent["policy"] += clock() - began
                 before += clock() - began
-                rows.put(turns[ids], ids, observation=observations, action=actions, **said, weight=~self.fresh[ids])
+                rows.put(turns[ids], ids, observation=observations, action=actions, **extras, weight=~self.fresh[ids])
                 stepper.send(actions, ids)
                 flying += len(ids)
             ids, observations, rewards, terminated, done = stepper.recv(min(stepper.batch, flying))
@@ -225,56 +215,51 @@ class Training:
 
 
 class Bridged:
-    """Rollouts inside ``jit``: two halves of the environments, of which one steps while the policy acts for the other."""
+    """A training with rollouts inside ``jit``, through the bridge."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         import vecenv.jax as vj
 
-        half, each = num_envs // 2, max(workers // 2, 1)
-        self.engines = [vecenv.AsyncVectorEnv([env_fn] * half, num_workers=each, context="forkserver") for _ in range(2)]
-        bridges = tuple(vj.bridge(engine) for engine in self.engines)
-        one = self.engines[0]
-        self.learner = learner = Learner(one.single_observation_space, one.single_action_space)
+        self.engine = vecenv.AsyncVectorEnv([env_fn] * num_envs, num_workers=workers, context="forkserver")
+        bridge, space = vj.bridge(self.engine), self.engine.single_action_space
+        self.learner = learner = Learner(self.engine.single_observation_space, space)
         self.spent, self.warm = dict.fromkeys(PARTS, 0.0), False
 
         def act(params: Any, observation: Any, key: Any) -> Any:
-            action, said = learner.policy(params, observation, key)
-            return action.astype(learner.jax.dtypes.canonicalize_dtype(one.single_action_space.dtype)), said
+            action, extras = learner.policy(params, observation, key)
+            return action.astype(learner.jax.dtypes.canonicalize_dtype(space.dtype)), extras
 
-        def rollout(params: Any, states: Any, key: Any) -> Any:
-            trajectory, states, _ = vj.rollout(
-                bridges, vj.stateless(act), params, states, ((), ()), key, ROLLOUT, overlap=True
-            )
+        def rollout(params: Any, state: Any, key: Any) -> Any:
+            trajectory, state, _ = vj.rollout(bridge, vj.stateless(act), params, state, (), key, ROLLOUT)
             rows = {
                 "observation": trajectory.obs, "action": trajectory.action, **trajectory.policy_extras,
                 "reward": trajectory.reward, "terminated": trajectory.terminated, "done": trajectory.done,
                 "weight": trajectory.valid,
             }  # fmt: skip
-            return rows, states
+            return rows, state
 
         self._rollout = learner.jax.jit(rollout)
-        self._states = tuple(bridge.reset(learner.jax.random.key(SEED)) for bridge in bridges)
+        self._state = bridge.reset(learner.jax.random.key(SEED))
 
     def describe(self) -> str:
-        return " and ".join(map(str, self.engines))
+        return str(self.engine)
 
     def _step(self) -> float:
         learner, clock = self.learner, time.perf_counter
         jax = learner.jax
         began = clock()
         learner.key, key = jax.random.split(learner.key)
-        rows, self._states = jax.block_until_ready(self._rollout(learner.params, self._states, key))
+        rows, self._state = jax.block_until_ready(self._rollout(learner.params, self._state, key))
         between = clock()
-        learner.learn(rows, jax.numpy.concatenate([state.obs for state in self._states]))
-        self.spent["environments"] += between - began  # and the policy, which acts meanwhile
+        learner.learn(rows, self._state.obs)
+        self.spent["environments"] += between - began  # policy included: both run inside one program
         self.spent["learning"] += clock() - between
         return float(rows["weight"].sum())
 
     run, shares = Training.run, Training.shares
 
     def close(self) -> None:
-        for engine in self.engines:
-            engine.close()
+        self.engine.close()
 
 
 # --- the rows -----------------------------------------------------------------------------------------------------------
@@ -310,8 +295,9 @@ def _candidates(name: str, num_envs: int, workers: int) -> list[Candidate]:
 
     rows = [
         row("auto", "vecenv, auto", partial(_vecenv, env_fn, num_envs, None, num_workers="auto")),
+        row("workers", f"vecenv, {workers} workers", partial(_vecenv, env_fn, num_envs, None, num_workers=workers)),
         row("halves", "vecenv, first-ready halves", partial(_vecenv, env_fn, num_envs, num_envs // 2, num_workers=workers)),
-        Candidate("bridge", "vecenv, JAX bridge, overlap", partial(Bridged, env_fn, num_envs, workers), kind="vecenv"),
+        Candidate("bridge", "vecenv, JAX bridge", partial(Bridged, env_fn, num_envs, workers), kind="vecenv"),
         row("gym-sync", "Gymnasium SyncVectorEnv", partial(_gymnasium, "SyncVectorEnv", env_fn, num_envs), "gymnasium"),
         row("gym-async", "Gymnasium AsyncVectorEnv", partial(_gymnasium, "AsyncVectorEnv", env_fn, num_envs), "gymnasium"),
         row("sb3", "Stable-Baselines3 SubprocVecEnv", partial(_sb3, env_fn, num_envs), "other"),
@@ -328,7 +314,7 @@ Shares = dict[str, dict[str, float]]
 def train(
     name: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None
 ) -> tuple[Report, Shares]:
-    """Frames per second of each row on one of :data:`TRAININGS`, and by row the shares of the time."""
+    """Measure the frames per second of each row on one of :data:`TRAININGS`, and the shares of the time by row."""
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
     shares: Shares = {}
 
@@ -345,7 +331,7 @@ def train(
 
 
 def draw_shares(report: Report, shares: Shares, path: Path) -> None:
-    """Where the time of each row goes: seconds per 1,000 frames, the lower the better."""
+    """Draw the time of each row by part, in seconds per 1,000 frames."""
     rows = [(row, row.summary) for row in report.rows[::-1] if row.name in shares and row.summary]
     figure = new_figure(8.0, 1.4 + 0.42 * max(1, len(rows)))
     axes = figure.subplots()

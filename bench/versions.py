@@ -1,4 +1,4 @@
-"""What a change does to the engine's own time: two versions of it in one process, by turns.
+"""The effect of a change on the engine's own time: two versions of it in one process, by turns.
 
     python bench/versions.py HEAD~1                  # this checkout against another revision
     python bench/versions.py /path/to/a/checkout --env CartPole-v1 --num-envs 1 8 64 --num-workers 0 2 --call step recv
@@ -11,7 +11,7 @@ version first; the least and the greatest of them are printed too.
 
 ``--call recv`` is rounds of ``recv()`` and ``send()`` with half the environments in a batch. Worker processes
 (``--num-workers``) are forked while ``sys.modules`` holds the modules of their own version and no others, as it does in
-every turn; each says before the first turn from which files its code comes. Those of the version that is not playing sleep,
+every turn; each lists the files of its code before the first turn. Those of the version that is not playing sleep,
 as its turn ended with nothing in flight, and the next one begins with a pause that is longer than they spin.
 
 Without worker processes a version against a copy of itself gives 1.00 within 0.005, also while others use all cores. With
@@ -41,7 +41,7 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space
 
-TURN = 0.003  # seconds; short beside a change of the machine's pace, and long beside a look at the clock
+TURN = 0.003  # seconds; short compared with changes of the machine's speed, and long compared with a reading of the clock
 PAUSE = 0.0005  # seconds before a turn; three times as long as an idle worker spins
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -92,7 +92,7 @@ def _checkout(revision: str, folder: str) -> str:
 
 
 def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float, float]:
-    """The ratio of this checkout to the other, and the median time of a batch of the other version in microseconds."""
+    """Return the ratio of this checkout to the other, and the median microseconds of a batch of the other version."""
     chance = random.Random(options.seed)
     players = {folder: Player(folder, options) for folder in ([other, here] if options.seed % 2 else [here, other])}
     tries = [player.turn(10) for _ in range(10) for player in players.values()]
@@ -112,10 +112,10 @@ def measure(here: Path, other: Path, options: argparse.Namespace) -> tuple[float
 
 
 class Player:
-    """One version, and the environments that are its own.
+    """One version with its own environments.
 
-    Its modules are in ``sys.modules`` while it is used, and only then: for what it imports late, what it pickles and
-    unpickles, and the workers that are forked.
+    Its modules are in ``sys.modules`` while it is used, and only then: for late imports, for pickling and
+    unpickling, and for the workers that are forked.
     """
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
@@ -155,7 +155,7 @@ class Player:
                 del sys.modules[name]
 
     def turn(self, batches: int) -> float:
-        """Seconds a batch, over so many of them after a few that are not timed."""
+        """Return the seconds per batch, over that many of them after a few that are not timed."""
         play = self._receive if self._receives else self._step
         with self._in_place():
             if self._workers:
@@ -193,7 +193,7 @@ def _loaded() -> dict[str, ModuleType]:
 
 
 def _files(env: Any) -> set[str]:
-    """Where the engine that calls this comes from: all its modules there are, and the functions that are being executed."""
+    """Return the files of the calling engine: those of all its modules, and of the functions on the stack."""
     files = {str(module.__file__) for name, module in sys.modules.items() if name.partition(".")[0] == "vecenv"}
     frame = sys._getframe(1)
     while frame is not None:

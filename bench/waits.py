@@ -2,9 +2,9 @@
 
 ``python -m bench waits`` puts the ways to deal with that side by side: batches of all, of the first that are ready, by
 deadline, spare workers, threads within workers, and TorchRL's ``AsyncEnvPool``, which has most of these. With long resets
-the row ``free`` is the same engine without them: what the others are measured by. It says what memory each takes, too.
-``python -m bench episodes`` runs a list of episodes whose lengths vary tenfold: :func:`vecenv.evaluate`, and what other
-libraries do, batch after batch.
+the row ``free``, the same engine without them, is the reference of the others. The memory of each is measured, too.
+``python -m bench episodes`` runs a list of episodes of very different lengths: by :func:`vecenv.evaluate`, and batch after
+batch, as other libraries do.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ WAITS = {
 
 
 class DeadlineRunner(VectorRunner):
-    """Takes what is there after ``within`` seconds, one environment at least."""
+    """A runner that receives the ready environments after ``within`` seconds, at least one."""
 
     _unmeasured = 1
 
@@ -94,8 +94,8 @@ class AsyncEnvPool(Stepping):
 
     Args:
         env_fn, num_envs: The environments.
-        envs_per_worker: As many threads in a worker.
-        within: Seconds after which a batch is taken as it is, of one at least; ``None``: the first half of them.
+        envs_per_worker: The number of threads in a worker.
+        within: Seconds after which a batch of at least one is received; ``None``: the first half of them.
     """
 
     def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int, within: float | None = None) -> None:
@@ -115,7 +115,7 @@ class AsyncEnvPool(Stepping):
             try:
                 stepped, roots = self.pool.async_step_and_maybe_reset_recv(**self._enough)
                 break
-            except TimeoutError:  # not even one is there
+            except TimeoutError:  # not a single one is ready
                 pass
         self._send(roots)
         done = stepped.get(("next", "done"))
@@ -126,7 +126,7 @@ class AsyncEnvPool(Stepping):
 
 
 def _spares(workload: str, env_fn: EnvFn, num_envs: int) -> list[Candidate]:
-    """Spare workers, one per row and half as many, and the engine whose resets cost nothing."""
+    """Spare workers, one per row and half as many, and the engine with resets that cost nothing."""
     if workload != "long-resets":
         return []
     rows = [
@@ -184,7 +184,7 @@ def waits(
     names: Iterable[str] | None = None,
     memory: dict[str, Memory] | None = None,
 ) -> Report:
-    """All of them on one workload of :data:`WAITS`, or those of ``names``; what they occupy goes into ``memory``."""
+    """Measure all of them on one workload of :data:`WAITS`, or those of ``names``; record what they occupy in ``memory``."""
     env_fn = WAITS[workload].prepare()
     rows = _candidates(workload, env_fn, num_envs, workers)
     return compare_some(names, memory, workload, env_fn, num_envs, rows, check=False, **pace)
@@ -194,11 +194,11 @@ def waits(
 
 
 class Evaluating(Stepping):
-    """Runs lists of episodes, four for each environment, and counts the steps that belong to one.
+    """A runner of lists of episodes, four per environment, that counts the steps belonging to one.
 
     Args:
         make_envs: Builds a vector environment.
-        run_list: Runs so many episodes on it, from a seed on; how many steps belong to them.
+        run_list: Runs that many episodes on it, from a seed on; returns the number of steps that belong to them.
     """
 
     def __init__(self, make_envs: Callable[[], Any], run_list: Callable[[Any, int, int], int]) -> None:
@@ -221,7 +221,7 @@ def _evaluated(envs: Any, count: int, seed: int) -> int:
 
 
 def _in_batches(envs: Any, count: int, seed: int) -> int:
-    """A batch of episodes after the other: each takes as long as its longest."""
+    """Run one batch of episodes after another: each takes as long as its longest."""
     useful = 0
     for first in range(seed, seed + count, envs.num_envs):
         envs.reset(seed=first)
@@ -247,7 +247,7 @@ def _by_evaluate_policy(envs: Any, count: int, seed: int) -> int:
 
 
 def episodes(num_envs: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
-    """Steps a second that belong to an episode of the list; lengths from 20 to 200, steps of 1 ms."""
+    """Measure the steps per second that belong to an episode of the list; lengths from 20 to 200, steps of 1 ms."""
     env_fn: EnvFn = partial(WaitingEnv, step=0.001, length=(20, 201))
     each = partial(vecenv.AsyncVectorEnv, [env_fn] * num_envs)
 

@@ -9,9 +9,9 @@ checksums were one run, number for number: after the first update of the network
 The program itself is not edited.
 
 ``--stop N`` ends it by ``SystemExit`` at its N-th step, for programs that take hours. ``--seed N`` is for programs without a
-seed of their own, or whose seed is the time of day: it seeds ``random``, NumPy and PyTorch, whatever the program says later,
-and every vector environment at its first reset. ``--import NAME`` comes first, for programs from the days when Gymnasium
-imported plugins by itself (``ale_py``).
+seed of their own, or seeded with the time of day: it seeds ``random``, NumPy and PyTorch, ignores the program's own seeds,
+and seeds every vector environment at its first reset. ``--import NAME`` comes first, for programs from the days when
+Gymnasium imported plugins by itself (``ale_py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import numpy as np
 
 
 class Watch:
-    """What was seen of all vector environments of the program together."""
+    """Statistics of all vector environments of the program together."""
 
     def __init__(self, stop: int | None, seed: int | None) -> None:
         self.stop, self.seed = stop, seed
@@ -46,7 +46,7 @@ class Watch:
         self.depth = 0  # a method that calls its base class's is one call
 
     def take(self, *values: Any) -> None:
-        """Into the checksum: arrays, and what consists of arrays."""
+        """Add arrays, and values that consist of arrays, to the checksum."""
         for value in values:
             if isinstance(value, dict):
                 self.take(*(value[key] for key in sorted(value)))
@@ -59,7 +59,7 @@ class Watch:
                 self.checksum = zlib.crc32(data, self.checksum)
 
     def figures(self) -> dict[str, Any]:
-        """For the report; times in seconds."""
+        """Return the statistics for the report; times in seconds."""
         return {name: value for name, value in vars(self).items() if name not in ("stop", "seed", "depth")}
 
 
@@ -110,7 +110,7 @@ def around(watch: Watch, cls: Any) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """What programs draw from where they do not say; from here on it stays with this seed."""
+    """Seed the global generators, and keep later calls from seeding them again."""
     import torch
 
     random.seed(seed)

@@ -6,6 +6,7 @@ busy ones the balance between cores, sleeping ones what waiting for the slowest 
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from vecenv.tools.runners import EnvFn, make_env
+from vecenv.tools.runners import EnvFn, Unavailable, make_env
 
 
 class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """A step that does nothing; always the same observation, episodes never end."""
+    """An environment with an empty step; always the same observation, and episodes never end."""
 
     def __init__(self, shape: tuple[int, ...] = (4,), dtype: str = "float32") -> None:
         high = 255 if dtype == "uint8" else 1
@@ -37,7 +38,7 @@ class EmptyEnv(gymnasium.Env[np.ndarray, np.int64]):
 
 
 class BusyEnv(EmptyEnv):
-    """A step that takes ``loops`` turns of a loop: the same work however many processes share a core."""
+    """An environment with a step of ``loops`` iterations: the same work however many processes share a core."""
 
     def __init__(self, loops: int) -> None:
         super().__init__()
@@ -50,12 +51,12 @@ class BusyEnv(EmptyEnv):
 
 
 class WaitingEnv(EmptyEnv):
-    """Steps and resets that wait.
+    """An environment with steps and resets that wait.
 
     Args:
         step: Seconds; (from, to): drawn for each.
         reset: Seconds.
-        length: Steps an episode; (from, to): drawn for each; ``None``: without end.
+        length: Steps per episode; (from, to): drawn for each; ``None``: without end.
         shape, dtype: Of observations.
     """
 
@@ -83,7 +84,7 @@ class WaitingEnv(EmptyEnv):
 
 
 class SleepingEnv(EmptyEnv):
-    """A step that waits for a log-normal time; the observation is the number of seconds it really took."""
+    """An environment with a step of log-normal duration; the observation is the actual number of seconds."""
 
     def __init__(self, mean: float = 0.01, sigma: float = 1.0) -> None:
         super().__init__((1,))
@@ -98,7 +99,7 @@ class SleepingEnv(EmptyEnv):
 
 
 class NestedEnv(EmptyEnv):
-    """Six leaves on three levels, as robots have them."""
+    """An environment with six leaves on three levels, as in robotics."""
 
     def __init__(self) -> None:
         box = partial(spaces.Box, -1, 1, dtype=np.float32)
@@ -113,7 +114,7 @@ class NestedEnv(EmptyEnv):
 
 
 class DropInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """The same environment, which computes its infos and then hands over none."""
+    """A wrapper that computes the infos of an environment and then drops them."""
 
     def reset(self, **options: Any) -> tuple[Any, dict[str, Any]]:
         observation, _ = self.env.reset(**options)
@@ -128,9 +129,38 @@ def wrapped(wrapper: Callable[[Any], Any], env_id: str) -> Any:
     return wrapper(make_env(env_id))
 
 
+MINIGRID = "MiniGrid-DoorKey-8x8-v0"
+
+
+def make_minigrid(env_id: str) -> gymnasium.Env[Any, Any]:
+    """Build a MiniGrid environment with image observations, ``(7, 7, 3)`` uint8.
+
+    Raises:
+        Unavailable: minigrid is not installed.
+    """
+    try:
+        import minigrid
+        from minigrid.wrappers import ImgObsWrapper
+    except ImportError as error:
+        raise Unavailable(f"minigrid is not installed ({error})") from None
+    gymnasium.register_envs(minigrid)
+    return ImgObsWrapper(gymnasium.make(env_id))
+
+
+def _optional(module: str, env_fn: EnvFn) -> EnvFn:
+    """Return ``env_fn`` if ``module``, which it needs, is installed.
+
+    Raises:
+        Unavailable: It is not.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise Unavailable(f"{module} is not installed")
+    return env_fn
+
+
 @cache
 def busy_loops(microseconds: float) -> int:
-    """Turns of an empty loop in that time on an undisturbed core: the fastest of many tries counts."""
+    """Return the iterations of an empty loop in that time on an undisturbed core: the fastest of many tries."""
     turns = 20_000
 
     def once() -> float:
@@ -164,6 +194,9 @@ WORKLOADS = {
     for workload in (
         _real("CartPole-v1", "classic control, short episodes, a few microseconds a step"),
         _real("Pendulum-v1", "classic control, continuous actions"),
+        _real("HalfCheetah-v5", "MuJoCo, 40 microseconds a step, three numeric info keys"),
+        Workload("LunarLander-v3", partial(_optional, "Box2D", partial(make_env, "LunarLander-v3")), "Box2D physics"),
+        Workload(MINIGRID, partial(_optional, "minigrid", partial(make_minigrid, MINIGRID)), "a grid world, (7, 7, 3)"),
         _real("Ant-v5", "MuJoCo, ten numeric info keys a step"),
         _real("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8"),
         Workload("empty", lambda: EmptyEnv, "an empty step, observations (4,) float32"),
@@ -175,3 +208,16 @@ WORKLOADS = {
         Workload("sleeping", lambda: SleepingEnv, "sleeps, log-normal times, mean 10 ms, sigma 1"),
     )
 }
+
+
+def installed_workloads() -> tuple[str, ...]:
+    """Return the names of the workloads with all their packages installed."""
+
+    def is_installed(workload: Workload) -> bool:
+        try:
+            workload.prepare()
+        except Unavailable:
+            return False
+        return True
+
+    return tuple(name for name, workload in WORKLOADS.items() if is_installed(workload))

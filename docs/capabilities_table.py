@@ -13,7 +13,7 @@ from typing import Any
 from vecenv.backends import native
 from vecenv.backends.envpool.drivers import FirstReadyDriver, WholeBatchDriver
 from vecenv.backends.jax_native import _CAPABILITIES as ON_DEVICE
-from vecenv.engine.engine import Engine
+from vecenv.engine.process_engine import Engine
 from vecenv.front.capabilities import Capabilities
 
 PAGE = Path(__file__).parent / "generated" / "capabilities.md"
@@ -41,21 +41,23 @@ CALLS = {
 
 def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
-    pool = SimpleNamespace(own=None)
+    pool = SimpleNamespace(local=None)
     engine = {
-        "policy": SimpleNamespace(restart=True), "layout": SimpleNamespace(spares=0), "pool": pool, "recorder": pool
+        "policy": SimpleNamespace(restart=True), "pool": pool,
     }  # fmt: skip
     here, there = (lambda _: ""), (lambda _: "its environments are stepped by hosts")
     workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget
     return {
-        "process": replace(workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True),
-        "ray": workers(SimpleNamespace(backend="ray", reason=there, **engine)),
+        "process": replace(
+            workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True, recording=True
+        ),
+        "ray": replace(workers(SimpleNamespace(backend="ray", reason=there, **engine)), recording=True),
         "EnvPool": WholeBatchDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,
         "EnvPool, players": FirstReadyDriver.capabilities,
-        "native, ALE": library(SimpleNamespace(does=native._LIBRARIES["ale_py.vector_env.AtariVectorEnv"])),
-        "native, others": library(SimpleNamespace(does=())),
+        "native, ALE": library(SimpleNamespace(features=native._LIBRARIES["ale_py.vector_env.AtariVectorEnv"])),
+        "native, others": library(SimpleNamespace(features=())),
         "JAX": ON_DEVICE,
     }
 

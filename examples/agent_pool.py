@@ -1,12 +1,12 @@
-"""An agent that plays text games: many episodes at the same time, each a coroutine, and a policy that one waits for.
+"""An agent that plays text games: many episodes at the same time, each a coroutine, with a slow policy.
 
-    pip install -e '.[examples]'
-    python examples/agent_pool.py
-    python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
+pip install -e '.[examples]'
+python examples/agent_pool.py
+python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
 
-The game is to guess a number. The policy stands for a language model behind a service: it reads text, answers with text, and
-takes its time, each call another. While it thinks about one game, the other games go on. A game that fails is begun again,
-and the others never notice: ``--crash 0.01`` lets one guess in a hundred kill its worker.
+The game is to guess a number. The policy stands for a language model behind a service: it reads text, replies with text, and
+takes a different time for each call. Meanwhile the other games continue. A game that fails is started again,
+and the others are not affected: ``--crash 0.01`` lets one guess in a hundred kill its worker.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import gymnasium as gym
 from gymnasium import spaces
 from rich.progress import Progress
 
+import vecenv
 from vecenv.aio import Pool
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 
@@ -32,11 +33,11 @@ HIGHEST = 1000
 
 
 class Guess(gym.Env[str, str]):
-    """Guess a number from 1 to 1000: each guess costs 1, and the right one gives 20.
+    """A game of guessing a number from 1 to 1000: each guess costs 1, and the right one is worth 20.
 
     Args:
-        seconds: How long the game takes for an answer.
-        crash: How probable it is that a guess kills the process, as a broken game does.
+        seconds: Duration of a step.
+        crash: Probability that a guess kills the process, as in a faulty game.
     """
 
     def __init__(self, seconds: float = 0.01, crash: float = 0.0) -> None:
@@ -52,7 +53,7 @@ class Guess(gym.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         time.sleep(self._seconds)
-        if random.SystemRandom().random() < self._crash:  # of the system: begun again, the game has another fate
+        if random.SystemRandom().random() < self._crash:  # unseeded, so a restarted game can end
             os.kill(os.getpid(), signal.SIGKILL)
         guess = int(action)
         if guess == self._number:
@@ -63,19 +64,19 @@ class Guess(gym.Env[str, str]):
         self._high = min(self._high, guess - 1)
         return self._text(f"{guess} is too high."), -1.0, False, False, {}
 
-    def _text(self, said: str) -> str:
-        return f"{said} It lies between {self._low} and {self._high}."
+    def _text(self, verdict: str) -> str:
+        return f"{verdict} It lies between {self._low} and {self._high}."
 
 
 async def policy(observation: str) -> str:
-    """Guesses about in the middle; takes 1 to 30 ms."""
+    """Guess about in the middle; takes 1 to 30 ms."""
     await asyncio.sleep(random.uniform(0.001, 0.03))
     low, high = map(int, re.findall(r"between (\d+) and (\d+)", observation)[0])
     return str(round(random.triangular(low, high)))
 
 
 async def play(pool: Pool, seed: int) -> float:
-    """One game, begun again until it comes to an end: its return."""
+    """Play one game, and start it again until it ends; return its return."""
     while True:
         try:
             async with pool.episode(seed=seed) as env:
@@ -90,10 +91,10 @@ async def play(pool: Pool, seed: int) -> float:
 
 
 async def play_all(args: argparse.Namespace) -> list[float]:
-    """All games, as many at the same time as there are environments."""
+    """Play all games, as many at the same time as there are environments."""
     pool = Pool(
         lambda: Guess(args.game_seconds, args.crash), args.size, args.workers, env_threads=8, step_timeout=10.0,
-        on_failure="restart", restart_limit=args.episodes,
+        on_failure=vecenv.Restart(args.episodes),
     )  # fmt: skip
     async with pool:
         with Progress() as progress:
@@ -110,7 +111,7 @@ async def play_all(args: argparse.Namespace) -> list[float]:
 
 
 def main() -> None:
-    """Play, and print what came of it."""
+    """Play, and print the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/agent_pool.py"
     )

@@ -50,7 +50,7 @@ def main(args):
     start = time.perf_counter()
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # the networks are tiny, and the cores are for the environments
-    # Torch has threads, which a fork would not survive: "forkserver".
+    # torch starts threads, which a fork would not survive: "forkserver"
     envs = AsyncVectorEnv([make_env] * args.num_envs, context="forkserver", autoreset_mode="SameStep")
     envs = RecordEpisodeStatistics(envs)
     actor = network(envs.single_observation_space.shape[0], envs.single_action_space.n, 0.01)
@@ -76,7 +76,7 @@ def main(args):
                 log_probs[t], values[t] = policy.log_prob(action), critic(observation).squeeze(-1)
             following, reward, terminated, truncated, infos = envs.step(action.numpy())
             rewards[t], ended[t] = torch.as_tensor(reward), torch.as_tensor(terminated | truncated)
-            for i in np.flatnonzero(truncated & ~terminated):  # cut short, not over: what would have followed has a value
+            for i in np.flatnonzero(truncated & ~terminated):  # the next state would have had a value
                 with torch.no_grad():
                     rewards[t, i] += args.discount * critic(torch.as_tensor(infos["final_obs"][i])).item()
             if "episode" in infos:

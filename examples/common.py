@@ -1,4 +1,4 @@
-"""What ppo.py and ppo_jax.py share: options from a dataclass, an actor-critic, and the learning curve. Not run by itself."""
+"""Code shared by ppo.py and ppo_jax.py: options from a dataclass, an actor-critic, and the learning curve."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ Config = TypeVar("Config")
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a dataclass that :func:`parse` makes an option of; if its default is a bool, a switch."""
+    """Return a field of a dataclass that :func:`parse` makes an option of; if its default is a bool, a switch."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def parse(
     kind: type[Config], doc: str | None, presets: Mapping[str, Mapping[str, Any]], key: str, argv: list[str] | None = None
 ) -> Config:
-    """Read the command line: what it gives, else what the preset for the value of ``key`` says, else the default."""
+    """Parse the command line. What it leaves out comes from the preset for the value of ``key``, or from the defaults."""
     wide = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=wide, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     for field in dataclasses.fields(kind):
         name, of = "--" + field.name.replace("_", "-"), type(field.default)
-        told = field.default != float("inf")  # else what is set for each environment says it
-        shown = f"{field.metadata['help']} (default: {field.default})" if told else field.metadata["help"]
+        has_default = field.default != float("inf")  # otherwise the help text describes the default
+        shown = f"{field.metadata['help']} (default: {field.default})" if has_default else field.metadata["help"]
         if field.name == "env_id":
             parser.add_argument("env_id", nargs="?", help=shown)
         else:
@@ -57,7 +57,7 @@ def parse(
 
 
 class Categorical(NamedTuple):
-    """Over the actions of a Discrete space, counted from 0."""
+    """A distribution over the actions of a Discrete space, counted from 0."""
 
     logits: jax.Array
 
@@ -75,7 +75,7 @@ class Categorical(NamedTuple):
 
 
 class Gaussian(NamedTuple):
-    """Over the actions of a flat Box, not yet clipped to its bounds."""
+    """A distribution over the actions of a flat Box, not yet clipped to its bounds."""
 
     mean: jax.Array
     log_std: jax.Array
@@ -94,7 +94,7 @@ class Gaussian(NamedTuple):
 
 
 class ActorCritic(nn.Module):
-    """A multilayer perceptron each: ``observation [..., d] -> (distribution over actions, value [...])``."""
+    """Two multilayer perceptrons: ``observation [..., d] -> (distribution over actions, value [...])``."""
 
     outputs: int
     discrete: bool
@@ -115,7 +115,7 @@ class ActorCritic(nn.Module):
 
 
 class Agent:
-    """An actor-critic for the spaces of a vector environment; the parameters are the caller's to keep."""
+    """An actor-critic for the spaces of a vector environment; the caller keeps the parameters."""
 
     def __init__(self, envs: Any, hidden: int) -> None:
         observations, self.space = envs.single_observation_space, envs.single_action_space
@@ -134,7 +134,7 @@ class Agent:
         return self.net.apply(params, observation)
 
     def action(self, choice: jax.Array) -> jax.Array:
-        """What the environments are given for a choice of the distribution."""
+        """Turn a sample of the distribution into an action for the environments."""
         return choice + self.space.start if self.discrete else jnp.clip(choice, self.space.low, self.space.high)
 
 
@@ -148,7 +148,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The mean return over the steps taken: a progress bar while it is recorded (``with``), a picture afterwards."""
+    """The mean return over the steps: a progress bar while it is recorded (``with``), and a plot afterwards."""
 
     def __init__(self, total: int) -> None:
         columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -167,11 +167,11 @@ class Curve:
     def add(self, steps: int, mean_return: float) -> None:
         seconds = time.perf_counter() - self._began
         self.points.append(Point(steps, seconds, mean_return))
-        said = f"mean return {mean_return:.1f}, {steps / seconds:,.0f} steps/s"
-        self._bar.update(self._task, completed=steps, description=said)
+        text = f"mean return {mean_return:.1f}, {steps / seconds:,.0f} steps/s"
+        self._bar.update(self._task, completed=steps, description=text)
 
     def draw(self, path: Path, title: str, of: str, level: float, level_name: str) -> None:
-        """Write it as a PNG: mean return ``of`` what, and a dashed line at a ``level`` with a name."""
+        """Write the curve as a PNG, with its axis label, and a dashed line at a ``level`` with a name."""
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         axes = figure.subplots()
         axes.plot([p.steps for p in self.points], [p.mean_return for p in self.points], color="#1b7f5c", linewidth=2)

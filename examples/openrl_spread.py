@@ -47,7 +47,7 @@ def network(inputs, outputs, gain):
 
 
 class Agents(nn.Module):
-    """One actor for all agents, and a critic that sees what each sees and what all see."""
+    """One actor for all agents, and a critic that sees each agent's and all agents' observations."""
 
     def __init__(self, agents, inputs, actions):
         super().__init__()
@@ -55,14 +55,15 @@ class Agents(nn.Module):
         self.critic = network(inputs * (agents + 1), 1, 1.0)
 
     def forward(self, observations):
-        """The distribution and the value, ``[..., agents]``, of observations ``[..., agents, inputs]``."""
+        """Return the distribution and the value, ``[..., agents]``, of observations ``[..., agents, inputs]``."""
         shared = observations.flatten(-2).unsqueeze(-2).expand(*observations.shape[:-1], -1)
         values = self.critic(torch.cat([observations, shared], -1)).squeeze(-1)
         return Categorical(logits=self.actor(observations)), values
 
 
 def collect(envs, agents, observations):
-    """An episode of every environment: ``[LENGTH, environments, agents, ...]`` of each field, and the next observations."""
+    """Return an episode of every environment, ``[LENGTH, environments, agents, ...]`` per field, and the next observations.
+    """
     rows = []
     for _ in range(LENGTH):
         with torch.no_grad():
@@ -76,7 +77,7 @@ def collect(envs, agents, observations):
 
 
 def advantages(rewards, values, discount, gae_lambda):
-    """Generalised advantage estimates of whole episodes."""
+    """Return the generalised advantage estimates of whole episodes."""
     found, later = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
         following = values[t + 1] if t + 1 < len(values) else torch.zeros_like(later)

@@ -22,7 +22,7 @@ processes the same after 39.5 s. The rest is in docs/examples.md.
 #
 # --resume. After each update all of the run is written into the folder: the learner, what the collector keeps by
 # environment, and the environments themselves (envs.state_dict()), in a new file that takes the old one's place in one step.
-# A run that was killed at any moment and is called again says number for number what it would have said.
+# A run that is killed at any moment and started again prints the same numbers as an uninterrupted one.
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ PRESETS = {
 
 
 def make_envs(config: Config) -> gym.vector.VectorEnv:
-    """The only place that knows of backends."""
+    """Build the environments: the only function that depends on the backend."""
     options: dict[str, Any] = {"batch_size": config.num_envs // 2} if config.first_ready else {}
     if config.backend == "ray":
         options |= {"num_hosts": config.num_hosts, "placement": "SPREAD"}  # on one node only where there is but one
@@ -98,7 +98,7 @@ def make_envs(config: Config) -> gym.vector.VectorEnv:
 
 
 def make_act(agent: Agent) -> Callable[..., Any]:
-    """``act(params, observation, key, turn)``: actions for the environments, and what learning wants to know about them."""
+    """Return ``act(params, observation, key, turn)``, which returns actions and the values that learning needs."""
 
     @jax.jit
     def act(params: Any, observation: jax.Array, key: jax.Array, turn: int) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -110,14 +110,14 @@ def make_act(agent: Agent) -> Callable[..., Any]:
 
 
 class Collector:
-    """Steps the environments, and makes transitions of the rows that come back."""
+    """A collector that steps the environments and turns their rows into transitions."""
 
     def __init__(self, envs: gym.vector.VectorEnv, agent: Agent, seed: int, first_ready: bool) -> None:
         if envs.metadata["autoreset_mode"] is not gym.vector.AutoresetMode.NEXT_STEP:
             raise SystemExit(f"ppo is written for next-step autoreset, not {envs.metadata['autoreset_mode']}")
         self.envs, self.act, self.first_ready = envs, make_act(agent), first_ready
         self.observation = np.zeros((envs.num_envs, agent.inputs), np.float32)  # the latest of each environment
-        self.acted: Rollout = {}  # what the policy said to the observation before
+        self.acted: Rollout = {}  # the policy's output for the previous observation
         self.resets = np.ones(envs.num_envs, bool)  # the next row of this environment is the reset of an episode
         self.running_return = np.zeros(envs.num_envs)
         self.returns: deque[float] = deque(maxlen=100)
@@ -131,7 +131,7 @@ class Collector:
         self.observation[self.ids], self.resets[self.ids] = observation, False
 
     def step(self, action: np.ndarray) -> list[Any]:
-        """Act for the environments at hand; the next rows, whose environments are at hand from then on."""
+        """Step the environments of the current rows, and return the next rows."""
         if not self.first_ready:
             return self.envs.step(action)[:4]
         self.envs.send(action, self.ids)
@@ -140,7 +140,7 @@ class Collector:
         return rows
 
     def collect(self, params: Any, key: jax.Array, batches: int) -> Rollout:
-        """``batches`` times as many rows as are at hand; every field is ``(batches, rows, ...)``."""
+        """Return ``batches`` times as many rows as are ready; every field is ``(batches, rows, ...)``."""
         found = []
         for turn in range(batches):
             action, acted = jax.device_get(self.act(params, self.observation[self.ids], key, turn))
@@ -175,7 +175,7 @@ class Checkpoint:
     def load(self) -> dict[str, Any] | None:
         if self.path is None or not self.path.exists():
             return None
-        return pickle.loads(self.path.read_bytes())  # it is ours: who can write there could change this program as well
+        return pickle.loads(self.path.read_bytes())  # trusted: a writer of it could change this program, too
 
     def save(self, envs: Any, collector: Collector, **others: Any) -> None:
         if self.path is None:
@@ -190,10 +190,10 @@ class Checkpoint:
 
 
 def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_lambda: float) -> np.ndarray:
-    """Generalised advantage estimates, ``(batches, rows)``, from the latest row of each environment back.
+    """Return generalised advantage estimates, ``(batches, rows)``, from the latest row of each environment back.
 
-    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. A terminated episode has no value
-    to come, a truncated one has that of its last state, which is the observation of the row that follows: the reset's.
+    ``last_value`` is the value of each environment's latest observation, ``(num_envs,)``. A terminated episode has no later
+    value; a truncated one has that of its last state, which is the observation of the row that follows: the reset's.
     """
     next_value, next_advantage = last_value.copy(), np.zeros_like(last_value)
     found = np.zeros_like(rollout["reward"])
@@ -209,7 +209,7 @@ def advantages(rollout: Rollout, last_value: np.ndarray, discount: float, gae_la
 
 
 def make_update(agent: Agent, optimizer: optax.GradientTransformation, config: Config) -> Callable[..., Any]:
-    """The whole of an update, all epochs and minibatches, as one compiled function."""
+    """Return the update, all epochs and minibatches, as one compiled function."""
 
     def loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
         mean = partial(jnp.average, weights=batch["weight"])
@@ -236,7 +236,7 @@ def make_update(agent: Agent, optimizer: optax.GradientTransformation, config: C
 
 
 def train(envs: gym.vector.VectorEnv, config: Config, curve: Curve) -> bool:
-    """Until the target is reached (true) or the steps are used up."""
+    """Train until the target is reached (true) or the steps are used up."""
     agent = Agent(envs, config.hidden)
     init_key, key = jax.random.split(jax.random.key(config.seed))
     params = agent.init(init_key)
@@ -289,8 +289,8 @@ def main(argv: list[str] | None = None) -> int:
     name = f"{config.env_id}-{config.backend}{'-first-ready' if config.first_ready else ''}"
     path = Path(config.out, name.replace("/", "-") + ".png")
     curve.draw(path, f"PPO: {name}, {config.num_envs} environments", "last 100 episodes", config.target, "target")
-    said = f"mean return {mean_return:.1f}{' (target reached)' if reached else ''}"
-    print(f"{name}: {said} after {steps:,} steps and {seconds:.1f} s; {path}")
+    result = f"mean return {mean_return:.1f}{' (target reached)' if reached else ''}"
+    print(f"{name}: {result} after {steps:,} steps and {seconds:.1f} s; {path}")
     return 0 if reached or np.isinf(config.target) else 1
 
 

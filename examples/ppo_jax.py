@@ -1,8 +1,7 @@
-"""PPO whose whole iteration is one jitted function: rollout, advantages, and every minibatch update.
+"""PPO with the whole iteration in one jitted function: rollout, advantages, and every minibatch update.
 
     pip install -e ".[examples]"
     python examples/ppo_jax.py                   # CartPole-v1 in processes
-    python examples/ppo_jax.py --overlap         # the same, the policy acting for one half while the other steps
     python examples/ppo_jax.py --backend brax    # inverted_pendulum on the device
 
 The environments are processes behind vecenv.jax.bridge, or physics on the device. At the end the policy without its noise is
@@ -39,7 +38,6 @@ class Config:
     backend: str = option("process", "what steps it: process or brax")
     num_envs: int = option(0, "environments")
     workers: int = option(2, "processes, for the backend process")
-    overlap: bool = option(False, "act for one half of the environments while the other steps")
     steps: int = option(0, "of single environments, in all")
     rollout: int = option(0, "steps of each environment from one update to the next")
     epochs: int = option(8, "passes over a rollout")
@@ -65,7 +63,7 @@ PRESETS = {
 
 
 def make_env(config: Config, num_envs: int) -> Any:
-    """Pure functions ``reset`` and ``step``; the only place that knows what steps the environments."""
+    """Build the pure functions ``reset`` and ``step``: the only function that depends on the backend."""
     options = {"num_workers": min(config.workers, num_envs)}
     try:
         if config.backend == "brax":
@@ -76,7 +74,7 @@ def make_env(config: Config, num_envs: int) -> Any:
 
 
 def make_policy(agent: Agent, greedy: bool = False) -> Any:
-    """The agent as rollouts want it; the extras are what the loss asks for."""
+    """Wrap the agent as a policy for rollouts; its extras are the inputs of the loss."""
 
     def act(params: Any, obs: jax.Array, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         distribution, _ = agent(params, obs)
@@ -90,7 +88,7 @@ def make_policy(agent: Agent, greedy: bool = False) -> Any:
 
 
 class Train(NamedTuple):
-    """What one iteration hands to the next."""
+    """The state that one iteration passes to the next."""
 
     params: Any
     optimizer: Any
@@ -109,7 +107,7 @@ class Batch(NamedTuple):
 
 
 def advantages(trajectory: vj.Trajectory, value: jax.Array, next_value: jax.Array, discount: float, lam: float) -> jax.Array:
-    """Generalised advantage estimates ``[T, n]``.
+    """Return generalised advantage estimates ``[T, n]``.
 
     ``next_value`` is that of the true successors, so the value of a truncated episode is that of its true last observation.
     """
@@ -124,7 +122,7 @@ def advantages(trajectory: vj.Trajectory, value: jax.Array, next_value: jax.Arra
 
 
 def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
-    """``iteration(train, key) -> (train, number of episodes that ended, sum of their returns)``, compiled whole."""
+    """Return ``iteration(train, key) -> (train, number of episodes that ended, sum of their returns)``, compiled whole."""
 
     def loss(params: Any, batch: Batch) -> jax.Array:
         def mean(x: jax.Array) -> jax.Array:
@@ -138,14 +136,14 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
         return mean(0.5 * (value - batch.target) ** 2 - gain - config.entropy * distribution.entropy())
 
     def collect(train: Train, key: jax.Array) -> tuple[vj.Trajectory, Any]:
-        begin = (make_policy(agent), train.params, train.env, ((), ()) if config.overlap else (), key, config.rollout)
-        return vj.rollout(env, *begin, extras=("last_return",), overlap=config.overlap)[:2]
+        policy = make_policy(agent)
+        return vj.rollout(env, policy, train.params, train.env, (), key, config.rollout, extras=("last_return",))[:2]
 
     def to_learn(params: Any, trajectory: vj.Trajectory) -> Batch:
         value, next_value = agent(params, trajectory.obs)[1], agent(params, trajectory.next_obs)[1]
         advantage = advantages(trajectory, value, next_value, config.discount, config.gae_lambda)
-        said = trajectory.policy_extras
-        batch = Batch(trajectory.obs, said["choice"], said["log_prob"], advantage, advantage + value, trajectory.valid)
+        extras = trajectory.policy_extras
+        batch = Batch(trajectory.obs, extras["choice"], extras["log_prob"], advantage, advantage + value, trajectory.valid)
         return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), batch)
 
     def minibatch(carry: tuple[Any, Any], batch: Batch) -> tuple[tuple[Any, Any], None]:
@@ -174,17 +172,16 @@ def make_iteration(config: Config, env: Any, agent: Agent, optimizer: optax.Grad
 # --- the program --------------------------------------------------------------------------------------------------------
 
 
-def learn(config: Config, envs: tuple[Any, ...], agent: Agent, curve: Curve) -> Any:
-    """The parameters after ``config.steps``."""
+def learn(config: Config, env: Any, agent: Agent, curve: Curve) -> Any:
+    """Return the parameters after ``config.steps``."""
     size = config.num_envs * config.rollout
     iterations = config.steps // size
     schedule = optax.linear_schedule(config.learning_rate, 0.0, iterations * config.epochs * config.minibatches)
     optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(schedule))
-    iteration = make_iteration(config, envs if config.overlap else envs[0], agent, optimizer)
+    iteration = make_iteration(config, env, agent, optimizer)
     init_key, reset_key, key = jax.random.split(jax.random.key(config.seed), 3)
     params = agent.init(init_key)
-    states = tuple(env.reset(jax.random.fold_in(reset_key, half)) for half, env in enumerate(envs))
-    train = Train(params, optimizer.init(params), states if config.overlap else states[0])
+    train = Train(params, optimizer.init(params), env.reset(jax.random.fold_in(reset_key, 0)))
     for i in range(iterations):
         train, episodes, total = iteration(train, jax.random.fold_in(key, i))
         if episodes > 0:
@@ -193,7 +190,7 @@ def learn(config: Config, envs: tuple[Any, ...], agent: Agent, curve: Curve) -> 
 
 
 def evaluate(config: Config, env: Any, agent: Agent, params: Any) -> float:
-    """Mean return of the policy without its noise."""
+    """Return the mean return of the policy without its noise."""
 
     def episodes(params: Any, key: jax.Array) -> vj.EpisodeMetrics:
         greedy = make_policy(agent, greedy=True)
@@ -207,20 +204,18 @@ def main(argv: list[str] | None = None) -> float:
     if config.backend not in PRESETS:
         raise SystemExit(f"ppo_jax: --backend must be one of {sorted(PRESETS)}, got {config.backend!r}")
     with ExitStack() as stack:
-        halves = 2 if config.overlap else 1
-        envs = tuple(make_env(config, config.num_envs // halves) for _ in range(halves))
-        for env in envs:
-            stack.callback(getattr(env, "close", lambda: None))  # physics on the device has nothing to close
-        agent = Agent(envs[0], config.hidden)
+        env = make_env(config, config.num_envs)
+        stack.callback(getattr(env, "close", lambda: None))  # physics on the device has nothing to close
+        agent = Agent(env, config.hidden)
         with Curve(config.steps) as curve:
-            params = learn(config, envs, agent, curve)
-        mean_return = evaluate(config, envs[0], agent, params)
-    name = f"jax-{config.env_id}-{config.backend}{'-overlap' if config.overlap else ''}"
+            params = learn(config, env, agent, curve)
+        mean_return = evaluate(config, env, agent, params)
+    name = f"jax-{config.env_id}-{config.backend}"
     path = Path(config.out, name.replace("/", "-") + ".png")
     title = f"PPO in one jitted function: {config.env_id}, {config.num_envs} environments"
     curve.draw(path, title, "episodes of one update", mean_return, "at the end, without noise:")
-    said = f"mean return {mean_return:.1f} of {config.episodes} episodes"
-    print(f"{name}: {said} after {curve.points[-1].steps:,} steps and {curve.points[-1].seconds:.1f} s; {path}")
+    result = f"mean return {mean_return:.1f} of {config.episodes} episodes"
+    print(f"{name}: {result} after {curve.points[-1].steps:,} steps and {curve.points[-1].seconds:.1f} s; {path}")
     return mean_return
 
 

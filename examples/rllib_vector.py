@@ -9,8 +9,8 @@ On 2 cores without a GPU its last lines are:
       20525 steps, mean return 343
     21 s
 
-No adapter: ``gym_env_vectorize_mode="vector_entry_point"`` makes RLlib ask for a vector environment, which
-``vecenv.make_vec`` builds, in every process that has a runner.
+No adapter: ``gym_env_vectorize_mode="vector_entry_point"`` makes RLlib build a vector environment
+by ``vecenv.make_vec`` in every process with a runner.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import vecenv
 
 
 def build(context: Any) -> Any:
-    """RLlib calls this with the number of environments, or, to learn the spaces, without."""
+    """Build a vector environment with RLlib's number of environments, or with one for its spaces."""
     return vecenv.make_vec("CartPole-v1", context.get("num_envs", 1))
 
 

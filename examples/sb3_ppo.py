@@ -28,7 +28,7 @@ from vecenv.adapters import as_sb3
 def main(steps: int, num_envs: int) -> None:
     start = time.perf_counter()
     torch.set_num_threads(1)  # the networks are tiny, and the cores are for the environments
-    envs = vecenv.make_vec("CartPole-v1", num_envs, vector_kwargs={"autoreset_mode": "SameStep"})  # as SB3 does it
+    envs = vecenv.make_vec("CartPole-v1", num_envs, autoreset_mode="SameStep")  # as SB3 does it
     model = PPO(
         "MlpPolicy",
         VecMonitor(as_sb3(envs)),

@@ -70,7 +70,7 @@ def main(steps: int, num_envs: int) -> None:
             verbose=False,
         )
     )
-    # (a buffer of its own: in the other one, episodes that training has left unfinished would go on)
+    # (a separate buffer: in the other one, unfinished episodes of the training would continue)
     evaluation = Collector(algorithm, stepped, VectorReplayBuffer(20_000, num_envs))
     with torch.no_grad():
         found = evaluation.collect(n_episode=20, reset_before_collect=True)

@@ -31,7 +31,7 @@ LIMIT = 200  # steps of an episode at most
 
 
 def length_of_episodes(env: TensorDictEnv, policy: TensorDictModule) -> float:
-    """Mean steps until the pole has fallen, over one episode in each environment."""
+    """Return the mean steps until the pole has fallen, over one episode in each environment."""
     env.set_seed(1_000)
     with torch.no_grad():
         data = env.rollout(LIMIT, policy, break_when_all_done=True, break_when_any_done=False)
@@ -56,7 +56,7 @@ def main(updates: int, num_envs: int, horizon: int) -> None:
         loss.backward()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        latest = env.maybe_reset(env.step_mdp(data[:, -1])).detach()  # the next rollout goes on from here
+        latest = env.maybe_reset(env.step_mdp(data[:, -1])).detach()  # the next rollout continues from here
         if update % max(updates // 4, 1) == 0:
             rate = update * num_envs * horizon / (time.perf_counter() - start)
             print(f"update {update}: loss {loss.item():.4f}, {rate:.0f} steps/s", flush=True)

@@ -32,14 +32,14 @@ EXPLORING = 1.0
 
 @dataclass
 class Node:
-    """A state, and what was found below it.
+    """A state, and the results of the search below it.
 
     Attributes:
-        place: What the environments are put there with.
-        reward: Of the move that led there.
-        over: The game ended with it.
-        visits, total: How many games were played from there, and the sum of their returns.
-        children: One a move.
+        place: Restores the state in environments.
+        reward: The reward of the move that led there.
+        over: The game ended with that move.
+        visits, total: The number of games played from there, and the sum of their returns.
+        children: One node per move.
     """
 
     place: Any
@@ -50,13 +50,13 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
     def worth(self, parents_visits: int) -> float:
-        """Its mean return, and a bonus for what was seldom tried (UCT)."""
+        """Return its mean return, with a bonus for rarely tried moves (UCT)."""
         mean = self.reward + DISCOUNT * self.total / self.visits
         return mean + EXPLORING * math.sqrt(math.log(parents_visits) / self.visits)
 
 
 class Games:
-    """As many games as there are moves, in one vector environment; subclasses say how they are put into a state."""
+    """One game per possible move, in one vector environment; subclasses restore a state."""
 
     def __init__(self, envs: Any, seed: int) -> None:
         self.envs, self.seed = envs, seed
@@ -69,7 +69,7 @@ class Games:
 
 
 class Snapshots(Games):
-    """A place is a snapshot."""
+    """Games with snapshots as places."""
 
     def begin(self) -> Any:
         self.envs.reset(seed=[self.seed] * self.envs.num_envs)
@@ -83,7 +83,7 @@ class Snapshots(Games):
 
 
 class Frozen(Games):
-    """A place is a frozen copy of a game's process. Each is ended when its node is forgotten."""
+    """Games with frozen copies of processes as places. Each copy ends with its node."""
 
     def begin(self) -> Any:
         self.envs.reset(seed=[self.seed] * self.envs.num_envs)
@@ -97,7 +97,7 @@ class Frozen(Games):
 
 
 class Replay(Games):
-    """A place is a list of moves."""
+    """Games with lists of moves as places."""
 
     def begin(self) -> Any:
         return ()
@@ -112,7 +112,7 @@ class Replay(Games):
 
 
 def expand(games: Any, node: Node, horizon: int, chance: np.random.Generator) -> float:
-    """Try every move from a node, and play on at random; the mean of the returns."""
+    """Try every move from a node, and continue at random; return the mean of the returns."""
     moves = games.envs.num_envs
     games.put(node.place)
     rewards, over = games.step(np.arange(moves))
@@ -123,7 +123,7 @@ def expand(games: Any, node: Node, horizon: int, chance: np.random.Generator) ->
     returns, weight = np.zeros(moves), 1.0
     for _ in range(horizon):
         rewards, ended = games.step(chance.integers(moves, size=moves))
-        returns += weight * rewards * ~over  # of a game that is over nothing counts any more
+        returns += weight * rewards * ~over  # results after the end of a game do not count
         weight, over = weight * DISCOUNT, over | ended
     for child, total in zip(node.children, returns, strict=True):
         child.total = float(total)
@@ -131,7 +131,7 @@ def expand(games: Any, node: Node, horizon: int, chance: np.random.Generator) ->
 
 
 def search(games: Any, root: Node, expansions: int, horizon: int, chance: np.random.Generator) -> int:
-    """Grow the tree below ``root``; the move that was tried most often."""
+    """Grow the tree below ``root``; return the move that was tried most often."""
     for _ in range(expansions):
         path = [root]
         while path[-1].children:
@@ -147,19 +147,19 @@ def search(games: Any, root: Node, expansions: int, horizon: int, chance: np.ran
 
 
 def play(games: Any, moves: int, expansions: int, horizon: int, seed: int) -> tuple[list[int], float, float]:
-    """A game of so many moves: they, their rewards' sum, and seconds."""
+    """Play a game of that many moves; return them, the sum of their rewards, and the seconds."""
     chance = np.random.default_rng(seed)
     root, made, score = Node(games.begin()), [], 0.0
-    began = time.perf_counter()  # after the first snapshot, which is proved to be exact before it is given
+    began = time.perf_counter()  # after the first snapshot, which is verified before it is returned
     while len(made) < moves and not root.over:
         made.append(search(games, root, expansions, horizon, chance))
-        root = root.children[made[-1]]  # with all that was found below it
+        root = root.children[made[-1]]  # with all results below it
         score += root.reward
     return made, score, time.perf_counter() - began
 
 
 def make(env_id: str, num_workers: int | None) -> Any:
-    """One environment for each move of the game."""
+    """Build one environment for each move of the game."""
     options: dict[str, Any] = {}
     if env_id.startswith("ALE/"):
         import ale_py
@@ -170,7 +170,7 @@ def make(env_id: str, num_workers: int | None) -> Any:
         if not isinstance(one.action_space, gym.spaces.Discrete):
             raise SystemExit(f"tree_search: the moves of {env_id} cannot be counted: {one.action_space}")
         moves = int(one.action_space.n)
-    return vecenv.make_vec(env_id, moves, vector_kwargs={"num_workers": num_workers}, **options)
+    return vecenv.make_vec(env_id, moves, num_workers=num_workers, **options)
 
 
 def main(argv: list[str] | None = None) -> None:

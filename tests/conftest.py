@@ -1,11 +1,11 @@
-"""Every test of the suite must leave the machine as it found it.
+"""Configuration of the tests, and the fixture that fails a test that leaves something behind.
 
 ``nothing_left_behind`` compares four things before and after each test: processes, open descriptors, threads
-and entries of ``/dev/shm``. A process whose parent died would be adopted by init and look like anybody's; so
-this process declares itself the adopter of all its descendants (``PR_SET_CHILD_SUBREAPER``), and "descended
-from this process" stays true for grandchildren that were left behind, in whatever session they run.
+and entries of ``/dev/shm``. An orphan would be adopted by init and could not be recognized. So
+this process declares itself the adopter of all its descendants (``PR_SET_CHILD_SUBREAPER``), and orphaned
+grandchildren stay descendants of this process, whatever session they run in.
 
-What is tolerated is listed in one place, :func:`_tolerated`, each with its reason.
+Exceptions are listed in one place, :func:`_tolerated`, each with its reason.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ _PR_SET_CHILD_SUBREAPER = 36
 _NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 
 
-# What starts threads that stay, JAX's backend for one, makes every later fork of its process unsafe; JAX warns each time. So
-# the tests of these folders come last, in this order: a process that has run one, xdist's workers too, forks no more. The
-# contract's tests go with those of their backend.
+# Threads that never end, such as those of JAX's backend, make every later fork of their process unsafe, and JAX warns each
+# time.
+# So the tests of these folders run last, in this order: afterwards no process, including xdist's workers, forks. The
+# contract's tests run with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
-# Here a test has many cases, and what they show hardly depends on the engine: each case runs with one, the rest is ``slow``.
+# These tests have many cases that hardly depend on the engine: each case runs with one engine, the others are ``slow``.
 ENGINES_ALTERNATE = ("test_engine_step.py", "test_engine_infos.py")
 
 LEFT_OUT = {"long", "slow", "soak"}
@@ -59,9 +60,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist puts the groups into effect in a hook of the same name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out :data:`LEFT_OUT`, unless ``-m`` says what to run; put last what starts threads that stay."""
+    """Deselect :data:`LEFT_OUT` unless ``-m`` is given, and run tests that start permanent threads last."""
     for name in ("engine", "every_engine"):
-        sample_parameter([item for item in items if item.path.name in ENGINES_ALTERNATE], name)
+        wanted = [item for item in items if item.path.name in ENGINES_ALTERNATE and not item.get_closest_marker("slow")]
+        sample_parameter(wanted, name)
     if not _LINUX:
         _leave_out({"linux"}, config, items)
     if not config.getoption("markexpr"):
@@ -83,19 +85,19 @@ def _leave_out(marks: set[str], config: pytest.Config, items: list[pytest.Item])
 
 
 def _starts_threads_that_stay(item: pytest.Item) -> int:
-    """0 for most tests, and for the others the place of their folder."""
+    """Return 0 for most tests, and the position of their folder for the others."""
     folder = _folder_of(item)
     return THREADS_STAY.index(folder) + 1 if folder in THREADS_STAY else 0
 
 
 def _folder_of(item: pytest.Item) -> str:
-    """The folder of a test; a test of the contract goes with those of its backend."""
+    """Return the folder of a test; for a test of the contract, that of its backend."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return getattr(params.get("backend"), "folder", "") or item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 def pytest_collection_finish() -> None:
-    """What there is by now stays; the collections of the fixture below look at what the tests make, which is quick."""
+    """Exempt everything that exists from garbage collection, so that the collections of the fixture below are quick."""
     if _jax_is_up():
         raise pytest.UsageError("a test module starts JAX's backend when it is imported: every later fork would be unsafe")
     gc.collect()
@@ -109,19 +111,20 @@ def _jax_is_up() -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
-    """Remember whether the test itself failed, for the fixture below."""
+    """Record whether the test itself failed, for the fixture below."""
     report = yield
     if report.when == "call":
         item.stash[_FAILED] = report.failed
     return report
 
 
-# --- what there is ------------------------------------------------------------------------------
+# --- what a process has -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Belongings:
-    """What this process has at one moment; each maps something unique to a description for people."""
+    """The processes, descriptors, threads and shared memory of this process, by unique key, with a description for people.
+    """
 
     processes: dict[tuple[int, float], str] = field(default_factory=dict)
     descriptors: dict[tuple[int, str], str] = field(default_factory=dict)
@@ -129,7 +132,7 @@ class Belongings:
     shared_memory: dict[str, str] = field(default_factory=dict)
 
     def beyond(self, before: Belongings, kinds: Sequence[str] = KINDS) -> dict[str, list[str]]:
-        """What is here and was not there, without what is tolerated."""
+        """Return what is new compared to ``before``, without what is tolerated."""
         tolerated = _tolerated()
         return {
             kind: new
@@ -149,7 +152,7 @@ def _take_stock() -> Belongings:
 
 
 def _processes() -> dict[tuple[int, float], str]:
-    """All descendants. Zombies count only where somebody of this process forgot to wait for them."""
+    """Return all descendants. Zombies count only if this process should have waited for them."""
     found = {}
     waited_for = {process.pid for process in multiprocessing.process._children}
     for process in _family():
@@ -166,7 +169,7 @@ def _processes() -> dict[tuple[int, float], str]:
 
 
 def _family(pid: int | None = None) -> Iterator[psutil.Process]:
-    """All descendants."""
+    """Return all descendants."""
     for child in _children(os.getpid() if pid is None else pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             yield psutil.Process(child)
@@ -175,7 +178,7 @@ def _family(pid: int | None = None) -> Iterator[psutil.Process]:
 
 def _children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task")
-    with contextlib.suppress(OSError):  # asking the kernel for the children is far quicker than every process for its parent
+    with contextlib.suppress(OSError):  # far quicker than asking every process for its parent
         return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children()]
@@ -183,8 +186,9 @@ def _children(pid: int) -> list[int]:
 
 
 def _reap_if_adopted(process: psutil.Process) -> None:
-    """Init's duty towards orphans falls to their adopter. ``forkserver`` and ``resource_tracker`` are waited
-    for by multiprocessing itself, and a zombie with another parent is that parent's."""
+    """Reap an orphan that this process has adopted. ``forkserver`` and ``resource_tracker`` are waited
+    for by multiprocessing itself, and other zombies by their own parents.
+    """
     if process.ppid() != os.getpid() or process.pid in (_forkserver_pid(), _tracker_pid()):
         return
     with contextlib.suppress(ChildProcessError):
@@ -198,7 +202,7 @@ def _descriptors() -> dict[tuple[int, str], str]:
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{name}")
-            if not re.fullmatch(r"/proc/\d+/fd", target):  # the one that reads this list
+            if not re.fullmatch(r"/proc/\d+/fd", target):  # the descriptor that reads this list
                 found[int(name), target] = f"fd {name}: {target}"
     return found
 
@@ -234,18 +238,18 @@ class Tolerated:
 
 
 def _tolerated() -> Tolerated:
-    """The whole list.
+    """Return what may be left behind.
 
-    1. multiprocessing starts one fork server and one resource tracker a process and keeps them, with one
-       descriptor each (two for the fork server in later versions), until the interpreter exits. They are known
-       by pid and number.
-    2. JAX, PyTorch, TensorFlow and Ray's gRPC have pools of C++ threads, which grow when they like, also after
-       ``ray.shutdown()``, and never end. Only threads that Python knows nothing of are excused, and only once
-       one of these libraries is loaded (JAX: in use).
-    3. A running Ray keeps starting processes, threads and sockets as it likes; while
-       ``ray.is_initialized()``, whatever descends from Ray's own processes is Ray's.
-    4. multiprocessing's heap, which Gymnasium's own AsyncVectorEnv takes its shared memory from, keeps its
-       (unlinked) files for later use. They are known from the heap itself.
+    1. multiprocessing starts one fork server and one resource tracker per process and keeps them, with one
+    descriptor each (two for the fork server in later versions), until the interpreter exits. They are known
+    by pid and number.
+    2. JAX, PyTorch, TensorFlow and Ray's gRPC have pools of C++ threads, which grow at any time, also after
+    ``ray.shutdown()``, and never end. Only threads that Python does not know are excused, and only once
+    one of these libraries is loaded (JAX: in use).
+    3. A running Ray starts processes, threads and sockets at any time; while
+    ``ray.is_initialized()``, all descendants of Ray's own processes are Ray's.
+    4. multiprocessing's heap, from which Gymnasium's own AsyncVectorEnv takes its shared memory, keeps its
+    (unlinked) files for later use. They are known from the heap itself.
     5. An entry of /dev/shm that is not known to be from here is another program's (:func:`_is_foreign`).
     """
     server = multiprocessing.forkserver._forkserver
@@ -304,10 +308,11 @@ def _is_rays(pid: int) -> bool:
 
 
 def _is_foreign(name: str) -> bool:
-    """Whether this entry of /dev/shm is not known to have been made by this family of processes.
+    """True if this entry of /dev/shm is not known to have been made by this family of processes.
 
-    Who has it mapped or open made it. Where nobody has, its name tells: this package's begin with ``vecenv``, and a pid in
-    it is its maker's. Other programs leave what they like in /dev/shm, at any moment.
+    A process that has it mapped or open made it. Without one, its name decides: this package's begin with ``vecenv``, and a
+    pid
+    in it is that of its maker. Other programs leave files in /dev/shm at any moment.
     """
     path = f"/dev/shm/{name}"
     if not os.path.exists(path):
@@ -333,13 +338,13 @@ def _holds(pid: int, path: str) -> bool:
 
 @pytest.fixture
 def take_stock() -> Callable[[], Belongings]:
-    """What the fixture below compares, for tests that compare more often."""
+    """Return the function that lists what this process has, for tests that compare more often."""
     return _take_stock
 
 
 @pytest.fixture
 def closes() -> Iterator[Callable[[Any], Any]]:
-    """``envs = closes(...)``: it is closed at the end of the test, however that ends."""
+    """Yield a function that registers an object to be closed at the end of the test: ``envs = closes(...)``."""
     with contextlib.ExitStack() as stack:
         yield lambda envs: stack.enter_context(contextlib.closing(envs))
 
@@ -348,11 +353,11 @@ def closes() -> Iterator[Callable[[Any], Any]]:
 def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves a process, a descriptor, a thread or an entry of /dev/shm behind.
 
-    It is the first fixture of a test and the last to end; what the others gave the test is let go of before
+    It is the first fixture of a test and the last to end. References of the other fixtures are dropped before
     anything is compared, because an array that is kept alive keeps its mapping, and a mapping its descriptor.
-    For the same reason only processes are held against a test that failed: its traceback keeps everything it
-    had. Whatever is new gets :data:`SETTLE_SECONDS` to go away, and a garbage collection: an object that
-    nobody refers to any more is allowed to be cleaned up by its finalizer.
+    For the same reason only processes count against a test that failed: its traceback keeps all its
+    objects. Anything new gets :data:`SETTLE_SECONDS` to disappear, and a garbage collection, because an
+    unreachable object may be cleaned up by its finalizer.
     """
     before = _take_stock()
     yield
@@ -368,7 +373,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     if not left and kinds is KINDS:
-        gc.freeze()  # what outlives a test stays for good; without this, every collection looks at all of it again
+        gc.freeze()  # objects that survive a test stay for good; without this, every collection traverses them again
     if left:
         _clean_up(before)
         lines = [f"{kind.replace('_', ' ')}: {text}" for kind, texts in left.items() for text in texts]

@@ -1,6 +1,6 @@
 """A vector environment without processes, threads or libraries: arithmetic in memory, behind the front of the real ones.
 
-It is a column of the contract, and for tests of the front. It can be told to be late.
+It is a column of the contract, and is used in tests of the front. Its results can be delayed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import Call, LockstepDriver, Phase, Stepped
 from vecenv.front.vector_env import VectorEnvBase
 
-_LENGTH: Final = 5  # steps an episode
-_Answer: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
+_LENGTH: Final = 5  # steps per episode
+_Result: TypeAlias = tuple[npt.NDArray[np.float32], Any, Any, Any]
 
 
 class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
-    """Counters: an observation is (its seed modulo 1,000, steps in its episode, sum of its actions), float32 ``(3,)``.
+    """A vector environment of counters. Observations: (seed modulo 1,000, steps, sum of actions), float32 ``(3,)``.
 
-    An action is an int from 0 to 4, and is the reward. An episode is truncated after five steps and terminated where the sum
+    An action is an int from 0 to 4, and is the reward. An episode is truncated after five steps and terminated when the sum
     of its actions has reached ten; the next step begins the next one.
 
     Args:
-        num_envs: How many.
-        delay: Seconds that an answer takes.
+        num_envs: The number of environments.
+        delay: Seconds until a result is ready.
 
     Attributes:
-        ready: A ``threading.Event``; while it is cleared, answers are late.
+        ready: A ``threading.Event``; while it is cleared, results are late.
     """
 
     _driver: _Memory
@@ -55,7 +55,7 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
 
 
 class _Memory(LockstepDriver):
-    """A :class:`vecenv.front.driver.Driver`: an answer is computed when it is asked for, handed out when it is ready."""
+    """A :class:`vecenv.front.driver.Driver` that computes a result when it is requested, and returns it when it is ready."""
 
     why_not: ClassVar[Mapping[str, str]] = {**LockstepDriver.why_not, "attributes": "its environments are rows of arrays"}
     capabilities = Capabilities(
@@ -65,8 +65,8 @@ class _Memory(LockstepDriver):
     def __init__(self, num_envs: int, delay: float) -> None:
         super().__init__(num_envs)
         self._delay = delay
-        self._due = 0.0  # when the answer is there
-        self._latest: tuple[Call, _Answer, npt.NDArray[np.bool_]] | None = None  # the call, its answer, ended rows
+        self._due = 0.0  # when the result is ready
+        self._latest: tuple[Call, _Result, npt.NDArray[np.bool_]] | None = None  # the call, its result, ended rows
         self.ready = threading.Event()
         self.ready.set()
 
@@ -87,9 +87,9 @@ class _Memory(LockstepDriver):
         now = before.copy()
         for row in np.flatnonzero(rows):
             now[row] = (before[row, 0] + 1 if seeds[row] is None else int(seeds[row])) % 1000, 0, 0
-        answer = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
+        result = now, np.zeros(count), np.zeros(count, np.bool_), np.zeros(count, np.bool_)
         self._due = time.monotonic() + self._delay
-        self._latest = call, answer, ended & ~rows
+        self._latest = call, result, ended & ~rows
 
     def begin_step(self, call: Call, actions: Any) -> None:
         if self._latest is None:
@@ -119,13 +119,13 @@ class _Memory(LockstepDriver):
         return observations, rewards, terminations, truncations, steps if kind is Phase.WAITING_STEP else {}
 
     def _waits(self, seconds: float | None) -> bool:
-        began = time.monotonic()
+        started = time.monotonic()
         try:
-            late = max(self._due - began, 0.0)
+            late = max(self._due - started, 0.0)
             time.sleep(late if seconds is None else min(late, seconds))
             return self.ready.wait(seconds) and time.monotonic() >= self._due
         finally:
-            self._waited += time.monotonic() - began
+            self._waited += time.monotonic() - started
 
     def close(self, *, terminate: bool = False) -> None:
         self.ready.set()

@@ -1,8 +1,8 @@
-"""Small environments whose every output can be predicted, and the few helpers that all contract tests share.
+"""Small environments with predictable outputs, and helpers that all tests of the engine share.
 
-Each environment shows one thing: what it was asked (:class:`CounterEnv`), what it was given
-(:class:`EchoEnv`), what it was told to return (:class:`ScriptedEnv`). They are importable, so that they
-reach a worker by name under every start method.
+Each environment records or repeats one thing: its calls (:class:`CounterEnv`), its actions
+(:class:`EchoEnv`), or values from a list (:class:`ScriptedEnv`). They are importable, so that every
+start method can pickle them by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from gymnasium.spaces import GraphInstance
-from gymnasium.vector import SyncVectorEnv
+from gymnasium.vector import SyncVectorEnv, VectorWrapper
 
 import vecenv
 from vecenv.testing import assert_same_trajectory
@@ -30,8 +30,8 @@ from vecenv.testing import assert_same_trajectory
 EnvFn = Callable[[], gymnasium.Env]
 Options = dict[str, Any]
 
-# How an AsyncVectorEnv may run three environments. What depends on processes is tested in all of these
-# ways; what depends on values in the first two, because a process takes long to start.
+# Options of an AsyncVectorEnv with three environments. Tests that depend on processes run with all of them;
+# tests that depend on values with the first two, because a process takes long to start.
 ENGINES: dict[str, Options] = {
     "in-process": {"num_workers": 0},
     "two-workers": {"num_workers": 2},
@@ -42,59 +42,82 @@ VALUE_ENGINES = {name: options for name, options in ENGINES.items() if name != "
 
 
 @contextmanager
-def opened(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
-    """An AsyncVectorEnv, closed at the end; by force when the test failed, so that a failure never hangs."""
+def open_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
+    """Yield an AsyncVectorEnv that is closed at the end, by force if the test failed, so that a failure never hangs."""
     envs: Any = vecenv.AsyncVectorEnv(env_fns, **kwargs)
-    _in_gymnasiums_words.append(kwargs.get("num_workers") is None and not kwargs.get("use_caller"))
+    _logs_like_gymnasium.append(kwargs.get("num_workers") is None and not kwargs.get("use_caller"))
     try:
         yield envs
     except BaseException:
         envs.close(terminate=True)
         raise
     finally:
-        _in_gymnasiums_words.pop()
+        _logs_like_gymnasium.pop()
     envs.close()
 
 
 @contextmanager
-def started(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
-    """As :func:`opened`, reset with seed 1."""
-    with opened(env_fns, **kwargs) as envs:
+def ready_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
+    """Yield an AsyncVectorEnv as :func:`open_engine` does, reset with seed 1."""
+    with open_engine(env_fns, **kwargs) as envs:
         envs.reset(seed=1)
         yield envs
 
 
 @contextmanager
-def ended(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
-    """As :func:`opened`, closed by force: something of it may hang."""
-    with opened(env_fns, **kwargs) as envs:
+def killable_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
+    """Yield an AsyncVectorEnv as :func:`open_engine` does, closed by force because environments may hang."""
+    with open_engine(env_fns, **kwargs) as envs:
         yield envs
         envs.close(terminate=True)
 
 
-def assert_as_sync(env_fns: Sequence[EnvFn], steps: int = 6, autoreset_mode: Any = "NextStep", **options: Any) -> None:
-    """The spaces and the trajectory are those of a ``SyncVectorEnv`` of the same environments, bit for bit."""
+class MergedByGymnasium(VectorWrapper):  # type: ignore[type-arg]
+    """A wrapper that lets Gymnasium merge the infos of single environments."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observations, infos = vecenv.infos_by_row(self.env).reset(**kwargs)
+        return observations, self._merged(infos)
+
+    def step(self, actions: Any) -> Any:
+        *results, infos = vecenv.infos_by_row(self.env).step(actions)
+        return (*results, self._merged(infos))
+
+    def _merged(self, infos: list[Any]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        for index, info in enumerate(infos):
+            merged = self.env._add_info(merged, info, index)
+        return merged
+
+
+def assert_as_sync(
+    env_fns: Sequence[EnvFn], steps: int = 6, autoreset_mode: Any = "NextStep", cuts: bool = False, **options: Any
+) -> None:
+    """Assert that spaces and trajectory equal those of a ``SyncVectorEnv`` of the same environments, bit for bit.
+
+    ``cuts``: Gymnasium truncates numbers in these environments' infos, and ours does not; so Gymnasium merges them here.
+    """
     oracle: Any = SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)
     try:
-        with opened(env_fns, autoreset_mode=autoreset_mode, **options) as envs:
+        with open_engine(env_fns, autoreset_mode=autoreset_mode, **options) as envs:
             for name in ("single_observation_space", "observation_space", "single_action_space", "action_space", "metadata"):
                 assert getattr(envs, name) == getattr(oracle, name)
-            assert_same_trajectory(envs, oracle, steps, seed=1)
+            assert_same_trajectory(MergedByGymnasium(envs) if cuts else envs, oracle, steps, seed=1)
     finally:
         oracle.close()
 
 
-_in_gymnasiums_words: list[bool] = []  # of each engine that is open
+_logs_like_gymnasium: list[bool] = []  # of each open engine
 
 
 @contextmanager
 def raises_logged(
     error: type[BaseException] | tuple[type[BaseException], ...], match: str | None = None, failures: int = 1
 ) -> Iterator[tuple[pytest.ExceptionInfo[BaseException], list[str]]]:
-    """``pytest.raises``, and the warnings of so many failed environments: two for each and one at the end, where the engine
-    that is open takes the place of Gymnasium's (one process per environment); elsewhere none.
+    """Expect an exception, and the warnings of this many failed environments: two for each and one at the end if the open
+    engine stands for Gymnasium's (one process per environment), otherwise none.
 
-    Gives the exception, and the texts of the warnings once the block is over.
+    Yields the exception, and the texts of the warnings after the block.
     """
     texts: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -102,11 +125,11 @@ def raises_logged(
         with pytest.raises(error, match=match) as info:
             yield info, texts
     texts += [str(warning.message) for warning in caught]
-    assert len(texts) == (2 * failures + 1 if _in_gymnasiums_words[-1] else 0), texts
+    assert len(texts) == (2 * failures + 1 if _logs_like_gymnasium[-1] else 0), texts
 
 
 def describe(value: Any) -> str:
-    """Type, dtype, shape and content of a value, so that two descriptions agree only for identical values."""
+    """Return type, dtype, shape and content of a value as text: equal only for identical values."""
     if isinstance(value, np.ndarray):
         return f"ndarray:{value.dtype}:{value.shape}:{value.tobytes().hex()}"
     if isinstance(value, np.generic):
@@ -121,10 +144,11 @@ def describe(value: Any) -> str:
 
 
 class CounterEnv(gymnasium.Env):
-    """Counts; its observation is ``[env_id, steps, episodes, seed]`` (int64), seed -1 where none was given.
+    """A counter with observations ``[env_id, steps, episodes, seed]`` (int64); seed -1 if none was given.
 
-    Episode ``k`` lasts ``lengths[k % len(lengths)]`` steps and ends by truncation where ``truncates`` says
-    so, else by termination. The reward is ``env_id + steps / 1000``. Reset infos hold what reset was given,
+    Episode ``k`` lasts ``lengths[k % len(lengths)]`` steps and is truncated if ``truncates`` is true,
+    else terminated. The reward is ``env_id + steps
+    1000``. Reset infos hold the arguments of reset,
     step infos the step counter.
     """
 
@@ -192,12 +216,12 @@ class CounterEnv(gymnasium.Env):
 
 
 def counters(n: int, **kwargs: Any) -> list[EnvFn]:
-    """``n`` functions that make a :class:`CounterEnv` each, with env ids from 0."""
+    """Return ``n`` functions that build a :class:`CounterEnv`, with env ids from 0."""
     return [functools.partial(CounterEnv, env_id=index, **kwargs) for index in range(n)]
 
 
 class EchoEnv(gymnasium.Env):
-    """Tells what each action was (``infos["action"]``, a :func:`describe` string) and keeps all of them."""
+    """An environment that records its actions as :func:`describe` texts and puts the latest into ``infos["action"]``."""
 
     def __init__(self, action_space: spaces.Space, mutate: bool = False) -> None:
         self.action_space = copy.deepcopy(action_space)
@@ -223,7 +247,7 @@ class EchoEnv(gymnasium.Env):
 
 
 class SpaceEnv(gymnasium.Env):
-    """Observations are samples of any space; the seed (or ``env_id`` where there is none) decides which."""
+    """An environment with observations that are samples of a space, drawn from the seed (or from ``env_id``)."""
 
     def __init__(
         self,
@@ -258,7 +282,7 @@ class ScriptedEnv(SpaceEnv):
     """A :class:`SpaceEnv` that also takes its rewards, flags and infos from lists, each repeated without end.
 
     Args:
-        truncates: Whether episode ``k`` ends by truncation, else by termination.
+        truncates: Episode ``k`` is truncated if ``truncates[k]``, else terminated.
         rewards: Rewards of the steps, over all episodes.
         reset_infos: Infos of the resets.
         step_infos: Infos of the steps, over all episodes.
@@ -307,7 +331,7 @@ MIXED_INFOS: tuple[dict[str, Any], ...] = (
 
 
 def scripted(n: int, turn: bool = True) -> list[EnvFn]:
-    """``n`` functions that make a :class:`ScriptedEnv` each: nested observations, and episodes of different lengths.
+    """Return ``n`` functions that build a :class:`ScriptedEnv`: nested observations, and episodes of different lengths.
 
     Infos come and go and change their types; with ``turn`` each environment begins elsewhere in :data:`MIXED_INFOS`.
     """
@@ -329,7 +353,7 @@ def scripted(n: int, turn: bool = True) -> list[EnvFn]:
 
 
 class ReturningEnv(gymnasium.Env):
-    """Returns what it is given: ``resets[k]`` from reset ``k``, ``steps[t]`` from step ``t``."""
+    """An environment that returns ``resets[k]`` from reset ``k`` and ``steps[t]`` from step ``t``."""
 
     def __init__(
         self,
@@ -355,7 +379,7 @@ class ReturningEnv(gymnasium.Env):
 
 
 def info_env(step_infos: Sequence[Any], reset_infos: Sequence[Any] = ({},)) -> EnvFn:
-    """A function that makes an environment with these infos and constant everything else."""
+    """Return a function that builds an environment with these infos; everything else is constant."""
     zeros = np.zeros(4, dtype=np.float32)
     return functools.partial(
         ReturningEnv,
@@ -388,7 +412,7 @@ class RaisingEnv(CounterEnv):
 
 
 class SleepingEnv(CounterEnv):
-    """Its action is the number of seconds a step takes; ``options["seconds"]`` those of a reset."""
+    """An environment with the seconds of a step as action; ``options["seconds"]`` those of a reset."""
 
     def __init__(self, env_id: int = 0) -> None:
         super().__init__(env_id, lengths=(1000,))
@@ -404,7 +428,7 @@ class SleepingEnv(CounterEnv):
 
 
 class OverlapEnv(SleepingEnv):
-    """Tells how many environments were inside ``reset`` or ``step`` at once; each keeps a file there."""
+    """An environment that counts how many are inside ``reset`` or ``step`` at once, by a file for each."""
 
     def __init__(self, folder: Path, env_id: int = 0) -> None:
         super().__init__(env_id)
@@ -433,7 +457,7 @@ class OverlapEnv(SleepingEnv):
 
 
 class ReusingEnv(CounterEnv):
-    """Returns the same observation array and the same info dict from every call, changed in place."""
+    """An environment that returns the same observation array and info dict from every call, changed in place."""
 
     def __init__(self, env_id: int = 0, lengths: Sequence[int] = (2,)) -> None:
         super().__init__(env_id, lengths)
@@ -479,7 +503,7 @@ class NestedDictEnv(SpaceEnv):
 
 
 class CustomSpace(spaces.Space):
-    """A space that Gymnasium does not know."""
+    """A space that Gymnasium does not support."""
 
     def __init__(self) -> None:
         super().__init__(None, None)
@@ -496,7 +520,7 @@ class CustomSpace(spaces.Space):
     __hash__ = None  # type: ignore[assignment]
 
 
-# Spaces of a fixed size, which shared memory can hold.
+# spaces of a fixed size, which shared memory can hold
 FIXED_SPACES: dict[str, spaces.Space] = {
     "box-float16": spaces.Box(-1, 1, (3,), np.float16),
     "box-float32": spaces.Box(-1, 1, (2, 3), np.float32),
@@ -528,7 +552,7 @@ FIXED_SPACES: dict[str, spaces.Space] = {
         }
     ),
 }
-# Spaces whose values vary in size, or whose kind is chosen at each sample.
+# spaces with values that vary in size, or that choose a kind for each sample
 VARYING_SPACES: dict[str, spaces.Space] = {
     "text": spaces.Text(8, min_length=1),
     "text-charset": spaces.Text(5, charset="äöü€"),

@@ -1,4 +1,4 @@
-"""An environment that fails as its action says, and what every client does after a failure: its next reset goes on."""
+"""An environment that fails by its action, and the check that a client continues with the next reset after a failure."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from vecenv.errors import StepTimeout, WorkerDied
 COUNT, FAULTY = 4, 1
 FINE, RAISES, DIES, LATE = range(4)
 SECONDS = 3.0
-"""How late an environment is: later than ``step_timeout``, and there before two more calls have timed out."""
+"""Seconds by which an environment is late: more than ``step_timeout``, and over before two more calls have timed out."""
 FAULTS = [pytest.param(fault, id=name) for fault, name in ((RAISES, "raises"), (DIES, "dies"), (LATE, "late"))]
 
 R = TypeVar("R")
 
 
 class Faulty(gym.Env[Any, Any]):
-    """Observes how many steps it took and with which seed it began.
+    """An environment with observations (steps, seed of the latest reset); some actions are faults.
 
     Args:
-        resets_that_fail: A file; while it is there, resets raise.
+        resets_that_fail: A file; while it exists, resets raise.
     """
 
     observation_space = gym.spaces.Box(-1, 1e6, (2,))
@@ -58,19 +58,19 @@ class Faulty(gym.Env[Any, Any]):
 
 
 def engine(on_failure: str = "raise", fns: Any = None, **options: Any) -> Any:
-    """Four of them, each in a process; not forked from one with torch's threads."""
+    """Build four of them, one process each; never forked from a process with torch's threads."""
     context = "forkserver" if "torch" in sys.modules else None
     options = {"context": context, "step_timeout": SECONDS / 2, **options}
     return vecenv.AsyncVectorEnv(fns or [Faulty] * COUNT, num_workers=COUNT, on_failure=on_failure, **options)
 
 
 def one_fails(fault: int) -> Any:
-    """Actions of which one goes wrong."""
+    """Return actions, one of which is a fault."""
     return np.where(np.arange(COUNT) == FAULTY, fault, FINE)
 
 
-def patiently(reset: Callable[[], R]) -> R:
-    """A reset waits for an environment that is late, and may say again that it is."""
+def reset_until_ready(reset: Callable[[], R]) -> R:
+    """Reset, and repeat the reset while it times out because of a late environment."""
     for _ in range(3):
         try:
             return reset()
@@ -79,20 +79,20 @@ def patiently(reset: Callable[[], R]) -> R:
     return reset()
 
 
-def begins_again(client: Any) -> None:
-    """Every environment begins an episode and takes a step, and no row of before comes between."""
-    assert patiently(client.reset)[:, 0].tolist() == [0.0] * COUNT
+def check_new_episode(client: Any) -> None:
+    """Check that every environment begins an episode and takes a step, without rows from before."""
+    assert reset_until_ready(client.reset)[:, 0].tolist() == [0.0] * COUNT
     assert client.step(np.zeros(COUNT, np.int64))[:, 0].tolist() == [1.0] * COUNT
 
 
-def assert_goes_on(make: Callable[[Any], Any], on_failure: str, fault: int, **options: Any) -> None:
-    """After a failure the next reset of a client goes on.
+def assert_continues(make: Callable[[Any], Any], on_failure: str, fault: int, **options: Any) -> None:
+    """Check that the next reset of a client works after a failure.
 
     Args:
-        make: The client over an engine: ``reset`` and ``step`` give observations in the order of environments.
-        on_failure: Of the engine.
-        fault: What goes wrong.
-        **options: Of the engine.
+        make: Builds the client over an engine: ``reset`` and ``step`` return observations in the order of environments.
+        on_failure: The engine's option.
+        fault: The fault.
+        **options: Options of the engine.
     """
     client = make(engine(on_failure, **options))
     client.reset()
@@ -101,12 +101,12 @@ def assert_goes_on(make: Callable[[Any], Any], on_failure: str, fault: int, **op
             client.step(one_fails(fault))
     else:
         client.step(one_fails(fault))
-    begins_again(client)
+    check_new_episode(client)
     client.close()
 
 
-def assert_goes_on_after_a_signal(make: Callable[[Any], Any]) -> None:
-    """What was interrupted by a signal handler is dropped by the next reset of a client."""
+def assert_continues_after_a_signal(make: Callable[[Any], Any]) -> None:
+    """Check that the next reset of a client drops a call that a signal handler interrupted."""
 
     class Pressed(Exception):
         pass
@@ -117,5 +117,5 @@ def assert_goes_on_after_a_signal(make: Callable[[Any], Any]) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         with pytest.raises(Pressed):
             client.step(one_fails(LATE))
-    begins_again(client)
+    check_new_episode(client)
     client.close()

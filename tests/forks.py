@@ -1,4 +1,4 @@
-"""What a forked child finds."""
+"""Checks that run in a forked child."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 
 def in_a_fork(check: Callable[[], None]) -> int:
-    """Exit code of a forked child that runs ``check``; negative for a signal. A minute is all it has."""
+    """Return the exit code of a forked child that runs ``check``; negative for a signal. The child has one minute."""
     pid = os.fork()
     if pid == 0:
         code = 3

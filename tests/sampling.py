@@ -1,4 +1,4 @@
-"""A sample of a product of parameters for the default run; the rest of the product is marked ``slow``.
+"""Samples of a product of parameters for the default run; the rest of the product is marked ``slow``.
 
 @pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))
 """
@@ -14,12 +14,12 @@ import pytest
 
 
 def each_pair(*axes: Iterable[Any]) -> list[Any]:
-    """The product of the axes; unmarked are as few as it takes for every pair of values of two axes to meet."""
+    """Return the product of the axes; a small subset in which every pair of values of two axes meets is not marked slow."""
     return _product(axes, 2)
 
 
 def each_once(*axes: Iterable[Any]) -> list[Any]:
-    """The product of the axes; unmarked are as few as it takes for every value of every axis to come up."""
+    """Return the product of the axes; a small subset in which every value of every axis occurs is not marked slow."""
     return _product(axes, 1)
 
 
@@ -40,7 +40,7 @@ def _name(value: Any) -> str:
 
 
 def _covering(cells: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...]]:
-    """Few cells that contain all that there is; the next one is always that with the most new in it."""
+    """Return few cells that cover everything; each next one is the cell that adds the most."""
 
     def content(cell: tuple[int, ...]) -> set[Any]:
         return set(itertools.combinations(enumerate(cell), strength))
@@ -57,14 +57,14 @@ def _covering(cells: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...
 def sample_parameter(
     items: Iterable[pytest.Item], name: str, left_out: Sequence[Any] = (), *, all_values: bool = True
 ) -> None:
-    """Mark ``slow`` what a sample leaves out of the product of one parameter and a test's other parameters.
+    """Mark as ``slow`` what a sample omits from the product of one parameter and a test's other parameters.
 
     Args:
         items: Tests; those that do not have the parameter are left alone.
         name: The parameter, or the fixture with parameters.
         left_out: Values that no test of the sample has.
-        all_values: Whether each test runs with every value at least once. If not, each case of a test runs with one value,
-            and the next test begins with the next value.
+        all_values: Each test runs with every value at least once. If false, each case of a test runs with one value,
+        and the next test begins with the next value.
     """
     tests: dict[tuple[Path, Any, str], dict[tuple[Any, ...], dict[int, pytest.Item]]] = {}
     for item in items:

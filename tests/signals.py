@@ -1,4 +1,4 @@
-"""Signal handlers that are there for a while."""
+"""Temporary signal handlers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @contextmanager
 def handled(number: int, how: type[BaseException] | Callable[..., Any] | signal.Handlers) -> Iterator[None]:
-    """A signal is handled this way meanwhile; an exception is raised. Afterwards no timer runs."""
+    """Handle a signal this way inside the block; an exception class is raised. Afterwards no timer runs."""
 
     def ring(*_: object) -> None:
         raise how

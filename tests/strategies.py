@@ -20,7 +20,7 @@ shapes = st.lists(st.integers(0, 3), min_size=0, max_size=3).map(tuple)
 
 @st.composite
 def boxes(draw: st.DrawFn) -> spaces.Box:
-    """Boxes of every dtype, from no dimension to three, some empty, some unbounded."""
+    """Draw boxes of every dtype, from no dimension to three, some empty, some unbounded."""
     dtype = draw(st.sampled_from((*FLOATS, *INTEGERS, np.bool_)))
     shape = draw(shapes)
     if dtype is np.bool_:
@@ -113,7 +113,7 @@ info_values = st.one_of(*_kinds.values(), small_arrays)
 
 @dataclass(frozen=True)
 class InfoSchema:
-    """Which keys an environment's infos have; each key keeps its kind, not every info has every key."""
+    """The keys of an environment's infos; each key keeps its kind, and not every info has every key."""
 
     leaves: dict[Any, str]
     nested: dict[str, InfoSchema]
@@ -139,27 +139,27 @@ wild_infos = st.recursive(
     lambda inner: st.dictionaries(st.sampled_from(["a", "b"]), st.one_of(info_values, inner), max_size=2),
     max_leaves=4,
 )
-"""Infos whose keys change their kind from environment to environment and from step to step."""
+"""Infos with keys that change their kind from environment to environment and from step to step."""
 
 
-# --- environments, and what is done to them -------------------------------------------------------
+# --- environments and calls -----------------------------------------------------------------------
 
 seeds = st.one_of(st.none(), st.integers(0, 2**31 - 1))
 
 
 def seed_arguments(num_envs: int) -> st.SearchStrategy[Any]:
-    """Whatever ``reset(seed=...)`` takes for so many environments."""
+    """Return a strategy of arguments that ``reset(seed=...)`` accepts for this many environments."""
     return st.one_of(seeds, st.lists(seeds, min_size=num_envs, max_size=num_envs))
 
 
 def masks(num_envs: int) -> st.SearchStrategy[np.ndarray]:
-    """Boolean arrays of shape ``(num_envs,)`` with one True at least."""
+    """Return a strategy of boolean arrays of shape ``(num_envs,)`` with at least one True."""
     return st.lists(st.booleans(), min_size=num_envs, max_size=num_envs).filter(any).map(np.array)
 
 
 @dataclass(frozen=True)
 class Vector:
-    """Functions that make the environments of one vector, and a repr short enough to read in a failure."""
+    """The env_fns of one vector environment, with a repr short enough to read in a failure."""
 
     env_fns: list[EnvFn]
     observation_space: spaces.Space
@@ -176,7 +176,7 @@ def vectors(
     max_envs: int = 4,
     wild: bool = False,
 ) -> Vector:
-    """Some :class:`ScriptedEnv` over one pair of spaces, each with its own episodes, rewards and infos."""
+    """Draw some :class:`ScriptedEnv` over one pair of spaces, each with its own episodes, rewards and infos."""
     observation_space, action_space = draw(observation_spaces), draw(action_spaces)
     schema = draw(info_schemas())
     rewards = st.one_of(st.floats(width=32), st.integers(-9, 9))
@@ -210,7 +210,7 @@ class Move:
 
 
 def moves(num_envs: int, max_size: int = 10) -> st.SearchStrategy[list[Move]]:
-    """Mostly steps, with resets of all or some environments in between."""
+    """Return a strategy of calls: mostly steps, and some resets of all or some environments."""
     step = st.builds(Move, st.just("step"), as_list=st.booleans())
     seed = seed_arguments(num_envs)
     reset = st.builds(Move, st.just("reset"), seed=seed)

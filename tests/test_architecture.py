@@ -1,4 +1,6 @@
-"""The rooms of ``docs/architecture.md``: imports run down only and in no circles, lazy ones and types included."""
+"""The packages of ``docs/architecture.md``: imports only lead downwards and form no cycles, including lazy and typing
+imports.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ import vecenv
 PACKAGE = Path(vecenv.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
-FLOORS = (
+LAYERS = (
     ("vecenv", "__main__"), ("tools",), ("adapters", "torch"), ("make", "patching"), ("wrappers",),
     ("aio",), ("evaluating",), ("multi_agent",),
     ("backends",), ("jax.rollouts",), ("jax.bridging", "jax.host"), ("jax",), ("engine",),
-    ("planning",), ("recording",), ("worker",),
+    ("freezing",), ("planning",), ("recording",), ("worker",),
     ("link",), ("testing",), ("state",), ("front",), ("shm",), ("system",), ("errors", "trajectories", "lazy", "_version"),
 )  # fmt: skip
-"""From the roof to the ground."""
+"""The layers, from the top to the bottom."""
 
 MODULES = {
     ".".join(("vecenv", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): file
@@ -28,7 +30,7 @@ MODULES = {
 
 
 def imported(module: str) -> Iterator[str]:
-    """Modules of the package that a module names in an import, wherever that stands in it."""
+    """Return the modules of the package that a module imports, at any place."""
     for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.partition(".")[0] == "vecenv")
@@ -43,12 +45,12 @@ def imported(module: str) -> Iterator[str]:
 IMPORTS = {module: {other for other in imported(module) if other != module} for module in MODULES}
 
 
-def floor_of(module: str) -> int:
-    """How far down a module lives; the longest name that fits."""
+def layer_of(module: str) -> int:
+    """Return the layer of a module, by its longest listed prefix."""
     path = module.removeprefix("vecenv.")
     fits = [
         (len(room), floor)
-        for floor, rooms in enumerate(FLOORS)
+        for floor, rooms in enumerate(LAYERS)
         for room in rooms
         if path == room or path.startswith(f"{room}.")
     ]
@@ -56,17 +58,17 @@ def floor_of(module: str) -> int:
     return max(fits)[1]
 
 
-def test_imports_run_down_only() -> None:
+def test_imports_only_lead_downwards() -> None:
     upward = [
         f"{module} imports {other}"
         for module, others in IMPORTS.items()
         for other in others
-        if floor_of(other) < floor_of(module)
+        if layer_of(other) < layer_of(module)
     ]
     assert not upward, "\n".join(upward)
 
 
-def test_no_backend_knows_another() -> None:
+def test_no_backend_imports_another() -> None:
     def backend(module: str) -> str:
         return module.split(".")[2] if module.startswith("vecenv.backends.") else ""
 
@@ -79,7 +81,62 @@ def test_no_backend_knows_another() -> None:
     assert not sideways, "\n".join(sideways)
 
 
-def test_there_are_no_circles() -> None:
+LENT = {
+    # module -> why it imports more of `engine` or `worker` than the vector environment
+    "vecenv.backends.ray.failures": "hosts' failures go to observers as those of workers do",
+    "vecenv.freezing": "a frozen copy is a worker, and is thawed by the engine",
+    "vecenv.planning.independence": "environments are tried as workers build them",
+    "vecenv.planning.probe": "environments are tried as workers build them",
+    "vecenv.planning.trial": "environments are tried as workers build them",
+    "vecenv.recording.file": "a file holds the settings of the worker",
+    "vecenv.recording.recorder": "a file holds the settings of the worker",
+    "vecenv.recording.replay": "a replay is a worker in this process",
+    "vecenv.tools.benchmark": "it reports whether the writer of rows is compiled",
+    "vecenv.tools.top": "it reads what engines publish",
+}
+
+
+def test_features_stand_on_the_vector_environment() -> None:
+    """Outside ``engine`` and ``worker``, only ``engine.vector_env`` is imported from them."""
+    inner = ("vecenv.engine.", "vecenv.worker.")
+    lenders = {
+        module
+        for module, others in IMPORTS.items()
+        for other in others
+        if not module.startswith(inner) and other.startswith(inner) and other != "vecenv.engine.vector_env"
+    }
+    assert lenders == set(LENT)
+
+
+THEIRS = {"_action_spec", "_envs", "_popen", "_reset", "_send"}
+"""Attributes of other libraries' objects, with names that vecenv has for something else."""
+
+
+def test_private_attributes_are_read_in_their_own_package_only() -> None:
+    def package(module: str) -> str:
+        return ".".join(module.split(".")[: 3 if module.startswith("vecenv.backends.") else 2])
+
+    trees = {module: ast.parse(file.read_text()) for module, file in MODULES.items()}
+    owners: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                owners.setdefault(node.name, set()).add(package(module))
+            elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+                owners.setdefault(node.attr if isinstance(node, ast.Attribute) else node.id, set()).add(package(module))
+    read = [
+        f"{module}:{node.lineno} reads {ast.unparse(node)}, of {', '.join(sorted(owners[node.attr]))}"
+        for module, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+        if node.attr.startswith("_") and not node.attr.startswith("__") and node.attr not in THEIRS
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+        if node.attr in owners and package(module) not in owners[node.attr]
+    ]
+    assert not read, "\n".join(read)
+
+
+def test_there_are_no_import_cycles() -> None:
     done: set[str] = set()
 
     def visit(module: str, path: list[str]) -> None:
@@ -93,13 +150,13 @@ def test_there_are_no_circles() -> None:
         visit(module, [])
 
 
-def test_the_page_names_every_room() -> None:
+def test_the_page_names_every_package() -> None:
     named = set(re.findall(r"`([\w/]+?)/?(?:\.py)?`", PAGE.read_text().partition("## The life of a step")[0]))
-    rooms = {room.replace(".", "/") for rooms in FLOORS for room in rooms} - {"vecenv", "__main__", "_version", "jax"}
+    rooms = {room.replace(".", "/") for rooms in LAYERS for room in rooms} - {"vecenv", "__main__", "_version", "jax"}
     assert rooms <= named, rooms - named
 
 
-def test_files_and_functions_can_be_read_in_one_sitting() -> None:
+def test_files_and_functions_are_short() -> None:
     long = []
     for module, file in MODULES.items():
         source = file.read_text()
@@ -114,5 +171,5 @@ def test_files_and_functions_can_be_read_in_one_sitting() -> None:
 
 
 LONG_FUNCTIONS = {
-    "vecenv.worker.rows.step",  # the step loop, where a call costs what a look-up costs elsewhere
+    "vecenv.worker.rows.step",  # the step loop, where a call is as expensive as a look-up elsewhere
 }

@@ -1,4 +1,6 @@
-"""``docs/generated/capabilities.md`` shows what the backends say; ``python docs/capabilities_table.py`` writes it anew."""
+"""``docs/generated/capabilities.md`` shows the capabilities of the backends; ``python docs/capabilities_table.py`` writes
+it.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,11 @@ def script() -> Any:
     return module
 
 
-def test_the_page_shows_what_the_backends_say(script: Any) -> None:
+def test_page_shows_the_capabilities_of_the_backends(script: Any) -> None:
     _, shown, _ = script.in_page(script.PAGE.read_text())
     assert shown == script.table(), "run python docs/capabilities_table.py"
 
 
-def test_every_capability_has_its_row(script: Any) -> None:
-    told = {field.name for field in fields(Capabilities)} - {"backend", "runs_jax"}
-    assert told == set(script.CALLS.values()) - {None}
+def test_every_capability_has_a_row(script: Any) -> None:
+    documented = {field.name for field in fields(Capabilities)} - {"backend", "runs_jax"}
+    assert documented == set(script.CALLS.values()) - {None}

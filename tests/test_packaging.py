@@ -1,10 +1,12 @@
-"""What is built and shipped: the wheel, the source distribution, what they need, and what they say about themselves."""
+"""The wheel and the source distribution: their contents, requirements and metadata."""
 
 from __future__ import annotations
 
 import email
 import importlib.metadata
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,16 +22,24 @@ import vecenv
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIRED = {"gymnasium", "numpy", "cloudpickle"}
+COMPILED = "vecenv/worker/_row_writer.abi3.so"
+NO_COMPILER = "/nonexistent/cc"
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CC") or "cc") is None or os.name != "posix", reason="needs a C compiler"
+)
 
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="not a source tree")
 
 
-def build(kind: str, source: Path, folder: Path) -> Path:
-    """Build by the backend alone: ``python -m build`` calls the same, in an environment that it first installs."""
+def build(kind: str, source: Path, folder: Path, **environ: str) -> Path:
+    """Build with the backend alone: ``python -m build`` calls the same, in an environment that it installs first."""
     pytest.importorskip("hatchling", reason="needs hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "--target", kind, "--directory", str(folder)]
-    done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=250, check=False)
+    done = subprocess.run(
+        command, cwd=source, env={**os.environ, **environ}, capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stderr
+    assert ("without its compiled row writer" in done.stderr) == (kind == "wheel" and "CC" in environ), done.stderr
     (built,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return built
 
@@ -52,9 +62,9 @@ def metadata(wheel: Path) -> Message:
 
 
 def sources() -> set[str]:
-    """The package's files in this tree."""
+    """Return the package's files in this tree."""
     files = (ROOT / "vecenv").rglob("*")
-    return {str(path.relative_to(ROOT)) for path in files if path.is_file() and "__pycache__" not in path.parts}
+    return {str(path.relative_to(ROOT)) for path in files if path.is_file() and "__pycache__" not in path.parts} - {COMPILED}
 
 
 def in_wheel(wheel: Path) -> set[str]:
@@ -63,19 +73,58 @@ def in_wheel(wheel: Path) -> set[str]:
 
 
 @pytest.mark.long
+@needs_compiler
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    assert wheel.name.endswith("-py3-none-any.whl")
+    """One wheel for all versions of Python."""
+    assert re.search(r"-cp311-abi3-(linux|macosx)_\w+\.whl$", wheel.name)
     files = {name for name in in_wheel(wheel) if ".dist-info/" not in name}
-    assert files == sources()
+    assert files == sources() | {COMPILED}
     assert "vecenv/py.typed" in files
     assert any(name.endswith("licenses/LICENSE") for name in in_wheel(wheel))
 
 
 @pytest.mark.long
-def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+def test_a_wheel_is_for_every_platform_without_a_compiler(sdist: Path, tmp_path: Path) -> None:
+    """Also where another build has left its compiled file among the sources."""
+    tree = extracted(sdist, tmp_path)
+    (tree / COMPILED).write_bytes(b"")
+    wheel = build("wheel", tree, tmp_path / "wheel", CC=NO_COMPILER)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert {name for name in in_wheel(wheel) if ".dist-info/" not in name} == sources()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compiler", [pytest.param(None, marks=needs_compiler), NO_COMPILER, ""])
+def test_an_editable_installation_has_the_compiled_file_if_there_is_a_compiler(
+    compiler: str | None, sdist: Path, tmp_path: Path
+) -> None:
+    """By the hook that pip calls; "" stands for an empty PATH. A file of an earlier installation does not survive."""
+    tree = extracted(sdist, tmp_path)
+    (tree / COMPILED).write_bytes(b"")
+    environ = {**os.environ, "CC": compiler or "cc"}
+    if compiler == "":
+        environ["PATH"] = str(tmp_path)
+    program = f"from hatchling.build import build_editable; build_editable({str(tmp_path)!r})"
+    subprocess.run([sys.executable, "-c", program], cwd=tree, env=environ, timeout=250, check=True)
+    assert (tree / COMPILED).exists() == (compiler is None)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert COMPILED not in in_wheel(wheel)
+    program = "from vecenv.worker import row_writer; print(row_writer.__file__, row_writer.is_compiled())"
+    done = subprocess.run([sys.executable, "-c", program], cwd=tree, env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(tree / "vecenv" / "worker" / "row_writer.py"), str(compiler is None)]
+
+
+def extracted(sdist: Path, folder: Path) -> Path:
+    """Extract the tree of a source distribution."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (tree,) = tmp_path.iterdir()
+        archive.extractall(folder / "sdist", filter="data")
+    (tree,) = (folder / "sdist").iterdir()
+    return tree
+
+
+@pytest.mark.long
+def test_a_wheel_of_the_source_distribution_is_the_same(wheel: Path, sdist: Path, tmp_path: Path) -> None:
+    tree = extracted(sdist, tmp_path)
     names = {path.name for path in tree.iterdir()}
     files = {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "pyproject.toml"}
     assert names >= {"vecenv", "tests", "docs", "bench"} | files
@@ -88,8 +137,8 @@ def test_only_three_packages_are_needed(metadata: Message) -> None:
     assert {re.split(r"[<>=!~ ;\[]", line)[0] for line in needed} == REQUIRED
 
 
-def test_the_metadata_is_true(metadata: Message) -> None:
-    """No address is given that nobody owns; the version is the same wherever it is written."""
+def test_metadata_is_correct(metadata: Message) -> None:
+    """No address has an unknown owner, and the version is the same everywhere."""
     assert metadata["Name"] == "vecenv"
     assert metadata["License-Expression"] == "MIT"
     assert metadata["Version"] == vecenv.__version__
@@ -107,8 +156,8 @@ def test_extras_are_made_of_extras_that_exist() -> None:
         assert set(wanted.split(",")) <= set(extras)
 
 
-def test_the_changelog_keeps_its_form() -> None:
-    """Keep a Changelog 1.1.0: what is unreleased first, then versions with their dates, the latest first."""
+def test_changelog_format() -> None:
+    """Keep a Changelog 1.1.0: unreleased changes first, then versions with their dates, the latest first."""
     text = (ROOT / "CHANGELOG.md").read_text()
     titles = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert titles[0] == "[Unreleased]"
@@ -121,7 +170,7 @@ def test_the_changelog_keeps_its_form() -> None:
 
 
 def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
-    """The distributions of these names and of everything they need, as installed here."""
+    """Return the distributions of these names and of all their requirements, as installed here."""
     waiting, seen = sorted(names), set()
     while waiting:
         name = re.sub(r"[-_.]+", "-", waiting.pop()).lower()
@@ -135,7 +184,7 @@ def closure(names: set[str]) -> Iterator[importlib.metadata.Distribution]:
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's files, and links to what it requires: what a fresh ``pip install`` would make."""
+    """Return a folder with the wheel's files and links to its requirements, as a fresh ``pip install`` would make it."""
     folder = tmp_path_factory.mktemp("bare")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
@@ -146,7 +195,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(bare: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Isolated (-I) and without this environment's packages (-S)."""
+    """Run a program isolated (-I) and without this environment's packages (-S)."""
     command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(bare)!r})\n{program}"]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
 
@@ -184,13 +233,11 @@ def test_the_engine_works_with_three_packages(bare: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "codes", "text"),
     [
-        (["doctor"], (0, 1), "cores"),
-        (["doctor", "--json"], (0, 1), "{"),
         (["--version"], (0,), f"vecenv {vecenv.__version__}"),
         (["bench"], (2,), "pip install 'vecenv[bench]'"),
     ],
 )
-def test_the_command_line_says_what_it_lacks(
+def test_command_line_names_missing_packages(
     arguments: list[str], codes: tuple[int, ...], text: str, bare: Path, tmp_path: Path
 ) -> None:
     done = run(bare, f"from vecenv.tools.cli import main\nsys.exit(main({arguments!r}))", tmp_path)
@@ -210,7 +257,7 @@ def test_the_command_line_says_what_it_lacks(
         ("vecenv.jax.adapt('ant')", "brax|jax"),
     ],
 )
-def test_what_is_missing_is_named_with_its_extra(expression: str, extra: str, bare: Path, tmp_path: Path) -> None:
+def test_missing_library_is_named_with_its_extra(expression: str, extra: str, bare: Path, tmp_path: Path) -> None:
     done = run(bare, f"import vecenv\n{expression}", tmp_path)
     last = done.stderr.strip().splitlines()[-1] if done.stderr else ""
     assert re.search(rf"^ImportError: .*pip install '?vecenv\[({extra})\]", last), done.stderr

@@ -1,4 +1,4 @@
-"""vecenv in the place of Gymnasium's engines: ``vecenv.install`` and ``vecenv run``."""
+"""``vecenv.install`` and ``vecenv run``: vecenv in the place of Gymnasium's engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from gymnasium.vector import SyncVectorEnv as EarlySync
 import vecenv
 from vecenv import patching
 
-ASYNC, SYNC = EarlyAsync, EarlySync  # these are replaced as well; what they were is in vecenv.front.arguments
+ASYNC, SYNC = EarlyAsync, EarlySync  # these are replaced as well; the originals are in vecenv.front.arguments
 GENERIC = len(getattr(EarlyAsync, "__parameters__", ())) == 2  # since Gymnasium 1.4
 CARTPOLE = functools.partial(gymnasium.make, "CartPole-v1")
 
@@ -40,7 +40,7 @@ def put_back() -> Iterator[None]:
 # --- install ------------------------------------------------------------------------------------
 
 
-def test_whoever_builds_one_gets_ours() -> None:
+def test_constructors_build_ours() -> None:
     vecenv.install(num_workers=2, copy=False)
     module = sys.modules[__name__]
     assert gymnasium.vector.AsyncVectorEnv is gymnasium.vector.async_vector_env.AsyncVectorEnv is module.EarlyAsync
@@ -61,13 +61,13 @@ def test_whoever_builds_one_gets_ours() -> None:
             envs.close()
 
 
-def test_what_the_program_gives_counts_by_position_too(closes: Any) -> None:
+def test_positional_arguments_override_options_of_install(closes: Any) -> None:
     vecenv.install(num_workers=0, shared_memory=False, copy=False, context="spawn")
     envs: Any = closes(gymnasium.vector.AsyncVectorEnv(counters(2), True, copy=True, num_workers=1))
     assert (envs.shared_memory, envs.copy, envs.context, envs.num_workers) == (True, True, "spawn", 1)
 
 
-def test_it_is_put_back_and_said_again() -> None:
+def test_uninstall_restores_and_install_can_be_repeated() -> None:
     vecenv.install(num_workers=1, copy=False)
     vecenv.install(on_failure="restart")
     assert patching.DEFAULTS == {"on_failure": "restart"}
@@ -97,20 +97,20 @@ def test_an_option_that_does_not_exist_is_refused_and_nothing_is_replaced() -> N
     assert gymnasium.vector.AsyncVectorEnv is before
 
 
-def test_subclasses_and_questions_about_classes() -> None:
+def test_subclasses_and_isinstance() -> None:
     plain = ASYNC(counters(2))
     vecenv.install(num_workers=0)
     theirs: Any = gymnasium.vector.AsyncVectorEnv
 
-    class Mine(theirs):  # type: ignore[misc]
+    class Subclass(theirs):  # type: ignore[misc]
         pass
 
-    ours, mine = vecenv.AsyncVectorEnv(counters(2), num_workers=0), Mine(counters(2))
+    ours, mine = vecenv.AsyncVectorEnv(counters(2), num_workers=0), Subclass(counters(2))
     try:
         for envs in (plain, ours, mine):
             assert isinstance(envs, theirs)
-        assert not isinstance(ours, Mine)
-        assert not isinstance(plain, Mine)
+        assert not isinstance(ours, Subclass)
+        assert not isinstance(plain, Subclass)
         assert issubclass(ASYNC, theirs)
         assert not issubclass(SYNC, theirs)
         assert mine.num_workers == 0
@@ -120,14 +120,14 @@ def test_subclasses_and_questions_about_classes() -> None:
 
 
 @pytest.mark.parametrize("name", ["AsyncVectorEnv", "SyncVectorEnv"])
-def test_its_bases_tell_gymnasiums_api(name: str) -> None:
-    """skrl's ``wrap_env`` looks for a base class whose name begins with ``gymnasium.``."""
+def test_bases_name_gymnasiums_api(name: str) -> None:
+    """skrl's ``wrap_env`` requires a base class with a name that begins with ``gymnasium.``."""
     assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
     vecenv.install(sync=True)
     assert gymnasium.vector.VectorEnv in getattr(gymnasium.vector, name).__bases__
 
 
-def test_what_else_a_program_may_do_with_the_class() -> None:
+def test_other_uses_of_the_class() -> None:
     stock = inspect.signature(ASYNC), inspect.signature(SYNC)
     names = [(kind.__module__, kind.__qualname__) for kind in (ASYNC, SYNC)]
     vecenv.install(sync=True, num_workers=0)
@@ -143,10 +143,10 @@ def test_what_else_a_program_may_do_with_the_class() -> None:
             assert isinstance(envs, kind)
             envs.close()
 
-            class Mine(alias):  # type: ignore[misc, valid-type]
+            class Subclass(alias):  # type: ignore[misc, valid-type]
                 pass
 
-            assert issubclass(Mine, vecenv.AsyncVectorEnv)
+            assert issubclass(Subclass, vecenv.AsyncVectorEnv)
             with pytest.raises(TypeError, match="Too many arguments"):
                 kind[int, int, int]
 
@@ -159,13 +159,13 @@ def test_what_else_a_program_may_do_with_the_class() -> None:
     envs.close()
 
 
-def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_with_private_overrides_derives_from_gymnasiums(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install(sync=True, num_workers=1)
     theirs: Any = gymnasium.vector.AsyncVectorEnv
 
     class Pipes(theirs):  # type: ignore[misc]
-        """As RL-X's AsyncVectorEnvWithSkipping."""
+        """A subclass like RL-X's AsyncVectorEnvWithSkipping."""
 
         def step_async(self, actions: Any) -> None:
             for pipe, action in zip(self.parent_pipes, actions, strict=True):
@@ -173,13 +173,13 @@ def test_a_class_that_reaches_into_gymnasiums_is_derived_from_gymnasiums(monkeyp
             self._state = gymnasium.vector.async_vector_env.AsyncState.WAITING_STEP
 
     class Infos(theirs):  # type: ignore[misc]
-        """As scripts that evaluate policies do, for infos whose shapes vary."""
+        """A subclass like those in evaluation scripts, for infos with varying shapes."""
 
         def _add_info(self, infos: dict[str, Any], info: dict[str, Any], row: int) -> dict[str, Any]:
             return super()._add_info(infos, info, row) | {"added": True}  # type: ignore[no-any-return]
 
     class Inner(gymnasium.vector.SyncVectorEnv):  # type: ignore[type-arg]
-        """As MO-Gymnasium's MOSyncVectorEnv."""
+        """A subclass like MO-Gymnasium's MOSyncVectorEnv."""
 
         @property
         def first(self) -> Any:
@@ -209,7 +209,7 @@ def worker(*args: Any) -> None:
     gymnasium.vector.async_vector_env._async_worker(*args)
 
 
-def test_a_worker_function_of_ones_own_gets_gymnasiums_engine(closes: Any) -> None:
+def test_custom_worker_function_uses_gymnasiums_engine(closes: Any) -> None:
     vecenv.install(num_workers=2, on_failure="restart")
     envs: Any = closes(gymnasium.vector.AsyncVectorEnv(counters(2), worker=worker))
     assert len(envs.processes) == 2
@@ -217,25 +217,25 @@ def test_a_worker_function_of_ones_own_gets_gymnasiums_engine(closes: Any) -> No
     assert envs.step([0, 0])[1].tolist() == [0.001, 1.001]
 
 
-def test_sync_too() -> None:
-    same = SYNC([CARTPOLE] * 3, autoreset_mode="SameStep")
+def test_sync_vector_env_is_replaced_too() -> None:
+    reference = SYNC([CARTPOLE] * 3, autoreset_mode="SameStep")
     vecenv.install(sync=True, num_workers=2)
     same_step = {"autoreset_mode": gymnasium.vector.AutoresetMode.SAME_STEP}
     envs: Any = gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync", vector_kwargs=same_step)
     try:
         assert type(envs).__name__ == "SyncVectorEnv"
         assert isinstance(envs, gymnasium.vector.SyncVectorEnv)
-        assert isinstance(same, gymnasium.vector.SyncVectorEnv)
-        assert np.array_equal(envs.reset(seed=3)[0], same.reset(seed=3)[0])
+        assert isinstance(reference, gymnasium.vector.SyncVectorEnv)
+        assert np.array_equal(envs.reset(seed=3)[0], reference.reset(seed=3)[0])
         for _ in range(60):
-            assert np.array_equal(envs.step([0, 1, 0])[0], same.step([0, 1, 0])[0])
+            assert np.array_equal(envs.step([0, 1, 0])[0], reference.step([0, 1, 0])[0])
         with pytest.raises(AttributeError, match=r"`envs` of a SyncVectorEnv that vecenv has replaced.*no --sync"):
             _ = envs.envs
         with pytest.raises(TypeError, match="num_workers"):
             gymnasium.vector.SyncVectorEnv([CARTPOLE], num_workers=2)  # type: ignore[call-arg]
     finally:
         envs.close()
-        same.close()
+        reference.close()
     vecenv.install(sync=True, num_workers=0)
     here: Any = gymnasium.vector.SyncVectorEnv(CARTPOLE for _ in range(2))  # type: ignore[arg-type]
     assert [env.spec.id for env in here.envs] == ["CartPole-v1"] * 2
@@ -282,14 +282,21 @@ def program(tmp_path: Path) -> Path:
     return file
 
 
-def python(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], cwd=cwd, capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+        [sys.executable, *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
 
 
-SAID = re.compile(
-    r"vecenv run: gymnasium\.vector\.AsyncVectorEnv is vecenv's \((?P<given>[^\n]*)\)\n(?P<own>.*)"
+REPORT = re.compile(
+    r"vecenv run: gymnasium\.vector\.AsyncVectorEnv is vecenv's \((?P<given>[^\n]*)\)\n"
+    r"(?P<tries>vecenv run: auto first tries environments in temporary processes, <= 64 steps\n)?(?P<own>.*)"
     r"vecenv run: 1 vector environment of 3 environments: 360 steps in [\d.]+ s, [\d,]+ per second; nothing failed\n",
     re.DOTALL,
 )
@@ -304,22 +311,23 @@ SAID = re.compile(
         pytest.param([], ["--seed=1"], marks=pytest.mark.long),
         pytest.param(["--num-workers", "each"], ["spawn"], marks=pytest.mark.long),
     ],
-    ids=lambda words: " ".join(words) or "auto",
+    ids=lambda arguments: " ".join(arguments) or "auto",
 )
-def test_a_program_does_what_it_does(options: list[str], arguments: list[str], program: Path) -> None:
+def test_program_runs_unchanged(options: list[str], arguments: list[str], program: Path) -> None:
     plain = python(program.name, *arguments, cwd=program.parent)
     done = python("-m", "vecenv", "run", *options, program.name, *arguments, cwd=program.parent)
     assert done.returncode == plain.returncode == {"raise": 1, "exit": 7}.get(arguments[0], 0), done.stderr
     assert done.stdout == plain.stdout
-    said = SAID.fullmatch(done.stderr)
-    assert said, done.stderr
+    match = REPORT.fullmatch(done.stderr)
+    assert match, done.stderr
     if arguments == ["raise"]:
-        assert said["own"].startswith(f'Traceback (most recent call last):\n  File "{program}", line 23, in <module>\n')
-        assert said["own"].endswith("\nRuntimeError: mine\n")
-        assert said["own"].count('File "') == 1  # none of vecenv's
+        assert match["own"].startswith(f'Traceback (most recent call last):\n  File "{program}", line 23, in <module>\n')
+        assert match["own"].endswith("\nRuntimeError: mine\n")
+        assert match["own"].count('File "') == 1  # none of vecenv's
     else:
-        assert said["own"] == ""
-    assert ("generators='own'" in said["given"]) == ("own" in options)
+        assert match["own"] == ""
+    assert ("generators='own'" in match["given"]) == ("own" in options)
+    assert (match["tries"] is not None) == ("--num-workers" not in options)
 
 
 @pytest.mark.long
@@ -334,7 +342,7 @@ def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("arguments", "wanted"),
     [
         (["nowhere.py"], "vecenv: no such program: nowhere.py"),
         (["."], "vecenv: no such program: . is a folder"),
@@ -345,8 +353,8 @@ def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_run_is_said_in_one_line(words: list[str], wanted: str, tmp_path: Path) -> None:
-    done = python("-m", "vecenv", "run", *words, cwd=tmp_path)
+def test_usage_errors_are_one_line(arguments: list[str], wanted: str, tmp_path: Path) -> None:
+    done = python("-m", "vecenv", "run", *arguments, cwd=tmp_path)
     assert done.returncode == 2
     assert wanted in done.stderr
     assert "Traceback" not in done.stderr
@@ -354,7 +362,7 @@ def test_what_cannot_be_run_is_said_in_one_line(words: list[str], wanted: str, t
 
 
 @pytest.mark.long
-def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
+def test_program_without_vector_environments_is_reported(tmp_path: Path) -> None:
     (tmp_path / "none.py").write_text("import gymnasium\nprint(gymnasium.vector.SyncVectorEnv.__module__)")
     done = python("-m", "vecenv", "run", "none.py", cwd=tmp_path)
     assert done.returncode == 0
@@ -368,7 +376,7 @@ def test_a_program_that_makes_none_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_program_with_a_class_that_stays_gymnasiums_is_told(tmp_path: Path) -> None:
+def test_class_that_stays_gymnasiums_is_reported(tmp_path: Path) -> None:
     (tmp_path / "derives.py").write_text(textwrap.dedent("""
         import gymnasium
 
@@ -387,7 +395,7 @@ def test_a_program_with_a_class_that_stays_gymnasiums_is_told(tmp_path: Path) ->
 
 
 @pytest.mark.long
-def test_a_program_that_cannot_be_compiled_gets_pythons_words(tmp_path: Path) -> None:
+def test_syntax_error_is_pythons_own(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("x = (\n")
     plain = python("bad.py", cwd=tmp_path)
     done = python("-m", "vecenv", "run", "--quiet", "bad.py", cwd=tmp_path)
@@ -423,7 +431,7 @@ def test_failures_are_counted(tmp_path: Path) -> None:
 
 
 def test_environments_that_are_dropped_without_a_close_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """AgileRL's demonstrations leave theirs in a module that is cleared; other programs in a function that returns."""
+    """AgileRL's demos leave theirs in a module that is cleared; other programs in a function that returns."""
     monkeypatch.setattr(patching, "REPORT", patching.PatchReport())
     vecenv.install(num_workers=1)
     built: list[Any] = []

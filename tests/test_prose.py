@@ -1,4 +1,4 @@
-"""The rules of ``.ci/prose.py`` find what they are for, and leave code alone."""
+"""The rules of ``.ci/prose.py`` report what they should, and ignore code."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def script() -> Any:
         ("Do this:\n\n```sh\nnobody a core each\n```\n\nThat lists `so many` files.\n", None),
     ],
 )
-def test_a_rule_finds_what_it_is_for(text: str, rule: str | None, script: Any) -> None:
+def test_rule_finds_its_case(text: str, rule: str | None, script: Any) -> None:
     prose = script.prose(text)
     hit = [name for name, (pattern, _) in script.STYLE.items() if re.search(pattern, prose, re.IGNORECASE)]
     assert hit == ([] if rule is None else [rule])

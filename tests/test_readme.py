@@ -1,4 +1,4 @@
-"""README.md and docs/: every Python block runs as it stands, shell blocks name what exists, and no link leads nowhere."""
+"""README.md and docs/: every Python block runs as written, shell blocks name existing things, and all links work."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from vecenv.tools import cli
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
-SHELL, SHOWN = ("sh", "bash", "console"), ("text", "")  # what is tried in part, and what is not tried at all
+SHELL, SHOWN = ("sh", "bash", "console"), ("text", "bibtex", "")  # tested in part, and not tested
 COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|vecenv\.torch\b|backend=\"(brax|playground)\"")  # takes 20 s and more
 RUNNING, COMPILING = 250.0, 800.0  # seconds, on a busy machine; the second where nothing has been compiled yet
 MISSING = re.compile(
     r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*vecenv\[([\w-]+)\].*)\s*\Z", re.MULTILINE
 )
-# the module by which an extra is known to be there, where the two have different names
+# the module that shows that an extra is installed, where the two have different names
 MODULES = {
     "jax": "jaxlib", "playground": "mujoco_playground", "multi-agent": "pettingzoo", "sb3": "stable_baselines3",
     "clients": "torchrl",
 }  # fmt: skip
-# what JAX compiles is kept from one run to the next, as in tests/jax/conftest.py
+# compiled JAX programs are kept from one run to the next, as in tests/jax/conftest.py
 CACHE = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
@@ -40,7 +40,7 @@ CACHE = {
 
 
 def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
-    """The fenced blocks in these languages, as parameters named by file and line."""
+    """Return the fenced blocks in these languages as parameters named by file and line."""
     found = []
     for page in pages:
         text = page.read_text()
@@ -56,14 +56,14 @@ def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
     return found
 
 
-def there(module: str) -> bool:
-    """Whether a module can be imported. RLlib is a part of Ray that cannot, without what ``ray[rllib]`` brings."""
+def is_installed(module: str) -> bool:
+    """True if a module can be imported. RLlib is a part of Ray that needs the packages of ``ray[rllib]``."""
     package = "pyarrow" if module.startswith("ray.rllib") else module.partition(".")[0]
     return importlib.util.find_spec(package) is not None
 
 
 def imported(block: str) -> list[str]:
-    """The modules that a block imports, outside of functions too."""
+    """Return the modules that a block imports, inside functions too."""
     nodes = list(ast.walk(ast.parse(block)))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     return names + [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
@@ -71,9 +71,9 @@ def imported(block: str) -> list[str]:
 
 @pytest.mark.parametrize("block", blocks(("python",), PAGES))
 def test_block_runs(block: str, tmp_path: Path) -> None:
-    """In a process of its own, so that JAX and torch stay out of this one. Without its library it is skipped."""
+    """Each block runs in its own process, to keep JAX and torch out of this one; without its library it is skipped."""
     for module in imported(block):
-        if not there(module):
+        if not is_installed(module):
             pytest.skip(f"needs {module}")
     script = tmp_path / "block.py"
     script.write_text(block)
@@ -85,7 +85,7 @@ def test_block_runs(block: str, tmp_path: Path) -> None:
     )
     if done.returncode and (missing := MISSING.search(done.stderr)):
         module = missing.group(1) or MODULES.get(missing.group(2), missing.group(2))
-        if not there(module):
+        if not is_installed(module):
             pytest.skip(f"needs {module}")
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -96,29 +96,29 @@ def extras() -> set[str]:
 
 @pytest.mark.parametrize("block", blocks(SHELL, [*PAGES, ROOT / "bench" / "README.md"]))
 def test_shell_block_names_what_exists(block: str) -> None:
-    """Options of the command line, extras, files: all there."""
+    """Options of the command line, extras and files all exist."""
     for line in block.splitlines():
-        words = shlex.split(line, comments=True)
-        while words:
-            end = words.index("&&") if "&&" in words else len(words)
-            command, words = words[:end], words[end + 1 :]
+        arguments = shlex.split(line, comments=True)
+        while arguments:
+            end = arguments.index("&&") if "&&" in arguments else len(arguments)
+            command, arguments = arguments[:end], arguments[end + 1 :]
             try_command(command)
 
 
-def try_command(words: list[str]) -> None:
-    while "=" in words[0]:  # NAME=value before the command
-        words = words[1:]
-    if words[0] == "$":
-        words = words[1:]
-    match words:
+def try_command(arguments: list[str]) -> None:
+    while "=" in arguments[0]:  # NAME=value before the command
+        arguments = arguments[1:]
+    if arguments[0] == "$":
+        arguments = arguments[1:]
+    match arguments:
         case ["pip", "install", *_]:
-            for wanted in re.findall(r"(?:vecenv|\.)\[([\w,-]+)\]", " ".join(words)):
+            for wanted in re.findall(r"(?:vecenv|\.)\[([\w,-]+)\]", " ".join(arguments)):
                 assert set(wanted.split(",")) <= extras(), f"no extra {wanted!r} in pyproject.toml"
         case ["vecenv", *rest] | ["python", "-m", "vecenv", *rest]:
             try:
                 cli._build_parser().parse_args(rest)
             except SystemExit as ended:
-                assert ended.code == 0, f"not a command of vecenv: {shlex.join(words)}"  # 0: --help
+                assert ended.code == 0, f"not a command of vecenv: {shlex.join(arguments)}"  # 0: --help
         case ["python", "-m", "bench", *_] | ["nox", *_] | ["mkdocs", *_] | ["git", "clone", *_] | ["cd", *_]:
             pass
         case ["python" | "pytest", *rest]:
@@ -126,11 +126,11 @@ def try_command(words: list[str]) -> None:
                 if "/" in path or path.endswith(".py"):
                     assert (ROOT / path).exists(), f"no {path}"
         case _:
-            pytest.fail(f"a command this test knows nothing of: {shlex.join(words)}")
+            pytest.fail(f"a command this test knows nothing of: {shlex.join(arguments)}")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_page_has_only_blocks_that_are_tried_and_links_that_lead_somewhere(page: Path) -> None:
+def test_page_has_only_tested_blocks_and_working_links(page: Path) -> None:
     text = page.read_text()
     assert {language for language, _ in BLOCK.findall(text)} <= {"python", *SHELL, *SHOWN}
     assert text.count("```") == 2 * len(BLOCK.findall(text)), "a block that is indented, or not closed"
@@ -139,7 +139,18 @@ def test_page_has_only_blocks_that_are_tried_and_links_that_lead_somewhere(page:
             assert (page.parent / target.partition("#")[0]).exists(), f"nothing at {target}"
 
 
-def test_readme_gives_the_two_commands() -> None:
+def test_readme_shows_the_log_of_a_crash_as_it_is() -> None:
+    command = [sys.executable, str(ROOT / "examples" / "survive_a_crash.py")]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=True)
+    (shown,) = [text for language, text in BLOCK.findall((ROOT / "README.md").read_text()) if language == "text"]
+
+    def lines(text: str) -> list[str]:
+        return sorted(re.sub(r"pid \d+", "pid", text).strip().splitlines())
+
+    assert lines(done.stdout) == lines(shown)
+
+
+def test_readme_has_the_two_commands() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert 'pip install -e ".[bench]" && vecenv bench CartPole-v1 --num-envs 64' in lines
     assert 'pip install -e ".[test]" && pytest' in lines
@@ -149,20 +160,20 @@ def test_readme_gives_the_two_commands() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Of mkdocs.yml, once; and the navigation names no other."""
+    """Each page is in mkdocs.yml once, and mkdocs.yml names no other."""
     named = re.findall(r"^\s+- (?:[^:\n]+: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(named) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES[1:])
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=lambda page: page.name)
 def test_reference_names_what_exists(page: Path) -> None:
-    """Looked up in the source, so that no optional library is needed."""
+    """Names are looked up in the source, so that no optional library is needed."""
     for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE):
         assert defined(name), f"no {name}"
 
 
 def defined(name: str) -> bool:
-    """Whether a dotted name is a module, or is bound at the top of one, imports for type checkers included."""
+    """True if a dotted name is a module, or is bound at the top of one, imports for type checkers included."""
     parts = name.split(".")
     path = ROOT.joinpath(*parts)
     if path.with_suffix(".py").exists() or (path / "__init__.py").exists():

@@ -1,4 +1,4 @@
-"""``sampling.py``: what of a product runs by default, and that the rest is there."""
+"""``sampling.py``: which cases of a product run by default, and that no case is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def runs(cells: list[Any]) -> list[tuple[Any, ...]]:
     return [cell.values for cell in cells if not cell.marks]
 
 
-def test_nothing_of_the_product_is_missing() -> None:
+def test_the_product_is_complete() -> None:
     for cells in (each_once(*AXES), each_pair(*AXES)):
         assert [cell.values for cell in cells] == list(itertools.product(*AXES))
         assert all([mark.name for mark in cell.marks] in ([], ["slow"]) for cell in cells)
@@ -25,7 +25,7 @@ def test_the_keys_of_a_mapping_are_its_names() -> None:
     assert [(cell.id, cell.values) for cell in cells] == [("one-True", ({"a": 1}, True)), ("two-True", ({}, True))]
 
 
-def test_each_value_comes_up() -> None:
+def test_each_value_occurs() -> None:
     cells = runs(each_once(*AXES))
     assert len(cells) == 4
     assert [set(column) for column in zip(*cells, strict=True)] == [set(axis) for axis in AXES]

@@ -1,4 +1,4 @@
-"""``vecenv.wrappers``: episode statistics through ``step``, and through rows that come one by one."""
+"""``vecenv.wrappers``: episode statistics through ``step``, and through rows that are received one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium.wrappers.vector
 import numpy as np
 import pytest
-from envs import counters, opened
+from envs import counters, open_engine
 from gymnasium.vector import AutoresetMode
 
 import vecenv
@@ -30,12 +30,12 @@ def without_time(infos: dict[str, Any]) -> Any:
 @MODES
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
 def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dict[str, Any]) -> None:
-    # (over SyncVectorEnv, which takes the mask out of the dict, it forgets all episodes when one is reset)
+    # (over SyncVectorEnv, which removes the mask from the dict, it forgets all episodes when one is reset)
     if mode is AutoresetMode.SAME_STEP and tuple(map(int, gymnasium.__version__.split(".")[:2])) < (1, 4):
         pytest.skip("Gymnasium's counts a step too few there")
     with (
-        opened(cartpoles(3), autoreset_mode=mode, num_workers=0) as others,
-        opened(cartpoles(3), autoreset_mode=mode, **engine) as envs,
+        open_engine(cartpoles(3), autoreset_mode=mode, num_workers=0) as others,
+        open_engine(cartpoles(3), autoreset_mode=mode, **engine) as envs,
     ):
         theirs = gymnasium.wrappers.vector.RecordEpisodeStatistics(others)
         ours = RecordEpisodeStatistics(envs)
@@ -45,9 +45,9 @@ def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dic
             each.reset(seed=5)
         for step in range(120):
             actions = np.array([step % 2, step % 3 == 0, 1], np.int64)
-            answers = [each.step(actions) for each in both]
-            assert without_time(answers[0][4]) == without_time(answers[1][4])
-            if mode is AutoresetMode.DISABLED and (over := answers[0][2] | answers[0][3]).any():
+            results = [each.step(actions) for each in both]
+            assert without_time(results[0][4]) == without_time(results[1][4])
+            if mode is AutoresetMode.DISABLED and (over := results[0][2] | results[0][3]).any():
                 for each in both:
                     each.reset(options={"reset_mask": over.copy()})
         assert ours.episode_count == theirs.episode_count > 5
@@ -57,7 +57,7 @@ def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dic
 
 
 def by_hand(rewards: list[float], over: list[bool], mode: AutoresetMode) -> list[tuple[float, int]]:
-    """(return, length) of each episode of one environment's rows, the first of which is that of a reset."""
+    """Return (return, length) of each episode of one environment's rows, the first of which is that of a reset."""
     episodes, total, length, first = [], 0.0, 0, True
     for reward, ended in zip(rewards, over, strict=True):
         if first:
@@ -81,29 +81,29 @@ def engines(mode: AutoresetMode) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_rows_that_come_one_by_one_are_counted(mode: AutoresetMode) -> None:
+def test_rows_received_one_by_one_are_counted(mode: AutoresetMode) -> None:
     for envs in engines(mode):
         recorded: Any = RecordEpisodeStatistics(envs)
         recorded.reset_async()
         seen: dict[int, list[tuple[float, bool]]] = {row: [] for row in range(6)}
-        told: dict[int, list[tuple[float, int]]] = {row: [] for row in range(6)}
+        reported: dict[int, list[tuple[float, int]]] = {row: [] for row in range(6)}
         for _ in range(200):
             _, rewards, terminations, truncations, infos = recorded.recv(timeout=60)
             rows = infos["env_id"]
             for place, row in enumerate(rows.tolist()):
                 seen[row].append((float(rewards[place]), bool(terminations[place] or truncations[place])))
                 if infos.get("_episode", np.zeros(len(rows)))[place]:
-                    told[row].append((float(infos["episode"]["r"][place]), int(infos["episode"]["l"][place])))
+                    reported[row].append((float(infos["episode"]["r"][place]), int(infos["episode"]["l"][place])))
             recorded.send(np.ones(len(rows), np.int64), env_id=rows)
         expected = {row: by_hand(*map(list, zip(*said, strict=True)), mode) for row, said in seen.items()}
-        assert told == expected
+        assert reported == expected
         assert recorded.episode_count == sum(map(len, expected.values())) > 20
         recorded.close()
 
 
-def test_single_environments_that_are_reset_begin_anew() -> None:
-    """In the middle of an episode, and, without autoreset, at its end."""
-    with opened(counters(3, lengths=(4,)), autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
+def test_reset_of_single_environments_restarts_their_episode() -> None:
+    """Environments are reset in the middle of an episode, and, without autoreset, at its end."""
+    with open_engine(counters(3, lengths=(4,)), autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
         recorded: Any = RecordEpisodeStatistics(envs)
         recorded.reset(seed=1)
         recorded.step([0, 0, 0])
@@ -122,18 +122,19 @@ def test_single_environments_that_are_reset_begin_anew() -> None:
 
 @MODES
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
-def test_what_was_counted_goes_on_where_it_was_saved(mode: AutoresetMode, engine: dict[str, Any]) -> None:
+def test_saved_statistics_continue(mode: AutoresetMode, engine: dict[str, Any]) -> None:
     def play(recorded: Any, steps: range) -> list[Any]:
-        told = []
+        reported = []
         for step in steps:
             *_, terminations, truncations, infos = recorded.step(np.array([step % 2, step % 3 == 0, 1], np.int64))
-            told.append(without_time(infos))
+            reported.append(without_time(infos))
             if mode is AutoresetMode.DISABLED and (over := terminations | truncations).any():
                 recorded.reset(options={"reset_mask": over})
-        return told
+        return reported
 
     opening = {"autoreset_mode": mode, **engine}
-    with opened(cartpoles(3), **opening) as envs, opened(cartpoles(3), autoreset_mode=mode, num_workers=0) as others:
+    others_options: Any = {"autoreset_mode": mode, "num_workers": 0}
+    with open_engine(cartpoles(3), **opening) as envs, open_engine(cartpoles(3), **others_options) as others:
         recorded: Any = RecordEpisodeStatistics(envs)
         recorded.reset(seed=5)
         play(recorded, range(25))
@@ -153,9 +154,9 @@ def test_what_was_counted_goes_on_where_it_was_saved(mode: AutoresetMode, engine
 
 
 def test_the_two_halves_count_too() -> None:
-    with opened(counters(2, lengths=(2,)), num_workers=2) as envs:
+    with open_engine(counters(2, lengths=(2,)), num_workers=2) as envs:
         recorded: Any = RecordEpisodeStatistics(envs, stats_key="mine", buffer_length=1)
-        began = time.perf_counter()
+        started = time.perf_counter()
         recorded.reset_async(seed=1)
         recorded.reset_wait()
         for _ in range(2):
@@ -164,11 +165,11 @@ def test_the_two_halves_count_too() -> None:
         assert infos["mine"]["l"].tolist() == [2, 2]
         assert len(recorded.length_queue) == 1
         assert (infos["mine"]["t"] > 0).all()
-        assert (infos["mine"]["t"] <= time.perf_counter() - began).all()
+        assert (infos["mine"]["t"] <= time.perf_counter() - started).all()
 
 
 def test_everything_else_is_the_vector_environments_own() -> None:
-    with opened(counters(2), num_workers=2, batch_size=1) as envs:
+    with open_engine(counters(2), num_workers=2, batch_size=1) as envs:
         recorded: Any = RecordEpisodeStatistics(envs)
         assert recorded.capabilities is not None
         assert (recorded.batch_size, recorded.num_workers) == (1, 2)
@@ -184,7 +185,7 @@ def test_a_key_that_is_taken_is_refused() -> None:
         def step(self, action: Any) -> Any:
             return (*super().step(action)[:4], {"episode": 1})
 
-    with opened([lambda: Says(gymnasium.make("CartPole-v1", max_episode_steps=1))], num_workers=0) as envs:
+    with open_engine([lambda: Says(gymnasium.make("CartPole-v1", max_episode_steps=1))], num_workers=0) as envs:
         recorded = RecordEpisodeStatistics(envs)
         recorded.reset(seed=1)
         with pytest.raises(ValueError, match="infos have a key 'episode' already: set another stats_key"):

@@ -1,6 +1,6 @@
-"""What a type checker is to make of programs: checked by mypy (``.ci/run``), never run.
+"""Programs for a type checker: checked by mypy (``.ci/run``), never run.
 
-``assert_type`` says what an expression must be known to be; a call that has to be refused carries the error that it gets.
+``assert_type`` states the inferred type of an expression; a call that must be refused carries its expected error.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from gymnasium.vector import VectorEnv
 from numpy.typing import NDArray
 
 import vecenv
+from vecenv import WorkerOptions
 from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
 
 
@@ -20,7 +21,7 @@ def make() -> gymnasium.Env[Any, Any]:
     return gymnasium.make("CartPole-v1")
 
 
-def doors_know_what_they_build(backend: str) -> None:
+def factories_have_precise_types(backend: str) -> None:
     assert_type(vecenv.make_vec("CartPole-v1", 8), vecenv.AsyncVectorEnv[Any, Any])
     assert_type(vecenv.make_vec(make, num_envs=8, backend="serial"), vecenv.AsyncVectorEnv[Any, Any])
     assert_type(vecenv.make_vec("CartPole-v1", 8, "envpool"), EnvPoolVectorEnv)
@@ -31,7 +32,7 @@ def doors_know_what_they_build(backend: str) -> None:
     assert_type(vecenv.make_vec("CartPole-v1", 8, backend), VectorEnv[Any, Any, Any])
 
 
-def first_ready_batches_are_known(actions: Any) -> None:
+def first_ready_batches_have_types(actions: Any) -> None:
     envs = vecenv.make_vec("CartPole-v1", 8, vector_kwargs={"batch_size": 4})
     envs.reset_async(seed=1)
     _, rewards, _, _, infos = envs.recv(timeout=10.0, count=4)
@@ -39,7 +40,7 @@ def first_ready_batches_are_known(actions: Any) -> None:
     print(rewards.mean(), envs.stats()["steps"], envs.capabilities.restarts, envs.plan)
 
 
-def results_of_an_evaluation_are_known(policy: Any) -> None:
+def results_of_evaluate_have_types(policy: Any) -> None:
     results = vecenv.evaluate(vecenv.make_vec("CartPole-v1", 8), policy, episodes=3, seed=0, frames=[0])
     assert_type(results[0].episode_return, float)
     assert_type(results[0].error, Exception | None)
@@ -47,17 +48,19 @@ def results_of_an_evaluation_are_known(policy: Any) -> None:
     vecenv.write_video(results[0].frames, "episode.gif")
 
 
-def words_are_checked() -> None:
-    vecenv.AsyncVectorEnv([make] * 2, num_workers="auto", on_failure="restart", context="spawn", isolate=True)
+def literals_are_checked() -> None:
+    vecenv.AsyncVectorEnv([make] * 2, num_workers="auto", on_failure="restart", context="spawn", use_caller=False)
     vecenv.AsyncVectorEnv([make] * 2, num_workers="all")  # type: ignore[arg-type]
     vecenv.AsyncVectorEnv([make] * 2, on_failure="retry")  # type: ignore[arg-type]
     vecenv.AsyncVectorEnv([make] * 2, context="thread")  # type: ignore[arg-type]
-    vecenv.MultiAgentVecEnv([make] * 2, num_workers=2, on_failure="restart", worker_env={"MUJOCO_GL": "egl"})
+    variables = WorkerOptions(env={"MUJOCO_GL": "egl"})
+    vecenv.MultiAgentVecEnv([make] * 2, num_workers=2, on_failure=vecenv.Restart(limit=5), worker_options=variables)
     vecenv.MultiAgentVecEnv([make] * 2, on_failure="retry")  # type: ignore[arg-type]
     vecenv.MultiAgentVecEnv([make] * 2, num_wrokers=2)  # type: ignore[call-arg]
 
 
 def resets_take_options_for_all_or_for_each() -> None:
-    envs = vecenv.AsyncVectorEnv([make] * 2, worker_env={"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4})
+    variables = WorkerOptions(env={"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4})
+    envs = vecenv.AsyncVectorEnv([make] * 2, worker_options=variables)
     envs.reset(seed=1, options={"low": 0.0})
     envs.reset(seed=[1, None], options=[{"low": 0.0}, None])

@@ -1,31 +1,54 @@
-"""Defines every exception class of vecenv.
+"""The exception classes of vecenv.
 
-The class says what is at fault. Where the standard library or Gymnasium has a class that callers catch for the same reason,
-ours is a subclass of it: a timeout is a ``multiprocessing.TimeoutError`` as in Gymnasium *and* the builtin one, a dead
-worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``) are Gymnasium's own classes, from
-``gymnasium.error``. An exception of an environment is raised again as itself, with the worker's traceback as its cause and a
+Each class names the faulty part. Where callers catch a class of the standard library or of Gymnasium for the same reason, it
+is a base class here: a timeout is a ``multiprocessing.TimeoutError`` as in Gymnasium *and* the builtin one, a dead worker is
+a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``) are Gymnasium's own classes, from
+``gymnasium.error``. An environment's exception is raised again unchanged, with the worker's traceback as its cause and a
 note that names the environment; :class:`EnvError` replaces one that cannot be sent between processes.
 """
 
 from __future__ import annotations
 
+import difflib
 import multiprocessing
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
+
+from gymnasium.error import ResetNeeded
 
 __all__ = [
-    "ArenaError", "BusyError", "ClusterError", "EnvError", "EnvFailed", "ErrorRecord", "ForkedError", "HostDied",
-    "LoopError", "NotRestorable", "ObservationError", "RemoteTraceback", "RestartsExhausted", "SnapshotMismatch",
-    "StaleStateError", "StartupTimeout", "StepTimeout", "VecEnvError", "WorkerDied",
+    "ArenaError", "BusyError", "ClusterError", "EnvError", "EnvFailed", "EpisodeOver", "ErrorRecord", "ForkedError",
+    "HostDied", "InfoError", "LoopError", "NotRestorable", "ObservationError", "RemoteTraceback", "RestartsExhausted",
+    "SnapshotMismatch", "StaleStateError", "StartupTimeout", "StepTimeout", "VecEnvError", "WorkerDied",
 ]  # fmt: skip
 
 
 def how_to_install(extra: str, *besides: str) -> str:
-    """The command that installs an extra, and packages besides, for messages."""
+    """Return the command that installs an extra, and the packages ``besides``, for messages."""
     more = "".join(f" {package}" for package in besides)
     return f"pip install -e '.[{extra}]'{more} in a checkout (where there is a release: pip install 'vecenv[{extra}]'{more})"
+
+
+def close_names(name: object, known: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: names that are close to it, or the first ones."""
+    if close := difflib.get_close_matches(str(name), known, n=3):
+        return f"; did you mean {' or '.join(map(repr, close))}?"
+    return f"; there are {len(known)}: {', '.join(map(repr, known[:5]))}{', ...' if len(known) > 5 else ''}"
+
+
+def envs_text(rows: Sequence[int], running: int | None = None) -> str:
+    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs 4-7``: contiguous rows, and the one that runs if it is known."""
+    if len(rows) == 1:
+        return f"env {rows[0]}"
+    return f"envs {span_text(rows)}" if running is None else f"env {running}, of envs {span_text(rows)}"
+
+
+def span_text(rows: Sequence[int]) -> str:
+    """Return ``4-7`` for contiguous rows."""
+    return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
 
 
 class VecEnvError(Exception):
@@ -35,8 +58,15 @@ class VecEnvError(Exception):
 class EnvError(VecEnvError, RuntimeError):
     """An environment raised something that cannot be pickled both ways, or that is not an ``Exception`` (``sys.exit``).
 
-    The message carries the original type, its text and where it happened; ``__cause__`` is the :class:`RemoteTraceback`.
+    The message contains the original type, text and location; ``__cause__`` is the :class:`RemoteTraceback`.
+
+    Attributes:
+        original: The type and the text of the exception that it replaces, as ``"Type: text"``; empty if it replaces none.
     """
+
+    def __init__(self, *args: object, original: str = "") -> None:
+        super().__init__(*args)
+        self.original = original
 
 
 class EnvFailed(VecEnvError, RuntimeError):
@@ -47,6 +77,25 @@ class ObservationError(VecEnvError, ValueError):
     """An environment returned an observation, reward or flag that does not fit its space; names env, field, got, wanted."""
 
 
+class InfoError(VecEnvError, AttributeError):
+    """The infos of a step, a reset or a ``recv`` cannot be merged into one dict of arrays, because one is not a dict.
+
+    The environments are intact and the call is over: continue with the next one. :func:`vecenv.infos_by_row` merges nothing.
+
+    Attributes:
+        result: The results of the call, with a list of one info per row in place of the dict.
+    """
+
+    result: tuple[Any, ...] = ()
+
+
+class EpisodeOver(VecEnvError, ResetNeeded, AssertionError):
+    """An environment was stepped after the end of its episode, with ``autoreset_mode="Disabled"`` and ``num_workers=0``.
+
+    It is an ``AssertionError`` because ``gymnasium.vector.SyncVectorEnv`` raises that.
+    """
+
+
 class WorkerDied(VecEnvError, RuntimeError):
     """A worker process ended while it was needed.
 
@@ -54,8 +103,9 @@ class WorkerDied(VecEnvError, RuntimeError):
         worker: Index of the (first) dead worker.
         envs: Indices of the environments that lived in the dead workers.
         pid: Process id of the (first) dead worker.
-        exitcode: As ``multiprocessing.Process.exitcode``: negative for a signal. ``None`` where it is unknown.
-        command: What the worker was doing: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` or ``"idle"``.
+        exitcode: The value of ``multiprocessing.Process.exitcode``: negative for a signal. ``None`` if it is unknown.
+        command: The worker's task: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` or ``"idle"``.
+        timeout: Seconds after which it was killed because it hung; ``None``: it was not.
     """
 
     def __init__(
@@ -67,6 +117,7 @@ class WorkerDied(VecEnvError, RuntimeError):
         pid: int | None = None,
         exitcode: int | None = None,
         command: str = "",
+        timeout: float | None = None,
     ) -> None:
         super().__init__(message)
         self.worker = worker
@@ -74,6 +125,7 @@ class WorkerDied(VecEnvError, RuntimeError):
         self.pid = pid
         self.exitcode = exitcode
         self.command = command
+        self.timeout = timeout
 
 
 class HostDied(WorkerDied):
@@ -81,28 +133,36 @@ class HostDied(WorkerDied):
 
 
 class RestartsExhausted(WorkerDied):
-    """``on_failure="restart"`` gave up: the budget of restarts is used up.
+    """The budget of restarts under ``on_failure="restart"`` is used up.
 
-    The message says which budget, what the last causes were and which option increases it. It is a :class:`WorkerDied`,
-    although the cause may be an exception of an environment whose worker is alive: for a program it means the same, that a
-    ``reset()`` has to rebuild what was lost. ``envs`` are the environments that wait for that.
+    The message names the budget, the last causes and the option that increases it. This is a :class:`WorkerDied`, although
+    the cause may be an exception of an environment with a live worker, because a ``reset()`` has to rebuild the lost
+    environments in both cases. ``envs`` are these environments.
     """
 
 
 class ClusterError(VecEnvError, RuntimeError):
-    """A cluster does not have the resources that were asked for; says what is missing. Nothing is left running."""
+    """A cluster lacks the requested resources; the message names the missing ones. Nothing is left running."""
 
 
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A reply did not come within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``."""
+    """A reply did not arrive within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``.
+
+    Attributes:
+        timeout: Seconds; ``None``: unknown.
+    """
+
+    def __init__(self, *args: object, timeout: float | None = None) -> None:
+        super().__init__(*args)
+        self.timeout = timeout
 
 
 class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A worker was not ready within ``start_timeout`` seconds. Everything that was started has been ended."""
+    """A worker was not ready within ``start_timeout`` seconds. Every started process has been ended."""
 
 
 class ArenaError(VecEnvError, MemoryError):
-    """The shared memory that is needed is more than the machine or its cgroup has. Nothing was started."""
+    """The required shared memory exceeds the memory of the machine or its cgroup. Nothing was started."""
 
 
 class BusyError(VecEnvError, RuntimeError):
@@ -114,7 +174,7 @@ class ForkedError(VecEnvError, RuntimeError):
 
 
 class LoopError(VecEnvError, RuntimeError):
-    """A :class:`vecenv.aio.Pool` was used in another event loop than that which entered it, or before it was entered."""
+    """A :class:`vecenv.aio.Pool` was used outside of the event loop that entered it, or before it was entered."""
 
 
 class StaleStateError(VecEnvError, RuntimeError):
@@ -122,11 +182,11 @@ class StaleStateError(VecEnvError, RuntimeError):
 
 
 class NotRestorable(VecEnvError, RuntimeError):
-    """An environment cannot be saved, or would not continue exactly as it did: says which, what differs, and where."""
+    """An environment cannot be saved, or would not continue exactly; the message names it, the difference and its place."""
 
 
 class SnapshotMismatch(VecEnvError, ValueError):
-    """A snapshot does not fit: of another environment, wrapper stack or version, damaged, or none. Nothing was touched."""
+    """A snapshot does not fit: of another environment, wrapper stack or version, damaged, or none. Nothing was changed."""
 
 
 class RemoteTraceback(VecEnvError):
@@ -140,20 +200,22 @@ class RemoteTraceback(VecEnvError):
         return f'\n"""\n{self.text}"""'
 
 
+_RECORDED = "recorded: "
+"""Begins the note of the flight recorder."""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
-    """One entry of ``envs.errors``: what failed, where and when.
+    """One entry of ``envs.errors``: the failure, its place and time.
 
     Attributes:
-        env: Index of the environment, or ``None`` when a whole worker is meant.
+        env: Index of the environment, or ``None`` for a whole worker.
         worker: Index of its worker; ``-1`` for environments stepped by the caller itself.
         pid: Process id of that worker.
         command: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` ...
-        error: The exception as it was (or would have been) raised.
+        error: The exception that was (or would have been) raised.
         traceback: The traceback text from the worker, or the stack from its black box.
-        time: ``time.monotonic()`` of the moment when the caller learnt of it.
-        recorded: With ``record_failures=``, the file that ``vecenv replay`` takes; empty: there is none.
-
+        time: ``time.monotonic()`` when the caller detected it.
     ``str(record)`` is one line, which begins with the date and time of day.
     """
 
@@ -164,7 +226,16 @@ class ErrorRecord:
     error: BaseException
     traceback: str
     time: float
-    recorded: str = ""
+
+    @property
+    def recorded(self) -> str:
+        """With ``record_failures=``, the path of the file for ``vecenv replay``; empty if there is none.
+
+        If a worker with several environments died, it is the file of the one that was running, if that is known.
+        """
+        notes = getattr(self.error, "__notes__", ())
+        found = (note.removeprefix(_RECORDED).partition("\n")[0] for note in notes if note.startswith(_RECORDED))
+        return next(found, "")
 
     @property
     def when(self) -> datetime:
@@ -174,11 +245,11 @@ class ErrorRecord:
     def __str__(self) -> str:
         try:
             first = (str(self.error).strip().splitlines() or [""])[0]
-        except Exception:  # of the environment's own class
+        except Exception:  # raised by the environment's own class
             first = "it could not be printed"
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
-        said = self.env is None and first.startswith(f"worker {self.worker} (pid {self.pid},")  # the source and the command
-        doing = "" if said else f"{source}, {self.command}: "
+        is_named = self.env is None and first.startswith(f"worker {self.worker} (pid {self.pid},")  # already in the text
+        doing = "" if is_named else f"{source}, {self.command}: "
         recorded = f" (recorded: {self.recorded})" if self.recorded else ""
         return f"{self.when:%Y-%m-%d %H:%M:%S} {doing}{type(self.error).__name__}: {first}{recorded}"

@@ -1,4 +1,4 @@
-"""Public names that load their module at their first use (PEP 562)."""
+"""Public names that load their module on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 def lazy(
     package: str, homes: Mapping[str, Sequence[str]], modules: Sequence[str] = (), needs: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The functions ``__getattr__`` and ``__dir__`` of a package.
+    """Return the functions ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
         package: Its name.
-        homes: Module in the package -> public names that it holds. None may be called as a module of the package: importing
-            that would hide it.
+        homes: Module in the package -> public names that it holds. No public name may equal the name of a module of the
+            package, because importing the module would hide it.
         modules: Modules of the package that are public names too.
-        needs: Library -> what the error says where it is not installed; ``{name}`` stands for the public name.
+        needs: Library -> text of the error if it is not installed; ``{name}`` stands for the public name.
     """
     names = vars(sys.modules[package])
     home_of = {name: module for module, held in homes.items() for name in held}

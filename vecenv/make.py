@@ -1,8 +1,8 @@
-"""Builds every kind of vector environment: :func:`make_vec`, as Gymnasium's ``make_vec``, and :func:`register`.
+"""Functions that build every kind of vector environment: :func:`make_vec`, like Gymnasium's, and :func:`register`.
 
-A backend is one row of a table: what builds it, which libraries it needs and which extra installs them. Mistakes in the
-arguments (an id, a backend, a name of an option, a missing library) are found here, before anything is built, and the error
-names what is right.
+A backend is one row of a table: the function that builds it, the libraries that it needs and the extra that installs them.
+Mistakes in the arguments (an id, a backend, a name of an option, a missing library) are found here, before anything is
+built, and the error names the right alternatives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -26,9 +26,10 @@ from gymnasium.vector import VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import how_to_install
-from vecenv.front.arguments import check_names, mode_of
+from vecenv.front.arguments import check_option_names, parse_autoreset_mode
 from vecenv.front.capabilities import unable
-from vecenv.planning.options import check_option
+from vecenv.planning.options import EngineOptions, check_option
+from vecenv.wrappers.prefetch import EpisodePrefetcher
 
 if TYPE_CHECKING:
     from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
@@ -42,23 +43,23 @@ __all__ = [
 # -- ids and the names of options --------------------------------------------------------------------------------------
 
 def find_spec(env_id: str) -> EnvSpec:
-    """The spec of an id in Gymnasium's registry.
+    """Return the spec of an id in Gymnasium's registry.
 
     Raises:
-        gymnasium.error.UnregisteredEnv: There is none (or a subclass of this error); names close ids, and other places that
-            have this name.
+        gymnasium.error.UnregisteredEnv: There is none (or a subclass of this error). The text names similar ids, and other
+            places that have this name.
         ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
     """
     try:
-        return _find_spec(env_id)  # unlike gymnasium.spec, it knows modules and the newest version
+        return _find_spec(env_id)  # unlike gymnasium.spec, it handles modules and the newest version
     except gymnasium.error.Error as error:
         kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
         raise kind(f"{error} {_other_places(env_id)}".rstrip()) from None
 
 
 def newest_version(env_id: str) -> str | None:
-    """The registered id that an id without its version means; ``None`` if there is none."""
-    level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR  # it warns that there was no version
+    """Return the newest registered id for an id without a version; ``None`` if there is none."""
+    level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR  # it would warn about the missing version
     try:
         return str(_find_spec(env_id).id)
     except (gymnasium.error.Error, ImportError):
@@ -68,7 +69,7 @@ def newest_version(env_id: str) -> str | None:
 
 
 def _other_places(env_id: str) -> str:
-    """Where else an unregistered environment may be found, for messages."""
+    """Return other places of an unregistered environment, for error texts."""
     name = env_id.rpartition(":")[2]
     hints = []
     close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
@@ -89,7 +90,7 @@ def _other_places(env_id: str) -> str:
 
 
 _LIBRARIES = {
-    # namespace of an id -> the module that registers it, and what installs that
+    # namespace of an id -> the module that registers it, and the command that installs that
     "ALE": ("ale_py", how_to_install("bench")),
     "MiniGrid": ("minigrid", "pip install minigrid"),
     "dm_control": ("shimmy", "pip install 'shimmy[dm-control]'"),
@@ -103,7 +104,7 @@ def engine_options() -> tuple[str, ...]:
 
 
 def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: bool = False) -> None:
-    """Raise for options that the constructor of the environment (of the vector environment) does not have."""
+    """Raise for options that the constructor of the environment (or of the vector environment) does not have."""
     entry_point = spec.vector_entry_point if vector else spec.entry_point
     if entry_point is None and vector:
         raise gymnasium.error.Error(f"{spec.id!r} has no vector entry point, so backend 'native' has nothing to build")
@@ -114,17 +115,18 @@ def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: b
     if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     if vector:
-        check_names(env_kwargs, sorted({*parameters, *_NATIVE_OPTIONS} - {"num_envs"}), f"{spec.id!r}, backend 'native',")
+        accepted = {*parameters, *_NATIVE_OPTIONS} - {"num_envs"}
+        check_option_names(env_kwargs, sorted(accepted), f"{spec.id!r}, backend 'native',")
         return
     accepted = {*parameters, "render_mode", "max_episode_steps", "disable_env_checker"}
-    check_names(env_kwargs, sorted(accepted), repr(spec.id), elsewhere=engine_options())
+    check_option_names(env_kwargs, sorted(accepted), repr(spec.id), vector_options=engine_options())
 
 
 _NATIVE_OPTIONS = ("autoreset_mode", "copy")
 
 
 def parameters_of(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters of the function behind an entry point; ``None`` where it has no signature."""
+    """Return the parameters of the function behind an entry point; ``None`` if it has no signature."""
     creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     try:
         return inspect.signature(creator).parameters
@@ -133,7 +135,7 @@ def parameters_of(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
 
 
 def only_vector(spec: EnvSpec) -> bool:
-    """Whether there is no single environment to build."""
+    """True if there is only a vector entry point, and no single environment to build."""
     return spec.entry_point is None and spec.vector_entry_point is not None
 
 
@@ -143,73 +145,79 @@ Wrappers: TypeAlias = Sequence[Callable[[Any], Any]]
 VectorKwargs: TypeAlias = Mapping[str, Any] | None
 
 
-@overload  # (an id that has nothing but a vector entry point gives a NativeVectorEnv: only its registration tells)
+@overload  # an id with only a vector entry point gives a NativeVectorEnv, which only its registration shows
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: Literal["process", "serial"] = "process", *,
-    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AsyncVectorEnv[Any, Any]: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["envpool"], *,
-    vector_kwargs: VectorKwargs = None, **env_kwargs: Any,
+    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any,
 ) -> EnvPoolVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["brax", "playground"], *,
-    vector_kwargs: VectorKwargs = None, **env_kwargs: Any,
+    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any,
 ) -> JaxVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int, backend: Literal["ray"], *,
-    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> RayVectorEnv[Any, Any]: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["native"], *,
-    vector_kwargs: VectorKwargs = None, **env_kwargs: Any,
+    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any,
 ) -> NativeVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
-    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AnyVectorEnv: ...  # fmt: skip
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
-    vector_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **env_kwargs: Any,
+    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AnyVectorEnv:  # fmt: skip
-    """Build a vector environment, by the id of its environments and the name of what steps them.
+    """Build a vector environment, from the id of its environments and the name of a backend.
 
     Args:
-        id_or_env_fn: An id of Gymnasium's registry (``"CartPole-v1"``, ``"module:Env-v0"``) or an ``EnvSpec``; a function
-            that builds one environment; for the other backends, the name that their library knows.
+        id_or_env_fn: An id in Gymnasium's registry (``"CartPole-v1"``, ``"module:Env-v0"``) or an ``EnvSpec``; a function
+            that builds one environment; for the other backends, a name that their library knows.
         num_envs: Number of environments.
-        backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; as many as are fastest unless
-            ``vector_kwargs`` says ``num_workers``, and started by ``"forkserver"`` where JAX or torch are imported, because
-            their threads do not survive a fork. Where that is faster by more than a tenth, this process steps a share, and a
-            crash of one of those environments ends it: ``envs.plan`` and ``repr`` say so, ``isolate`` decides otherwise.
+        backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; the fastest number of them unless
+            ``num_workers`` is given, and started by ``"forkserver"`` if JAX or torch are imported, because
+            their threads do not survive a fork. If that is faster by more than a tenth, this process steps a share, and a
+            crash of one of those environments ends it: ``envs.plan`` and ``repr`` show it, ``use_caller=False`` prevents it.
             ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++ threads,
             :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
-            ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` takes
-            it too for an id that has nothing but a vector entry point.
-        vector_kwargs: Options of the vector environment, as ``{"autoreset_mode": ..., "batch_size": 16}``.
+            ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` uses
+            it too for an id that has only a vector entry point.
+        vector_kwargs, env_kwargs: Options that both the vector environment and its environments have, as dicts:
+            ``env_kwargs={"backend": "spring"}`` for Brax.
         wrappers: Functions that wrap each environment. For ``"process"``, ``"serial"`` and ``"ray"``.
-        **env_kwargs: For the environment, as ``render_mode=`` or ``max_episode_steps=``.
+        **options: Options of the vector environment, such as ``num_workers=2`` or ``step_timeout=60``; of the environment,
+            such as ``render_mode=`` or ``max_episode_steps=``; and for ``"process"`` and ``"serial"``, ``spare_workers=``,
+            see :class:`vecenv.EpisodePrefetcher`.
 
     Returns:
-        The vector environment, its ``spec`` set.
+        The vector environment, with its ``spec`` set.
 
     Raises:
-        gymnasium.error.UnregisteredEnv: No such environment; names close ones.
-        ValueError: No such backend; lists them. Wrappers for a backend without Python environments. A wrong ``num_envs``.
-        TypeError: An option that does not exist; lists those that do. An argument of a wrong kind.
-        ImportError: A library is missing; says what to install.
-        NotImplementedError: ``spare_workers`` of a backend that has none.
+        gymnasium.error.UnregisteredEnv: There is no such environment. The text names similar ids.
+        ValueError: There is no such backend, and the text lists all; wrappers for a backend without Python environments; an
+            invalid ``num_envs``.
+        TypeError: There is no such option, and the text lists all; both the vector environment and the environment have it;
+            an argument of a wrong type.
+        ImportError: A library is missing. The text has the command that installs it.
+        NotImplementedError: ``spare_workers`` for a backend without them.
     """
     row = _row_of(backend)
     found = row.spec(id_or_env_fn)
-    given, kwargs = _parse_vector_kwargs(vector_kwargs), dict(env_kwargs)
-    if given.get("spare_workers") and backend not in ("process", "serial"):
+    given, kwargs = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
+    _sort_options(options, given, kwargs, row.options(), _own_parameters(found or id_or_env_fn))
+    if {**options, **given}.get("spare_workers") and backend not in ("process", "serial"):
         reason = "only worker processes of this machine go from row to row, those of backend='process'"
         unable(f"backend {backend!r}", "have spare workers", reason)
     if isinstance(id_or_env_fn, EnvSpec):
@@ -233,7 +241,7 @@ def make_vec(
 def _as_recorded(
     spec: EnvSpec, num_envs: int, vector_kwargs: dict[str, Any], wrappers: Wrappers | None, kwargs: dict[str, Any]
 ) -> tuple[int, dict[str, Any], Wrappers | None, dict[str, Any]]:
-    """The arguments of :func:`make_vec`, those first that the spec of a vector environment records, as in Gymnasium."""
+    """Return the arguments of :func:`make_vec`; those in a vector environment's spec have priority, as in Gymnasium."""
     recorded = copy.deepcopy(spec.kwargs)
     recorded.pop("vectorization_mode", None)
     num_envs = recorded.pop("num_envs", num_envs)
@@ -241,32 +249,36 @@ def _as_recorded(
     return num_envs, vector_kwargs, recorded.pop("wrappers", wrappers), {**recorded, **kwargs}
 
 
-def register(id: str, *, backend: str = "process", vector_kwargs: VectorKwargs = None, **env_kwargs: Any) -> str:
-    """Register another name of an environment, under which ``gymnasium.make_vec`` builds it by vecenv.
+def register(
+    id: str, *, backend: str = "process", vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any
+) -> str:
+    """Register another name of an environment, for which ``gymnasium.make_vec`` builds it with vecenv.
 
-    ``vecenv.register("CartPole-v1")`` makes ``gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)`` the same as
+    After ``vecenv.register("CartPole-v1")``, ``gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)`` is the same as
     ``vecenv.make_vec("CartPole-v1", num_envs=8)``.
 
     Args:
-        id: As for :func:`make_vec`. A slash becomes a hyphen: ``"ALE/Pong-v5"`` is ``"vecenv/ALE-Pong-v5"``.
-        backend: What steps it; may be overridden in ``gymnasium.make_vec(..., backend=...)``.
-        vector_kwargs: Options of the vector environment.
-        **env_kwargs: Options of the environment, as defaults for those in ``gymnasium.make_vec``.
+        id: An id for :func:`make_vec`. A slash becomes a hyphen: ``"ALE/Pong-v5"`` is ``"vecenv/ALE-Pong-v5"``.
+        backend: The backend; ``gymnasium.make_vec(..., backend=...)`` can override it.
+        vector_kwargs, env_kwargs, **options: As for :func:`make_vec`; options of the environment are defaults for those in
+            ``gymnasium.make_vec``.
 
     Returns:
         The new name. A second registration replaces the first.
 
     Raises:
-        Exception: As :func:`make_vec`, for what can be told without building an environment.
+        Exception: The errors of :func:`make_vec` that are found without building an environment.
     """
     row = _row_of(backend)
     if not isinstance(id, str):
         raise TypeError(f"register wants an id, got {id!r}")
     found = row.find(id)
+    given, env_options = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
+    _sort_options(options, given, env_options, row.options(), _own_parameters(found))
     if isinstance(found, EnvSpec):
-        check_env_options(found, env_kwargs, vector=backend == "native" or (backend == "process" and only_vector(found)))
+        check_env_options(found, env_options, vector=backend == "native" or (backend == "process" and only_vector(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
-    kwargs = {**env_kwargs, "id": id, "backend": backend, "options": _parse_vector_kwargs(vector_kwargs)}
+    kwargs = {**env_options, "id": id, "backend": backend, "options": given}
     registry.pop(name, None)
     gymnasium.register(name, vector_entry_point=_REGISTERED, kwargs=kwargs)
     return name
@@ -276,13 +288,14 @@ _REGISTERED = f"{__name__}:_make_registered"
 
 
 def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any) -> AnyVectorEnv:
-    """What Gymnasium calls for a name of :func:`register`."""
-    return make_vec(id, num_envs, backend, vector_kwargs=options, **env_kwargs)
+    """Build a vector environment for Gymnasium, by a name of :func:`register`."""
+    wrappers = env_kwargs.pop("wrappers", None)
+    return make_vec(id, num_envs, backend, vector_kwargs=options, env_kwargs=env_kwargs, wrappers=wrappers)
 
 
 @dataclass(frozen=True)
 class MakeRequest:
-    """What :func:`make_vec` was asked for."""
+    """The arguments of a call of :func:`make_vec`."""
 
     what: str | EnvSpec | EnvFn
     num_envs: int
@@ -291,10 +304,10 @@ class MakeRequest:
     env_kwargs: dict[str, Any]
 
     def name(self, backend: str) -> str:
-        """The environment's name, for backends that do not step Python environments.
+        """Return the environment's name, for backends that do not step Python environments.
 
         Raises:
-            TypeError: It was given as a function.
+            TypeError: The environment is given as a function.
             ValueError: There are wrappers.
         """
         if self.wrappers:
@@ -309,7 +322,7 @@ class MakeRequest:
         return self.what
 
     def result_spec(self, mode: str, spec: EnvSpec | None) -> EnvSpec | None:
-        """The spec of the vector environment, from which it can be made again; ``None`` for a function's."""
+        """Return the spec of the vector environment, from which it can be made again; ``None`` for a function."""
         if isinstance(self.what, EnvSpec):
             spec = self.what
         elif isinstance(self.what, str) and mode in ("async", "sync"):
@@ -335,9 +348,10 @@ class Backend:
     Attributes:
         build: Builds the vector environment.
         find: Raises if there is no environment of this name.
-        needs: Modules that must be there.
-        extra: What installs them: ``pip install 'vecenv[extra]'``.
-        mode: Gymnasium's name for the way it is vectorized, recorded in the spec.
+        needs: Required modules.
+        extra: The extra that installs them: ``pip install 'vecenv[extra]'``.
+        mode: Gymnasium's name for the kind of vectorization, recorded in the spec.
+        options: Returns the names of the options of the vector environment. Other backends sort options themselves.
     """
 
     build: Callable[[MakeRequest], AnyVectorEnv]
@@ -345,20 +359,21 @@ class Backend:
     needs: tuple[str, ...] = ()
     extra: str = ""
     mode: str = "vector_entry_point"
+    options: Callable[[], Collection[str]] = tuple
 
     def spec(self, what: str | EnvSpec | EnvFn) -> EnvSpec | None:
-        """The spec of what Gymnasium's registry knows; ``None`` for functions and other libraries' names."""
+        """Return the spec in Gymnasium's registry; ``None`` for functions and other libraries' names."""
         if isinstance(what, EnvSpec):
             return what
         return find_spec(what) if isinstance(what, str) and self.find is find_spec else None
 
     def missing(self) -> list[str]:
-        """The needed modules that are not installed."""
+        """Return the required modules that are not installed."""
         return [name for name in self.needs if name not in sys.modules and importlib.util.find_spec(name) is None]
 
 
 def _row_of(backend: str) -> Backend:
-    """The row of a backend whose libraries are installed.
+    """Return the row of a backend with installed libraries.
 
     Raises:
         ValueError: There is no such backend.
@@ -380,10 +395,41 @@ def _row_of(backend: str) -> Backend:
     return row
 
 
-def _parse_vector_kwargs(vector_kwargs: VectorKwargs) -> dict[str, Any]:
-    if vector_kwargs is not None and not isinstance(vector_kwargs, Mapping):
-        raise TypeError(f"vector_kwargs wants a dict of options of the vector environment, got {vector_kwargs!r}")
-    return dict(vector_kwargs or {})
+def _parse_kwargs(name: str, given: Any) -> dict[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        owner = "the vector environment" if name == "vector_kwargs" else "the environment"
+        raise TypeError(f"{name} wants a dict of options of {owner}, got {given!r}")
+    return dict(given or {})
+
+
+def _own_parameters(what: Any) -> frozenset[str]:
+    """Return the names of the parameters that the constructor of an environment has."""
+    entry_point = what.entry_point if isinstance(what, EnvSpec) else what
+    if entry_point is None or (isinstance(what, str) and ":" not in what):
+        return frozenset()
+    parameters = parameters_of(entry_point) or {}
+    return frozenset(name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD)
+
+
+def _sort_options(
+    options: Mapping[str, Any], vector: dict[str, Any], env: dict[str, Any], vector_options: Collection[str],
+    env_options: Collection[str],
+) -> None:  # fmt: skip
+    """Add each option to those of the vector environment or to those of the environment.
+
+    Raises:
+        TypeError: Both have it, or it is given twice.
+    """
+    for name, value in options.items():
+        if name in vector_options and name in env_options:
+            raise TypeError(
+                f"both the vector environment and the environment have an option {name!r}: "
+                f"write vector_kwargs={{{name!r}: ...}} or env_kwargs={{{name!r}: ...}}"
+            )
+        kwargs = vector if name in vector_options else env
+        if name in kwargs:
+            raise TypeError(f"make_vec got two values for {name!r}: {kwargs[name]!r} and {value!r}")
+        kwargs[name] = value
 
 
 def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ...]:
@@ -395,10 +441,14 @@ def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ..
 # -- the rows ----------------------------------------------------------------------------------------------------------
 
 
+def _process_options() -> tuple[str, ...]:
+    return (*engine_options(), "spare_workers")
+
+
 def _process(request: MakeRequest) -> AnyVectorEnv:
     options = dict(request.vector_kwargs)
     options.setdefault("num_workers", None if options.get("spare_workers") else "auto")
-    threads = any(name in sys.modules for name in ("jax", "torch"))  # they do not survive a fork
+    threads = any(name in sys.modules for name in ("jax", "torch"))  # their threads do not survive a fork
     if options.get("context") is None and threads and "forkserver" in multiprocessing.get_all_start_methods():
         options["context"] = "forkserver"
     return _engine(request, options)
@@ -411,16 +461,18 @@ def _serial(request: MakeRequest) -> AnyVectorEnv:
 
 
 def _engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
-    check_names(options, engine_options(), "AsyncVectorEnv")
-    env_fn = _env_fn(request)
-    return AsyncVectorEnv([env_fn] * request.num_envs, **options)
+    spares = options.pop("spare_workers", 0)
+    check_option("spare_workers", spares)
+    check_option_names(options, engine_options(), "AsyncVectorEnv")
+    env_fns = [_env_fn(request)] * request.num_envs
+    return EpisodePrefetcher.from_env_fns(env_fns, spares, **options) if spares else AsyncVectorEnv(env_fns, **options)
 
 
 def _env_fn(request: MakeRequest) -> EnvFn:
     what, kwargs = request.what, request.env_kwargs
     if isinstance(what, str | EnvSpec):
         spec = copy.deepcopy(find_spec(what) if isinstance(what, str) else what)
-        # Gymnasium's make() wants the arguments in its call, not in the spec
+        # Gymnasium's make() needs the arguments in its call, not in the spec
         kwargs = kwargs if isinstance(what, EnvSpec) else {**spec.kwargs, **kwargs}
         check_env_options(spec, kwargs)
         spec.kwargs = {}
@@ -435,6 +487,12 @@ def _build(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasi
     for wrapper in wrappers:
         env = wrapper(env)
     return env
+
+
+def _ray_options() -> tuple[str, ...]:
+    from vecenv.backends import RayVectorEnv
+
+    return (*inspect.signature(RayVectorEnv.__init__).parameters, *EngineOptions.__annotations__)
 
 
 def _ray(request: MakeRequest) -> AnyVectorEnv:
@@ -456,7 +514,7 @@ def _native(request: MakeRequest) -> AnyVectorEnv:
     keep = options.pop("copy", True)
     mode = options.pop("autoreset_mode", None)
     if mode is not None:
-        mode = mode_of(mode)
+        mode = parse_autoreset_mode(mode)
         if "autoreset_mode" in (parameters_of(spec.vector_entry_point) or ()):
             options["autoreset_mode"] = mode
     reason = f"{spec.id} has nothing but a vector entry point" if only_vector(spec) else "backend='native' was asked for"
@@ -495,11 +553,11 @@ def _jax_native(library: str, request: MakeRequest) -> AnyVectorEnv:
 
 
 _BACKENDS: dict[str, Backend] = {
-    "process": Backend(_process, find_spec, mode="async"),
-    "serial": Backend(_serial, find_spec, mode="sync"),
+    "process": Backend(_process, find_spec, mode="async", options=_process_options),
+    "serial": Backend(_serial, find_spec, mode="sync", options=_process_options),
     "envpool": Backend(_envpool, _find_envpool, ("envpool",), "envpool"),
     "brax": Backend(functools.partial(_jax_native, "brax"), str, ("jax", "brax"), "brax"),
     "playground": Backend(functools.partial(_jax_native, "playground"), str, ("jax", "mujoco_playground"), "playground"),
-    "ray": Backend(_ray, find_spec, ("ray",), "ray", mode="async"),
+    "ray": Backend(_ray, find_spec, ("ray",), "ray", mode="async", options=_ray_options),
     "native": Backend(_native, find_spec),
 }

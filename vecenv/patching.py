@@ -1,4 +1,4 @@
-"""Replaces Gymnasium's vector environments by vecenv's, for programs that build those and are not to be edited."""
+"""Replaces Gymnasium's vector environments with vecenv's, in programs that cannot be edited."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from gymnasium.core import ActType, ObsType
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.front.arguments import GymnasiumAsync, GymnasiumSync, check_names
+from vecenv.front.arguments import GymnasiumAsync, GymnasiumSync, check_option_names
+from vecenv.link.messages import summary
 
 __all__ = ["DEFAULTS", "REPORT", "PatchReport", "install", "uninstall"]
 
@@ -25,34 +26,36 @@ _SIGNATURE: Final = inspect.signature(AsyncVectorEnv.__init__)
 _OPTIONS: Final = [name for name in _SIGNATURE.parameters if name not in ("self", "env_fns", "worker")]
 
 DEFAULTS: dict[str, Any] = {}
-"""Arguments for constructions that do not give them."""
+"""Values for arguments that a construction omits."""
 
 
 class PatchReport:
-    """Counts the vector environments that were built in the place of Gymnasium's.
+    """Counts of the vector environments that were built in place of Gymnasium's.
 
     Attributes:
-        engines, environments: How many were built.
-        steps: Environment steps made by those that were closed or dropped.
-        restarts, failures: Of those.
-        began: When the first was built (``time.monotonic()``).
-        kept: Names of classes that stay derived from Gymnasium's, because they use its private parts.
+        engines, environments: The numbers of vector environments and of environments that were built.
+        steps: Environment steps of vector environments that were closed or garbage-collected.
+        restarts, failures: The restarts and failures of these vector environments.
+        began: ``time.monotonic()`` at the first construction.
+        kept: Names of classes that stay derived from Gymnasium's, because they use its private attributes.
+        refused: The error of the latest construction that failed, in one line.
     """
 
     _SLOTS: Final = 512
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        # Forked children write here how many vector environments and environments they build, each into the slot of its pid.
+        # Forked children count their vector environments and environments here, each in the slot of its pid.
         self._children = np.frombuffer(mmap.mmap(-1, self._SLOTS * 16), np.int64).reshape(self._SLOTS, 2)
         self.engines = self.environments = 0
         self.steps = self.restarts = self.failures = 0.0
         self.began: float | None = None
         self.kept: list[str] = []
+        self.refused = ""
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def opened(self, envs: _Instead) -> None:
-        """One more was built."""
+    def opened(self, envs: _AsyncReplacement) -> None:
+        """Count a new vector environment."""
         if os.getpid() != self._pid:
             self._children[os.getpid() % self._SLOTS] += (1, envs.num_envs)
             return
@@ -63,48 +66,50 @@ class PatchReport:
         self._open.add(envs)
         envs._reported = False
 
-    def ended(self, envs: _Instead) -> None:
-        """Add the figures of one that is closed, or dropped, or still open at the end; once for each."""
+    def ended(self, envs: _AsyncReplacement) -> None:
+        """Add the statistics of a vector environment, once: when it is closed or collected, or for the final report."""
         if not envs._reported:
-            envs._reported = True  # `_open` does not tell: the garbage collector takes out what it collects
+            envs._reported = True  # a flag, because garbage collection removes objects from `_open`
             self._open.discard(envs)
-            figures = envs.stats()
-            self.steps += figures["steps"]
-            self.restarts += figures["restarts"]
-            self.failures += figures["errors"]
+            stats = envs.stats()
+            self.steps += stats["steps"]
+            self.restarts += stats["restarts"]
+            self.failures += stats["errors"]
 
     def __str__(self) -> str:
         for envs in list(self._open):
             self.ended(envs)
         more = f"; still Gymnasium's, as it reaches into that class: {', '.join(self.kept)}" if self.kept else ""
-        if self._loaded_anew():
-            more += "; the program loaded gymnasium.vector anew, and what it made of that is Gymnasium's"
+        if self._was_reloaded():
+            more += "; the program reloaded gymnasium.vector, and its new classes are Gymnasium's"
         engines, environments = self._children.sum(axis=0).tolist()
         if engines:
             built = f"{_vector_environments(engines, environments)} in child processes, which do not report their steps"
             more = f"; and {built}{more}" if self.engines else f"{built}{more}"
         if self.began is None:
-            return more if engines else f"no vector environment of vecenv's was made{more}" if more else self._never()
+            return more if engines else f"no vector environment of vecenv's was made{more}" if more else self._why_unused()
         seconds = max(time.monotonic() - self.began, 1e-9)
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
         rate = f"{self.steps:,.0f} steps in {seconds:.1f} s, {self.steps / seconds:,.0f} per second"
         return f"{_vector_environments(self.engines, self.environments)}: {rate}; {failed}{restarts}{more}"
 
-    def _never(self) -> str:
+    def _why_unused(self) -> str:
+        if self.refused:
+            return f"no vector environment could be built: {self.refused}"
         text = "no vector environment was replaced: the program never called gymnasium.vector.AsyncVectorEnv"
         if GymnasiumSync not in _REPLACED:
             text += "; --sync replaces SyncVectorEnv too"
         if os.times().children_user:
-            text += "; processes that it started anew (spawn, forkserver, subprocess) have Gymnasium's, whatever they called"
+            text += "; processes that it started (spawn, forkserver, subprocess) have Gymnasium's, whatever they called"
         return text
 
     @staticmethod
-    def _loaded_anew() -> bool:
-        """Whether the name ``AsyncVectorEnv`` is now a class that is neither ours nor the one that was replaced."""
+    def _was_reloaded() -> bool:
+        """True if the name ``AsyncVectorEnv`` now refers to a class that is neither ours nor the one that was replaced."""
         modules = (sys.modules.get(name) for name in ("gymnasium.vector", GymnasiumAsync.__module__))
         found = [vars(module).get("AsyncVectorEnv") for module in modules if module is not None]
-        return any(kind not in (None, _Instead, GymnasiumAsync) for kind in found)
+        return any(kind not in (None, _AsyncReplacement, GymnasiumAsync) for kind in found)
 
 
 def _vector_environments(engines: int, environments: int) -> str:
@@ -114,45 +119,45 @@ def _vector_environments(engines: int, environments: int) -> str:
 REPORT = PatchReport()
 
 
-def _functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
+def _iter_functions(names: Mapping[str, Any]) -> Iterator[FunctionType]:
     for value in names.values():
         parts = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
         yield from (inspect.unwrap(part) for part in parts if isinstance(part, FunctionType))
 
 
-def _names(code: CodeType) -> Iterator[str]:
+def _iter_names(code: CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            yield from _iter_names(constant)
 
 
-def _inside(theirs: type[Any]) -> frozenset[str]:
-    """The names of Gymnasium's class that a subclass may use although they are no interface."""
-    bodies = [vars(theirs), vars(VectorEnv)]
-    used = {name for body in bodies for function in _functions(body) for name in _names(function.__code__)}
+def _internal_names(gymnasium_class: type[Any]) -> frozenset[str]:
+    """Return the names of the attributes of Gymnasium's class that are not public, but that a subclass may use."""
+    bodies = [vars(gymnasium_class), vars(VectorEnv)]
+    used = {name for body in bodies for function in _iter_functions(body) for name in _iter_names(function.__code__)}
     private = {name for name in used.union(*bodies) if name.startswith("_") and not name.startswith("__")}
-    public = {"parent_pipes", "processes", "error_queue", "observations"} if theirs is GymnasiumAsync else {"envs"}
+    public = {"parent_pipes", "processes", "error_queue", "observations"} if gymnasium_class is GymnasiumAsync else {"envs"}
     return frozenset(private | public)
 
 
-def _reaches(body: Mapping[str, Any], inside: frozenset[str]) -> bool:
-    used = {name for function in _functions(body) for name in _names(function.__code__)}
-    return not inside.isdisjoint(used.union(body))
+def _uses_any(body: Mapping[str, Any], names: frozenset[str]) -> bool:
+    used = {name for function in _iter_functions(body) for name in _iter_names(function.__code__)}
+    return not names.isdisjoint(used.union(body))
 
 
-class _StandsFor(type):
-    """``isinstance`` and ``issubclass`` hold for instances of Gymnasium's class too, which had this name before.
+class _ReplacementMeta(type):
+    """A metaclass that makes instances of Gymnasium's class count as instances of its replacement.
 
-    A subclass whose methods use private parts of Gymnasium's class, its pipes or the methods that it calls itself
-    (``_add_info``), is derived from Gymnasium's class: ours does not have these parts, or does not call them.
+    A subclass with methods that use private attributes of Gymnasium's class (its pipes, or hooks that it calls, such as
+    ``_add_info``) is derived from Gymnasium's class: ours does not have these attributes, or does not call them.
     """
 
     def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
-        theirs = {base: vars(base)["stands_for"] for base in bases if "stands_for" in vars(base)}
-        if body.get("__module__") != __name__ and any(_reaches(body, _inside(kind)) for kind in theirs.values()):
+        replaced = {base: vars(base)["stands_for"] for base in bases if "stands_for" in vars(base)}
+        if body.get("__module__") != __name__ and any(_uses_any(body, _internal_names(kind)) for kind in replaced.values()):
             REPORT.kept.append(name)
-            return type(name, tuple(theirs.get(base, base) for base in bases), body, **keywords)
+            return type(name, tuple(replaced.get(base, base) for base in bases), body, **keywords)
         return super().__new__(cls, name, bases, body, **keywords)
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -162,12 +167,12 @@ class _StandsFor(type):
         return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("stands_for", ()))
 
 
-class _Instead(  # type: ignore[misc, override]
-    AsyncVectorEnv[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray], metaclass=_StandsFor
+class _AsyncReplacement(  # type: ignore[misc]
+    AsyncVectorEnv[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray], metaclass=_ReplacementMeta
 ):
-    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for arguments that are not given.
+    """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for omitted arguments.
 
-    ``VectorEnv`` is a base by inheritance already. It is named for libraries that read ``__bases__`` to recognise
+    ``VectorEnv`` is already an indirect base. It is a direct one for libraries that read ``__bases__`` to recognise
     Gymnasium's API (skrl).
     """
 
@@ -177,7 +182,11 @@ class _Instead(  # type: ignore[misc, override]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = _SIGNATURE.bind_partial(self, *args, **kwargs).arguments
         options: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in given} | kwargs
-        super().__init__(*args, **options)
+        try:
+            super().__init__(*args, **options)
+        except Exception as error:
+            REPORT.refused = summary(error)
+            raise
         REPORT.opened(self)
 
     def close(self, **kwargs: Any) -> None:
@@ -190,10 +199,11 @@ class _Instead(  # type: ignore[misc, override]
         super().__del__()
 
 
-class _InsteadOfSync(_Instead[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray]):  # type: ignore[misc, override]
-    """The same with the arguments of ``gymnasium.vector.SyncVectorEnv``, whose environments live in this process."""
+class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray]):  # type: ignore[misc]
+    """A replacement with the arguments of ``gymnasium.vector.SyncVectorEnv`` and its environments in this process."""
 
     stands_for = GymnasiumSync
+    _refuses_finished = True
 
     def __init__(
         self,
@@ -202,14 +212,14 @@ class _InsteadOfSync(_Instead[ObsType, ActType], VectorEnv[ObsType, ActType, np.
         observation_mode: Any = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
     ) -> None:
-        if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` gives one, before Gymnasium 1.4
+        if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` passes one, before Gymnasium 1.4
             env_fns = list(env_fns)
-        self._asks_for_shared_memory = False  # SyncVectorEnv's second argument is another
+        self._asks_for_shared_memory = False  # SyncVectorEnv's second argument has another meaning
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
 
     @property
     def envs(self) -> list[Any]:
-        """The environments, where they are in this process.
+        """The environments, if they are in this process.
 
         Raises:
             AttributeError: They are in worker processes.
@@ -223,56 +233,56 @@ class _InsteadOfSync(_Instead[ObsType, ActType], VectorEnv[ObsType, ActType, np.
         return local
 
 
-_Instead.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
-for _class, _theirs in ((_Instead, GymnasiumAsync), (_InsteadOfSync, GymnasiumSync)):
-    _class.__name__ = _class.__qualname__ = _theirs.__name__
-    _class.__module__ = _theirs.__module__  # under this name it is pickled, and found while it is installed
+_AsyncReplacement.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+for _class, _original in ((_AsyncReplacement, GymnasiumAsync), (_SyncReplacement, GymnasiumSync)):
+    _class.__name__ = _class.__qualname__ = _original.__name__
+    _class.__module__ = _original.__module__  # pickled under this name, which refers to it while it is installed
 _REPLACED: Final[set[type[Any]]] = set()
 
 
 def install(*, sync: bool = False, **defaults: Any) -> None:
-    """Replace ``gymnasium.vector.AsyncVectorEnv`` by :class:`vecenv.AsyncVectorEnv` in all loaded modules.
+    """Replace ``gymnasium.vector.AsyncVectorEnv`` with :class:`vecenv.AsyncVectorEnv` in all loaded modules.
 
-    Vector environments that are built from now on are ours, also by ``gymnasium.make_vec(..., vectorization_mode="async")``
-    and by modules that have imported the class already. Classes that were derived from it before keep their base, so install
-    first and import afterwards; so do classes whose methods use its private parts (``parent_pipes``, ``_add_info``, ...). A
-    vector environment with a ``worker`` function is Gymnasium's, as always.
+    This applies to all vector environments that are built from now on, also by modules that have already imported the class
+    and by ``gymnasium.make_vec(..., vectorization_mode="async")``. Classes derived from it earlier keep their base, so call
+    this before you import them. Classes with methods that use its private attributes (``parent_pipes``, ``_add_info``, ...)
+    keep it, too. With a ``worker`` function, Gymnasium's own class is still built.
 
     Args:
         sync: Replace ``gymnasium.vector.SyncVectorEnv`` too.
-        **defaults: Options of :class:`vecenv.AsyncVectorEnv` for constructions that do not give them, as
+        **defaults: Options of :class:`vecenv.AsyncVectorEnv` for constructions that omit them, such as
             ``num_workers="auto"``, ``on_failure="restart"``, ``copy=False``. A second call replaces all of them.
 
     Raises:
         TypeError: No such option; nothing was replaced.
     """
-    check_names(defaults, _OPTIONS, "install()")
+    check_option_names(defaults, _OPTIONS, "install()")
     uninstall()
     DEFAULTS.update(defaults)
-    _put(GymnasiumAsync, _Instead)
+    _rebind(GymnasiumAsync, _AsyncReplacement)
     _REPLACED.add(GymnasiumAsync)
     if sync:
-        _put(GymnasiumSync, _InsteadOfSync)
+        _rebind(GymnasiumSync, _SyncReplacement)
         _REPLACED.add(GymnasiumSync)
 
 
 def uninstall() -> None:
-    """Put Gymnasium's classes back. Vector environments that were built meanwhile stay as they are. Idempotent."""
+    """Restore Gymnasium's classes. Vector environments that exist already stay as they are. Idempotent."""
     DEFAULTS.clear()
     _REPLACED.clear()
-    _put(_Instead, GymnasiumAsync)
-    _put(_InsteadOfSync, GymnasiumSync)
+    _rebind(_AsyncReplacement, GymnasiumAsync)
+    _rebind(_SyncReplacement, GymnasiumSync)
 
 
-def _put(old: type[Any], new: type[Any]) -> None:
-    for module in _modules():
+def _rebind(old: type[Any], new: type[Any]) -> None:
+    for module in _loaded_modules():
         for name, value in list(vars(module).items()):
             if value is old:
                 setattr(module, name, new)
 
 
-def _modules() -> Iterator[ModuleType]:
-    """All loaded modules but those of this package."""
+def _loaded_modules() -> Iterator[ModuleType]:
+    """Yield all loaded modules except those of this package."""
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] != "vecenv":
             yield module

@@ -1,4 +1,4 @@
-"""Asserts that values and trajectories are the same, bit for bit."""
+"""Assertions that values and trajectories are the same, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ STEP_FIELDS: Final = ("observations", "rewards", "terminations", "truncations", 
 def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
     """Assert that two nested values are the same, bit for bit.
 
-    Arrays, those of JAX and torch too, must agree in dtype, shape and bytes (so that ``nan`` equals ``nan`` and
+    Arrays, including those of JAX and torch, must agree in dtype, shape and bytes (so that ``nan`` equals ``nan`` and
     ``-0.0`` differs from ``0.0``), object arrays entry by entry, containers in type, length and keys (in any order),
     anything else in type and value.
 
     Args:
-        actual: Arrays, numpy or Python scalars, strings, or dicts, tuples and lists of them.
-        expected: What ``actual`` must be.
+        actual: Arrays, NumPy or Python scalars, strings, or dicts, tuples and lists of them.
+        expected: The reference value.
         where: Name of the value in the message of the ``AssertionError``.
     """
     if isinstance(expected, GraphInstance):
@@ -57,7 +57,7 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
     elif isinstance(expected, np.generic):
         assert actual.dtype == expected.dtype, f"{where}: dtype {actual.dtype}, expected {expected.dtype}"
         assert value_bytes(actual) == value_bytes(expected), f"{where}: {actual!r}, expected {expected!r}"
-    elif hasattr(expected, "__array__"):  # JAX's arrays, torch's tensors
+    elif hasattr(expected, "__array__"):  # JAX arrays, torch tensors
         assert_identical(np.asarray(actual), np.asarray(expected), where)
     elif isinstance(expected, float):
         both_nan = actual != actual and expected != expected
@@ -67,7 +67,7 @@ def assert_identical(actual: Any, expected: Any, where: str = "value") -> None:
 
 
 def value_bytes(array: npt.NDArray[Any] | np.generic) -> bytes:
-    """The bytes that make up the values, without those an 80-bit long double is padded with: these hold anything."""
+    """Return the bytes of the values, without the padding of an 80-bit long double, which is arbitrary."""
     if array.dtype.char in "gG" and np.finfo(np.longdouble).nmant == 63:
         parts = np.ascontiguousarray(array).view(np.uint8).reshape(-1, np.dtype(np.longdouble).itemsize)
         return parts[:, :10].tobytes()
@@ -84,12 +84,12 @@ def assert_same_trajectory(
 ) -> None:
     """Assert that two vector environments give the same trajectory, bit for bit.
 
-    Both are reset with ``seed`` and given the same ``steps`` random actions. Under
+    Both are reset with ``seed`` and stepped with the same ``steps`` random actions. Under
     ``AutoresetMode.DISABLED`` the environments that ended are reset with ``options["reset_mask"]`` before
     the next step.
 
     Args:
-        actual: The vector environment to check; its observations may be views of memory that changes, they
+        actual: The vector environment to check; its observations may be views of changing memory, because they
             are compared before the next call.
         expected: The reference, usually a :class:`gymnasium.vector.SyncVectorEnv` over the same environments.
         steps: Number of steps.
@@ -119,5 +119,5 @@ def assert_same_steps(actual: AnyVectorEnv, expected: AnyVectorEnv, steps: int, 
 
 
 def reset(envs: AnyVectorEnv, seed: Any = None) -> Any:
-    """Reset with any seed that Gymnasium takes; its annotation of ``VectorEnv.reset`` knows only ``int``."""
+    """Reset with any seed that Gymnasium accepts; the annotation of ``VectorEnv.reset`` allows only ``int``."""
     return envs.reset(seed=seed)

@@ -9,9 +9,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from failing import COUNT, DIES, LATE, RAISES, SECONDS, Faulty, assert_goes_on, engine, one_fails
+from failing import COUNT, DIES, LATE, RAISES, SECONDS, Faulty, assert_continues, engine, one_fails
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from sampling import each_pair
+from sampling import each_once
 
 import vecenv
 from vecenv.adapters import as_envpool
@@ -23,8 +23,8 @@ def make(num_envs: int = 5, mode: str = "NextStep", **options: Any) -> Any:
     return vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, **{"num_workers": 0, **options})
 
 
-def alone(seed: int, steps: int) -> list[Any]:
-    """What one environment says, in the rows of EnvPool: first observations have reward 0 and elapsed step 0."""
+def step_directly(seed: int, steps: int) -> list[Any]:
+    """Yield the results of one environment as rows of EnvPool: first observations have reward 0 and elapsed step 0."""
     env = gym.make("CartPole-v1", max_episode_steps=9)
     rows, elapsed = [(env.reset(seed=seed)[0], 0.0, False, False, 0)], 0
     while len(rows) < steps:
@@ -38,7 +38,7 @@ def alone(seed: int, steps: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_environment_is_stepped_as_if_it_were_alone(num_workers: int) -> None:
+def test_results_equal_each_environment_alone(num_workers: int) -> None:
     pool = as_envpool(make(batch_size=2, num_workers=num_workers), seed=3)
     assert (len(pool), pool.is_async, pool.config["batch_size"]) == (5, True, 2)
     assert pool.all_env_ids.tolist() == list(range(5))
@@ -56,12 +56,12 @@ def test_every_environment_is_stepped_as_if_it_were_alone(num_workers: int) -> N
         pool.send((infos["elapsed_step"] + 1) % 2, ids)
     pool.close()
     for i, rows in enumerate(found):
-        for got, wanted in zip(rows, alone(3 + i, len(rows)), strict=True):
+        for got, wanted in zip(rows, step_directly(3 + i, len(rows)), strict=True):
             np.testing.assert_array_equal(got[0], wanted[0])
             assert got[1:] == wanted[1:]
 
 
-def test_some_are_reset_while_others_wait(closes: Any) -> None:
+def test_some_rows_reset_while_others_wait(closes: Any) -> None:
     pool = closes(as_envpool(make(3), seed=0))
     observations, infos = pool.reset()
     assert sorted(infos["env_id"].tolist()) == [0, 1, 2]
@@ -73,7 +73,7 @@ def test_some_are_reset_while_others_wait(closes: Any) -> None:
     assert infos["elapsed_step"].tolist() == [1, 1, 1]
 
 
-def test_what_is_not_envpools_is_refused() -> None:
+def test_unsupported_calls_are_refused() -> None:
     envs = make(2, "SameStep")
     with pytest.raises(ValueError, match="EnvPool's interface needs autoreset_mode='NextStep'"):
         as_envpool(envs)
@@ -83,7 +83,7 @@ def test_what_is_not_envpools_is_refused() -> None:
 
 
 class Program:
-    """What a program that uses EnvPool's interface does; ``begin`` is its way to reset."""
+    """A program that uses EnvPool's interface; ``begin`` is its way to reset."""
 
     def __init__(self, begin: str, envs: Any) -> None:
         self.pool = as_envpool(envs, seed=10)
@@ -110,17 +110,17 @@ class Program:
         return self.rows(1)
 
 
-@pytest.mark.parametrize("batch_size", [4, 2])
+@pytest.mark.parametrize("batch_size", [4, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("begin", "on_failure", "fault"),
     [
-        *each_pair(["reset", "async_reset"], ["raise", "restart"], [RAISES, DIES]),
+        *each_once(["reset", "async_reset"], ["raise", "restart"], [RAISES, DIES]),
         *(pytest.param(begin, "raise", LATE, marks=pytest.mark.long) for begin in ("reset", "async_reset")),
     ],
 )
-def test_the_next_reset_goes_on_after_a_failure(begin: str, on_failure: str, fault: int, batch_size: int) -> None:
+def test_next_reset_works_after_a_failure(begin: str, on_failure: str, fault: int, batch_size: int) -> None:
     limit = None if fault != LATE else SECONDS / 2
-    assert_goes_on(functools.partial(Program, begin), on_failure, fault, batch_size=batch_size, step_timeout=limit)
+    assert_continues(functools.partial(Program, begin), on_failure, fault, batch_size=batch_size, step_timeout=limit)
 
 
 def faulty_pool(batch_size: int, fns: Any = None) -> Any:
@@ -128,7 +128,7 @@ def faulty_pool(batch_size: int, fns: Any = None) -> Any:
 
 
 @pytest.mark.parametrize("fault", [RAISES, DIES], ids=["raises", "dies"])
-def test_survivors_go_on_without_the_one_that_failed_until_it_is_reset(fault: int, closes: Any) -> None:
+def test_other_rows_continue_until_the_failed_one_is_reset(fault: int, closes: Any) -> None:
     pool = closes(faulty_pool(4))
     pool.reset()
     with pytest.raises((ValueError, WorkerDied)):
@@ -144,7 +144,7 @@ def test_survivors_go_on_without_the_one_that_failed_until_it_is_reset(fault: in
     assert observations[np.argsort(infos["env_id"]), 0].tolist() == [3, 1, 3, 3]
 
 
-def test_a_reset_of_some_does_not_hand_out_steps_of_others(closes: Any) -> None:
+def test_reset_of_some_returns_no_steps_of_others(closes: Any) -> None:
     pool = closes(faulty_pool(2))
     pool.reset()
     pool.send(np.zeros(3, np.int64), np.arange(3))
@@ -158,7 +158,7 @@ def test_a_reset_of_some_does_not_hand_out_steps_of_others(closes: Any) -> None:
         pool.recv()
 
 
-def test_a_reset_that_failed_is_asked_for_again_with_its_seed(tmp_path: Path, closes: Any) -> None:
+def test_failed_reset_is_repeated_with_its_seed(tmp_path: Path, closes: Any) -> None:
     mark = tmp_path / "stuck"
     mark.touch()
     pool = closes(faulty_pool(4, fns=[Faulty, lambda: Faulty(str(mark)), Faulty, Faulty]))

@@ -1,6 +1,6 @@
-"""Tests that are coroutines run in a loop; and what is there before any test.
+"""Runs tests that are coroutine functions in an event loop.
 
-libuv, which uvloop is made of, keeps one pipe from its first loop on.
+libuv, on which uvloop is built, keeps one pipe from its first loop on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ with contextlib.suppress(ImportError):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine function runs as a program: bounded, and nothing that it leaves may be pending.
+    """Run a test that is a coroutine function, with a time limit; it must leave no task pending.
 
-    Where it has the parameter ``loop``, that says which kind of loop.
+    Its parameter ``loop``, if it has one, selects the kind of loop.
     """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    from worlds import run
+    from text_envs import run
 
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     run(pyfuncitem.obj(**given), given.get("loop", "asyncio"))

@@ -1,4 +1,4 @@
-"""Episodes of an asynchronous pool, the example, and awaits that are cancelled."""
+"""Episodes of an asynchronous pool, the example program, and cancelled awaits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from worlds import Walk, Words, alone, run, whole
+from text_envs import Walk, Words, check_all_slots, run, step_directly
 
 import vecenv
 from vecenv.aio import EpisodeEnv, Pool
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.testing import assert_identical
 
-# --- Pools and episodes as they are meant to be used, under asyncio and uvloop ------------------
+# --- pools and episodes in normal use, under asyncio and uvloop ---------------------------------
 
 LOOPS = ["asyncio", *(["uvloop"] if importlib.util.find_spec("uvloop") else [])]
 HOW = [
@@ -37,25 +37,25 @@ HOW = [
 MANY = pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])
 
 
-def test_the_package_is_imported_without_asyncio() -> None:
+def test_importing_the_package_does_not_import_asyncio() -> None:
     program = "import sys, vecenv; print('asyncio' in sys.modules); vecenv.aio; print('asyncio' in sys.modules)"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["False", "True"]
+    results = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert results.split() == ["False", "True"]
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("how", HOW)
-async def test_every_place_answers_what_it_was_asked(loop: str, how: dict[str, Any]) -> None:
+async def test_every_slot_returns_its_own_results(loop: str, how: dict[str, Any]) -> None:
     async with Pool(Words, 6, **how) as pool:
-        await whole(pool)
-        await whole(pool)
+        await check_all_slots(pool)
+        await check_all_slots(pool)
 
 
 @pytest.mark.parametrize("schedules", [15, MANY])
 @pytest.mark.parametrize("world", [Words, Walk])
 @pytest.mark.parametrize("how", HOW)
-def test_values_are_those_of_environments_by_themselves(schedules: int, world: Any, how: dict[str, Any]) -> None:
-    """Episodes of random lengths, begun and stepped at random moments, against the same actions one by one."""
+def test_results_equal_directly_stepped_environments(schedules: int, world: Any, how: dict[str, Any]) -> None:
+    """Episodes of random lengths, begun and stepped at random moments, equal the same actions one by one."""
 
     async def main() -> None:
         rng = random.Random(0)
@@ -67,18 +67,18 @@ def test_values_are_those_of_environments_by_themselves(schedules: int, world: A
         plain = world()
         plain.action_space.seed(seed)
         actions = [plain.action_space.sample() for _ in range(rng.randrange(7))]
-        said: list[Any] = []
+        results: list[Any] = []
         await pause(rng)
         async with pool.episode(seed=seed) as env:
-            said.append((env.observation, env.info))
+            results.append((env.observation, env.info))
             for action in actions:
                 await pause(rng)
-                said.append(await env.step(action))
+                results.append(await env.step(action))
             assert env.over == (len(actions) == 6)
-        wanted = alone(plain, seed, actions)
-        for got in (said, wanted):
+        expected = step_directly(plain, seed, actions)
+        for got in (results, expected):
             got[0][1].pop("pid", None)
-        assert_identical(said, wanted, f"seed {seed}")
+        assert_identical(results, expected, f"seed {seed}")
 
     async def pause(rng: random.Random) -> None:
         for _ in range(rng.choice([0, 0, 1, 3])):
@@ -90,7 +90,7 @@ def test_values_are_those_of_environments_by_themselves(schedules: int, world: A
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_environments_that_wait_do_so_at_the_same_time_in_threads(loop: str) -> None:
+def test_blocking_environments_wait_concurrently_in_threads(loop: str) -> None:
     async def main() -> float:
         async with Pool(Words, 16, num_workers=2, env_threads=8) as pool:
             ticks = asyncio.get_running_loop().time
@@ -101,14 +101,14 @@ def test_environments_that_wait_do_so_at_the_same_time_in_threads(loop: str) -> 
     async def one(pool: Pool, number: int) -> None:
         async with pool.episode(seed=number) as env:
             for step in range(3):
-                await asyncio.sleep(0.01 * ((number + step) % 4))  # never together
+                await asyncio.sleep(0.01 * ((number + step) % 4))  # never two at once
                 await env.step("wait 0.1")
 
     seconds = run(main(), loop)
-    assert seconds < 16 * 3 * 0.1 / 4, seconds  # one after the other in each of 2 workers: 2.4
+    assert seconds < 16 * 3 * 0.1 / 4, seconds  # 2.4 s if each of the 2 workers runs them one after another
 
 
-def test_more_episodes_than_places_wait_in_their_order() -> None:
+def test_waiting_episodes_get_slots_in_order() -> None:
     async def main() -> list[int]:
         began: list[int] = []
 
@@ -124,7 +124,7 @@ def test_more_episodes_than_places_wait_in_their_order() -> None:
     assert run(main()) == list(range(20))
 
 
-async def test_reset_begins_another_episode_in_the_same_place_with_its_seed_and_options() -> None:
+async def test_reset_starts_an_episode_in_the_same_slot_with_seed_and_options() -> None:
     async with Pool(Words, 1) as pool, pool.episode(seed=1, options={"task": [1, 2]}) as env:
         assert env.info["options"] == {"task": [1, 2]}
         assert env.env_id == 0
@@ -134,7 +134,7 @@ async def test_reset_begins_another_episode_in_the_same_place_with_its_seed_and_
         assert (await env.reset())[0] != first
 
 
-async def test_a_call_runs_in_one_environment_and_what_it_raises_is_its_own() -> None:
+async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
     async with Pool(Words, 3, num_workers=1) as pool:
         async with pool.episode() as one, pool.episode() as two:
             waiting = asyncio.create_task(two.step("wait 0.05"))
@@ -149,7 +149,7 @@ async def test_a_call_runs_in_one_environment_and_what_it_raises_is_its_own() ->
 
 
 @pytest.mark.parametrize("how", [{"num_workers": 1}, {"num_workers": 1, "env_threads": 3}], ids=["plain", "threads"])
-async def test_many_branches_go_on_from_one_saved_state(how: dict[str, Any]) -> None:
+async def test_many_branches_continue_from_one_saved_state(how: dict[str, Any]) -> None:
     async with Pool(partial(gym.make, "CartPole-v1"), 4, **how) as pool:
         async with pool.episode(seed=3) as env:
             await env.step(1)
@@ -163,10 +163,10 @@ async def test_many_branches_go_on_from_one_saved_state(how: dict[str, Any]) -> 
 
         for other in await asyncio.gather(*(branch() for _ in range(12))):
             assert_identical(other, steps)
-        assert pool._engine.proved
+        assert pool._slots.submissions.verified
 
 
-async def test_a_state_that_does_not_fit_is_refused_and_the_episode_goes_on() -> None:
+async def test_load_of_a_foreign_state_is_refused_and_the_episode_continues() -> None:
     async with (
         Pool(Walk, 1) as walks,
         Pool(partial(gym.make, "CartPole-v1"), 1) as carts,
@@ -181,22 +181,22 @@ async def test_a_state_that_does_not_fit_is_refused_and_the_episode_goes_on() ->
         await cart.step(1)
 
 
-class Locked(Words):
-    """Has what cannot be saved."""
+class Unsaveable(Words):
+    """An environment that cannot be saved."""
 
     def __init__(self) -> None:
         super().__init__()
         self.generator = (number for number in range(3))
 
 
-async def test_what_cannot_be_saved_says_so_and_goes_on() -> None:
-    async with Pool(Locked, 1) as pool, pool.episode() as env:
+async def test_save_of_an_unsaveable_environment_raises_and_the_episode_continues() -> None:
+    async with Pool(Unsaveable, 1) as pool, pool.episode() as env:
         with pytest.raises(NotRestorable, match="generator"):
             await env.save()
         await env.step("x")
 
 
-def test_evaluate_gives_what_the_synchronous_one_gives() -> None:
+def test_evaluate_equals_the_synchronous_evaluate() -> None:
     async def policy(observation: np.ndarray) -> int:
         await asyncio.sleep(0)
         return int(observation[2] > 0)
@@ -208,13 +208,13 @@ def test_evaluate_gives_what_the_synchronous_one_gives() -> None:
     told: list[Any] = []
     results = run(main())
     with closing(vecenv.make_vec("CartPole-v1", num_envs=3)) as envs:
-        wanted = vecenv.evaluate(envs, lambda observations: (observations[:, 2] > 0).astype(int), 12, seed=5)
-    assert results.returns.tolist() == wanted.returns.tolist()
-    assert [each.seed for each in results] == [each.seed for each in wanted]
+        expected = vecenv.evaluate(envs, lambda observations: (observations[:, 2] > 0).astype(int), 12, seed=5)
+    assert results.returns.tolist() == expected.returns.tolist()
+    assert [each.seed for each in results] == [each.seed for each in expected]
     assert sorted(each.index for each in told) == list(range(12))
 
 
-async def test_evaluate_raises_what_the_policy_raises_and_leaves_the_pool_whole() -> None:
+async def test_evaluate_raises_policy_errors_and_the_pool_stays_usable() -> None:
     async def policy(observation: str) -> str:
         if observation.startswith("3 "):
             raise ZeroDivisionError
@@ -223,10 +223,10 @@ async def test_evaluate_raises_what_the_policy_raises_and_leaves_the_pool_whole(
     async with Pool(Words, 3) as pool:
         with pytest.raises(ZeroDivisionError):
             await pool.evaluate(policy, 10)
-        await whole(pool)
+        await check_all_slots(pool)
 
 
-async def test_evaluate_begins_an_episode_again_that_failed_and_then_says_why() -> None:
+async def test_evaluate_retries_a_failed_episode_and_then_raises() -> None:
     async def policy(observation: str) -> str:
         return "raise now" if observation.startswith("2 ") else "x"
 
@@ -235,8 +235,8 @@ async def test_evaluate_begins_an_episode_again_that_failed_and_then_says_why() 
         assert [(each.attempts, type(each.error)) for each in results] == [(2, vecenv.errors.EnvFailed)] * 3
 
 
-async def test_large_messages_do_not_stop_the_others() -> None:
-    """Longer than a pipe takes: sent and read in parts, while the loop goes on."""
+async def test_large_messages_do_not_block_other_episodes() -> None:
+    """Messages longer than a pipe are sent and read in parts, while the loop continues."""
     async with Pool(Words, 3, num_workers=2) as pool:
         async with pool.episode(seed=0) as one, pool.episode(seed=1) as two:
             long = "x" * (5 << 20)
@@ -244,7 +244,7 @@ async def test_large_messages_do_not_stop_the_others() -> None:
             for _ in range(20):
                 await two.reset()
             assert (await sent)[4]["of"] == [long]
-        await whole(pool)
+        await check_all_slots(pool)
 
 
 # --- ``examples/agent_pool.py``, with games that kill their workers: every game comes to an end -
@@ -254,7 +254,7 @@ PROGRAM = Path(__file__).parents[2] / "examples" / "agent_pool.py"
 
 @pytest.mark.long
 @pytest.mark.parametrize("crash", [0.0, 0.02])
-def test_every_game_is_played(crash: float) -> None:
+def test_every_game_ends(crash: float) -> None:
     pytest.importorskip("rich", reason="needs pip install 'vecenv[examples]'")
     options = ["--episodes=60", "--size=12", "--workers=3", f"--crash={crash}"]
     ran = subprocess.run([sys.executable, PROGRAM, *options], capture_output=True, text=True, timeout=200, check=False)
@@ -265,19 +265,19 @@ def test_every_game_is_played(crash: float) -> None:
     assert (restarts > 0) == (crash > 0)
 
 
-# --- ``CancelledError`` at every await of every call, alone and together with an answer or a worker's death
-# A program is cancelled in the moment in which it waits for the n-th time, for every n. Afterwards no question is left,
-# every place answers what it is asked, and what the others were told meanwhile is right.
+# --- CancelledError at every await of every call, alone and together with a reply or a worker's death
+# The program is cancelled at its n-th await, for every n. Afterwards no request is left, every slot replies to its own
+# requests, and the results of the other tasks are correct.
 
 Act = Callable[[Any], None]
 
 
-class Watched:
-    """Awaits a coroutine, and does something the ``at``-th time that it waits.
+class CountedAwaits:
+    """An awaitable that runs a coroutine and calls ``act`` the ``at``-th time that it waits.
 
     Attributes:
-        act: What it does.
-        waits: How often it has waited.
+        act: The function to call.
+        waits: The number of waits so far.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], at: int) -> None:
@@ -303,22 +303,22 @@ class Watched:
                 error = thrown
 
 
-def at_once(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
-    """Cancelled as soon as it waits."""
+def cancel_at_once(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
+    """Cancel the task as soon as it waits."""
     return lambda future: asyncio.get_running_loop().call_soon(task.cancel) and None
 
 
-def with_the_answer(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
-    """Cancelled when what it waits for is there, before it has been told."""
+def cancel_when_done(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
+    """Cancel the task when its future is done, before the task runs."""
     return lambda future: future.add_done_callback(lambda _: task.cancel()) if future is not None else task.cancel() and None
 
 
-def a_while_later(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
+def cancel_later(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
     return lambda future: asyncio.get_running_loop().call_later(0.003, task.cancel) and None
 
 
-def with_a_death(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
-    """Cancelled in the moment in which all workers die."""
+def cancel_and_kill(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
+    """Cancel the task and kill all workers at the same moment."""
 
     def act(_: Any) -> None:
         for pid in workers():
@@ -328,8 +328,8 @@ def with_a_death(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> A
     return act
 
 
-def after_a_death(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
-    """Cancelled while workers are started anew."""
+def cancel_during_restart(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
+    """Cancel the task while workers are restarted."""
 
     def act(_: Any) -> None:
         for pid in workers():
@@ -339,7 +339,7 @@ def after_a_death(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> 
     return act
 
 
-def only_a_death(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
+def kill_only(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> Act:
     def act(_: Any) -> None:
         for pid in workers():
             os.kill(pid, signal.SIGKILL)
@@ -347,7 +347,7 @@ def only_a_death(task: asyncio.Task[Any], workers: Callable[[], list[int]]) -> A
     return act
 
 
-MOMENTS = [at_once, with_the_answer, a_while_later, with_a_death, after_a_death, only_a_death]
+MOMENTS = [cancel_at_once, cancel_when_done, cancel_later, cancel_and_kill, cancel_during_restart, kill_only]
 WAYS = [
     pytest.param({"num_workers": 1}, id="one"),
     pytest.param({}, id="each", marks=pytest.mark.long),
@@ -355,23 +355,23 @@ WAYS = [
 ]
 
 
-async def everything(pool: Pool) -> None:
-    """Every call there is; each has to say what it has to."""
+async def every_call(pool: Pool) -> None:
+    """Make every call of a pool and check its result."""
     async with pool.episode(seed=7) as env:
-        wanted = alone(Words(), 7, ["a", "wait 0.01", "b"])
-        assert env.observation == wanted[0][0]
-        assert (await env.step("a"))[:4] == wanted[1][:4]
+        expected = step_directly(Words(), 7, ["a", "wait 0.01", "b"])
+        assert env.observation == expected[0][0]
+        assert (await env.step("a"))[:4] == expected[1][:4]
         kept = await env.save()
         assert await env.call("twice", 3) == 6
-        assert (await env.step("wait 0.01"))[:4] == wanted[2][:4]
-        assert await env.load(kept) == wanted[1][0]
-        assert (await env.step("wait 0.01"))[:4] == wanted[2][:4]
+        assert (await env.step("wait 0.01"))[:4] == expected[2][:4]
+        assert await env.load(kept) == expected[1][0]
+        assert (await env.step("wait 0.01"))[:4] == expected[2][:4]
         await env.reset(seed=7, options={"begin": "wait 0.01"})
-        assert env.observation == wanted[0][0]
-        assert (await env.step("a"))[:4] == wanted[1][:4]
+        assert env.observation == expected[0][0]
+        assert (await env.step("a"))[:4] == expected[1][:4]
 
 
-async def waiting_for_a_place(pool: Pool) -> None:
+async def waiting_for_a_slot(pool: Pool) -> None:
     taken = [pool.episode(seed=n) for n in range(pool.size)]
     try:
         for episode in taken:
@@ -392,28 +392,41 @@ async def evaluating(pool: Pool) -> None:
     await pool.evaluate(policy, 3, seed=1, retries=0)
 
 
-def moments(program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, how: dict[str, Any], moment: Any) -> int:
-    """Run a program once for every await of it, in one pool; returns how many there were."""
+def interrupt_every_await(
+    program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, how: dict[str, Any], moment: Any
+) -> int:
+    """Run a program once for each of its awaits, in one pool; return the number of awaits."""
 
     async def main() -> int:
-        # `whole` needs all workers again, and may be told of a death that is nobody's
-        async with Pool(Words, size, cancel_timeout=0.3, on_failure="restart", restart_limit=10_000, **how) as pool:
+        # no request hangs here, and a worker that is killed for a late one takes other episodes with it
+        async with Pool(Words, size, cancel_timeout=60, on_failure=vecenv.Restart(10_000), **how) as pool:
             at = 0
+            killed: set[int] = set()
+
+            def pids() -> list[int]:
+                return [process.pid for process in pool._envs.processes]
+
+            def to_kill() -> list[int]:
+                killed.update(pids())
+                return pids()
+
             while True:
                 at += 1
-                watched = Watched(program(pool), at)
-                task = asyncio.ensure_future(waiting(watched))
-                watched.act = moment(task, lambda: [process.pid for process in pool._envs.processes])
+                counted = CountedAwaits(program(pool), at)
+                task = asyncio.ensure_future(waiting(counted))
+                counted.act = moment(task, to_kill)
                 (end,) = await asyncio.gather(task, return_exceptions=True)
                 assert end is None or isinstance(end, asyncio.CancelledError | VecEnvError), repr(end)
-                await asyncio.sleep(0.05 if "death" in moment.__name__ else 0)
-                await whole(pool)
-                assert not pool._engine.requests
-                if watched.waits < at:
+                while not killed.isdisjoint(pids()):  # until then, a death would be another episode's
+                    await asyncio.sleep(0.001)
+                killed.clear()
+                await check_all_slots(pool)
+                assert not pool.stats()["in_flight"]
+                if counted.waits < at:
                     return at
 
-    async def waiting(watched: Watched) -> None:
-        await watched
+    async def waiting(counted: CountedAwaits) -> None:
+        await counted
 
     return run(main(), seconds=100)
 
@@ -423,30 +436,30 @@ def moments(program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, how
 @pytest.mark.parametrize(
     ("program", "least"),
     [
-        (everything, 9),
-        (waiting_for_a_place, 4),
-        (evaluating, 1),  # the second, of tasks that are done, Python 3.12 does not wait in
+        (every_call, 9),
+        (waiting_for_a_slot, 4),
+        (evaluating, 1),  # Python 3.12 does not wait in the second, that of finished tasks
     ],
 )
-def test_every_await_of_every_program(program: Any, least: int, how: dict[str, Any], moment: Any) -> None:
-    assert moments(program, 2, how, moment) > least
+def test_cancel_at_every_await_of_every_program(program: Any, least: int, how: dict[str, Any], moment: Any) -> None:
+    assert interrupt_every_await(program, 2, how, moment) > least
 
 
-@pytest.mark.parametrize("moment", [at_once, a_while_later, with_a_death])
-async def test_every_await_of_the_end_of_a_pool(moment: Any) -> None:
-    """Cancelled while it is closed: it is closed. (What is left behind is looked for around every test.)"""
+@pytest.mark.parametrize("moment", [cancel_at_once, cancel_later, cancel_and_kill])
+async def test_close_cancelled_at_every_await_closes_the_pool(moment: Any) -> None:
+    """A pool that is cancelled while it closes is closed. (The fixture around every test looks for leaks.)"""
 
-    async def waiting(watched: Watched) -> None:
-        await watched
+    async def waiting(counted: CountedAwaits) -> None:
+        await counted
 
     pool = Pool(Words, 3, num_workers=2)
     await pool.__aenter__()
     async with pool.episode() as env:
         busy = asyncio.create_task(env.step("wait 1"))
         await asyncio.sleep(0)
-        watched = Watched(pool.close(), 1)
-        task = asyncio.ensure_future(waiting(watched))
-        watched.act = moment(task, lambda: [process.pid for process in pool._envs.processes if process.pid])
+        counted = CountedAwaits(pool.close(), 1)
+        task = asyncio.ensure_future(waiting(counted))
+        counted.act = moment(task, lambda: [process.pid for process in pool._envs.processes if process.pid])
         (end,) = await asyncio.gather(task, return_exceptions=True)
         assert isinstance(end, asyncio.CancelledError)
         (told,) = await asyncio.gather(busy, return_exceptions=True)
@@ -456,7 +469,7 @@ async def test_every_await_of_the_end_of_a_pool(moment: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["return", "raise", "cancel", "break off"])
-async def test_the_block_of_a_pool_closes_it_on_every_path_out(path: str) -> None:
+async def test_leaving_the_with_block_always_closes_the_pool(path: str) -> None:
     kept: list[Pool] = []
 
     async def leave() -> None:
@@ -477,14 +490,14 @@ async def test_the_block_of_a_pool_closes_it_on_every_path_out(path: str) -> Non
         await asyncio.sleep(0.3)
         task.cancel()
     (end,) = await asyncio.gather(task, return_exceptions=True)
-    wanted = {"return": type(None), "raise": ZeroDivisionError}
-    assert type(end) is wanted.get(path, asyncio.CancelledError)
+    expected = {"return": type(None), "raise": ZeroDivisionError}
+    assert type(end) is expected.get(path, asyncio.CancelledError)
     (pool,) = kept
     assert pool._envs.closed
 
 
-def test_a_loop_that_ends_in_the_middle_of_it_all_leaves_nothing() -> None:
-    """``asyncio.run`` cancels what is left, and the pool is closed by that."""
+def test_loop_that_ends_early_leaves_nothing() -> None:
+    """``asyncio.run`` cancels the remaining tasks, which closes the pool."""
 
     async def play(pool: Pool, number: int) -> None:
         while True:
@@ -507,13 +520,13 @@ def test_a_loop_that_ends_in_the_middle_of_it_all_leaves_nothing() -> None:
             runner.run(main())
 
 
-async def test_a_step_whose_answer_was_cancelled_is_never_the_next_ones() -> None:
-    """Late answers have the right number of the wrong question: nothing shifts."""
+async def test_cancelled_step_never_returns_to_the_next_step() -> None:
+    """A late reply has a valid sequence number of another request: no result shifts to the next step."""
 
     async def check(env: EpisodeEnv, number: int) -> None:
-        wanted = alone(Words(), number, ["y"])
-        assert env.observation == wanted[0][0]
-        assert (await env.step("y"))[:4] == wanted[1][:4]
+        expected = step_directly(Words(), number, ["y"])
+        assert env.observation == expected[0][0]
+        assert (await env.step("y"))[:4] == expected[1][:4]
 
     rng = np.random.default_rng(0)
     async with Pool(Words, 2, num_workers=1) as pool:
@@ -527,7 +540,9 @@ async def test_a_step_whose_answer_was_cancelled_is_never_the_next_ones() -> Non
                 await check(env, number)
 
 
-async def test_a_reset_that_is_cancelled_as_its_worker_gets_ready_leaves_those_beside_it_going() -> None:
+async def test_cancelled_reset_leaves_other_resets_of_its_worker_running(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with Pool(Words, 2, num_workers=1) as pool, pool.episode() as one, pool.episode() as other:
         with pytest.raises(VecEnvError):
             await one.step("kill")
@@ -535,9 +550,8 @@ async def test_a_reset_that_is_cancelled_as_its_worker_gets_ready_leaves_those_b
             await other.step("x")
         first, second = (asyncio.create_task(env.reset(seed=5)) for env in (one, other))
         await asyncio.sleep(0)  # both wait for the new worker
-        watch = pool._slots._workers
-        ready = watch._on_ready
-        watch._on_ready = lambda worker: first.cancel() and ready(worker)
+        ready = pool._slots._ready
+        monkeypatch.setattr(pool._slots, "_ready", lambda group: first.cancel() and ready(group))
         with pytest.raises(asyncio.CancelledError):
             await first
         observation, _ = await asyncio.wait_for(second, 20)

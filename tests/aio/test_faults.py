@@ -1,4 +1,4 @@
-"""One environment of many is killed, aborts, hangs, raises or is cancelled: that episode is lost, and no other."""
+"""One environment of many is killed, aborts, hangs, raises or is cancelled: only its episode is lost."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import asyncio
 import os
 import random
 import signal
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from worlds import Words, alone, run, whole
+from text_envs import Words, check_all_slots, run, step_directly
 
+import vecenv
 from vecenv.aio import EpisodeEnv, Pool
 from vecenv.errors import EnvFailed, RestartsExhausted, StartupTimeout, StepTimeout, WorkerDied
 from vecenv.testing.faulty import FaultyConstructor
@@ -29,7 +31,7 @@ HOW = [
 ]
 
 
-def died(error: BaseException) -> bool:
+def is_worker_failure(error: BaseException) -> bool:
     return isinstance(error, WorkerDied | StepTimeout)
 
 
@@ -37,8 +39,8 @@ def died(error: BaseException) -> bool:
 @pytest.mark.parametrize("on_failure", ["restart", pytest.param("raise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("workers", ["each", "two", "threads"])
-def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, size: int) -> None:
-    """With several environments in a worker that dies: those of this worker, and each is told."""
+def test_one_fault_ends_only_its_episode(fault: str, workers: str, on_failure: Any, size: int) -> None:
+    """If a worker with several environments dies, each of their episodes fails."""
     how: dict[str, Any] = {} if workers == "each" else {"num_workers": 2}
     if workers == "threads":
         how["env_threads"] = size
@@ -59,9 +61,9 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
                     assert hit <= set(beside), ends
                 else:
                     assert hit == set(beside), ends
-                assert all(died(ends[n]) for n in lost)
+                assert all(is_worker_failure(ends[n]) for n in lost)
             assert type(ends[0]) is FAULTS[fault], ends[0]
-            await whole(pool)
+            await check_all_slots(pool)
 
     episodes: dict[int, EpisodeEnv] = {}
 
@@ -70,21 +72,21 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
         try:
             async with pool.episode(seed=number) as env:
                 episodes[number] = env
-                said: list[Any] = [env.observation]
+                results: list[Any] = [env.observation]
                 for place, action in enumerate(actions):
                     if number == 0 and place == 3:
-                        await go_wrong(env)
+                        await trigger_fault(env)
                     await asyncio.sleep(0.02)
-                    said.append((await env.step(action))[:4])
+                    results.append((await env.step(action))[:4])
         except (WorkerDied, StepTimeout, EnvFailed, asyncio.CancelledError) as error:
             if number and not isinstance(error, StepTimeout):
                 assert "died" in str(error) or "failed earlier" in str(error), error
             return error
-        wanted = alone(Words(8), number, actions)
-        assert said == [wanted[0][0], *(each[:4] for each in wanted[1:])]
+        expected = step_directly(Words(8), number, actions)
+        assert results == [expected[0][0], *(each[:4] for each in expected[1:])]
         return None
 
-    async def go_wrong(env: EpisodeEnv) -> None:
+    async def trigger_fault(env: EpisodeEnv) -> None:
         if fault != "cancel":
             await env.step(fault)
         step = asyncio.create_task(env.step("wait 0.2"))
@@ -98,19 +100,19 @@ def test_one_fault_ends_one_episode(fault: str, workers: str, on_failure: Any, s
 @pytest.mark.long
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
-def test_the_other_start_methods(context: Any, on_failure: Any) -> None:
+def test_faults_with_other_start_methods(context: Any, on_failure: Any) -> None:
     async def main() -> None:
         async with Pool(Words, 4, num_workers=2, context=context, on_failure=on_failure) as pool:
             for fault in ("kill", "raise it", "abort"):
                 async with pool.episode() as env:
                     with pytest.raises((WorkerDied, EnvFailed)):
                         await env.step(fault)
-            await whole(pool)
+            await check_all_slots(pool)
 
     run(main(), seconds=200)
 
 
-async def test_what_is_said_of_each_failure() -> None:
+async def test_message_of_each_failure() -> None:
     async with Pool(Words, 3, step_timeout=0.3, cancel_timeout=0.1) as pool:
         async with pool.episode() as env:
             with pytest.raises(EnvFailed, match=rf"env {env.env_id}, worker .* step: ValueError: wrong: abc") as told:
@@ -127,7 +129,7 @@ async def test_what_is_said_of_each_failure() -> None:
                 await env.step("kill")
             assert death.value.envs == (env.env_id,)
             await env.reset()
-            with pytest.raises(StepTimeout, match=r"hung for more than 0.3 seconds .* at worlds.py:\d+ in _go"):
+            with pytest.raises(StepTimeout, match=r"hung for more than 0.3 seconds .* at text_envs.py:\d+ in _apply"):
                 await env.step("hang")
             await env.reset()
             with pytest.raises(TimeoutError):
@@ -142,31 +144,31 @@ async def test_what_is_said_of_each_failure() -> None:
             async with pool.episode(options={"begin": "raise b"}):
                 raise AssertionError
         assert {record.command for record in pool.errors} == {"step", "reset"}
-        await whole(pool)
+        await check_all_slots(pool)
 
 
-async def test_a_cancelled_step_that_does_not_end_costs_its_worker_after_a_while() -> None:
-    async with Pool(Words, 3, cancel_timeout=0.2, on_failure="restart", restart_limit=0) as pool:
-        for _ in range(3):  # which is no restart of the budget
+async def test_cancelled_step_that_hangs_has_its_worker_killed() -> None:
+    async with Pool(Words, 3, cancel_timeout=0.2, on_failure=vecenv.Restart(0)) as pool:
+        for _ in range(3):  # which does not count as a restart
             async with pool.episode() as env:
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(0.05):
                         await env.step("hang")
-        await whole(pool)
+        await check_all_slots(pool)
         assert pool.stats()["restarts"] == 3
 
 
-async def test_a_cancelled_step_that_ends_in_time_costs_nothing_but_its_episode() -> None:
+async def test_cancelled_step_that_ends_in_time_only_ends_its_episode() -> None:
     async with Pool(Words, 1, cancel_timeout=5) as pool:
         (process,) = pool._envs.processes
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05), pool.episode() as env:
                 await env.step("wait 0.2")
-        await whole(pool)  # behind the late answer, which is given to nothing
+        await check_all_slots(pool)  # after the late reply, which is dropped
         assert pool._envs.processes == [process]
 
 
-async def test_a_cancelled_step_that_waits_for_others_does_not_cost_them_their_worker() -> None:
+async def test_cancelled_step_that_waits_for_others_keeps_their_worker() -> None:
     async with Pool(Words, 4, num_workers=1, cancel_timeout=0.1) as pool:
         async with pool.episode() as one, pool.episode() as two, pool.episode() as three:
             before = asyncio.create_task(one.step("wait 0.3"))
@@ -176,30 +178,30 @@ async def test_a_cancelled_step_that_waits_for_others_does_not_cost_them_their_w
             behind.cancel()
             assert (await before)[4]["of"] == ["wait 0.3"]
             assert (await last)[4]["of"] == ["x"]
-        await whole(pool)
+        await check_all_slots(pool)
         assert pool.stats()["restarts"] == 0
 
 
-async def test_a_process_that_cannot_be_started_yet_costs_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Pool(Words, 1, num_workers=1, on_failure="restart", restart_limit=1) as pool:
-        start_anew, refused = pool._slots._workers.start_anew, []
+async def test_failed_start_of_a_process_counts_as_one_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Pool(Words, 1, num_workers=1, on_failure=vecenv.Restart(1)) as pool:
+        replace, refused = pool._envs._pool.replace, []
 
         def refuse_once(worker: Any) -> Any:
             if refused:
-                return start_anew(worker)
+                return replace(worker)
             refused.append(worker)
             raise BlockingIOError
 
-        monkeypatch.setattr(pool._slots._workers, "start_anew", refuse_once)
+        monkeypatch.setattr(pool._envs._pool, "replace", refuse_once)
         async with pool.episode() as one:
             with pytest.raises(WorkerDied):
                 await one.step("kill")
-        await whole(pool)
+        await check_all_slots(pool)
         assert refused
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-async def test_deaths_are_noticed_where_no_descriptor_tells_of_it(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_deaths_are_noticed_without_a_readable_descriptor(on_failure: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise OSError
 
@@ -213,20 +215,20 @@ async def test_deaths_are_noticed_where_no_descriptor_tells_of_it(on_failure: An
             await asyncio.sleep(0.3)
             with pytest.raises(WorkerDied):
                 await two.step("x")
-        await whole(pool)
+        await check_all_slots(pool)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-async def test_workers_that_die_while_no_episode_has_them(on_failure: Any) -> None:
+async def test_idle_workers_that_die_are_replaced(on_failure: Any) -> None:
     async with Pool(Words, 6, num_workers=3, on_failure=on_failure) as pool:
         for process in pool._envs.processes:
             os.kill(process.pid, signal.SIGKILL)
-        await asyncio.sleep(0.3)  # the kernel tells
-        await whole(pool)
+        await asyncio.sleep(0.3)  # until the kernel reports the deaths
+        await check_all_slots(pool)
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-async def test_an_episode_whose_worker_dies_while_it_thinks_is_told_with_its_next_call(on_failure: Any) -> None:
+async def test_death_between_calls_raises_in_the_next_call(on_failure: Any) -> None:
     async with Pool(Words, 4, num_workers=2, on_failure=on_failure) as pool:
         async with pool.episode() as env:
             os.kill(await env.call("pid"), signal.SIGKILL)
@@ -235,11 +237,11 @@ async def test_an_episode_whose_worker_dies_while_it_thinks_is_told_with_its_nex
                 await env.call("pid")
             with pytest.raises(EnvFailed, match="failed earlier"):
                 await env.step("x")
-        await whole(pool)
+        await check_all_slots(pool)
 
 
-async def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on() -> None:
-    async with Pool(Words, 2, on_failure="restart", restart_limit=1) as pool:
+async def test_worker_that_dies_too_often_is_abandoned_and_others_continue() -> None:
+    async with Pool(Words, 2, on_failure=vecenv.Restart(1)) as pool:
         async with pool.episode() as bad:
             with pytest.raises(WorkerDied):
                 await bad.step("kill")
@@ -264,8 +266,8 @@ async def test_a_worker_that_dies_too_often_is_given_up_and_the_others_go_on() -
                 raise AssertionError
 
 
-class OnceWell:
-    """Builds an environment for as long as a file is not there."""
+class BuildsUntilFlag:
+    """A function that builds an environment only while a file does not exist."""
 
     def __init__(self, flag: Path) -> None:
         self._flag = flag
@@ -276,9 +278,9 @@ class OnceWell:
         return Words()
 
 
-def test_a_worker_that_does_not_get_ready_again() -> None:
+def test_worker_that_cannot_rebuild_its_environment() -> None:
     async def main(flag: Path) -> None:
-        async with Pool(OnceWell(flag), 1, start_timeout=0.5) as pool:
+        async with Pool(BuildsUntilFlag(flag), 1, worker_options=vecenv.WorkerOptions(start_timeout=0.5)) as pool:
             flag.touch()
             async with pool.episode() as env:
                 with pytest.raises(WorkerDied):
@@ -288,74 +290,80 @@ def test_a_worker_that_does_not_get_ready_again() -> None:
                 flag.unlink()
                 await env.reset()
                 await env.step("x")
-            await whole(pool)
+            await check_all_slots(pool)
 
-    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         run(main(Path(folder) / "flag"))
 
 
-def test_a_pool_that_does_not_start_leaves_nothing() -> None:
+def test_failed_start_of_a_pool_leaves_nothing() -> None:
     with pytest.raises(StartupTimeout):
-        Pool(FaultyConstructor(Words, "sleep"), 2, start_timeout=0.5, dummy_env=True)
+        Pool(FaultyConstructor(Words, "sleep"), 2, worker_options=vecenv.WorkerOptions(start_timeout=0.5, dummy_env=True))
     with pytest.raises(ZeroDivisionError):
         Pool(lambda: Words(1 // 0), 2)
 
 
-def test_the_loop_goes_on_while_workers_are_started_anew_and_closed() -> None:
-    """An environment that takes half a second to build, and as long to close, holds up nothing else."""
+def test_loop_keeps_running_while_workers_restart_and_close() -> None:
+    """Environments that are rebuilt or closed wait for a file that only the running loop writes."""
 
-    class Slow(Words):
-        def __init__(self) -> None:
-            super().__init__()
-            time.sleep(0.4)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
 
-        def close(self) -> None:
-            time.sleep(0.4)
+        def wait_for_the_loop(moment: str) -> None:
+            (folder / f"{moment} began").touch()
+            until = time.monotonic() + 60
+            while not (folder / f"{moment} may end").exists():
+                if time.monotonic() > until:
+                    os._exit(1)
+                time.sleep(0.01)
 
-    async def main() -> list[float]:
-        late: list[float] = []
+        class Slow(Words):
+            def __init__(self) -> None:
+                super().__init__()
+                if (folder / "started").exists():
+                    wait_for_the_loop("build")
 
-        async def watch() -> None:
-            while True:
-                began = time.perf_counter()
-                await asyncio.sleep(0.005)
-                late.append(time.perf_counter() - began - 0.005)
+            def close(self) -> None:
+                if (folder / "started").exists():
+                    wait_for_the_loop("close")
 
-        async with Pool(Slow, 2, on_failure="restart") as pool:
-            watching = asyncio.create_task(watch())
-            async with pool.episode() as env:
-                with pytest.raises(WorkerDied):
-                    await env.step("kill")
-                await env.reset()
-            async with pool.episode():
-                pass
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
-        return late
+        async def watch(moment: str) -> None:
+            while not (folder / f"{moment} began").exists():
+                await asyncio.sleep(0.01)
+            (folder / f"{moment} may end").touch()
 
-    late = run(main())
-    assert len(late) > 60
-    assert sorted(late)[-3] < 0.2, sorted(late)[-5:]
+        async def main() -> None:
+            async with Pool(Slow, 2, on_failure="restart") as pool:
+                (folder / "started").touch()
+                watching = [asyncio.create_task(watch(moment)) for moment in ("build", "close")]
+                async with pool.episode() as env:
+                    with pytest.raises(WorkerDied):
+                        await env.step("kill")
+                    await env.reset()
+            await asyncio.gather(*watching)
+
+        run(main())
 
 
 @pytest.mark.parametrize("episodes", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("how", HOW)
-def test_random_cancels_leak_no_place_no_process_and_no_descriptor(episodes: int, how: dict[str, Any]) -> None:
-    """(Processes and descriptors are counted around every test.) What is not cancelled says what it has to."""
+def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, how: dict[str, Any]) -> None:
+    """Calls that are not cancelled return the right results. (The fixture around every test counts processes and
+    descriptors.)
+    """
 
     async def one(pool: Pool, number: int) -> None:
         rng = random.Random(number)
         actions = [f"{number} {step}" for step in range(3)]
         async with pool.episode(seed=number) as env:
-            said: list[Any] = [env.observation]
+            results: list[Any] = [env.observation]
             for action in actions:
                 if rng.random() < 0.3:
                     await asyncio.sleep(rng.random() * 0.002)
-                said.append((await env.step(action))[:4])
-        wanted = alone(Words(), number, actions)
-        assert said == [wanted[0][0], *(each[:4] for each in wanted[1:])]
+                results.append((await env.step(action))[:4])
+        expected = step_directly(Words(), number, actions)
+        assert results == [expected[0][0], *(each[:4] for each in expected[1:])]
         done.append(number)
 
     done: list[int] = []
@@ -376,10 +384,10 @@ def test_random_cancels_leak_no_place_no_process_and_no_descriptor(episodes: int
                     assert end is None or isinstance(end, asyncio.CancelledError), end
 
             await asyncio.gather(*(some() for _ in range(16)))
-            await whole(pool)
+            await check_all_slots(pool)
             assert len(os.listdir("/proc/self/fd")) == before
             assert pool.stats()["restarts"] == 0
-            assert not pool._engine.requests
+            assert not pool.stats()["in_flight"]
 
     run(main(), seconds=800)
     assert episodes * 0.4 < len(done) < episodes

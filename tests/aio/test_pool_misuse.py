@@ -1,4 +1,4 @@
-"""What must not be done, each with an error of its own, in the words of the synchronous engine."""
+"""Wrong uses of a pool: each raises its own error, with the texts of the synchronous engine."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
-from worlds import Words, whole
+from text_envs import Words, check_all_slots
 
 from vecenv.aio import Pool
 from vecenv.errors import BusyError, ForkedError, LoopError
 
 
-async def test_a_second_task_in_the_same_episode() -> None:
+async def test_second_task_in_one_episode_raises() -> None:
     async with Pool(Words, 2) as pool, pool.episode() as env:
         step = asyncio.create_task(env.step("wait 0.05"))
         await asyncio.sleep(0)
@@ -27,7 +27,7 @@ async def test_a_second_task_in_the_same_episode() -> None:
         await env.step("x")
 
 
-async def test_a_step_after_the_end_of_the_episode() -> None:
+async def test_step_after_the_end_of_the_episode_raises() -> None:
     async with Pool(Words, 1) as pool:
         async with pool.episode(seed=1) as env:
             while not env.over:
@@ -43,7 +43,7 @@ async def test_a_step_after_the_end_of_the_episode() -> None:
             await env.__aenter__()
 
 
-async def test_an_episode_that_is_left_while_another_task_steps_it() -> None:
+async def test_leaving_an_episode_that_another_task_steps() -> None:
     async with Pool(Words, 1) as pool:
         async with pool.episode() as env:
             step = asyncio.create_task(env.step("wait 0.05"))
@@ -52,10 +52,10 @@ async def test_an_episode_that_is_left_while_another_task_steps_it() -> None:
             await step
         async with pool.episode(options={"begin": "wait 0.05"}) as env:
             await env.step("x")
-        await whole(pool)
+        await check_all_slots(pool)
 
 
-async def test_a_pool_after_its_end() -> None:
+async def test_calls_of_a_closed_pool_raise() -> None:
     async with Pool(Words, 1) as pool:
         env = pool.episode()
         await env.__aenter__()
@@ -72,12 +72,12 @@ async def test_a_pool_after_its_end() -> None:
     assert repr(pool) == "Pool(size=1, closed)"
 
 
-def test_a_pool_in_another_loop_or_in_none() -> None:
+def test_pool_in_another_loop_or_without_one_raises() -> None:
     async def enter(pool: Pool) -> None:
         with pytest.raises(LoopError, match="belongs to no event loop yet"):
             pool.episode()
         await pool.__aenter__()
-        await whole(pool)
+        await check_all_slots(pool)
 
     async def use(pool: Pool) -> None:
         for call in (pool.__aenter__(), pool.close()):
@@ -90,11 +90,11 @@ def test_a_pool_in_another_loop_or_in_none() -> None:
         pool = Pool(Words, 2)
         first.run(enter(pool))
         second.run(use(pool))
-        first.run(whole(pool))
+        first.run(check_all_slots(pool))
         first.run(pool.close())
 
 
-async def test_a_pool_in_a_forked_child() -> None:
+async def test_pool_in_a_forked_child_raises() -> None:
     async def use(pool: Pool, env: Any) -> None:
         for call in (pool.__aenter__(), pool.close(), env.step("x")):
             with pytest.raises(ForkedError, match=r"belongs to another process \(pid \d+\); a forked child"):
@@ -115,10 +115,10 @@ async def test_a_pool_in_a_forked_child() -> None:
                 await asyncio.sleep(0.01)
             assert ended[1] == 0
             await env.step("x")
-        await whole(pool)
+        await check_all_slots(pool)
 
 
-async def test_what_cannot_be_pickled_is_refused_before_anything_is_sent() -> None:
+async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
     async with Pool(Words, 1) as pool, pool.episode() as env:
         with pytest.raises(TypeError, match="pickle"):
             await env.step(iter(number for number in range(3)))
@@ -134,17 +134,17 @@ async def test_what_cannot_be_pickled_is_refused_before_anything_is_sent() -> No
         ({"size": True}, "size must be"),
         ({"num_workers": 0}, "num_workers must be"),
         ({"num_workers": "auto"}, "num_workers must be"),
-        ({"on_failure": "ignore"}, "on_failure must be"),
+        ({"on_failure": "ignore"}, "`on_failure` must be"),
         ({"step_timeout": "long"}, "step_timeout"),
         ({"env_threads": 2, "num_workers": 1, "generators": "own"}, "generators"),
     ],
 )
-def test_options_without_a_meaning(how: dict[str, Any], text: str) -> None:
+def test_invalid_options_raise(how: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
         Pool(Words, **{"size": 2, **how})
 
 
-async def test_seeds_options_and_lists_of_episodes_without_a_meaning() -> None:
+async def test_invalid_seeds_options_and_episode_lists_raise() -> None:
     async with Pool(Words, 1) as pool:
         with pytest.raises(TypeError, match="seed must be an integer or None, got 'one'"):
             pool.episode(seed="one")  # type: ignore[arg-type]
@@ -152,10 +152,10 @@ async def test_seeds_options_and_lists_of_episodes_without_a_meaning() -> None:
             pool.episode(options=["begin"])  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="retries must be an integer from 0 on, got -1"):
             await pool.evaluate(lambda _: asyncio.sleep(0, "x"), 1, retries=-1)
-        await whole(pool)
+        await check_all_slots(pool)
 
 
-def test_a_pool_that_is_dropped_ends_its_workers_with_a_warning() -> None:
+def test_dropped_pool_ends_its_workers_and_warns() -> None:
     pool = Pool(Words, 2)
     with pytest.warns(ResourceWarning, match="unclosed"):  # noqa: PT031
         del pool

@@ -1,4 +1,4 @@
-"""Vector environments over EnvPool that are closed at the end of the test. Nothing here needs EnvPool to be imported."""
+"""Fixtures of vector environments over EnvPool, closed at the end of the test. Importing this does not need EnvPool."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Make = Callable[..., "EnvPoolVectorEnv"]
 
 
 def zeros(n: int) -> np.ndarray:
-    """Actions."""
+    """Return actions."""
     return np.zeros(n, dtype=np.int64)
 
 
 @pytest.fixture
 def any_make() -> Iterator[Make]:
-    """``any_make(num_envs, task_id, **options)``: CartPole unless said otherwise."""
+    """``any_make(num_envs, task_id, **options)`` builds a vector environment; CartPole by default."""
     from vecenv.backends import EnvPoolVectorEnv
 
     made: list[EnvPoolVectorEnv] = []
@@ -37,5 +37,5 @@ def any_make() -> Iterator[Make]:
 
 @pytest.fixture
 def make(any_make: Make) -> Make:
-    """What a file's tests build with; one that wants other pools overrides it."""
+    """The factory of a file's tests; a file that needs other pools overrides it."""
     return any_make

@@ -1,4 +1,4 @@
-"""Pools that are slow."""
+"""Slow pools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vecenv.backends import EnvPoolVectorEnv
 
 
 class SlowPool:
-    """Stands between a driver and its pool: every answer takes ``delay`` seconds longer."""
+    """A pool behind a driver, with results that take ``delay`` seconds longer."""
 
     def __init__(self, envs: EnvPoolVectorEnv, delay: float) -> None:
         driver = envs._driver

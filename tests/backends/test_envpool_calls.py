@@ -1,4 +1,4 @@
-"""EnvPool behind the front: its calls, its evaluation, what is refused, and the mixin's contract."""
+"""EnvPool behind the front: calls, evaluation, refusals, and the mixin's contract."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytest.importorskip("envpool")
 # --- first-ready batches ------------------------------------------------------------------------
 
 
-def test_any_numbers_may_be_sent_at_a_time(make: Make) -> None:
+def test_any_number_of_rows_can_be_sent_at_a_time(make: Make) -> None:
     envs = make(6, batch_size=3, num_threads=2)
     rng = np.random.default_rng(0)
     envs.reset_async()
@@ -65,7 +65,7 @@ def test_any_numbers_may_be_sent_at_a_time(make: Make) -> None:
 
 @pytest.mark.parametrize("received", range(4))
 @pytest.mark.parametrize("sent", range(3))
-def test_a_reset_of_all_lets_everything_in_flight_finish_first(make: Make, received: int, sent: int) -> None:
+def test_full_reset_waits_for_rows_in_flight(make: Make, received: int, sent: int) -> None:
     envs = make(6, batch_size=2, num_threads=2)
     envs.reset_async()
     ids: list[int] = []
@@ -83,7 +83,7 @@ def test_a_reset_of_all_lets_everything_in_flight_finish_first(make: Make, recei
     assert (envs.step(zeros(6))[4]["elapsed_step"] == 1).all()
 
 
-def test_lockstep_takes_one_call_at_a_time_of_any_environments(make: Make) -> None:
+def test_lock_step_accepts_one_call_at_a_time(make: Make) -> None:
     envs = make(4)
     envs.reset()
     envs.send(zeros(2), [3, 1])
@@ -115,15 +115,15 @@ def test_same_step_resets_work_through_recv_too(make: Make) -> None:
 
 def test_actions_and_indices_are_copied_before_send_returns(make: Make) -> None:
     """EnvPool reads them in its own threads, later."""
-    envs, same = make(64, batch_size=32), make(64, batch_size=32)
-    for one in (envs, same):
+    envs, reference = make(64, batch_size=32), make(64, batch_size=32)
+    for one in (envs, reference):
         one.reset()
     actions, ids = zeros(64), np.arange(64, dtype=np.int32)
     envs.send(actions, ids)
     actions[:], ids[:] = 1, 0
-    same.send(zeros(64))
+    reference.send(zeros(64))
     rows = [{}, {}]
-    for found, one in zip(rows, (envs, same), strict=True):
+    for found, one in zip(rows, (envs, reference), strict=True):
         for _ in range(2):
             observations, *_, infos = one.recv()
             found |= dict(zip(infos["env_id"].tolist(), observations.tolist(), strict=True))
@@ -153,7 +153,7 @@ def test_any_count_of_rows_can_be_received_and_the_others_are_kept(make: Make, c
         envs.send(zeros(count))
 
 
-def test_a_count_that_will_never_come_is_refused(make: Make) -> None:
+def test_impossible_count_is_refused(make: Make) -> None:
     envs = make(6, batch_size=3)
     envs.reset()
     envs.send(zeros(4), [0, 1, 2, 3])
@@ -174,22 +174,22 @@ def test_a_count_that_will_never_come_is_refused(make: Make) -> None:
     assert len(full.recv(count=5)[1]) == 5
 
 
-def test_a_count_that_came_too_late_is_the_next_one(make: Make) -> None:
-    envs, same = make(4, batch_size=1), make(4)
+def test_late_count_is_the_next_one(make: Make) -> None:
+    envs, reference = make(4, batch_size=1), make(4)
     envs.reset()
-    same.reset()
+    reference.reset()
     SlowPool(envs, 0.2)
     envs.send(zeros(4), np.arange(4))
     with pytest.raises(StepTimeout):
         envs.recv(0.3, count=4)  # one or two of the four are there by now
-    wanted = same.step(zeros(4))[0]
+    wanted = reference.step(zeros(4))[0]
     for count in (1, 3):
         observations, *_, infos = envs.recv(10.0, count=count)
         np.testing.assert_array_equal(observations, wanted[infos["env_id"]])
     assert envs.stats()["in_flight"] == 0
 
 
-def test_an_env_id_that_the_caller_changes_is_not_whom_send_means(make: Make) -> None:
+def test_send_copies_the_env_id_of_recv(make: Make) -> None:
     envs = make(4, batch_size=2)
     envs.reset_async()
     ids = envs.recv()[4]["env_id"]
@@ -201,7 +201,7 @@ def test_an_env_id_that_the_caller_changes_is_not_whom_send_means(make: Make) ->
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
-def test_a_child_forked_in_the_middle_of_another_threads_call_is_told_that_it_was_forked(make: Make) -> None:
+def test_child_forked_during_another_threads_call_gets_forked_error(make: Make) -> None:
     envs = make(2)
     envs.reset()
     SlowPool(envs, 0.5)
@@ -242,9 +242,9 @@ def test_without_autoreset_an_episode_that_is_over_is_not_stepped(make: Make) ->
 
 
 def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
-    envs, same = make(4, autoreset_mode="SameStep", max_episode_steps=1), make(4, max_episode_steps=1)
+    envs, reference = make(4, autoreset_mode="SameStep", max_episode_steps=1), make(4, max_episode_steps=1)
     envs.reset()
-    same.reset()
+    reference.reset()
     SlowPool(envs, 0.1)  # the step takes two round trips
     envs.step_async(zeros(4))
     timeouts = 0
@@ -255,8 +255,8 @@ def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
         except StepTimeout:
             timeouts += 1
     assert timeouts >= 3
-    np.testing.assert_array_equal(np.stack(result[4]["final_obs"]), same.step(zeros(4))[0])
-    np.testing.assert_array_equal(result[0], same.step(zeros(4))[0])
+    np.testing.assert_array_equal(np.stack(result[4]["final_obs"]), reference.step(zeros(4))[0])
+    np.testing.assert_array_equal(result[0], reference.step(zeros(4))[0])
 
 
 # --- threads, forks, the end --------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_step_wait_can_be_called_again_after_a_timeout(make: Make) -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
-def test_a_forked_child_that_never_touches_it_ends_well() -> None:
+def test_forked_child_that_does_not_use_it_exits_cleanly() -> None:
     program = """
     import os, sys
     from vecenv.backends import EnvPoolVectorEnv
@@ -288,8 +288,8 @@ def test_it_cannot_be_copied_or_pickled(make: Make) -> None:
             copied(envs)
 
 
-def threads_beyond(before: set[str]) -> set[str]:
-    """This process's threads that were not there before. Those that were may end at any time: they are other tests'."""
+def new_threads(before: set[str]) -> set[str]:
+    """Return new threads of this process. Older ones may end at any time, because they belong to other tests."""
     return set(os.listdir("/proc/self/task")) - before
 
 
@@ -297,16 +297,16 @@ def threads_beyond(before: set[str]) -> set[str]:
 @pytest.mark.parametrize("batch_size", [8, 4])
 def test_close_ends_all_threads(make: Make, batch_size: int) -> None:
     make(8).reset()
-    before = threads_beyond(set())
+    before = new_threads(set())
     envs = make(8, batch_size=batch_size, num_threads=3)
-    assert not threads_beyond(before), "nothing is built before the first reset"
+    assert not new_threads(before), "nothing is built before the first reset"
     envs.reset()
     envs.send(zeros(8), np.arange(8))
     envs.recv(timeout=10.0)
-    assert len(threads_beyond(before)) >= 4, "three of the pool's, and one helper"
+    assert len(new_threads(before)) >= 4, "three of the pool's, and one helper"
     envs.reset(seed=3) if batch_size == 8 else envs.reset()
     envs.close()
-    assert not threads_beyond(before)
+    assert not new_threads(before)
     for call in (envs.render, envs.xla):
         with pytest.raises(ClosedEnvironmentError, match="after a call to `close"):
             call()
@@ -318,7 +318,7 @@ def test_a_failed_construction_leaves_nothing_to_close() -> None:
     gc.collect()
 
 
-def test_the_repr_states_the_state(make: Make) -> None:
+def test_repr_shows_the_state(make: Make) -> None:
     envs = make(4, batch_size=2)
     assert repr(envs) == "EnvPoolVectorEnv(CartPole-v1, num_envs=4, batch_size=2, phase=DEFAULT)"
     envs.reset_async()
@@ -330,7 +330,7 @@ def test_the_repr_states_the_state(make: Make) -> None:
 # --- pictures and compiled code -----------------------------------------------------------------
 
 
-def test_render_gives_one_frame_an_environment(make: Make) -> None:
+def test_render_returns_one_frame_per_environment(make: Make) -> None:
     envs = make(3, render_mode="rgb_array")
     with pytest.raises(ResetNeeded):
         envs.render()
@@ -347,7 +347,7 @@ def test_render_gives_one_frame_an_environment(make: Make) -> None:
     assert plain.render() is None
 
 
-def test_a_task_that_cannot_be_drawn_says_so(make: Make) -> None:
+def test_render_of_an_undrawable_task_raises(make: Make) -> None:
     envs = make(2, "FrozenLake-v1", render_mode="rgb_array")
     envs.reset()
     with pytest.raises(RuntimeError, match="EnvPool cannot draw 'FrozenLake-v1'"):
@@ -356,8 +356,8 @@ def test_a_task_that_cannot_be_drawn_says_so(make: Make) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("options", [{"render_mode": "rgb_array"}, {"from_pixels": True}], ids=["frames", "pixels"])
-def test_mujoco_is_drawn_or_refused_but_never_ends_the_interpreter(options: dict[str, Any]) -> None:
-    """In an interpreter of its own: Mesa, where it draws, keeps threads until the process ends."""
+def test_render_of_mujoco_never_ends_the_interpreter(options: dict[str, Any]) -> None:
+    """It runs in a separate interpreter, because Mesa keeps threads until the process ends."""
     program = textwrap.dedent(f"""
         from vecenv.backends import EnvPoolVectorEnv
         envs = EnvPoolVectorEnv("InvertedPendulum-v4", 2, num_threads=2, **{options!r})
@@ -375,22 +375,22 @@ def test_mujoco_is_drawn_or_refused_but_never_ends_the_interpreter(options: dict
     assert (done.returncode, done.stdout) == (0, "went on\n"), done.stderr
 
 
-def test_xla_steps_inside_jit_and_the_pool_is_taken_back_by_reset(make: Make) -> None:
+def test_xla_steps_inside_jit_until_reset(make: Make) -> None:
     pytest.importorskip("jax.numpy")
     import jax
 
-    envs, same = make(4), make(4)
+    envs, reference = make(4), make(4)
     with pytest.raises(ResetNeeded):
         envs.xla()
     envs.reset()
-    same.reset()
+    reference.reset()
     handle, _, _, step = envs.xla()
     actions = jax.numpy.zeros(4, dtype=jax.numpy.int32)
     try:
         _, (observations, *_) = jax.jit(step)(handle, actions)
     except Exception as error:
         pytest.skip(f"EnvPool's own XLA functions do not run here: {type(error).__name__}")
-    np.testing.assert_array_equal(observations, same.step(zeros(4))[0])
+    np.testing.assert_array_equal(observations, reference.step(zeros(4))[0])
     for call in (envs.recv, lambda: envs.step(zeros(4)), lambda: envs.send(zeros(4))):
         with pytest.raises(RuntimeError, match="reset"):
             call()
@@ -405,12 +405,12 @@ def test_an_episode_that_only_the_time_limit_ends_is_truncated_and_not_terminate
     assert flags == [([False] * 2, [False] * 2)] * 4 + [([False] * 2, [True] * 2)]
 
 
-# --- Every call that ends the interpreter, or reads wrong memory, when made on raw EnvPool is an exception here
+# --- calls that end the interpreter, or read wrong memory, on raw EnvPool are exceptions here
 
-# What ends the interpreter, or reads wrong memory, on raw EnvPool. What every backend has to refuse is in the contract.
+# calls that end the interpreter, or read wrong memory, on raw EnvPool; the contract has those that every backend refuses
 INTEGERS = (np.int8, np.int16, np.int32, np.int64)
 ACTIONS = [
-    # task, actions for two environments, the error and what it says
+    # task, actions for two environments, the error and its text
     *(
         (task_id, np.array([0, wrong], dtype), ValueError, "envs [1]")
         for task_id, wrong in (
@@ -435,24 +435,24 @@ ACTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("task_id", "actions", "error", "says"), ACTIONS)
-def test_what_crashes_raw_envpool_is_an_exception(make: Make, task_id: str, actions: Any, error: Any, says: str) -> None:
+@pytest.mark.parametrize(("task_id", "actions", "error", "text"), ACTIONS)
+def test_calls_that_crash_raw_envpool_raise(make: Make, task_id: str, actions: Any, error: Any, text: str) -> None:
     envs = make(2, task_id)
     envs.reset()
     for _ in range(2):  # also after a good step
-        with pytest.raises(error, match=re.escape(says)):
+        with pytest.raises(error, match=re.escape(text)):
             envs.step(actions)
         envs.step(envs.action_space.sample())
 
 
 @pytest.mark.long
-def test_integers_of_a_box_are_held_against_it(make: Make) -> None:
+def test_integers_of_a_box_are_checked(make: Make) -> None:
     envs = make(2, "BinPack-v2")
     envs.reset()
     high = envs.action_space.high  # type: ignore[attr-defined]
-    for wrong, error, says in ((high + 1, ValueError, r"envs \[0, 1\]"), (high - high - 1, ValueError, "envs"),
+    for wrong, error, text in ((high + 1, ValueError, r"envs \[0, 1\]"), (high - high - 1, ValueError, "envs"),
                                (high * 0.5, TypeError, "integers")):  # fmt: skip
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=text):
             envs.step(wrong)
 
 
@@ -465,7 +465,7 @@ def test_indices_beyond_32_bits_are_refused(make: Make) -> None:
                 call(wrong)
 
 
-def test_actions_that_are_read_only_strided_or_of_the_other_byte_order_are_taken(make: Make) -> None:
+def test_unusual_action_arrays_are_accepted(make: Make) -> None:
     wide = np.zeros((8, 3), np.float32)
     wide.flags.writeable = False
     for envs, every in ((make(4, "Pendulum-v1"), (wide[::2, 1:2], np.zeros((4, 1), ">f8"))),
@@ -487,7 +487,7 @@ def test_a_pool_is_closed_while_environments_step(make: Make) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)  # options are tried in processes of their own, which import EnvPool: seconds each, more under load
 @pytest.mark.parametrize(
-    ("task_id", "options", "says"),
+    ("task_id", "options", "text"),
     [
         *(("Pong-v5", {"noop_max": wrong}, "noop_max must be from 1 to 10000") for wrong in (0, -1, 2**31 - 1)),
         *(("Pong-v5", {"stack_num": wrong}, "stack_num must be from 1 to 256") for wrong in (0, -1)),
@@ -510,13 +510,13 @@ def test_a_pool_is_closed_while_environments_step(make: Make) -> None:
     ],
     ids=str,
 )
-def test_options_that_end_raw_envpool_are_refused(task_id: str, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(says)):
+def test_options_that_crash_raw_envpool_are_refused(task_id: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
         EnvPoolVectorEnv(task_id, 1, **options)
 
 
 @pytest.mark.long
-def test_unusual_options_within_the_range_are_taken(make: Make) -> None:
+def test_unusual_valid_options_are_accepted(make: Make) -> None:
     pong = make(1, "Pong-v5", noop_max=1, stack_num=1, img_height=1, img_width=100, frame_skip=1, task="pong")
     assert pong.observation_space.shape == (1, 1, 1, 100)
     for envs in (pong, make(1, "Highway-v0", vehicles_count=20), make(num_threads=16)):
@@ -524,7 +524,7 @@ def test_unusual_options_within_the_range_are_taken(make: Make) -> None:
         envs.step(envs.action_space.sample())
 
 
-# --- what is refused at construction ------------------------------------------------------------
+# --- refusals of the constructor ----------------------------------------------------------------
 
 
 def test_an_unknown_task_names_close_ones() -> None:
@@ -544,19 +544,19 @@ def test_an_unknown_option_names_the_right_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "text"),
     [
         ({"frame_skip": "four"}, "'Pong-v5'"), ({"stack_num": "four"}, "stack_num must be an integer"),
         ({"task": 3}, "task must be a string"), ({"max_num_players": 2}, "belongs to the task"),
     ],
 )  # fmt: skip
-def test_a_value_of_the_wrong_type_names_the_option(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(TypeError, match=says):
+def test_a_value_of_the_wrong_type_names_the_option(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
         EnvPoolVectorEnv("Pong-v5", 1, **options)
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "text"),
     [
         ({"num_envs": 0}, ValueError, "num_envs must be from 1"),
         ({"num_envs": 2.0}, TypeError, "num_envs must be an integer"),
@@ -577,13 +577,13 @@ def test_a_value_of_the_wrong_type_names_the_option(options: dict[str, Any], say
     ],
     ids=str,
 )
-def test_options_without_a_meaning_are_refused(options: dict[str, object], error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_options_are_refused(options: dict[str, object], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
         EnvPoolVectorEnv("CartPole-v1", **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.long
-def test_without_envpool_the_error_says_what_to_install() -> None:
+def test_without_envpool_the_error_names_the_extra() -> None:
     program = """
 import sys
 sys.modules["envpool"] = None
@@ -625,7 +625,7 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
     assert go.tolist() == [1, 3]
     with pytest.raises(ValueError, match=r"actions\['go'\] must be from 1 to 3; got \[0\] for envs \[1\]"):
         check({**actions, "go": [1, 0]}, ids)
-    with pytest.raises(ValueError, match=r"actions\['arm.push'\]: got shape .*, wanted \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"actions\['arm.push'\]: got shape .*, expected \(2, 2\)"):
         check({**actions, "arm": {"push": np.zeros(2)}}, ids)
     with pytest.raises(TypeError, match="no 'go'; they have"):
         check({"arm": actions["arm"]}, ids)
@@ -635,7 +635,7 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
     assert check.dummy(1)[0].tolist() == [1]
 
 
-def test_options_are_tried_once_and_common_ones_never(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     class Done:
@@ -658,7 +658,7 @@ def test_options_are_tried_once_and_common_ones_never(monkeypatch: pytest.Monkey
         task._trial.cache_clear()
 
 
-def test_a_trial_that_does_not_end_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_TRIAL_SECONDS", 0.01)
     task._trial.cache_clear()
     with pytest.raises(ValueError, match=r"cannot be had with ctrl_cost_weight=0.75: .* no answer within 0.01 s"):
@@ -686,7 +686,7 @@ def test_results_are_the_same_for_every_number_of_environments(batch_size: int |
     assert len({each[3] for each in found[0]}) > 3
 
 
-def test_seeds_that_it_does_not_have_are_refused(closes: Any) -> None:
+def test_unsupported_seeds_are_refused(closes: Any) -> None:
     envs = closes(vecenv.make_vec("CartPole-v1", 2, "envpool", vector_kwargs={"num_threads": 1}))
     with pytest.raises(NotImplementedError, match="cannot give an episode the seed 2147483648: EnvPool's seeds are below"):
         vecenv.evaluate(envs, balance, [vecenv.Episode(seed=2**31)])
@@ -742,20 +742,20 @@ class TestNestedDictObservations(EnvPoolContract):
 
 
 class TestFirstReady(EnvPoolContract):
-    """``step`` of a pool with small batches sends to all and collects all."""
+    """In a pool with small batches, ``step`` sends to all and collects all."""
 
     task_id = "CartPole-v1"
     autoreset_modes = (AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED)
     supports_reset_mask = False
     options: ClassVar[dict[str, Any]] = {"batch_size": 1}
 
-    def test_a_reset_mask_names_what_to_use_instead(self) -> None:
+    def test_reset_mask_error_names_the_alternative(self) -> None:
         with self.opened(3) as envs:
             envs.reset(seed=1)
             with pytest.raises(NotImplementedError, match="reset_async"):
                 envs.reset(options={"reset_mask": np.array([False, True, False])})
 
-    def test_without_autoreset_some_are_reset_by_their_numbers(self) -> None:
+    def test_rows_are_reset_by_index_without_autoreset(self) -> None:
         with self.opened(autoreset_mode=AutoresetMode.DISABLED) as envs:
             envs.reset(seed=1)
             for _ in range(3):

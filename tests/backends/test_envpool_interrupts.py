@@ -1,7 +1,7 @@
-"""Ctrl-C loses nothing, wherever it falls.
+"""Ctrl-C at any moment: nothing hangs, and no result is returned by the wrong step.
 
-:func:`interruption.moments` raises at one moment after the other. After each, either nothing was sent, or the answer is
-pending and comes, bit for bit.
+:func:`interruption.moments` raises at one moment after the other. After each, either nothing was sent, or the result is
+pending and comes, bit for bit, or a reset is needed, after which everything is as after any reset.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .pool_doubles import SlowPool
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """Python's own handler, also where this was started in the background and SIGINT is ignored."""
+    """Install Python's own handler, also if this was started in the background and SIGINT is ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -40,6 +40,15 @@ def ctrl_c() -> Iterator[None]:
 
 def in_flight(envs: EnvPoolVectorEnv) -> int:
     return int(envs.stats()["in_flight"])
+
+
+def needs_reset(envs: EnvPoolVectorEnv) -> bool:
+    """True if the exception came while the driver changed its state, on its way to return a result."""
+    try:
+        envs.render()  # returns None without a render mode
+    except ResetNeeded:
+        return True
+    return False
 
 
 MODES = {
@@ -51,14 +60,19 @@ MODES = {
 
 
 @pytest.mark.parametrize(("mode", "kind"), each_once(list(MODES), KINDS))
-def test_a_step_was_not_sent_or_its_answer_is_pending(make: Make, mode: str, kind: str) -> None:
-    envs, same = make(**MODES[mode]), make(**{**MODES[mode], "batch_size": None})
+def test_interrupted_step_was_not_sent_or_is_pending(make: Make, mode: str, kind: str) -> None:
+    envs, reference = make(**MODES[mode]), make(**{**MODES[mode], "batch_size": None})
     envs.reset()
-    same.reset()
+    reference.reset()
+    lost = 0
     for interruption in moments(kind, least=20):
-        wanted, found = same.step(zeros(4)), None
+        wanted, found = reference.step(zeros(4)), None
         with interruption:
             found = envs.step(zeros(4))
+        if found is None and needs_reset(envs):
+            lost += 1
+            assert_identical(envs.reset(seed=lost), reference.reset(seed=lost))
+            continue
         if found is None and not in_flight(envs):
             with pytest.raises(NoAsyncCallError):
                 envs.step_wait()
@@ -68,7 +82,9 @@ def test_a_step_was_not_sent_or_its_answer_is_pending(make: Make, mode: str, kin
         assert_identical(found, wanted)
         with pytest.raises(NoAsyncCallError):
             envs.step_wait()
-    assert (envs.stats()["steps"], envs.stats()["resets"]) == (same.stats()["steps"], same.stats()["resets"])
+    assert lost < 60
+    assert 0 <= reference.stats()["steps"] - envs.stats()["steps"] <= 4 * lost
+    assert envs.stats()["resets"] == reference.stats()["resets"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,36 +92,45 @@ def test_a_step_was_not_sent_or_its_answer_is_pending(make: Make, mode: str, kin
     ("num_envs", "batch_size", "count", "timeout"),
     [
         *((4, batch_size, None, timeout) for batch_size in (4, 2) for timeout in (None, 30.0)),
-        *((6, 2, count, None) for count in (1, 3)),  # what the pool gave too much is kept for the next one
+        *((6, 2, count, None) for count in (1, 3)),  # surplus rows of the pool are kept for the next one
     ],
 )
 def test_send_and_recv_can_be_interrupted_anywhere(
     make: Make, num_envs: int, batch_size: int, count: int | None, timeout: float | None, kind: str
 ) -> None:
-    envs, same = make(num_envs, batch_size=batch_size), make(num_envs)
+    envs, reference = make(num_envs, batch_size=batch_size), make(num_envs)
     envs.reset()
-    stream = [same.reset()[0]]
+    stream = [reference.reset()[0]]
     seen = [0] * num_envs
     rows = count or batch_size
     envs.send(zeros(num_envs), np.arange(num_envs))
+    lost, before = 0, 0.0
     for interruption in moments(kind, least=20):
         found = None
         with interruption:
             found = envs.recv(timeout, count=count)
+        if found is None and needs_reset(envs):
+            lost += 1
+            stream, seen = [reference.reset(seed=lost)[0]], [0] * num_envs
+            assert_identical(envs.reset(seed=lost)[0], stream[0])
+            before = envs.stats()["steps"]
+            envs.send(zeros(num_envs), np.arange(num_envs))
+            continue
         observations, *_, infos = found or envs.recv(timeout, count=count)
         ids = infos["env_id"].tolist()
         assert len(set(ids)) == rows
         for row, i in enumerate(ids):
             seen[i] += 1
             while len(stream) <= seen[i]:
-                stream.append(same.step(zeros(num_envs))[0])
+                stream.append(reference.step(zeros(num_envs))[0])
             np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
         assert in_flight(envs) == num_envs - rows
-        assert envs.stats()["steps"] == sum(seen)
+        assert envs.stats()["steps"] - before == sum(seen)
         with Interruption(interruption.kind, interruption._left % 40 if interruption.fired else 10**6):
             envs.send(zeros(rows))  # to those of the latest recv
         if in_flight(envs) < num_envs:
             envs.send(zeros(rows), infos["env_id"])
+    assert lost < 60
     if batch_size < num_envs:
         envs.reset()
         assert in_flight(envs) == 0
@@ -114,39 +139,44 @@ def test_send_and_recv_can_be_interrupted_anywhere(
 @pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "kind"), each_pair([4, 2], KINDS))
 def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str) -> None:
-    """A seeded one (a new pool) and one that goes on; it is asked for again where it was not begun."""
-    envs, same = make(batch_size=batch_size), make()
+    """The reset is seeded (a new pool) or not; it is repeated if it was not submitted."""
+    envs, reference = make(batch_size=batch_size), make()
     for seed in (5, None):
         for interruption in moments(kind, least=20):
-            wanted, found = same.reset(seed=seed), None
+            wanted, found = reference.reset(seed=seed), None
             with interruption:
                 found = envs.reset(seed=seed)
-            if found is None and in_flight(envs):
+            if found is None and envs._driver.pool is not None and needs_reset(envs):
+                wanted, found = reference.reset(seed=seed), envs.reset(seed=seed)
+            elif found is None and in_flight(envs):
                 found = envs.reset_wait()
             elif found is None:
                 with pytest.raises((ResetNeeded, NoAsyncCallError)):
                     envs.reset_wait()
                 found = envs.reset(seed=seed)
             assert_identical(found, wanted)
-            assert_identical(envs.step(zeros(4)), same.step(zeros(4)))
+            assert_identical(envs.step(zeros(4)), reference.step(zeros(4)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> None:
     options = {"autoreset_mode": "Disabled", "max_episode_steps": 2}
-    envs, same = make(**options), make(**options)
+    envs, reference = make(**options), make(**options)
     envs.reset()
-    same.reset()
+    reference.reset()
     mask = np.array([True, False, True, False])
     for interruption in moments(kind, least=20):
-        assert_identical(envs.step(zeros(4)), same.step(zeros(4)))
-        wanted, found = same.reset(options={"reset_mask": mask}), None
+        assert_identical(envs.step(zeros(4)), reference.step(zeros(4)))
+        wanted, found = reference.reset(options={"reset_mask": mask}), None
         with interruption:
             found = envs.reset(options={"reset_mask": mask})
+        if found is None and needs_reset(envs):
+            assert_identical(envs.reset(seed=3), reference.reset(seed=3))
+            continue
         if found is None:
             found = envs.reset_wait() if in_flight(envs) else envs.reset(options={"reset_mask": mask})
         assert_identical(found, wanted)
-        assert_identical(envs.reset(options={"reset_mask": ~mask}), same.reset(options={"reset_mask": ~mask}))
+        assert_identical(envs.reset(options={"reset_mask": ~mask}), reference.reset(options={"reset_mask": ~mask}))
 
 
 # --- real signals -------------------------------------------------------------------------------
@@ -156,10 +186,10 @@ def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> No
 @pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None) -> None:
-    """The signal arrives while the answer is waited for; whatever it interrupts, the rows come afterwards."""
-    envs, same = make(4, batch_size=batch_size), make(4)
+    """The signal arrives during a wait for the result; whatever it interrupts, the rows arrive afterwards."""
+    envs, reference = make(4, batch_size=batch_size), make(4)
     envs.reset()
-    same.reset()
+    reference.reset()
     SlowPool(envs, 0.4)  # the signal comes after 0.05 s, and later on a busy machine
     for _ in range(3):
         envs.send(zeros(4), np.arange(4))
@@ -175,7 +205,7 @@ def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None
                 interrupts += 1
         timer.join()
         assert interrupts == 1
-        wanted = same.step(zeros(4))[0]
+        wanted = reference.step(zeros(4))[0]
         assert [rows[i] for i in range(4)] == wanted.tolist()
 
 
@@ -184,9 +214,9 @@ def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_interrupts_at_any_moment_lose_no_step(make: Make, mode: str) -> None:
     """Many signals at random moments; an interrupted step is finished by step_wait if it was begun."""
-    envs, same = (make(8, autoreset_mode=mode, max_episode_steps=9) for _ in range(2))
+    envs, reference = (make(8, autoreset_mode=mode, max_episode_steps=9) for _ in range(2))
     envs.reset()
-    same.reset()
+    reference.reset()
     armed, stop, raised, steps = False, threading.Event(), 0, 0
 
     def handler(number: int, frame: object) -> None:
@@ -205,7 +235,7 @@ def test_interrupts_at_any_moment_lose_no_step(make: Make, mode: str) -> None:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             actions = np.full(8, steps % 2)
-            wanted, result = same.step(actions), None
+            wanted, result = reference.step(actions), None
             while result is None:
                 pending = in_flight(envs) > 0
                 try:
@@ -276,9 +306,7 @@ print("the end", flush=True)
         pytest.param(7.5, 2, True, id="closed"),
     ],
 )
-def test_a_program_whose_last_step_timed_out_ends_as_it_should(
-    seconds: float, batch_size: int, closes: bool
-) -> None:
+def test_program_exits_cleanly_after_a_timed_out_step(seconds: float, batch_size: int, closes: bool) -> None:
     script = LEAVING.format(seconds=seconds, batch_size=batch_size, closes=closes)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split("\n")[-2:] == ["the end", ""], done.stderr

@@ -64,7 +64,7 @@ def test_absent_players_are_masked_and_zero() -> None:
     assert rows.players["reward"].tolist() == [[8, 9, 0], [7, 0, 0]]
 
 
-def test_an_absent_player_leaves_its_own_place_empty_where_players_are_numbered() -> None:
+def test_absent_numbered_player_leaves_its_row_empty() -> None:
     given = [*states([0, 1], [0, 1, 1], [7, 8, 9]), np.array([1, 1, 0], np.int32)]
     rows = sorter(2, {**KEYS, "info:players.id": [-1]}).sorted(given)
     assert rows.mask.tolist() == [[False, True], [True, True]]
@@ -79,13 +79,13 @@ def test_actions_go_back_without_those_of_absent_players() -> None:
 
 
 @pytest.mark.parametrize("wrong", [([0], [0, 0, 0]), ([0], [0, 1]), ([1], [0, 1])])
-def test_rows_that_make_no_sense_are_refused(wrong: tuple[list[int], list[int]]) -> None:
+def test_invalid_rows_are_refused(wrong: tuple[list[int], list[int]]) -> None:
     with pytest.raises(ValueError, match="player"):
         sorter(2).sorted(states(*wrong, [0.0] * len(wrong[1])))
 
 
 @pytest.mark.parametrize("task_id", ["TicTacToe-v1", "SparrowMahjong-v1", "IntersectionMultiAgent-v0"])
-def test_a_real_pool_comes_in_order(task_id: str) -> None:
+def test_rows_of_a_real_pool_are_in_order(task_id: str) -> None:
     pool = envpool.make_gymnasium(task_id, num_envs=16, num_threads=2, seed=list(range(16)))
     players = pool.config["max_num_players"]
     read = sorter(players, {key: spec.shape for key, spec in pool.spec.state_array_spec.items()})
@@ -108,7 +108,7 @@ def test_a_real_pool_comes_in_order(task_id: str) -> None:
 
 @pytest.fixture
 def tic_tac_toe() -> Iterator[Callable[..., MultiAgentVecEnv]]:
-    """Games that are closed at the end of the test."""
+    """Yield a function that builds games, which are closed at the end of the test."""
     made: list[MultiAgentVecEnv] = []
 
     def build(num_envs: int = 4, **options: Any) -> MultiAgentVecEnv:
@@ -121,7 +121,7 @@ def tic_tac_toe() -> Iterator[Callable[..., MultiAgentVecEnv]]:
 
 
 @pytest.mark.parametrize("batch_size", [4, 2, 1])
-def test_some_games_are_begun_anew_and_received_in_any_number(tic_tac_toe: Any, batch_size: int) -> None:
+def test_some_games_restart_and_are_received_in_any_number(tic_tac_toe: Any, batch_size: int) -> None:
     envs = tic_tac_toe(batch_size=batch_size)
     _, infos = envs.reset(seed=0)
     envs.step(infos["action_mask"].argmax(axis=-1))
@@ -142,8 +142,8 @@ def test_some_games_are_begun_anew_and_received_in_any_number(tic_tac_toe: Any, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch_size", [4, 2])
-def test_rows_are_neither_lost_nor_repeated_whatever_interrupts(tic_tac_toe: Any, batch_size: int, kind: str) -> None:
-    """Of the pool: what ``MultiAgentVecEnv`` knows of rows it knows once they were returned to it."""
+def test_interruptions_lose_and_repeat_no_rows(tic_tac_toe: Any, batch_size: int, kind: str) -> None:
+    """This is about the pool: ``MultiAgentVecEnv`` has no state of rows before they are returned to it."""
     pool, same = tic_tac_toe(batch_size=batch_size)._rows, tic_tac_toe()._rows
     for one in (pool, same):
         one.reset_async(seed=3)

@@ -1,4 +1,4 @@
-"""What comes out: the same numbers as raw EnvPool's, in three autoreset modes, with the time limit told right."""
+"""Results equal raw EnvPool's, in three autoreset modes, with correct time limits."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ STEPS = 110
 ALONE = "VECENV_TEST_ALONE"
 
 
-def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
+def run_in_separate_process(test: Callable[..., None]) -> Callable[..., None]:
     """Run vizdoom's case in another process, which can be ended.
 
-    ViZDoom starts a process for every environment, and waits for it in C++ for ever should it die, with Python locked: not
-    even pytest's time limit gets through.
+    ViZDoom starts a process for every environment. If that dies, it waits forever in C++ with the GIL held, so that not even
+    pytest's time limit works.
     """
 
     @functools.wraps(test)
@@ -77,8 +77,8 @@ def in_a_process_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """vizdoom writes a file into the working directory."""
+def change_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Change the working directory, because vizdoom writes a file there."""
     monkeypatch.chdir(tmp_path)
 
 
@@ -101,7 +101,7 @@ def leaves(tree: Any) -> list[Any]:
 
 
 def assert_same_observations(mine: Any, raw: Any) -> None:
-    """Equal in everything but the dtype of Discrete and MultiBinary, which is that of the space here."""
+    """Assert equality except for the dtypes of Discrete and MultiBinary, which are those of the space here."""
     if isinstance(raw, dict):
         assert list(mine) == sorted(raw)
         for key, value in raw.items():
@@ -120,8 +120,8 @@ def assert_same_infos(mine: dict[str, Any], raw: dict[str, Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
-@in_a_process_of_its_own
-def test_the_stream_is_raw_envpools(family: str, task_id: str, options: dict[str, Any]) -> None:
+@run_in_separate_process
+def test_stream_equals_raw_envpool(family: str, task_id: str, options: dict[str, Any]) -> None:
     assert task_id in EnvPoolVectorEnv.task_ids(family)
     raw = make_raw(task_id, SEEDS, **options)
     with_seeds = EnvPoolVectorEnv(task_id, len(SEEDS), num_threads=2, seed=SEEDS, **options)
@@ -156,9 +156,9 @@ def test_every_installed_family_is_compared() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
-@in_a_process_of_its_own
-def test_same_step_is_next_step_with_the_reset_rows_folded_in(family: str, task_id: str, options: dict[str, Any]) -> None:
-    """Row by row: a done row of the one is the final observation and the next row of the other."""
+@run_in_separate_process
+def test_same_step_equals_next_step_without_reset_rows(family: str, task_id: str, options: dict[str, Any]) -> None:
+    """A finished row of one mode is the final observation and the next row of the other."""
     mode = AutoresetMode.SAME_STEP
     folded = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, autoreset_mode=mode, **options)
     unfolded = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, **options)
@@ -200,7 +200,7 @@ def test_final_observations_do_not_keep_whole_batches_in_memory(closes: Any) -> 
 
 
 def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
-    """Lives left whenever a new episode begins, over several lives of one game of Breakout."""
+    """Return the lives left whenever a new episode begins, over several lives of one game of Breakout."""
     envs = EnvPoolVectorEnv(
         "Breakout-v5", 1, episodic_life=True, use_fire_reset=True, autoreset_mode=mode, seed=0, num_threads=1
     )
@@ -222,7 +222,7 @@ def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_lost_life_goes_on_with_the_same_game_in_every_mode() -> None:
+def test_lost_life_continues_the_same_game_in_every_mode() -> None:
     natural = lives_at_resets(AutoresetMode.NEXT_STEP)
     assert natural[:5] == [4, 3, 2, 1, 5], "five lives a game, and a new one only after the last"
     assert lives_at_resets(AutoresetMode.SAME_STEP) == natural
@@ -249,7 +249,7 @@ def test_a_masked_reset_of_a_running_game_is_a_new_game(closes: Any) -> None:
     assert envs.reset()[1]["lives"].tolist() == [5, 5], "a reset of all begins new games"
 
 
-def test_the_limit_asked_for_is_the_one_that_is_shown() -> None:
+def test_given_time_limit_is_reported() -> None:
     envs = EnvPoolVectorEnv("CartPole-v1", max_episode_steps=30)
     assert envs.config["max_episode_steps"] == 30
     assert envs.spec is not None
@@ -277,14 +277,14 @@ def test_an_integer_seed_is_envpools_integer_seed(closes: Any) -> None:
     assert envs.np_random_seed[2] == 3
 
 
-def test_without_a_seed_no_two_are_alike() -> None:
-    """EnvPool's own default seed is 42, for everybody."""
+def test_environments_differ_without_a_seed() -> None:
+    """EnvPool's own default seed is always 42."""
     one, other = EnvPoolVectorEnv("CartPole-v1", 2), EnvPoolVectorEnv("CartPole-v1", 2)
     assert one.np_random_seed != other.np_random_seed
     assert one.np_random_seed != (42, 43)
 
 
-def test_a_reset_without_a_seed_goes_on_with_the_random_numbers(closes: Any) -> None:
+def test_reset_without_a_seed_continues_the_random_numbers(closes: Any) -> None:
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 2, seed=1, num_threads=1))
     first = envs.reset()[0]
     assert envs.stats()["pools"] == 1
@@ -335,7 +335,7 @@ def test_discrete_observations_have_the_dtype_of_their_space(closes: Any) -> Non
     assert mask.dtype == maze.observation_space["action_mask"].dtype == np.int8  # type: ignore[index]
 
 
-def test_every_mask_may_be_written_to_by_itself(closes: Any) -> None:
+def test_masks_are_separate_arrays(closes: Any) -> None:
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 2, num_threads=1))
     infos = envs.reset(seed=0)[1]
     infos["_env_id"][:] = False

@@ -1,7 +1,7 @@
-"""The libraries' own vector environments: their numbers, and the meaning that calls have on every backend.
+"""The libraries' own vector environments: their numbers, and the contract of every backend.
 
 ALE loads its game anew for every environment that is built or seeded, a quarter of a second each; so the contract over it is
-slow, and what can be shown with a library of counters is shown with that.
+slow, and other tests use a library of counters where they can.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 class Counters(VectorEnv[Any, Any, Any]):
     """A library for the tests: each environment counts its steps, and ends its episode at ``length``, in the same step.
 
-    ``step`` waits for ``gate``. Actions that arrive are kept. Final observations are a batch, as ALE has them.
+    ``step`` waits for ``gate``. Received actions are kept. Final observations are a batch, as ALE has them.
     """
 
     def __init__(self, num_envs: int = 3, length: int = 4, **extra: Any) -> None:
@@ -77,7 +77,7 @@ class Counters(VectorEnv[Any, Any, Any]):
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVectorEnv]]:
-    """``counters(what it does, **options)``: vector environments over :class:`Counters`, closed at the end."""
+    """``counters(does, **options)``: vector environments over :class:`Counters`, closed at the end."""
     with contextlib.ExitStack() as stack:
 
         def build(does: Any = (), copy: bool = True, **options: Any) -> NativeVectorEnv:
@@ -93,7 +93,7 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVe
 
 @pytest.fixture
 def only_vector() -> Iterator[str]:
-    """An id that has nothing but a vector entry point."""
+    """Register an id that has only a vector entry point."""
     name = "OnlyVector-v0"
     gymnasium.register(name, vector_entry_point=CARTPOLE, max_episode_steps=30)
     yield name
@@ -105,7 +105,7 @@ def only_vector() -> Iterator[str]:
 
 
 class TestCartPole(VectorEnvContract):
-    """Gymnasium's own vector environment: one generator, all reset together, next-step autoreset."""
+    """Gymnasium's own vector environment: one generator, joint resets, next-step autoreset."""
 
     autoreset_modes = (AutoresetMode.NEXT_STEP,)
     supports_reset_mask = False
@@ -141,7 +141,7 @@ class TestAtari(VectorEnvContract):
         ),
     ],
 )
-def test_frames_rewards_and_flags_are_ale_s_own(game: str, mode: AutoresetMode, steps: int, options: dict[str, Any]) -> None:
+def test_frames_rewards_and_flags_equal_ale(game: str, mode: AutoresetMode, steps: int, options: dict[str, Any]) -> None:
     theirs = gymnasium.make_vec(game, 2, vectorization_mode="vector_entry_point", autoreset_mode=mode, **options)
     ours = vecenv.make_vec(game, 2, "native", vector_kwargs={"autoreset_mode": mode}, **options)
     with contextlib.closing(ours), contextlib.closing(theirs):
@@ -182,7 +182,7 @@ def assert_same_infos(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert mine[f"_{key}"].all()
 
 
-def test_cartpole_s_trajectory_is_gymnasium_s_own() -> None:
+def test_cartpole_trajectory_equals_gymnasium() -> None:
     theirs = gymnasium.make_vec("CartPole-v1", 5, vectorization_mode="vector_entry_point")
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 5, "native")) as ours:
         assert_identical(
@@ -199,13 +199,13 @@ def test_cartpole_s_trajectory_is_gymnasium_s_own() -> None:
 # --- reset ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_library_with_a_seed_for_each_environment_gets_31_bits_for_those_that_are_reset(counters: Any) -> None:
+def test_library_with_seeds_per_row_gets_31_bits(counters: Any) -> None:
     envs = counters({"rows"})
     mask = np.array([True, False, True])
     options: dict[str, Any] = {"reset_mask": mask}
     with pytest.raises(ResetNeeded):
         envs.reset(options=options)
-    with pytest.raises(ValueError, match=r"no reset options but 'reset_mask', got \['lives'\]"):
+    with pytest.raises(ValueError, match=r"no reset options except 'reset_mask', got \['lives'\]"):
         envs.reset(options={"lives": 3})
     for wrong in ([1.5, 2, 3], ["1", 2, 3]):
         with pytest.raises(TypeError):
@@ -224,7 +224,7 @@ def test_a_library_with_a_seed_for_each_environment_gets_31_bits_for_those_that_
     assert list(options) == ["reset_mask"]
 
 
-def test_a_library_with_one_generator_takes_an_int_consecutive_seeds_or_none(counters: Any) -> None:
+def test_library_with_one_generator_accepts_consecutive_seeds(counters: Any) -> None:
     envs = counters()
     mask = np.array([True, False, True])
     for refused, text in (
@@ -248,15 +248,15 @@ def test_a_library_with_one_generator_takes_an_int_consecutive_seeds_or_none(cou
 @pytest.mark.parametrize(
     ("actions", "error", "text"),
     [
-        ([0, 1], ValueError, r"actions: got shape \(2,\), wanted \(3,\)"),
-        ([0, 1, 5], ValueError, "3 of"),
-        ([0, -1, 2], ValueError, "3 of"),
-        (np.array([0, 1, 2**63 + 1], dtype=np.uint64), ValueError, "3 of"),
+        ([0, 1], ValueError, r"actions: got shape \(2,\), expected \(3,\)"),
+        ([0, 1, 5], ValueError, "3 actions of"),
+        ([0, -1, 2], ValueError, "3 actions of"),
+        (np.array([0, 1, 2**63 + 1], dtype=np.uint64), ValueError, "3 actions of"),
         ([0.0, 1.0, 2.0], TypeError, "dtype int64, got float64"),
         ([None, 1, 2], TypeError, "dtype int64, got object"),
     ],
 )
-def test_wrong_actions_are_refused_before_the_library_sees_them(counters: Any, actions: Any, error: Any, text: str) -> None:
+def test_wrong_actions_are_refused_before_the_library_is_called(counters: Any, actions: Any, error: Any, text: str) -> None:
     envs = counters()
     envs.reset()
     for call in (envs.step, envs.step_async, envs.send):
@@ -266,20 +266,20 @@ def test_wrong_actions_are_refused_before_the_library_sees_them(counters: Any, a
     assert envs.step([0, 1, 2])[1].tolist() == [1.0, 1.0, 1.0]
 
 
-def test_actions_of_other_kinds_are_cast_or_held_against_their_space(counters: Any) -> None:
+def test_actions_of_other_kinds_are_cast_or_refused(counters: Any) -> None:
     box = counters(action_space=spaces.Box(-1, 1, (2,), np.float32))
     box.reset()
     box.step(np.full((3, 2), 0.1))
     assert box.library.came[-1].dtype == np.float32
     for wrong in (np.full((3, 2), 1.5), np.full((3, 2), np.nan), np.zeros((3, 1))):
-        with pytest.raises(ValueError, match=r"3 of Box|got shape"):
+        with pytest.raises(ValueError, match=r"3 actions of Box|got shape"):
             box.step(wrong)
     pair = counters(action_space=spaces.Dict(a=spaces.Discrete(2), b=spaces.Box(0, 1, (1,), np.float32)))
     pair.reset()
     actions = pair.action_space.sample()
     pair.step(actions)
     assert pair.library.came[-1] is not actions
-    with pytest.raises(ValueError, match="3 of Dict"):
+    with pytest.raises(ValueError, match="3 actions of Dict"):
         pair.step({"a": actions["a"]})
 
 
@@ -312,7 +312,7 @@ def test_final_observations_have_gymnasium_s_form(counters: Any) -> None:
     assert infos["final_info"] == {}
 
 
-def test_observations_are_the_caller_s_own_unless_copy_is_false(counters: Any) -> None:
+def test_observations_are_copies_unless_copy_is_false(counters: Any) -> None:
     envs, shared = counters(), counters(copy=False)
     first, same = envs.reset()[0], shared.reset()[0]
     kept = copy.deepcopy(first)
@@ -340,7 +340,7 @@ def test_the_autoreset_mode_of_one_vector_environment_is_not_that_of_the_next() 
 # --- calls in two halves --------------------------------------------------------------------------------------------
 
 
-def test_a_library_without_threads_steps_when_the_answer_is_fetched_and_knows_no_timeout(counters: Any) -> None:
+def test_library_without_threads_steps_in_step_wait(counters: Any) -> None:
     envs = counters()
     envs.reset()
     envs.step_async([0, 1, 2])
@@ -361,7 +361,7 @@ def test_an_error_of_the_library_is_raised_once_and_the_next_call_goes_on(counte
     assert envs.step([0, 0, 0])[0]["count"].tolist() == [[1, 1]] * 3
 
 
-def test_an_interruption_while_waiting_leaves_the_answer_pending(counters: Any) -> None:
+def test_interrupted_wait_leaves_the_result_pending(counters: Any) -> None:
     envs = counters({"threads"})
     envs.reset()
     envs.library.gate.clear()
@@ -383,7 +383,7 @@ def wait_until_it_steps(library: Counters) -> None:
         time.sleep(0.001)
 
 
-def test_a_close_does_not_wait_for_another_thread_longer_than_it_is_told(counters: Any) -> None:
+def test_close_waits_for_another_thread_up_to_its_timeout(counters: Any) -> None:
     envs = counters()
     envs.reset()
     library = envs.library
@@ -408,7 +408,7 @@ def test_a_close_does_not_wait_for_another_thread_longer_than_it_is_told(counter
     assert envs.library is None
 
 
-def test_render_is_the_library_s(counters: Any) -> None:
+def test_render_is_the_librarys(counters: Any) -> None:
     envs = counters()
     assert envs.render() is None
     envs.render_mode = "rgb_array"
@@ -419,7 +419,7 @@ def test_render_is_the_library_s(counters: Any) -> None:
 # --- make_vec, register ---------------------------------------------------------------------------------------------
 
 
-def test_a_native_engine_is_taken_only_where_it_was_asked_for_or_there_is_nothing_else(only_vector: str) -> None:
+def test_native_engine_is_used_only_if_requested_or_the_only_one(only_vector: str) -> None:
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2)) as envs:
         assert type(envs) is vecenv.AsyncVectorEnv
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "native")) as envs:
@@ -435,7 +435,7 @@ def test_a_native_engine_is_taken_only_where_it_was_asked_for_or_there_is_nothin
         vecenv.make_vec(only_vector, 2, "serial")
 
 
-def test_names_of_register_stand_for_what_they_name(only_vector: str) -> None:
+def test_registered_names_build_their_environments(only_vector: str) -> None:
     name = vecenv.register(only_vector, max_episode_steps=9)
     for make in (gymnasium.make_vec, vecenv.make_vec):
         with contextlib.closing(make(name, num_envs=2)) as envs:
@@ -471,7 +471,7 @@ def test_names_of_register_stand_for_what_they_name(only_vector: str) -> None:
         ({"num_envs": 0}, ValueError, "`num_envs` must be an int from 1 on"),
     ],
 )
-def test_what_is_wrong_in_the_arguments_is_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         vecenv.make_vec(**{"id_or_env_fn": "CartPole-v1", "num_envs": 2, "backend": "native", **arguments})
 
@@ -486,6 +486,6 @@ def test_what_is_wrong_in_the_arguments_is_named(arguments: dict[str, Any], erro
         ({"render_mode": "rgb_array"}, TypeError, "has no option 'render_mode'"),
     ],
 )
-def test_what_ale_does_not_offer_is_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_missing_features_of_ale_are_named(options: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         vecenv.make_vec("ALE/Pong-v5", 2, "native", **options)

@@ -1,4 +1,4 @@
-"""Environments that tell clients everything there is to tell, importable by workers."""
+"""Environments that cover everything clients read, importable by workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gymnasium import spaces
 
 
 def assert_equal(ours: Any, theirs: Any, *, types: bool = True) -> None:
-    """Same structure, values, dtypes of arrays and, unless told otherwise, types of plain numbers."""
+    """Assert the same structure, values, dtypes of arrays and, by default, types of plain numbers."""
     if isinstance(theirs, dict):
         assert isinstance(ours, dict)
         assert ours.keys() == theirs.keys()
@@ -30,8 +30,8 @@ def assert_equal(ours: Any, theirs: Any, *, types: bool = True) -> None:
         assert not types or isinstance(ours, type(theirs)) or isinstance(theirs, np.generic)
 
 
-class Teller(gym.Env[Any, Any]):
-    """Random lengths, all four endings (terminated, truncated, both, none yet), infos of every kind, Dict observations.
+class FullEnv(gym.Env[Any, Any]):
+    """An environment with random lengths, every combination of flags, infos of every kind and Dict observations.
 
     Args:
         nested: Dict observations; else a Box.
@@ -75,7 +75,7 @@ class Teller(gym.Env[Any, Any]):
         return np.full((4, 6, 3), self.steps % 256, np.uint8)
 
     def add(self, number: int, *, twice: bool = False) -> int:
-        """A method to be called."""
+        """Return the sum of two numbers, as a method for ``call``."""
         return self.level + number * (2 if twice else 1)
 
     def fail(self) -> None:
@@ -83,27 +83,27 @@ class Teller(gym.Env[Any, Any]):
 
 
 class Plain(gym.Wrapper[Any, Any, Any, Any]):
-    """A wrapper that does nothing."""
+    """A wrapper that changes nothing."""
 
 
-def tellers(count: int, *, nested: bool = True, wrapped: bool = False, render_mode: str | None = None) -> list[Any]:
-    """Functions that build them."""
-    make = functools.partial(make_teller, nested, wrapped, render_mode)
+def full_env_fns(count: int, *, nested: bool = True, wrapped: bool = False, render_mode: str | None = None) -> list[Any]:
+    """Return functions that build them."""
+    make = functools.partial(make_full_env, nested, wrapped, render_mode)
     return [make] * count
 
 
-def make_teller(nested: bool, wrapped: bool, render_mode: str | None) -> gym.Env[Any, Any]:
-    env: gym.Env[Any, Any] = Teller(nested, render_mode)
+def make_full_env(nested: bool, wrapped: bool, render_mode: str | None) -> gym.Env[Any, Any]:
+    env: gym.Env[Any, Any] = FullEnv(nested, render_mode)
     return Plain(env) if wrapped else env
 
 
 def make_cartpole(limit: int = 500) -> gym.Env[Any, Any]:
-    """CartPole with another time limit."""
+    """Build a CartPole with another time limit."""
     return gym.make("CartPole-v1", max_episode_steps=limit)
 
 
 class Target:
-    """Two agents are paid for naming the side that they see, for ten steps; says in which process it is."""
+    """A game of ten steps in which two agents name the side that they see; its infos contain the process."""
 
     possible_agents = ("left", "right")
     metadata: dict[str, Any] = {}  # noqa: RUF012

@@ -1,8 +1,8 @@
-"""Other libraries' own programs over vecenv. They bring torch, so this folder runs only when it is named, on its own.
+"""Other libraries' own programs over vecenv. They need torch, so this folder runs only if it is named, by itself.
 
-    pip install -e ".[clients]" && pytest tests/clients
+pip install -e ".[clients]" && pytest tests/clients
 
-Torch starts threads that make every later fork of the process unsafe; the other tests fork.
+Torch starts threads that make every later fork of the process unsafe, and the other tests fork.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HERE = Path(__file__).parent
 
 
 class LeftOut(pytest.Module):
-    """A test module that is not even imported."""
+    """A test module that is not imported."""
 
     def __init__(self, *, why: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -39,7 +39,7 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
-    """Tiny networks are fastest with one thread, and then add up in the same order every time."""
+    """Use one thread: tiny networks are fastest with it, and sums have the same order every time."""
     import torch
 
     torch.set_num_threads(1)

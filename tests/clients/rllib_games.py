@@ -1,4 +1,4 @@
-"""A game of RLlib's interface in which agents wait for their turn, are born, and end in different ways."""
+"""A game with RLlib's interface in which agents take turns, join late, and end in different ways."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gymnasium import spaces
 from ray.rllib.env.multi_agent_env import MultiAgentEnv
 
 
-class Parlour(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
-    """Everything is drawn from the seed of a reset; ``"slow"`` is observed at every second step, ``"late"`` comes later."""
+class TurnGame(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
+    """A game drawn from the seed of a reset; ``"slow"`` is observed at every second step, ``"late"`` joins later."""
 
     def __init__(self, alike: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""After any failure a client's next reset of all environments goes on, whatever was pending."""
+"""After any failure, a client's next reset of all environments works, whatever was pending."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from failing import COUNT, FAULTS, FAULTY, RAISES, assert_goes_on, assert_goes_on_after_a_signal, engine, one_fails
+from failing import COUNT, FAULTS, FAULTY, RAISES, assert_continues, assert_continues_after_a_signal, engine, one_fails
 
 
 class Sb3:
-    """What a program that uses Stable-Baselines3 does with environments."""
+    """The calls of a program that uses Stable-Baselines3."""
 
     def __init__(self, envs: Any) -> None:
         pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
@@ -28,7 +28,7 @@ class Sb3:
 
 
 class TorchRL:
-    """What a program that uses TorchRL does."""
+    """The calls of a program that uses TorchRL."""
 
     def __init__(self, envs: Any) -> None:
         pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -48,7 +48,7 @@ class TorchRL:
 
 
 class Tianshou:
-    """What a program that uses Tianshou does."""
+    """The calls of a program that uses Tianshou."""
 
     wait_num: int | None = None
 
@@ -67,7 +67,7 @@ class Tianshou:
 
 
 class TianshouAsync(Tianshou):
-    """The same in asynchronous mode: a step of all is fetched in two parts."""
+    """The calls in asynchronous mode: the result of a step of all arrives in two parts."""
 
     wait_num = 2
 
@@ -86,16 +86,16 @@ CLIENTS = [Sb3, TorchRL, Tianshou, TianshouAsync]
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_the_next_reset_goes_on(client: Callable[[Any], Any], on_failure: str, fault: int) -> None:
-    assert_goes_on(client, on_failure, fault)
+def test_next_reset_works_after_a_failure(client: Callable[[Any], Any], on_failure: str, fault: int) -> None:
+    assert_continues(client, on_failure, fault)
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_was_interrupted_is_dropped_by_the_next_reset(client: Callable[[Any], Any]) -> None:
-    assert_goes_on_after_a_signal(client)
+def test_next_reset_drops_an_interrupted_call(client: Callable[[Any], Any]) -> None:
+    assert_continues_after_a_signal(client)
 
 
-def test_tianshou_resets_the_one_that_failed_and_keeps_what_the_others_did() -> None:
+def test_tianshou_resets_only_the_failed_environment() -> None:
     venv = TianshouAsync(engine()).envs
     venv.reset()
     with pytest.raises(ValueError, match="stuck"):

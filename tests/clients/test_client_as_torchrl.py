@@ -1,4 +1,4 @@
-"""``as_torchrl``: what TorchRL checks, transitions that obey the physics, and the same data in every autoreset mode."""
+"""``as_torchrl``: TorchRL's own checks, physically possible transitions, and the same data in every autoreset mode."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import make_cartpole, tellers
+from client_envs import full_env_fns, make_cartpole
 from gymnasium import spaces
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -30,7 +30,7 @@ PAIRS.remove(("gymnasium", "SameStep"))
 
 
 def cartpoles(mode: str | None = "SameStep", limit: int = 23, backend: str = "serial", **options: Any) -> Any:
-    """Four of them, ending by falling and by the time limit."""
+    """Return four of them, which end by falling and by the time limit."""
     if backend == "gymnasium":
         return as_torchrl(gym.vector.SyncVectorEnv([functools.partial(make_cartpole, limit)] * 4, autoreset_mode=mode))
     kwargs = {} if mode is None else {"autoreset_mode": mode}
@@ -48,7 +48,7 @@ def random_rollout(env: Any, steps: int, seed: int = 3, **options: Any) -> Any:
 
 
 def residual(before: Any, action: Any, after: Any) -> Any:
-    """How far CartPole's next observation is from what its equations say."""
+    """Return the difference between CartPole's next observation and that of its equations."""
     x, v, angle, spin = before.double().unbind(-1)
     push = torch.where(action.argmax(-1) == 1, 10.0, -10.0).double()
     part = (push + 0.05 * spin**2 * angle.sin()) / 1.1
@@ -59,7 +59,7 @@ def residual(before: Any, action: Any, after: Any) -> Any:
 
 
 @pytest.mark.parametrize(("backend", "mode"), PAIRS)
-def test_every_transition_obeys_the_physics(backend: str, mode: str) -> None:
+def test_every_transition_follows_the_physics(backend: str, mode: str) -> None:
     env = cartpoles(mode, backend=backend)
     data = random_rollout(env, 50)
     over = data["next", "done"][..., 0]
@@ -74,7 +74,7 @@ def test_every_transition_obeys_the_physics(backend: str, mode: str) -> None:
     env.close()
 
 
-def test_tensors_name_a_device_where_one_was_given_only() -> None:
+def test_tensors_have_a_device_only_if_given() -> None:
     for device in (None, torch.device("cpu")):
         env = cartpoles(device=device)
         data = random_rollout(env, 30)
@@ -82,7 +82,7 @@ def test_tensors_name_a_device_where_one_was_given_only() -> None:
         env.close()
 
 
-def test_what_is_handed_out_may_be_written_to() -> None:
+def test_returned_tensors_are_writeable() -> None:
     env, other = cartpoles(), cartpoles()
     for each in (env, other):
         each.set_seed(3)
@@ -102,15 +102,15 @@ def test_what_is_handed_out_may_be_written_to() -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True], ids=["Box", "Dict"])
-def test_the_data_are_those_of_gym_wrapper_in_every_mode(nested: bool) -> None:
+def test_data_equal_those_of_gym_wrapper_in_every_mode(nested: bool) -> None:
     def rollout(env: Any) -> Any:
         torch.manual_seed(0)
         return env.rollout(30, auto_reset=False, tensordict=env.reset(seed=3), break_when_any_done=False)
 
     def envs(mode: str) -> Any:
-        return vecenv.AsyncVectorEnv(tellers(4, nested=nested), num_workers=0, autoreset_mode=mode)
+        return vecenv.AsyncVectorEnv(full_env_fns(4, nested=nested), num_workers=0, autoreset_mode=mode)
 
-    theirs = GymWrapper(gym.vector.SyncVectorEnv(tellers(4, nested=nested), autoreset_mode="Disabled"))
+    theirs = GymWrapper(gym.vector.SyncVectorEnv(full_env_fns(4, nested=nested), autoreset_mode="Disabled"))
     wanted = rollout(theirs)
     assert wanted["next", "done"].sum() > 10
     for mode in MODES:
@@ -125,7 +125,7 @@ def test_the_data_are_those_of_gym_wrapper_in_every_mode(nested: bool) -> None:
 
 
 @pytest.mark.parametrize(("backend", "mode"), [("serial", "NextStep"), ("serial", "Disabled"), ("envpool", None)])
-def test_torchrl_finds_the_specs_true(backend: str, mode: str | None) -> None:
+def test_check_env_specs_passes(backend: str, mode: str | None) -> None:
     env = cartpoles(mode, backend=backend)
     check_env_specs(env, break_when_any_done="both")
     env.close()
@@ -133,7 +133,7 @@ def test_torchrl_finds_the_specs_true(backend: str, mode: str | None) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_worker_processes_give_what_one_process_gives(mode: str) -> None:
+def test_worker_processes_give_the_results_of_one_process(mode: str) -> None:
     ours, serial = cartpoles(mode, backend="process"), cartpoles(mode)
     check_env_specs(ours)
     found, wanted = random_rollout(ours, 60), random_rollout(serial, 60)
@@ -146,7 +146,7 @@ def test_worker_processes_give_what_one_process_gives(mode: str) -> None:
 
 
 @pytest.mark.parametrize(("backend", "mode"), PAIRS)
-def test_rows_that_are_over_stay_and_pay_nothing_until_they_are_reset(backend: str, mode: str) -> None:
+def test_finished_rows_stay_without_reward_until_reset(backend: str, mode: str) -> None:
     env = cartpoles(mode, backend=backend)
     env.set_seed(1)
     state = env.reset()
@@ -170,7 +170,7 @@ def test_rows_that_are_over_stay_and_pay_nothing_until_they_are_reset(backend: s
     env.close()
 
 
-def test_a_rollout_may_go_on_until_all_are_over() -> None:
+def test_rollout_can_continue_until_all_are_over() -> None:
     for backend in ("serial", "gymnasium"):
         env = cartpoles("Disabled", backend=backend)
         data = random_rollout(env, 40, break_when_all_done=True)
@@ -199,7 +199,7 @@ def test_leaving_out_rows_that_are_not_over() -> None:
 
 
 @pytest.mark.parametrize("backend", ["serial", "envpool"])
-def test_an_empty_mask_is_nothing_and_the_first_step_resets(backend: str) -> None:
+def test_empty_mask_resets_nothing(backend: str) -> None:
     env = cartpoles(None, backend=backend)
     env.set_seed(5)
     first = env.step(TensorDict({"action": env.action_spec.rand()}, [4]))["next"]
@@ -213,7 +213,7 @@ def test_an_empty_mask_is_nothing_and_the_first_step_resets(backend: str) -> Non
     env.close()
 
 
-def test_closed_environments_open_again_by_a_reset() -> None:
+def test_reset_reopens_closed_environments() -> None:
     env = cartpoles(None)
     assert not env.is_closed
     one = random_rollout(env, 5)
@@ -247,8 +247,8 @@ def test_seeds() -> None:
     env.close()
 
 
-class Menu(gym.Env[Any, Any]):
-    """Observes its last action, and reports infos that TorchRL has names for."""
+class ObservesActions(gym.Env[Any, Any]):
+    """An environment that observes its last action, and reports infos with names that TorchRL uses."""
 
     def __init__(self) -> None:
         box = spaces.Box(-2.0, 2.0, (2,), np.float32)
@@ -278,7 +278,12 @@ class Menu(gym.Env[Any, Any]):
 @pytest.mark.parametrize("categorical", [False, True])
 def test_dicts_and_tuples_of_actions_and_observations(categorical: bool, mode: str) -> None:
     env = as_torchrl(
-        Menu, 2, "serial", categorical_action_encoding=categorical, infos=True, vector_kwargs={"autoreset_mode": mode}
+        ObservesActions,
+        2,
+        "serial",
+        categorical_action_encoding=categorical,
+        infos=True,
+        vector_kwargs={"autoreset_mode": mode},
     )
     check_env_specs(env)
     data = random_rollout(env, 6)
@@ -292,15 +297,15 @@ def test_dicts_and_tuples_of_actions_and_observations(categorical: bool, mode: s
     assert data["next", "lives"].tolist() == [[2, 1, 0] * 2] * 2
     assert data["lives"].tolist() == [[3, 2, 1] * 2] * 2
     env.close()
-    some = as_torchrl(Menu, 2, "serial", infos=["lives"])
+    some = as_torchrl(ObservesActions, 2, "serial", infos=["lives"])
     assert "info_reward" not in some.observation_spec.keys()  # noqa: SIM118  (a Composite is no mapping)
     some.close()
     with pytest.raises(ValueError, match=r"no numbers called \['points'\]; they report \['lives', 'reward'\]"):
-        as_torchrl(Menu, 2, "serial", infos=["points"])
+        as_torchrl(ObservesActions, 2, "serial", infos=["points"])
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_frame_skip_goes_up_to_the_end_of_each_row(mode: str) -> None:
+def test_frame_skip_stops_at_the_end_of_each_row(mode: str) -> None:
     once, thrice = cartpoles(mode, 20), cartpoles(mode, 20, frame_skip=3)
     once.set_seed(4)
     state = once.reset()
@@ -327,7 +332,7 @@ def test_frame_skip_goes_up_to_the_end_of_each_row(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_short_way_to_the_next_episode_and_torchrls_way_agree(mode: str) -> None:
+def test_step_and_maybe_reset_equals_torchrls_own(mode: str) -> None:
     env = cartpoles(mode)
     short = random_rollout(env, 40)
     long = random_rollout(TransformedEnv(env), 40)
@@ -337,10 +342,11 @@ def test_the_short_way_to_the_next_episode_and_torchrls_way_agree(mode: str) -> 
     env.close()
 
 
-def test_existing_pools_and_torchrls_ways_to_say_it() -> None:
+def test_existing_pools_and_torchrls_arguments() -> None:
     envpool = pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     pool = envpool.make("CartPole-v1", env_type="gymnasium", num_envs=3, seed=9)
     env = as_torchrl(pool)
+    assert (env.env_name, env.lib) == ("CartPoleGymnasiumEnvPool", envpool)
     assert env.vector_env.np_random_seed == (9, 10, 11)
     first = env.reset()["observation"]
     assert pool._recv.__self__ is env.vector_env._driver.pool
@@ -352,6 +358,7 @@ def test_existing_pools_and_torchrls_ways_to_say_it() -> None:
     env.close()
     env = as_torchrl("ALE/Pong-v5", backend="envpool", num_workers=2)
     assert "Pong-v5" in repr(env)
+    assert env.env_name == "Pong-v5"
     assert env.num_workers == 2
     assert env.batch_size == (2,)
     env.close()
@@ -361,7 +368,7 @@ def test_existing_pools_and_torchrls_ways_to_say_it() -> None:
         vecenv.backends.EnvPoolVectorEnv.over(gym.make("CartPole-v1"))
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial")
     with pytest.raises(TypeError, match="built already"):
         as_torchrl(envs, 3)
@@ -382,13 +389,13 @@ def test_what_is_refused() -> None:
             as_torchrl(vecenv.make_vec("CartPole-v1", 2, "envpool", vector_kwargs=kwargs))
 
 
-def towards_the_fall(observation: Any) -> Any:
+def act_towards_the_fall(observation: Any) -> Any:
     return torch.nn.functional.one_hot((observation[..., 2] > 0).long(), 2)
 
 
-def test_a_collector_collects_what_a_rollout_gives() -> None:
+def test_collector_collects_the_same_as_a_rollout() -> None:
     env = cartpoles(None)
-    policy = TensorDictModule(towards_the_fall, in_keys=["observation"], out_keys=["action"])
+    policy = TensorDictModule(act_towards_the_fall, in_keys=["observation"], out_keys=["action"])
     env.set_seed(3)
     wanted = env.rollout(30, policy, break_when_any_done=False)
     env.set_seed(3)
@@ -402,7 +409,7 @@ def test_a_collector_collects_what_a_rollout_gives() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", [SerialEnv, ParallelEnv])
-def test_torchrls_own_batches_of_them(kind: Any) -> None:
+def test_torchrls_own_batched_environments(kind: Any) -> None:
     make = functools.partial(as_torchrl, "CartPole-v1", 3, "serial", max_episode_steps=8)
     env = kind(2, make)
     check_env_specs(env)

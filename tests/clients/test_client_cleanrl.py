@@ -1,4 +1,4 @@
-"""A program in the manner of CleanRL: with Gymnasium's import in place of vecenv's it learns the same, digit for digit."""
+"""A program in the style of CleanRL: with Gymnasium's import instead of vecenv's it learns the same, digit for digit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_only_the_import_differs_and_nothing_else_does(tmp_path: Path) -> None:
+def test_results_are_equal_with_either_import(tmp_path: Path) -> None:
     source = EXAMPLE.read_text()
     assert source.count(OURS) == 1
     assert "vecenv" not in source.replace(OURS, "").partition('"""\n\n')[2]  # (but for its docstring)
@@ -30,7 +30,7 @@ def test_only_the_import_differs_and_nothing_else_does(tmp_path: Path) -> None:
     gymnasiums.write_text(source.replace(OURS, THEIRS))
     short = ("--steps", "2048", "--num-envs", "4", "--epochs", "2")
     ours, theirs = run(EXAMPLE, *short), run(gymnasiums, *short)
-    assert ours[:-1] == theirs[:-1]  # the last line says how long it took
+    assert ours[:-1] == theirs[:-1]  # the last line contains its duration
     assert re.fullmatch(r"\s+2048 steps, mean return of the last 100 episodes \d+\.\d{6}", ours[-2])
 
 

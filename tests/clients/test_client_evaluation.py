@@ -1,4 +1,4 @@
-"""``vecenv.evaluate`` of policies in torch, and of Stable-Baselines3's models."""
+"""``vecenv.evaluate`` with policies in torch, and with Stable-Baselines3's models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Net(torch.nn.Module):
         return self.head(hidden).argmax(1), hidden
 
 
-def test_a_recurrent_module_gives_the_same_for_every_number_of_environments() -> None:
+def test_recurrent_module_gives_the_same_for_every_number_of_environments() -> None:
     found = []
     for num_envs, workers in ((1, 0), (3, 0), (4, 2)):
         envs = engine(num_envs, workers)
@@ -52,7 +52,7 @@ def test_a_recurrent_module_gives_the_same_for_every_number_of_environments() ->
     assert found[0] == found[1] == found[2]
 
 
-def test_a_model_gets_the_returns_that_its_own_evaluation_gives() -> None:
+def test_model_gets_the_returns_of_its_own_evaluation() -> None:
     model = sb3.PPO("MlpPolicy", CARTPOLE(), n_steps=64, seed=0, device="cpu")
     model.learn(256)
     envs = engine(3)
@@ -65,7 +65,7 @@ def test_a_model_gets_the_returns_that_its_own_evaluation_gives() -> None:
     envs.close()
 
 
-def test_observations_are_normalised_as_they_were_in_training() -> None:
+def test_observations_are_normalised_as_in_training() -> None:
     normal = VecNormalize(DummyVecEnv([CARTPOLE]))
     model = sb3.PPO("MlpPolicy", normal, n_steps=64, seed=0, device="cpu")
     model.learn(256)
@@ -86,7 +86,8 @@ def test_observations_are_normalised_as_they_were_in_training() -> None:
 
 
 class Recurrent:
-    """A model whose action is how many steps its episode has: the state is ``(layers, rows, size)``, as sb3-contrib's."""
+    """A model with an action that counts the steps of its episode: the state is ``(layers, rows, size)``, as sb3-contrib's.
+    """
 
     observation_space, action_space = CARTPOLE().observation_space, CARTPOLE().action_space
 

@@ -1,4 +1,4 @@
-"""``examples/torchrl_gradient.py``: a policy that learns by the gradient through the physics alone."""
+"""``examples/torchrl_gradient.py``: a policy that learns only from the gradient through the physics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parents[2] / "examples" / "torchrl_gradient.py"
 
 @pytest.mark.long
 @pytest.mark.timeout(580)
-def test_it_learns_to_keep_the_pole_upright() -> None:
+def test_policy_learns_to_keep_the_pole_upright() -> None:
     done = subprocess.run([sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lengths = {when: int(steps) for when, steps in re.findall(r"(before|after): (\d+) of 200 steps", done.stdout)}

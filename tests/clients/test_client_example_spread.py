@@ -1,4 +1,4 @@
-"""``examples/openrl_spread.py``: its advantages are those of the definition, it runs; it learns, when slow."""
+"""``examples/openrl_spread.py`` runs, its advantages follow their definition, and it learns (slow)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def example() -> Iterator[Any]:
 
 
 def returns(*arguments: str, timeout: float) -> list[tuple[int, float]]:
-    """Steps and mean return of each line that it prints."""
+    """Return steps and mean return of each line that it prints."""
     command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLE), *arguments]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -39,7 +39,7 @@ def returns(*arguments: str, timeout: float) -> list[tuple[int, float]]:
 def test_advantages_are_those_of_the_definition(example: Any) -> None:
     torch.manual_seed(0)
     rewards, values = torch.randn(2, 5, 3, 2)
-    following = torch.cat([values[1:], torch.zeros(1, 3, 2)])  # an episode that is over has nothing to come
+    following = torch.cat([values[1:], torch.zeros(1, 3, 2)])  # nothing follows the end of an episode
     deltas = rewards + 0.9 * following - values
     wanted = torch.stack([sum((0.9 * 0.8) ** k * deltas[t + k] for k in range(5 - t)) for t in range(5)])
     torch.testing.assert_close(example.advantages(rewards, values, 0.9, 0.8), wanted)

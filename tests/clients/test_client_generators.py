@@ -1,4 +1,4 @@
-"""``generators="own"``: environments that draw from torch's default generator are what they are alone."""
+"""``generators="own"``: environments that draw from torch's default generator get the numbers that they get alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vecenv.testing import assert_identical
 
 
 class Draws(gymnasium.Env[Any, Any]):
-    """Draws from torch in every call, and ends by chance; maybe it seeds torch by itself."""
+    """An environment that draws from torch in every call, ends at random, and can seed torch itself."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -36,13 +36,15 @@ class Draws(gymnasium.Env[Any, Any]):
         return torch.randn(3).numpy(), float(torch.rand(())), bool(torch.rand(()) < 0.2), False, {}
 
 
-def alone(seed: int, steps: int, seeds: bool) -> Iterator[Any]:
-    """What one environment says alone, in next-step mode; episode e starts at a seed that follows from the row's and e."""
+def results_alone(seed: int, steps: int, seeds: bool) -> Iterator[Any]:
+    """Yield the results of one environment alone, in next-step mode; each episode's seed follows from the row's and its
+    number.
+    """
 
-    def begin(env: Any, episode: int, **how: Any) -> Any:
+    def begin(env: Any, episode: int, **kwargs: Any) -> Any:
         words = np.random.SeedSequence(seed, spawn_key=(episode, 2)).generate_state(4).tobytes()
         torch.manual_seed(int.from_bytes(words, "little") >> 65)
-        return env.reset(**how)[0], np.float64(0), np.False_
+        return env.reset(**kwargs)[0], np.float64(0), np.False_
 
     env, episode, over = Draws(seeds), 0, False
     yield begin(env, 0, seed=seed)
@@ -57,11 +59,11 @@ def alone(seed: int, steps: int, seeds: bool) -> Iterator[Any]:
 
 
 def trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
-    said = [] if seed is None else [(envs.reset(seed=seed)[0], np.zeros(envs.num_envs), np.zeros(envs.num_envs, bool))]
+    results = [] if seed is None else [(envs.reset(seed=seed)[0], np.zeros(envs.num_envs), np.zeros(envs.num_envs, bool))]
     for _ in range(steps):
         observations, rewards, over, _, _ = envs.step(np.zeros(envs.num_envs, int))
-        said.append((observations, rewards, over))
-    return said
+        results.append((observations, rewards, over))
+    return results
 
 
 def own(seeds: bool = False, **options: Any) -> Any:
@@ -73,21 +75,22 @@ WAYS = [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2}, {"num_worker
 
 @pytest.mark.parametrize("seeds", [False, True], ids=["drawn", "seeded"])
 @pytest.mark.parametrize("options", WAYS, ids=str)
-def test_rows_say_what_each_environment_says_alone_and_the_programs_own_draws_stay(options: Any, seeds: bool) -> None:
+def test_rows_equal_each_environment_alone_and_callers_draws_are_unaffected(options: Any, seeds: bool) -> None:
     torch.manual_seed(11)
     wanted_next = torch.rand(4)
     torch.manual_seed(11)
     with closing(own(seeds, context="forkserver", **options)) as envs:
-        said = trajectory(envs, 40)
+        results = trajectory(envs, 40)
     assert torch.equal(torch.rand(4), wanted_next)
     for row in range(5):
-        assert_identical([tuple(part[row] for part in step) for step in said], list(alone(3 + row, 40, seeds)), f"row {row}")
-    assert sum(step[2].sum() for step in said) > 10
+        expected = list(results_alone(3 + row, 40, seeds))
+        assert_identical([tuple(part[row] for part in step) for step in results], expected, f"row {row}")
+    assert sum(step[2].sum() for step in results) > 10
 
 
 @pytest.mark.parametrize("options", WAYS, ids=str)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_states_are_saved_and_go_on_elsewhere(options: Any, mode: AutoresetMode) -> None:
+def test_saved_states_continue_in_another_engine(options: Any, mode: AutoresetMode) -> None:
     make = functools.partial(own, context="forkserver", autoreset_mode=mode)
     with closing(make(num_workers=1)) as envs, closing(make(**options)) as other:
         trajectory(envs, 7)
@@ -96,9 +99,6 @@ def test_states_are_saved_and_go_on_elsewhere(options: Any, mode: AutoresetMode)
         assert_identical(trajectory(other, 20, None), trajectory(envs, 20, None))
 
 
-def test_where_they_are_shared_a_warning_names_the_environment() -> None:
-    with closing(vecenv.AsyncVectorEnv([Draws] * 4, num_workers=2, context="forkserver")) as envs:
-        envs.reset(seed=1)
-        envs.step(np.zeros(4, int))
-        with pytest.warns(UserWarning, match="torch"):
-            trajectory(envs, 3, seed=2)
+def test_shared_generators_warn_with_the_environment() -> None:
+    with pytest.warns(UserWarning, match="env 0 .*torch"):
+        vecenv.AsyncVectorEnv([Draws] * 4, num_workers="auto", context="forkserver").close()

@@ -1,4 +1,4 @@
-"""Gradients through ``TensorDictEnv``: ten steps of physics against finite differences, and memory that stays."""
+"""Gradients through ``TensorDictEnv``: ten steps of physics against finite differences, and flat memory."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ pytest.importorskip("jaxlib", reason="needs JAX: pip install 'vecenv[jax]'")
 
 import jax
 import torch
-from carts import Cart
+from cart_env import Cart
 
 import vecenv.torch
 
 
 @pytest.fixture
 def double() -> Iterator[None]:
-    """JAX in 64 bits."""
+    """Run JAX in 64 bits."""
     config: Any = jax.config
     before = config.read("jax_enable_x64")
     config.update("jax_enable_x64", True)
@@ -30,7 +30,7 @@ def double() -> Iterator[None]:
 
 
 def outcome(env: Any, actions: Any, mask: Any) -> Any:
-    """What the last steps pay and show, with a reset of the rows under ``mask`` after the second step."""
+    """Return rewards and observations of the last steps, with a reset of the rows under ``mask`` after the second step."""
     env.set_seed(0)
     state = env.reset()
     for t, action in enumerate(actions):
@@ -41,8 +41,8 @@ def outcome(env: Any, actions: Any, mask: Any) -> Any:
     return state["observation"].sum() + stepped["next", "reward"].sum()
 
 
-def built(name: str) -> Any:
-    """Three rows of an environment of Brax (``"reacher-spring"``) or Playground."""
+def build_three(name: str) -> Any:
+    """Build three rows of an environment of Brax (``"reacher-spring"``) or Playground."""
     if "-" not in name:
         pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground: pip install playground")
         return vecenv.torch.TensorDictEnv(name, (3,), requires_grad=True)
@@ -56,28 +56,28 @@ def built(name: str) -> Any:
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", ["reacher-spring", "reacher-positional", "reacher-generalized", "ant-spring"])
 def test_ten_steps_of_physics_against_finite_differences(name: str) -> None:
-    compare(built(name), torch.float64, 1e-6, rel=1e-4, within=1e-6)
+    compare(build_three(name), torch.float64, 1e-6, rel=1e-4, within=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_steps_of_playground_against_finite_differences() -> None:
-    compare(built("CartpoleBalance"), torch.float32, 1e-2, rel=5e-2, within=5e-3)
+    compare(build_three("CartpoleBalance"), torch.float32, 1e-2, rel=5e-2, within=5e-3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("double")
 def test_ten_steps_of_playground_in_64_bits() -> None:
-    compare(built("CartpoleBalance"), torch.float64, 1e-6, rel=1e-4, within=1e-6)
+    compare(build_three("CartpoleBalance"), torch.float64, 1e-6, rel=1e-4, within=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.usefixtures("double")
 def test_ten_steps_of_an_ant_in_random_directions() -> None:
-    """Differences of 1e-3 disagree in places, because the outcome jumps in between, as it may where a contact begins."""
-    env = built("ant-spring")
+    """Differences of 1e-3 disagree in places, because the outcome jumps in between, for example where a contact begins."""
+    env = build_three("ant-spring")
     generator = torch.Generator().manual_seed(0)
     actions = (torch.rand(10, 3, 8, dtype=torch.float64, generator=generator) * 0.4 - 0.2).requires_grad_()
     for masked in (False, True):
@@ -95,7 +95,7 @@ def test_ten_steps_of_an_ant_in_random_directions() -> None:
 
 
 def compare(env: Any, dtype: torch.dtype, step: float, rel: float, within: float) -> None:
-    """Some entries of the gradient with central differences of ``step``, without and with a reset in the middle."""
+    """Compare some entries of the gradient with central differences of ``step``, with and without a reset in the middle."""
     generator = torch.Generator().manual_seed(0)
     width = env.action_spec.shape[-1]
     actions = (torch.rand(10, 3, width, dtype=dtype, generator=generator) * 0.4 - 0.2).requires_grad_()
@@ -105,7 +105,7 @@ def compare(env: Any, dtype: torch.dtype, step: float, rel: float, within: float
         found = torch.autograd.grad(value, actions)[0]
         assert value.dtype == dtype
         assert found.isfinite().all()
-        assert bool(found[:2, 0].any()) is not masked  # a reset forgets what came before it, in its row only
+        assert bool(found[:2, 0].any()) is not masked  # a reset cuts off what came before it, in its row only
         assert found[:2, 1:].any()
         for t, row, axis in [(0, 1, 0), (1, 2, width - 1), (5, 0, 0), (9, 2, width - 1)]:
             moved = actions.detach().clone()
@@ -139,5 +139,5 @@ def test_memory_is_flat_over_a_thousand_steps_with_a_backward_every_fifty() -> N
             used.append(psutil.Process().memory_info().rss)
     assert policy.weight.grad is not None
     assert policy.weight.grad.abs().sum() > 0
-    assert len(set(alive[1:])) == 1  # what the forward passes kept for the backward passes is gone
+    assert len(set(alive[1:])) == 1  # what the forward passes stored for the backward passes is free
     assert used[-1] - used[4] < 4 << 20

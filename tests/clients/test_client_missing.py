@@ -1,4 +1,4 @@
-"""Where a client's library is not installed, its adapter says what installs it, and everything else works."""
+"""If a client's library is not installed, its adapter names the install command, and everything else works."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ WITHOUT = Path(__file__).parents[1] / "without.py"
         ("as_rllib", "ray", "rllib"),
     ],
 )
-def test_an_adapter_without_its_library_says_what_to_install(adapter: str, library: str, extra: str) -> None:
+def test_adapter_without_its_library_names_the_install_command(adapter: str, library: str, extra: str) -> None:
     program = f"""
 import sys
 
-class Hidden:
+class HidingFinder:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == {library!r}:
             raise ModuleNotFoundError("No module named {library!r}", name={library!r})
 
-sys.meta_path.insert(0, Hidden())
+sys.meta_path.insert(0, HidingFinder())
 import vecenv
 assert {adapter!r} in dir(vecenv.adapters)
 assert "torch" not in sys.modules
 vecenv.adapters.{adapter}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
-    last = done.stderr.strip().splitlines()[-1]
+    last_line = done.stderr.strip().splitlines()[-1]
     command = f"pip install -e '.[{extra}]' in a checkout (where there is a release: pip install 'vecenv[{extra}]')"
-    assert last == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"
+    assert last_line == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"
 
 
-def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
+def test_unknown_adapter_raises_attribute_error() -> None:
     import vecenv
 
     with pytest.raises(AttributeError, match="no attribute 'as_sb4'"):
@@ -62,11 +62,11 @@ def test_an_adapter_that_does_not_exist_is_an_attribute_error() -> None:
         ("openrl_spread", "torch", "clients,multi-agent"),
     ],
 )
-def test_an_example_without_its_library_says_what_to_install(program: str, library: str, extra: str) -> None:
+def test_example_without_its_library_names_the_install_command(program: str, library: str, extra: str) -> None:
     command = [sys.executable, str(WITHOUT), library, str(EXAMPLES / f"{program}.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    wanted = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)
+    expected = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, expected)
     assert "Traceback" not in done.stderr
 
 
@@ -76,7 +76,7 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_help_says_how_to_run_an_example(program: str) -> None:
+def test_example_help_shows_how_to_run_it(program: str) -> None:
     if program == "rllib_vector":
         pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: docs/clients.md", exc_type=ImportError)
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""``examples/ppo.py`` over two hosts of a Ray cluster on this machine: the same program, one argument changed."""
+"""``examples/ppo.py`` over two hosts of a Ray cluster on this machine: the same program with one argument changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAST = re.compile(
 
 @pytest.fixture(scope="module", autouse=True)
 def address() -> Iterator[str]:
-    """Of a cluster of two simulated nodes, so that the program uses no other that may run here."""
+    """Yield the address of a cluster of two simulated nodes, so that no other cluster on this machine is used."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     options = {"num_cpus": 2, "object_store_memory": 200 * 1024 * 1024}
     cluster = Cluster(initialize_head=True, connect=True, head_node_args={**options, "include_dashboard": False})
@@ -40,31 +40,31 @@ def address() -> Iterator[str]:
 
 
 def run(cwd: Path, backend: str, *arguments: str, **variables: str) -> tuple[float, bool, int, Path]:
-    """Mean return, whether the target was reached, steps, and where the learning curve is."""
+    """Return the mean return, whether the target was reached, steps, and the path of the learning curve."""
     command = [sys.executable, str(EXAMPLE), "CartPole-v1", "--backend", backend, *arguments]
     environment = {**os.environ, **variables}
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    said = LAST.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
-    assert said, done.stdout + done.stderr[-3000:]
-    assert done.returncode == (0 if said[2] else 1)
-    return float(said[1]), bool(said[2]), int(said[3].replace(",", "")), cwd / said[4]
+    match = LAST.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
+    assert match, done.stdout + done.stderr[-3000:]
+    assert done.returncode == (0 if match[2] else 1)
+    return float(match[1]), bool(match[2]), int(match[3].replace(",", "")), cwd / match[4]
 
 
-def test_training_over_two_hosts_gives_the_numbers_of_one_machine(address: str, tmp_path: Path) -> None:
-    """Same seed, same policy, same environments: not a step differs."""
+def test_training_over_two_hosts_equals_one_machine(address: str, tmp_path: Path) -> None:
+    """Same seed, same policy, same environments: all steps are equal."""
     over_ray = run(tmp_path, "ray", "--num-hosts", "2", *SHORT, RAY_ADDRESS=address)
     assert over_ray[:3] == run(tmp_path, "serial", *SHORT)[:3]
     assert over_ray[2] == 2048
     assert over_ray[3].read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_hosts_answer_in_turn(address: str, tmp_path: Path) -> None:
+def test_hosts_reply_in_turn(address: str, tmp_path: Path) -> None:
     mean_return, _, steps, _ = run(tmp_path, "ray", "--num-hosts", "2", "--first-ready", *SHORT, RAY_ADDRESS=address)
     assert steps == 2048
     assert 5 < mean_return < 100
 
 
-def test_no_room_is_said_in_one_line(address: str, tmp_path: Path) -> None:
+def test_full_cluster_is_a_one_line_error(address: str, tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--backend", "ray", "--num-hosts", "64"]
     environment = {**os.environ, "RAY_ADDRESS": address}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What programs of Stable-Baselines3 and Tianshou ran into: seeds, structured actions, options, statistics, refusals."""
+"""Difficulties of real programs of Stable-Baselines3 and Tianshou: seeds, structured actions, options, statistics."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from client_envs import Teller
+from client_envs import FullEnv
 from gymnasium import spaces
 from gymnasium.vector import SyncVectorEnv, VectorWrapper
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
@@ -26,7 +26,7 @@ def engine(env_fn: Any, count: int = 2, mode: str = "Disabled") -> Any:
 
 
 def flat() -> Any:
-    return Teller(nested=False)
+    return FullEnv(nested=False)
 
 
 def test_tianshous_seed_seeds_the_environments() -> None:
@@ -40,7 +40,7 @@ def test_tianshous_seed_seeds_the_environments() -> None:
 
 
 class Echo(gym.Env[Any, Any]):
-    """Observes what it was given, so that a batch that is turned on its side shows. Its episodes end at step 2."""
+    """An environment that observes its action, so that a transposed batch shows. Its episodes end at step 2."""
 
     observation_space = spaces.Box(-9, 9, (2,), np.float32)
 
@@ -122,7 +122,7 @@ def test_statistics_of_a_vector_wrapper_come_with_the_step_that_ended(mode: str)
 
 
 class ToTorch(VectorWrapper):  # type: ignore[type-arg]
-    """Says what Gymnasium's ``NumpyToTorch`` says of itself, which wants another package."""
+    """A stand-in with the attributes of Gymnasium's ``NumpyToTorch``, which needs another package."""
 
     _target_xp = torch
 
@@ -135,7 +135,7 @@ def test_arrays_of_torch_are_refused_at_once(adapter: Any) -> None:
     envs.close()
 
 
-def test_limits_that_the_page_names() -> None:
+def test_documented_limits() -> None:
     class WithoutOptions(Echo):
         def reset(self, *, seed: int | None = None) -> Any:  # type: ignore[override]
             return super().reset(seed=seed)

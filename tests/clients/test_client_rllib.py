@@ -1,4 +1,4 @@
-"""RLlib over registered vector environments, against RLlib over Gymnasium's ``SyncVectorEnv`` and its own of agents."""
+"""RLlib over registered vector environments, compared with RLlib over ``SyncVectorEnv`` or its own multi-agent one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import Target
-from failing import patiently
+from failing import reset_until_ready
 
 ray = pytest.importorskip("ray", reason="needs Ray: see docs/clients.md")
 pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib's libraries: see docs/clients.md", exc_type=ImportError)
@@ -21,7 +21,7 @@ from ray.rllib.algorithms.ppo import PPOConfig  # noqa: E402
 from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner  # noqa: E402
 from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner  # noqa: E402
 from ray.tune.registry import register_env  # noqa: E402
-from rllib_games import Parlour  # noqa: E402
+from rllib_games import TurnGame  # noqa: E402
 
 import vecenv  # noqa: E402
 from vecenv.adapters import MultiAgentVecEnvRunner, as_rllib  # noqa: E402
@@ -45,17 +45,17 @@ def config(env: str, mode: str, num_env_runners: int = 0) -> PPOConfig:
     )
 
 
-def episodes(env: str, mode: str) -> list[Any]:
+def sample_episodes(env: str, mode: str) -> list[Any]:
     runner = SingleAgentEnvRunner(config=config(env, mode))
     runner.env.action_space.seed(0)
-    found = runner.sample(num_timesteps=400, random_actions=True)
+    sampled = runner.sample(num_timesteps=400, random_actions=True)
     runner.stop()
-    return found
+    return sampled
 
 
-def test_episodes_are_the_same_as_over_gymnasiums_own() -> None:
+def test_episodes_are_the_same_as_over_sync_vector_env() -> None:
     vecenv.register("CartPole-v1", vector_kwargs={"num_workers": 2, "context": "forkserver"})
-    ours, theirs = episodes("vecenv/CartPole-v1", "vector_entry_point"), episodes("CartPole-v1", "sync")
+    ours, theirs = sample_episodes("vecenv/CartPole-v1", "vector_entry_point"), sample_episodes("CartPole-v1", "sync")
     assert len(ours) == len(theirs) > 10
     for one, other in zip(ours, theirs, strict=True):
         for name in ("observations", "actions", "rewards"):
@@ -64,7 +64,7 @@ def test_episodes_are_the_same_as_over_gymnasiums_own() -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_ppo_trains_with_runners_in_processes_of_their_own() -> None:
+def test_ppo_trains_with_runners_in_separate_processes() -> None:
     register_env("cartpole-by-vecenv", lambda context: vecenv.make_vec("CartPole-v1", context["num_envs"], "serial"))
     algorithm = config("cartpole-by-vecenv", "vector_entry_point", num_env_runners=1).build_algo()
     result = algorithm.train()
@@ -74,8 +74,8 @@ def test_ppo_trains_with_runners_in_processes_of_their_own() -> None:
     gym.envs.registration.registry.pop("rllib-single-agent-env-v0", None)
 
 
-def of_agents(env: str, runner: Any, count: int = 4) -> PPOConfig:
-    """One policy for everybody would need equal spaces; so each agent has its own."""
+def multi_agent_config(env: str, runner: Any, count: int = 4) -> PPOConfig:
+    """Return a configuration with one policy per agent, because a shared policy would need equal spaces."""
     return (
         PPOConfig()
         .environment(env, disable_env_checking=True)
@@ -85,32 +85,33 @@ def of_agents(env: str, runner: Any, count: int = 4) -> PPOConfig:
     )
 
 
-def games(alike: bool, runner: Any, env: str) -> list[Any]:
-    made = runner(config=of_agents(env, runner))
-    for i, game in enumerate(made.env.envs):
+def sample_multi_agent_episodes(alike: bool, runner: Any, env: str) -> list[Any]:
+    env_runner = runner(config=multi_agent_config(env, runner))
+    for i, game in enumerate(env_runner.env.envs):
         for j, agent in enumerate(game.unwrapped.possible_agents):
             game.unwrapped.get_action_space(agent).seed(10 * i + j)
-    found: list[Any] = made.sample(num_timesteps=300, random_actions=True)
-    made.stop()
-    return found
+    sampled: list[Any] = env_runner.sample(num_timesteps=300, random_actions=True)
+    env_runner.stop()
+    return sampled
 
 
 @pytest.mark.parametrize("alike", [False, True], ids=["agents", "stack"])
-def test_episodes_of_agents_are_those_of_rllibs_own_vector_environment(alike: bool) -> None:
-    make = functools.partial(Parlour, alike)
+def test_multi_agent_episodes_are_the_same_as_over_rllibs_vector_env(alike: bool) -> None:
+    make = functools.partial(TurnGame, alike)
     register_env("theirs", lambda context: make())
     register_env("ours", lambda context: vecenv.MultiAgentVecEnv([make] * context["num_envs"], num_workers=0))
-    theirs, ours = games(alike, MultiAgentEnvRunner, "theirs"), games(alike, MultiAgentVecEnvRunner, "ours")
+    theirs = sample_multi_agent_episodes(alike, MultiAgentEnvRunner, "theirs")
+    ours = sample_multi_agent_episodes(alike, MultiAgentVecEnvRunner, "ours")
     assert len(ours) == len(theirs) > 10
     assert any(episode.is_truncated for episode in theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert set(one.agent_episodes) == set(other.agent_episodes)
         assert (one.is_terminated, one.is_truncated) == (other.is_terminated, other.is_truncated)
-        for agent, wanted in other.agent_episodes.items():
-            found = one.agent_episodes[agent]
+        for agent, expected in other.agent_episodes.items():
+            actual = one.agent_episodes[agent]
             for name in ("observations", "actions", "rewards", "infos"):
-                assert equal(list(getattr(found, name)), list(getattr(wanted, name))), (agent, name)
-            assert (found.is_terminated, found.is_truncated) == (wanted.is_terminated, wanted.is_truncated), agent
+                assert equal(list(getattr(actual, name)), list(getattr(expected, name))), (agent, name)
+            assert (actual.is_terminated, actual.is_truncated) == (expected.is_terminated, expected.is_truncated), agent
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -122,14 +123,14 @@ def equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("cluster")
-def test_ppo_learns_a_game_of_agents_whose_environments_are_processes() -> None:
+def test_ppo_learns_a_multi_agent_game_in_worker_processes() -> None:
     register_env(
         "targets",
         lambda context: vecenv.MultiAgentVecEnv([Target] * context["num_envs"], num_workers=2, context="forkserver"),
     )
     pids: set[int] = set()
     algorithm = (
-        of_agents("targets", MultiAgentVecEnvRunner, 8)
+        multi_agent_config("targets", MultiAgentVecEnvRunner, 8)
         .callbacks(on_environment_created=lambda env, **_: pids.update(env.get_attr("pid")))
         .multi_agent(policies={"both"}, policy_mapping_fn=lambda agent, episode, **_: "both")
         .training(train_batch_size_per_learner=800, minibatch_size=200, num_epochs=8, lr=5e-3)
@@ -138,32 +139,33 @@ def test_ppo_learns_a_game_of_agents_whose_environments_are_processes() -> None:
     returns = [algorithm.train()["env_runners"]["episode_return_mean"] for _ in range(4)]
     algorithm.stop()
     assert len(pids - {os.getpid()}) == 2
-    assert returns[0] < 12.5 < 14.5 < returns[-1], returns  # 10 is by chance, 20 the best
+    assert returns[0] < 12.5 < 14.5 < returns[-1], returns  # the return of random actions is 10, of the best ones 20
 
 
-def test_what_the_runner_refuses() -> None:
-    def refused(build: Any, error: type[Exception], text: str) -> None:
+def test_unsupported_configurations_are_rejected() -> None:
+    def assert_rejected(build: Any, error: type[Exception], text: str) -> None:
         register_env("refused", build)
         with pytest.raises(error, match=text):
-            MultiAgentVecEnvRunner(config=of_agents("refused", MultiAgentVecEnvRunner))
+            MultiAgentVecEnvRunner(config=multi_agent_config("refused", MultiAgentVecEnvRunner))
 
-    refused(lambda context: Parlour(), TypeError, "wants a vecenv.MultiAgentVecEnv")
-    refused(lambda context: vecenv.MultiAgentVecEnv([Parlour] * 3, num_workers=0), ValueError, "is 4, and 'refused' built 3")
+    assert_rejected(lambda context: TurnGame(), TypeError, "wants a vecenv.MultiAgentVecEnv")
+    three = "is 4, and 'refused' built 3"
+    assert_rejected(lambda context: vecenv.MultiAgentVecEnv([TurnGame] * 3, num_workers=0), ValueError, three)
     with pytest.raises(ValueError, match="register_env"):
-        MultiAgentVecEnvRunner(config=of_agents("never registered", MultiAgentVecEnvRunner))
+        MultiAgentVecEnvRunner(config=multi_agent_config("never registered", MultiAgentVecEnvRunner))
     cases: list[tuple[dict[str, Any], str]] = [
         ({"autoreset_mode": "SameStep"}, "autoreset_mode='NextStep'"),
         ({"copy": False}, "copy=True"),
         ({"layout": {"team": ["quick", "late"], "other": ["slow"]}}, "policy_mapping_fn"),
     ]
     for options, text in cases:
-        envs = vecenv.MultiAgentVecEnv([Parlour], num_workers=0, **options)
+        envs = vecenv.MultiAgentVecEnv([TurnGame], num_workers=0, **options)
         with pytest.raises(ValueError, match=text):
             as_rllib(envs)
         envs.close()
 
 
-def test_masks_and_infos_of_no_agent_and_actions_that_are_missing() -> None:
+def test_action_masks_common_infos_and_missing_actions() -> None:
     envs = as_rllib(vecenv.MultiAgentVecEnv([Masked] * 2, num_workers=0))
     _, infos = envs.reset(seed=0)
     assert infos[1]["__common__"] == {"round": 0}
@@ -173,18 +175,18 @@ def test_masks_and_infos_of_no_agent_and_actions_that_are_missing() -> None:
     _, rewards, *_, infos = envs.step([{"a": 0, "b": 1}, {"a": 1, "b": 1}])
     assert rewards == [{"a": 0.0, "b": 1.0}, {"a": 1.0, "b": 1.0}]
     assert infos[0]["__common__"] == {"round": 1}
-    seen, _, terminated, truncated, _ = envs.step([{"a": 0, "b": 0}, {"a": 0, "b": 1}])
-    # one terminated and one truncated: RLlib would take both for terminated, were both named
+    observations, _, terminated, truncated, _ = envs.step([{"a": 0, "b": 0}, {"a": 0, "b": 1}])
+    # one agent is terminated, one truncated: if both had flags of their own, RLlib would treat both as terminated
     assert terminated == [{"a": False, "b": False, "__all__": False}, {"a": True, "b": False, "__all__": False}]
     assert truncated == [{"a": False, "b": False, "__all__": False}, {"a": False, "b": False, "__all__": True}]
-    assert seen[1] == {"a": 1, "b": 1}
-    begun = envs.step([{"a": 0, "b": 0}, {}])
-    assert [part[1] for part in begun[:4]] == [{"a": 0, "b": 0}, {}, {"__all__": False}, {"__all__": False}]
+    assert observations[1] == {"a": 1, "b": 1}
+    restarted = envs.step([{"a": 0, "b": 0}, {}])
+    assert [part[1] for part in restarted[:4]] == [{"a": 0, "b": 0}, {}, {"__all__": False}, {"__all__": False}]
     envs.close()
 
 
 class Masked:
-    """A game of PettingZoo's interface with action masks and infos of its own."""
+    """A game with PettingZoo's interface, with action masks and infos."""
 
     possible_agents = ("a", "b")
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -218,8 +220,8 @@ class Masked:
         pass
 
 
-class SlowParlour(Parlour):
-    """Its steps take a second."""
+class SlowTurnGame(TurnGame):
+    """A game with steps that take a second each."""
 
     def step(self, actions: dict[str, Any]) -> Any:
         time.sleep(1.0)
@@ -227,11 +229,11 @@ class SlowParlour(Parlour):
 
 
 def test_a_step_that_timed_out_is_dropped_by_the_next_reset() -> None:
-    envs = as_rllib(vecenv.MultiAgentVecEnv([functools.partial(SlowParlour, True)], num_workers=1, step_timeout=0.5))
+    envs = as_rllib(vecenv.MultiAgentVecEnv([functools.partial(SlowTurnGame, True)], num_workers=1, step_timeout=0.5))
     first, _ = envs.reset(seed=3)
     with pytest.raises(StepTimeout):
         envs.step([dict.fromkeys(first[0], 0)])
-    again, _ = patiently(lambda: envs.reset(seed=3))
+    again, _ = reset_until_ready(lambda: envs.reset(seed=3))
     assert first[0].keys() == again[0].keys()
     assert all((again[0][agent] == value).all() for agent, value in first[0].items())
     envs.close()

@@ -1,4 +1,4 @@
-"""``as_sb3`` against SB3's own ``DummyVecEnv`` over the same environments and seeds: nothing may differ."""
+"""``as_sb3`` against SB3's own ``DummyVecEnv`` over the same environments and seeds: equal results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import Plain, assert_equal, make_cartpole, tellers
+from client_envs import Plain, assert_equal, full_env_fns, make_cartpole
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
@@ -30,9 +30,9 @@ def engine(env_fns: list[Any], num_workers: int = 2, **options: Any) -> VecEnv:
 
 @pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])
 @pytest.mark.parametrize(("num_workers", "mode"), [(0, "SameStep"), (2, "SameStep"), (2, "NextStep"), (2, "Disabled")])
-def test_everything_is_what_dummy_vec_env_gives(nested: bool, num_workers: int, mode: str) -> None:
-    ours = engine(tellers(3, nested=nested), num_workers, autoreset_mode=mode)
-    theirs = DummyVecEnv(tellers(3, nested=nested))
+def test_results_equal_dummy_vec_env(nested: bool, num_workers: int, mode: str) -> None:
+    ours = engine(full_env_fns(3, nested=nested), num_workers, autoreset_mode=mode)
+    theirs = DummyVecEnv(full_env_fns(3, nested=nested))
     kept: list[Any] = []
     for venv in (ours, theirs):
         venv.seed(7)
@@ -48,7 +48,7 @@ def test_everything_is_what_dummy_vec_env_gives(nested: bool, num_workers: int, 
         assert_equal(ours.reset_infos, theirs.reset_infos)
         endings |= {(bool(done), info["TimeLimit.truncated"]) for done, info in zip(got[2], got[3], strict=True)}
         kept.append((got, wanted))
-    assert_equal(*zip(*kept, strict=True))  # nothing that was handed out has changed since
+    assert_equal(*zip(*kept, strict=True))  # returned arrays have not changed since
     assert endings == {(False, False), (True, False), (True, True)}
     for venv in (ours, theirs):  # seeds and options were used up
         venv.seed(8)
@@ -58,11 +58,11 @@ def test_everything_is_what_dummy_vec_env_gives(nested: bool, num_workers: int, 
     theirs.close()
 
 
-def test_under_vec_monitor_and_vec_normalize_too() -> None:
+def test_results_under_vec_monitor_and_vec_normalize() -> None:
     def stacked(venv: VecEnv) -> VecEnv:
         return VecNormalize(VecMonitor(venv), norm_obs_keys=["position"])
 
-    ours, theirs = stacked(engine(tellers(4))), stacked(DummyVecEnv(tellers(4)))
+    ours, theirs = stacked(engine(full_env_fns(4))), stacked(DummyVecEnv(full_env_fns(4)))
     episodes: list[list[tuple[float, int]]] = [[], []]
     for venv in (ours, theirs):
         venv.seed(1)
@@ -84,7 +84,7 @@ def test_under_vec_monitor_and_vec_normalize_too() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_single_environments_are_reached_by_index(num_workers: int) -> None:
-    venv = engine(tellers(3, wrapped=True), num_workers)
+    venv = engine(full_env_fns(3, wrapped=True), num_workers)
     venv.reset()
     assert venv.get_attr("level") == [0, 0, 0]
     venv.set_attr("level", 5, indices=1)
@@ -103,12 +103,12 @@ def test_single_environments_are_reached_by_index(num_workers: int) -> None:
         venv.get_attr("level", 3)
     with pytest.raises(ValueError, match="asked to fail"):
         venv.env_method("fail", indices=0)
-    venv.step(np.zeros(3, int))  # and nobody was hurt
+    venv.step(np.zeros(3, int))  # and no environment was affected
     venv.close()
 
 
-def test_wrappers_are_seen() -> None:
-    venv = engine(tellers(2, wrapped=True))
+def test_wrappers_are_visible() -> None:
+    venv = engine(full_env_fns(2, wrapped=True))
     assert venv.env_is_wrapped(Plain) == [True, True]
     assert venv.env_is_wrapped(gym.Wrapper, indices=[1]) == [True]
     assert venv.env_is_wrapped(Monitor) == [False, False]
@@ -124,10 +124,10 @@ def _monitored() -> Any:
     return Monitor(make_cartpole())
 
 
-def test_pictures_are_tiled() -> None:
+def test_frames_are_tiled() -> None:
     ours, theirs = (
-        engine(tellers(3, render_mode="rgb_array")),
-        DummyVecEnv(tellers(3, render_mode="rgb_array")),
+        engine(full_env_fns(3, render_mode="rgb_array")),
+        DummyVecEnv(full_env_fns(3, render_mode="rgb_array")),
     )
     for venv in (ours, theirs):
         venv.seed(0)
@@ -138,7 +138,7 @@ def test_pictures_are_tiled() -> None:
     np.testing.assert_array_equal(ours.render(), theirs.render())
     ours.close()
     theirs.close()
-    blind = engine(tellers(1))
+    blind = engine(full_env_fns(1))
     with pytest.warns(UserWarning, match="render"):
         assert blind.render() is None
     blind.close()
@@ -153,7 +153,7 @@ def test_ppo_learns_the_same_as_over_dummy_vec_env(mode: str) -> None:
         assert len(model.ep_info_buffer) > 10
         return np.concatenate([value.detach().numpy().ravel() for value in model.policy.parameters()])
 
-    env_fns = [functools.partial(make_cartpole, 30)] * 4  # truncations, whose last observations PPO bootstraps from
+    env_fns = [functools.partial(make_cartpole, 30)] * 4  # truncations, where PPO bootstraps from the last observations
     np.testing.assert_array_equal(weights(engine(env_fns, autoreset_mode=mode)), weights(DummyVecEnv(env_fns)))
 
 
@@ -172,7 +172,7 @@ def test_ppo_learns_cartpole() -> None:
 
 
 def test_a_pending_step_is_dropped_by_reset() -> None:
-    ours, theirs = engine(tellers(2)), engine(tellers(2), num_workers=0)
+    ours, theirs = engine(full_env_fns(2)), engine(full_env_fns(2), num_workers=0)
     for venv in (ours, theirs):
         venv.seed(0)
         venv.reset()
@@ -185,7 +185,7 @@ def test_a_pending_step_is_dropped_by_reset() -> None:
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
-def test_a_lost_step_ends_the_episode_and_says_so(mode: str) -> None:
+def test_lost_step_ends_the_episode_and_is_marked(mode: str) -> None:
     venv = engine([make_cartpole, _faulty], on_failure="restart", autoreset_mode=mode)
     venv.seed(0)
     last = venv.reset()
@@ -207,7 +207,7 @@ def _faulty() -> Any:
 
 
 @pytest.mark.parametrize("mode", ["SameStep", "NextStep"])
-def test_envpool_goes_under_it_as_well(mode: str) -> None:
+def test_envpool_can_be_wrapped(mode: str) -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     envs = vecenv.make_vec("CartPole-v1", 4, "envpool", vector_kwargs={"autoreset_mode": mode})
     venv = VecMonitor(as_sb3(envs))
@@ -232,7 +232,7 @@ def test_envpool_goes_under_it_as_well(mode: str) -> None:
     venv.close()
 
 
-def test_gymnasiums_vector_wrappers_go_under_it_as_well() -> None:
+def test_gymnasiums_vector_wrappers_can_be_wrapped() -> None:
     envs = gym.wrappers.vector.RecordEpisodeStatistics(vecenv.make_vec("CartPole-v1", 4, "serial"))
     venv = as_sb3(gym.wrappers.vector.TransformReward(envs, lambda rewards: 2 * rewards))
     venv.seed(0)
@@ -246,7 +246,7 @@ def test_gymnasiums_vector_wrappers_go_under_it_as_well() -> None:
             lengths.append((infos[row]["episode"]["l"], since[row]))
             since[row] = 0
     assert len(lengths) > 20
-    assert all(told == counted for told, counted in lengths)
+    assert all(reported == counted for reported, counted in lengths)
     assert venv.spec.id == "CartPole-v1"
     venv.close()
 
@@ -254,7 +254,7 @@ def test_gymnasiums_vector_wrappers_go_under_it_as_well() -> None:
 # --- bad input ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_would_change_under_sb3_is_refused() -> None:
+def test_unsupported_spaces_are_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={**SAME_STEP, "copy": False})
     with pytest.raises(ValueError, match="copy=True"):
         as_sb3(envs)
@@ -269,7 +269,7 @@ def test_what_would_change_under_sb3_is_refused() -> None:
 
 
 def test_each_environment_has_its_own_options() -> None:
-    venv = engine(tellers(2), num_workers=0)
+    venv = engine(full_env_fns(2), num_workers=0)
     venv.set_options([{"start": 1}, {"start": 2}])
     venv.reset()
     assert [info["start"] for info in venv.reset_infos] == [1, 2]

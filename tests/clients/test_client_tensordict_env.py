@@ -1,9 +1,10 @@
-"""``vecenv.torch.TensorDictEnv``: specs, states that branch, masks that cut one row's gradient only, copies."""
+"""``vecenv.torch.TensorDictEnv``: specs, branching states, masks that cut the gradient of one row only, copies."""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
 pytest.importorskip("jaxlib", reason="needs JAX: pip install 'vecenv[jax]'")
 
-import carts
+import cart_env
 import torch
 from tensordict import TensorDict
 from torchrl.envs.utils import check_env_specs
@@ -21,31 +22,31 @@ import vecenv.torch
 from vecenv.adapters import as_torchrl
 
 
-class Cart(carts.Cart):
-    """Is faster and faster, and ends beyond 2 or after 6 steps."""
+class Cart(cart_env.Cart):
+    """A cart that accelerates and ends beyond 2 or after 6 steps."""
 
     max_episode_steps = 6
 
-    def moved(self, place: Any, push: Any) -> Any:
+    def move(self, place: Any, push: Any) -> Any:
         return place * (1 + 0.1 * push) + push
 
-    def over(self, place: Any) -> Any:
+    def is_over(self, place: Any) -> Any:
         return place > 2
 
 
-class Stuck(Cart):
-    """Has no gradient."""
+class NoGradient(Cart):
+    """An environment without a gradient."""
 
     differentiable = "none"
 
 
-def after(env: Any, state: Any, action: Any) -> Any:
-    """The TensorDict after a step, as the next step takes it."""
+def td_after_step(env: Any, state: Any, action: Any) -> Any:
+    """Return the TensorDict after a step, as the next step expects it."""
     return env.step_mdp(env.step(state.clone().set("action", action)))
 
 
 @pytest.mark.parametrize("batch", [(), (3,), (2, 2)])
-def test_torchrl_finds_the_specs_true_for_every_batch_shape(batch: Any) -> None:
+def test_check_env_specs_passes_for_every_batch_shape(batch: Any) -> None:
     env = vecenv.torch.TensorDictEnv(Cart(), batch)
     check_env_specs(env)
     data = env.rollout(9, break_when_any_done=False)
@@ -54,17 +55,17 @@ def test_torchrl_finds_the_specs_true_for_every_batch_shape(batch: Any) -> None:
     assert data["state", "floats"].shape[:-1] == (*batch, 9)
 
 
-def test_the_state_is_in_the_tensordict_and_rollouts_may_branch() -> None:
+def test_state_is_in_the_tensordict_and_rollouts_can_branch() -> None:
     env = vecenv.torch.TensorDictEnv(Cart(), (3,))
     env.set_seed(0)
     start = env.reset()
     push, pull = torch.full((3, 1), 0.4), torch.full((3, 1), -0.4)
-    once = after(env, start, push)
-    other = after(env, once, pull)
-    again = after(env, after(env, start, push), pull)
+    once = td_after_step(env, start, push)
+    other = td_after_step(env, once, pull)
+    again = td_after_step(env, td_after_step(env, start, push), pull)
     for key in ("observation", ("state", "floats"), ("state", "integers")):
         assert torch.equal(other[key], again[key])
-    assert not torch.equal(after(env, once, push)["observation"], other["observation"])
+    assert not torch.equal(td_after_step(env, once, push)["observation"], other["observation"])
     state = env.state_of(other)
     assert state.steps.tolist() == [2, 2, 2]
     assert state.done.tolist() == [False] * 3
@@ -77,11 +78,11 @@ def test_the_state_is_in_the_tensordict_and_rollouts_may_branch() -> None:
 
 
 def outcome(env: Any, actions: Any, mask: Any) -> Any:
-    """The sum of the last observations, with a reset of the rows under ``mask`` in the middle."""
+    """Return the sum of the last observations, with a reset of the rows under ``mask`` in the middle."""
     env.set_seed(0)
     state = env.reset()
     for t, action in enumerate(actions):
-        state = after(env, state, action)
+        state = td_after_step(env, state, action)
         if t == 1:
             state = env.reset(state.set("_reset", mask))
     return state["observation"].sum()
@@ -108,10 +109,10 @@ def test_a_reset_mask_keeps_the_gradient_of_the_other_rows() -> None:
         assert float((up - down) / (2 * step)) == pytest.approx(float(found[place]), rel=2e-2)
 
 
-def test_rows_that_are_over_stay_and_can_be_left_out() -> None:
+def test_finished_rows_stay_and_can_be_excluded() -> None:
     env = vecenv.torch.TensorDictEnv(Cart(), (2,))
     env.set_seed(1)
-    data = env.rollout(6, lambda *_: torch.zeros(2, 1))  # chance would end some earlier
+    data = env.rollout(6, lambda *_: torch.zeros(2, 1))  # random actions would end some earlier
     last = data[:, -1]["next"].exclude("reward")
     assert last["truncated"].all()
     still = env.step(last.clone().set("action", torch.ones(2, 1)))["next"]
@@ -124,26 +125,59 @@ def test_rows_that_are_over_stay_and_can_be_left_out() -> None:
     assert moved["reward"][:, 0].bool().tolist() == [True, False]
 
 
-def test_copies_and_pickles_go_on_alike() -> None:
+def test_copies_and_pickles_continue_equally() -> None:
     env = vecenv.torch.TensorDictEnv(Cart(), (2,), max_episode_steps=4)
     env.set_seed(5)
     env.reset()
     twins = [copy.deepcopy(env), pickle.loads(pickle.dumps(env))]
     start = env.reset()
-    wanted = after(env, start, torch.zeros(2, 1))
+    wanted = td_after_step(env, start, torch.zeros(2, 1))
     for twin in twins:
         assert torch.equal(twin.reset()["observation"], start["observation"])
-        assert torch.equal(after(twin, start, torch.zeros(2, 1))["observation"], wanted["observation"])
+        assert torch.equal(td_after_step(twin, start, torch.zeros(2, 1))["observation"], wanted["observation"])
 
 
-def test_what_has_no_gradient() -> None:
+class Signs(Cart):
+    """An environment that uses only the sign of an action, as in Brax's ``fast``."""
+
+    differentiable = "zero"
+
+    def move(self, place: Any, push: Any) -> Any:
+        return 0.5 * place + (push > 0)
+
+
+@pytest.mark.parametrize("requires_grad", [True, None])
+def test_a_gradient_that_is_always_zero(requires_grad: bool | None) -> None:
+    expected: Any = pytest.warns(UserWarning, match="gradient of 0 for every action") if requires_grad else nullcontext()
+    with expected:
+        env = vecenv.torch.TensorDictEnv(Signs(), (2,), requires_grad=requires_grad)
+    action = torch.ones(2, 1, requires_grad=True)
+    reward = env.step(TensorDict({"action": action}, [2]))["next", "reward"]
+    reward.sum().backward()
+    assert (action.grad is None) == (requires_grad is None)
+    assert action.grad is None or action.grad.count_nonzero() == 0
+    with pytest.raises(ValueError, match="has a derivative of 0"):
+        vecenv.torch.differentiable(Signs(), 2)
+
+
+def test_arguments_and_names_of_torchrls_brax_env() -> None:
+    pytest.importorskip("brax")
+    env = vecenv.torch.TensorDictEnv("fast", (2,), from_pixels=False)
+    assert "fast" in env.available_envs
+    assert set(pytest.importorskip("torchrl.envs").BraxEnv.available_envs) <= set(vecenv.torch.TensorDictEnv.available_envs)
+    with pytest.raises(NotImplementedError, match="from_pixels=True"):
+        vecenv.torch.TensorDictEnv("fast", (2,), from_pixels=True)
+
+
+def test_environments_without_a_gradient_are_refused() -> None:
     with pytest.raises(ValueError, match="no derivative"):
-        vecenv.torch.TensorDictEnv(Stuck(), (2,), requires_grad=True)
-    for env in (vecenv.torch.TensorDictEnv(Stuck(), (2,)), vecenv.torch.TensorDictEnv(Cart(), (2,), requires_grad=False)):
+        vecenv.torch.TensorDictEnv(NoGradient(), (2,), requires_grad=True)
+    without, disabled = NoGradient(), vecenv.torch.TensorDictEnv(Cart(), (2,), requires_grad=False)
+    for env in (vecenv.torch.TensorDictEnv(without, (2,)), disabled):
         action = torch.zeros(2, 1, requires_grad=True)
         value = env.step(TensorDict({"action": action}, [2]))["next", "observation"].sum()
         assert torch.autograd.grad(value, action, allow_unused=True, materialize_grads=True)[0].count_nonzero() == 0
-    with pytest.raises(TypeError, match="no options of an environment that exists"):
+    with pytest.raises(TypeError, match="not options of an existing environment"):
         vecenv.torch.TensorDictEnv(Cart(), backend="spring")
     with pytest.raises(ValueError, match="resets its rows itself"):
         vecenv.torch.TensorDictEnv(vecenv.jax.FunctionalVectorEnv(Cart(), 2), (2,))
@@ -154,7 +188,7 @@ def test_what_has_no_gradient() -> None:
     ("to", "mode"),
     [("numpy", "SameStep"), ("jax", "SameStep"), ("torch", "SameStep"), ("torch", "NextStep"), ("jax", "Disabled")],
 )
-def test_as_torchrl_takes_what_is_on_the_device(to: str, mode: str) -> None:
+def test_as_torchrl_accepts_environments_on_the_device(to: str, mode: str) -> None:
     env = as_torchrl(vecenv.backends.JaxVectorEnv(Cart(), 3, to=to, autoreset_mode=mode))
     check_env_specs(env)
     data = env.rollout(14, break_when_any_done=False)

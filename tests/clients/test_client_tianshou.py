@@ -1,4 +1,4 @@
-"""``as_tianshou`` against Tianshou's own ``DummyVectorEnv``: what collectors put into their buffers may not differ."""
+"""``as_tianshou`` against Tianshou's own ``DummyVectorEnv``: collectors fill their buffers with the same data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import assert_equal as assert_equal_with_types
-from client_envs import make_cartpole, tellers
+from client_envs import full_env_fns, make_cartpole
 
 pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
 
@@ -27,32 +27,33 @@ from tianshou.utils.net.discrete import DiscreteActor
 import vecenv
 from vecenv.adapters import as_tianshou
 
-assert_equal = functools.partial(assert_equal_with_types, types=False)  # codes are numbers of NumPy here
+assert_equal = functools.partial(assert_equal_with_types, types=False)  # plain numbers are NumPy scalars here
 EXAMPLE = Path(__file__).parents[2] / "examples" / "tianshou_ppo.py"
 
 
-def engine(env_fns: list[Any], num_workers: int = 2, mode: str = "Disabled") -> Any:
+def make_venv(env_fns: list[Any], num_workers: int = 2, mode: str = "Disabled") -> Any:
     envs: Any = vecenv.AsyncVectorEnv(env_fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
     return as_tianshou(envs)
 
 
 @pytest.mark.parametrize("nested", [True, False], ids=["Dict", "Box"])
 @pytest.mark.parametrize(("num_workers", "mode"), [(0, "Disabled"), (2, "Disabled"), (2, "NextStep")])
-def test_any_choice_of_environments_steps_and_resets_as_in_dummy_vector_env(
+def test_steps_and_resets_of_subsets_equal_dummy_vector_env(
     nested: bool, num_workers: int, mode: str
 ) -> None:
-    ours, theirs = engine(tellers(4, nested=nested), num_workers, mode), DummyVectorEnv(tellers(4, nested=nested))
+    ours = make_venv(full_env_fns(4, nested=nested), num_workers, mode)
+    theirs = DummyVectorEnv(full_env_fns(4, nested=nested))
     assert len(ours) == len(theirs) == 4
-    assert_equal(ours.reset(seed=3), theirs.reset(seed=3))  # each environment gets seed 3, as Tianshou has it
+    assert_equal(ours.reset(seed=3), theirs.reset(seed=3))  # each environment gets seed 3, as in Tianshou
     assert_equal(ours.reset([2, 0], options={"start": 4}), theirs.reset([2, 0], options={"start": 4}))
     rng = np.random.default_rng(0)
     resets = 0
     for _ in range(80):
         ids = rng.permutation(4)[: rng.integers(1, 5)]
         actions = rng.integers(4, size=len(ids))
-        got, wanted = ours.step(actions, ids), theirs.step(actions, ids)
-        assert_equal(got, wanted)
-        over = ids[wanted[2] | wanted[3]]
+        actual, expected = ours.step(actions, ids), theirs.step(actions, ids)
+        assert_equal(actual, expected)
+        over = ids[expected[2] | expected[3]]
         resets += len(over)
         if len(over):
             assert_equal(ours.reset(over), theirs.reset(over))
@@ -61,8 +62,8 @@ def test_any_choice_of_environments_steps_and_resets_as_in_dummy_vector_env(
     theirs.close()
 
 
-class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
-    """Nobody assigns its batch size."""
+class FixedBatchSize(vecenv.AsyncVectorEnv[Any, Any]):
+    """A vector environment with a ``batch_size`` that must not be reassigned after construction."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         assert name != "batch_size" or "batch_size" not in self.__dict__
@@ -70,9 +71,9 @@ class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])
-def test_some_environments_are_stepped_whatever_the_batch_size(batch_size: int | None) -> None:
-    envs: Any = Fixed(tellers(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
-    ours, theirs = as_tianshou(envs), DummyVectorEnv(tellers(4))
+def test_subsets_are_stepped_with_every_batch_size(batch_size: int | None) -> None:
+    envs: Any = FixedBatchSize(full_env_fns(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
+    ours, theirs = as_tianshou(envs), DummyVectorEnv(full_env_fns(4))
     assert_equal(ours.reset(seed=3), theirs.reset(seed=3))
     for ids in ([2, 0], [3], [0, 1, 3]):
         assert_equal(ours.step(np.zeros(len(ids), int), ids), theirs.step(np.zeros(len(ids), int), ids))
@@ -80,7 +81,7 @@ def test_some_environments_are_stepped_whatever_the_batch_size(batch_size: int |
     theirs.close()
 
 
-def policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
+def make_policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
     torch.manual_seed(0)
     actor = DiscreteActor(preprocess_net=Net(state_shape=(4,), hidden_sizes=[16]), action_shape=2, softmax_output=False)
     return DiscreteActorPolicy(actor=actor, action_space=space)
@@ -88,11 +89,11 @@ def policy(space: gym.Space[Any]) -> DiscreteActorPolicy:
 
 @pytest.mark.parametrize("amount", [{"n_step": 200}, {"n_episode": 7}], ids=str)
 @pytest.mark.parametrize("normalized", [False, True])
-def test_a_collector_collects_the_same(amount: dict[str, int], normalized: bool) -> None:
-    def collected(venv: Any) -> tuple[Batch, Any]:
+def test_a_collector_collects_the_same_data(amount: dict[str, int], normalized: bool) -> None:
+    def collect_data(venv: Any) -> tuple[Batch, Any]:
         wrapped = VectorEnvNormObs(venv) if normalized else venv
         buffer = VectorReplayBuffer(1000, 4)
-        collector = Collector(policy(venv.action_space[0]), wrapped, buffer)
+        collector = Collector(make_policy(venv.action_space[0]), wrapped, buffer)
         collector.reset(gym_reset_kwargs={"seed": 5})
         torch.manual_seed(1)
         statistics = collector.collect(**amount)
@@ -101,28 +102,29 @@ def test_a_collector_collects_the_same(amount: dict[str, int], normalized: bool)
         return batch, statistics
 
     env_fns = [functools.partial(make_cartpole, 25)] * 4
-    (ours, statistics), (theirs, wanted) = collected(engine(env_fns)), collected(DummyVectorEnv(env_fns))
+    (ours, statistics), (theirs, expected) = collect_data(make_venv(env_fns)), collect_data(DummyVectorEnv(env_fns))
     for key in ("obs", "act", "rew", "terminated", "truncated", "obs_next"):
         np.testing.assert_array_equal(ours[key], theirs[key], err_msg=key)
-    np.testing.assert_array_equal(statistics.lens, wanted.lens)
-    assert statistics.n_collected_episodes == wanted.n_collected_episodes >= 7
+    np.testing.assert_array_equal(statistics.lens, expected.lens)
+    assert statistics.n_collected_episodes == expected.n_collected_episodes >= 7
 
 
-def test_random_actions_are_those_of_the_seeded_spaces() -> None:
-    def collected(venv: Any) -> Any:
+def test_random_actions_are_drawn_from_the_seeded_spaces() -> None:
+    def collect_data(venv: Any) -> Any:
         venv.seed(11)
         buffer = VectorReplayBuffer(1000, 4)
-        collector = Collector(policy(venv.action_space[0]), venv, buffer)
+        collector = Collector(make_policy(venv.action_space[0]), venv, buffer)
         collector.reset(gym_reset_kwargs={"seed": 5})
         collector.collect(n_step=100, random=True)
         collector.close()
         return buffer.sample(0)[0].act
 
-    np.testing.assert_array_equal(collected(engine([make_cartpole] * 4)), collected(DummyVectorEnv([make_cartpole] * 4)))
+    ours = collect_data(make_venv([make_cartpole] * 4))
+    np.testing.assert_array_equal(ours, collect_data(DummyVectorEnv([make_cartpole] * 4)))
 
 
 def test_single_environments_are_reached_by_index() -> None:
-    venv = engine(tellers(3, wrapped=True, render_mode="rgb_array"))
+    venv = make_venv(full_env_fns(3, wrapped=True, render_mode="rgb_array"))
     venv.reset()
     venv.set_env_attr("level", 5, [2])
     venv.set_env_attr("level", 3, 0)
@@ -133,18 +135,18 @@ def test_single_environments_are_reached_by_index() -> None:
     venv.close()
 
 
-def test_bad_input_says_what_is_wanted() -> None:
+def test_bad_input_is_explained() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"autoreset_mode": "SameStep"})
     with pytest.raises(ValueError, match=r"Tianshou needs autoreset_mode='Disabled' or 'NextStep', got 'SameStep'"):
         as_tianshou(envs)
     envs.close()
-    venv = engine(tellers(2), num_workers=0)
-    with pytest.raises(TypeError, match=r"has no .*'sede'"):
+    venv = make_venv(full_env_fns(2), num_workers=0)
+    with pytest.raises(TypeError, match=r"accepts only .*'sede'"):
         venv.reset(sede=1)
     with pytest.raises(ValueError, match="3 seeds for 2"):
         venv.reset(seed=[1, 2, 3])
     venv.reset()
-    with pytest.raises(ValueError, match="an action for each of 2"):
+    with pytest.raises(ValueError, match="one action for each of 2"):
         venv.step(np.zeros(3, int))
     venv.close()
     with pytest.raises(AssertionError):
@@ -156,6 +158,6 @@ def test_bad_input_says_what_is_wanted() -> None:
 def test_ppo_learns_cartpole() -> None:
     command = [sys.executable, str(EXAMPLE)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False)
-    said = re.search(r"^return (\d+) \+- ", done.stdout, re.MULTILINE)
-    assert said, done.stderr[-3000:]
-    assert int(said[1]) >= 475
+    match = re.search(r"^return (\d+) \+- ", done.stdout, re.MULTILINE)
+    assert match, done.stderr[-3000:]
+    assert int(match[1]) >= 475

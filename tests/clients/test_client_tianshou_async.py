@@ -1,4 +1,4 @@
-"""Tianshou's asynchronous mode: some environments are reset while others step, and nobody's rows are lost or mixed up."""
+"""Tianshou's asynchronous mode: some environments are reset while others step, and no rows are lost or mixed up."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import Teller
+from client_envs import FullEnv
 
 import vecenv
 from vecenv.adapters import as_tianshou
 
 
 def engine(num_workers: int, mode: str, count: int = 4, nested: bool = False) -> Any:
-    fns = [lambda: Teller(nested=nested)] * count
+    fns = [lambda: FullEnv(nested=nested)] * count
     envs: Any = vecenv.AsyncVectorEnv(fns, num_workers=num_workers, context="forkserver", autoreset_mode=mode)
     return as_tianshou(envs, wait_num=2)
 
@@ -24,11 +24,11 @@ def leaf(observation: Any) -> Any:
 
 
 @pytest.mark.parametrize(("num_workers", "mode", "nested"), [(0, "Disabled", True), (2, "NextStep", False)])
-def test_rows_are_those_of_each_environment_alone(num_workers: int, mode: str, nested: bool) -> None:
+def test_rows_equal_each_environment_alone(num_workers: int, mode: str, nested: bool) -> None:
     venv = engine(num_workers, mode, nested=nested)
     assert venv.is_async
     observations, infos = venv.reset(seed=[5, 6, 7, 8])
-    alone = [Teller(nested=nested) for _ in range(4)]
+    alone = [FullEnv(nested=nested) for _ in range(4)]
     for i, env in enumerate(alone):
         observation, info = env.reset(seed=5 + i)
         np.testing.assert_array_equal(leaf(observations[i]), leaf(observation))
@@ -59,7 +59,7 @@ def test_rows_are_those_of_each_environment_alone(num_workers: int, mode: str, n
     venv.close()
 
 
-def test_what_has_no_single_rows_is_refused() -> None:
+def test_backend_without_single_rows_is_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", num_envs=3, backend="serial")
     with pytest.raises(ValueError, match=r"wait_num must be within 1\.\.3, got 4"):
         as_tianshou(envs, wait_num=4)

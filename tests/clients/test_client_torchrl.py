@@ -1,4 +1,4 @@
-"""TorchRL's ``GymWrapper`` over vecenv, against the same over Gymnasium's ``SyncVectorEnv``: no adapter, no difference."""
+"""TorchRL's ``GymWrapper`` over vecenv, against the same over Gymnasium's ``SyncVectorEnv``: equal without an adapter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from client_envs import make_cartpole, tellers
+from client_envs import full_env_fns, make_cartpole
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
 
@@ -21,7 +21,7 @@ import vecenv
 
 @pytest.fixture(scope="module", autouse=True)
 def first_wrapper() -> None:
-    """TorchRL never lets go of the first environment it wraps; let it not be one of ours."""
+    """Wrap a Gymnasium environment first: TorchRL keeps the first environment that it wraps forever."""
     env = GymWrapper(theirs([make_cartpole] * 2, "Disabled"))
     env.rollout(3)
     env.close()
@@ -44,11 +44,11 @@ def assert_same_data(one: Any, other: Any) -> None:
         assert torch.equal(one[key].nan_to_num(-7.0), other[key].nan_to_num(-7.0)), key
 
 
-# (TorchRL does not read Dict observations in same-step mode, Gymnasium's own neither.)
+# (TorchRL does not read Dict observations in same-step mode, not even Gymnasium's own.)
 @pytest.mark.parametrize(("mode", "nested"), [("Disabled", False), ("Disabled", True), ("SameStep", False)])
 def test_a_rollout_is_the_same(mode: str, nested: bool) -> None:
     def rollout(make: Any) -> Any:
-        env_fns = tellers(4) if nested else [functools.partial(make_cartpole, 17)] * 4
+        env_fns = full_env_fns(4) if nested else [functools.partial(make_cartpole, 17)] * 4
         env = GymWrapper(make(env_fns, mode))
         env.set_seed(3)
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ def test_next_step_autoreset_is_refused_by_torchrl_itself() -> None:
     envs.close()
 
 
-def test_envpool_goes_under_it_as_well() -> None:
+def test_envpool_can_be_wrapped() -> None:
     pytest.importorskip("envpool", reason="needs EnvPool: pip install 'vecenv[envpool]'")
     env = GymWrapper(vecenv.make_vec("CartPole-v1", 4, "envpool", vector_kwargs={"autoreset_mode": "Disabled"}))
     torch.manual_seed(0)
@@ -94,5 +94,5 @@ def test_envpool_goes_under_it_as_well() -> None:
     before, after = data["observation"].numpy(), data["next", "observation"].numpy()
     done = data["next", "done"].numpy()[..., 0]
     assert done.sum() > 4
-    assert np.abs(after - before).max() < 2.0  # nowhere does a transition lead into the next episode
+    assert np.abs(after - before).max() < 2.0  # no transition leads into the next episode
     assert np.abs(before[:, 1:][done[:, :-1]]).max() <= 0.05  # and the next one begins where episodes begin

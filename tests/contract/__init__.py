@@ -1,1 +1,1 @@
-"""One meaning per call: what ``docs/capabilities.md`` promises of every backend, asked of every backend."""
+"""The contract: the promises of ``docs/capabilities.md``, tested for every backend."""

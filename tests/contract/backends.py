@@ -1,4 +1,4 @@
-"""The backends that keep the contract: how each is built, what it takes for actions, and where it does not keep it yet."""
+"""The backends of the contract: their factories, their actions, and known gaps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import numpy as np
 from double import DoubleVectorEnv
 
 import vecenv
+from vecenv.wrappers import ActionChunks
 
 from .games import PAUSE, Game, SlowCartPole
 
@@ -26,18 +27,19 @@ class Backend:
     """One column of the contract.
 
     Args:
-        name: What ``pytest -k`` and the table call it.
-        make: Builds a vector environment of :data:`ROWS` rows, whose first observations are random.
-        make_slow: The same, maybe with more rows; a step takes a tenth of a second or so.
-        actions: So many actions, right ones.
-        misfits: So many actions, of a wrong shape each.
-        low: Whether observations show that ``options={"low": 0.02, "high": 0.03}`` got through.
-        slow_actions: Those of ``make_slow``, if they are others.
-        needs: Modules without which there is no such backend.
-        folder: Whose tests these go with, because of threads that stay (``THREADS_STAY`` in ``tests/conftest.py``).
-        around: Something that is there as long as this backend is tested.
+        name: Its name for ``pytest -k`` and in the table.
+        make: Builds a vector environment of :data:`ROWS` rows with random first observations.
+        make_slow: The same, perhaps with more rows; a step takes about a tenth of a second.
+        actions: Returns that many valid actions.
+        misfits: Returns that many actions, each of a wrong shape.
+        low: True if observations show that ``options={"low": 0.02, "high": 0.03}`` were applied.
+        slow_actions: The actions of ``make_slow``, if they differ.
+        needs: Modules that the backend needs.
+        folder: The folder of tests to run with, because of threads that stay (``THREADS_STAY`` in ``tests/conftest.py``).
+        around: A context that is open while this backend is tested.
         dear: It takes long to build, so tests that end with an idle one share it.
-        not_yet: Call -> why this backend does not keep that part of the contract. The tests insist that it does not.
+        steps: Steps of its environment per action.
+        not_yet: Call -> the reason why this backend breaks that part of the contract. The tests must fail there.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Backend:
     folder: str = ""
     around: Callable[[], Any] = contextlib.nullcontext
     dear: bool = False
+    steps: int = 1
     not_yet: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -64,6 +67,14 @@ def _engine(name: str, **options: Any) -> Backend:
         return vecenv.AsyncVectorEnv([env_fn] * ROWS, **options)
 
     return Backend(name, functools.partial(build, _CARTPOLE), functools.partial(build, SlowCartPole))
+
+
+def _chunks(env_fn: Any) -> Any:
+    return vecenv.AsyncVectorEnv([functools.partial(_in_chunks, env_fn)] * ROWS, num_workers=2)
+
+
+def _in_chunks(env_fn: Any) -> Any:
+    return ActionChunks(env_fn(), 2)
 
 
 # -- Ray -----------------------------------------------------------------------------------------------------------
@@ -149,7 +160,7 @@ def _invaders(**options: Any) -> Any:
 
 
 class SlowCartPoles(gymnasium.envs.classic_control.cartpole.CartPoleVectorEnv):
-    """Every step takes :data:`PAUSE` seconds at least."""
+    """A CartPole with steps of at least :data:`PAUSE` seconds."""
 
     def step(self, action: Any) -> Any:
         time.sleep(PAUSE)
@@ -173,7 +184,7 @@ def _moves(n: int) -> Any:
     return np.zeros((n, 2), np.int64)
 
 
-# -- what does not hold yet ------------------------------------------------------------------------------------------
+# -- known gaps ------------------------------------------------------------------------------------------------------
 
 _OWN_MASKS = {"infos: masks": "the arrays that MultiAgentVecEnv always gives (agent_mask, env_done, ...) have no masks"}
 _WHOLE_BATCHES = {"`recv`: one row in flight": "EnvPool answers in whole batches, and no capability says so"}
@@ -249,3 +260,14 @@ BACKENDS = (
     _jax_backend("jax"),
     Backend("double", functools.partial(DoubleVectorEnv, ROWS), functools.partial(DoubleVectorEnv, ROWS, delay=PAUSE)),
 )
+
+CONFIGURATIONS = (
+    Backend(
+        "chunks",
+        functools.partial(_chunks, _CARTPOLE),
+        functools.partial(_chunks, SlowCartPole),
+        lambda n: np.repeat(np.arange(n)[:, np.newaxis] % 2, 2, axis=1),
+        steps=2,
+    ),
+)
+"""Backends that keep the contract without a column in the table: one from above with other environments."""

@@ -1,4 +1,4 @@
-"""What the tests of the contract have in common: the names of the calls, and how results are looked at."""
+"""Shared helpers of the contract: the names of the calls, and comparisons of results."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., None])
 
 CALLS: dict[str, str] = {}
-"""Test function -> the call it is about, in the order of the tests."""
+"""Test function -> its call, in the order of the tests."""
 
 
 def call(name: str) -> Callable[[F], F]:
-    """Say which row of the contract a test is."""
+    """Assign a test to a row of the contract."""
 
     def decorate(test: F) -> F:
         assert name not in CALLS.values(), f"{name} has two tests"
@@ -25,12 +25,12 @@ def call(name: str) -> Callable[[F], F]:
 
 
 def name_of(test: Any) -> str:
-    """The row of a test."""
+    """Return the row of a test."""
     return CALLS[test.__name__]
 
 
 def host(batch: Any) -> Any:
-    """Copies in numpy, in the same containers."""
+    """Copy a batch to numpy, in the same containers."""
     if isinstance(batch, Mapping):
         return {key: host(value) for key, value in batch.items()}
     if isinstance(batch, tuple):
@@ -39,7 +39,7 @@ def host(batch: Any) -> Any:
 
 
 def rows_of(batch: Any, rows: Any) -> Any:
-    """Some rows of a batch, as copies in numpy."""
+    """Copy some rows of a batch to numpy."""
     if isinstance(batch, Mapping):
         return {key: rows_of(value, rows) for key, value in batch.items()}
     if isinstance(batch, tuple):
@@ -48,12 +48,12 @@ def rows_of(batch: Any, rows: Any) -> Any:
 
 
 def in_flight(envs: Any) -> float:
-    """Rows that were sent and not received."""
+    """Return the rows that were sent and not received."""
     return float(envs.stats()["in_flight"])
 
 
 def differs(one: Any, other: Any) -> bool:
-    """Whether two batches of observations are not the same."""
+    """True if two batches of observations differ."""
     if isinstance(one, Mapping):
         return any(differs(one[key], other[key]) for key in one)
     if isinstance(one, tuple):
@@ -62,7 +62,7 @@ def differs(one: Any, other: Any) -> bool:
 
 
 def require_masks(infos: Mapping[Any, Any], where: str = "infos") -> None:
-    """Every key has its mask, a bool for each row, at every level."""
+    """Assert that every key has its mask, a bool for each row, at every level."""
     keys = [key for key in infos if not (isinstance(key, str) and key.startswith("_") and key[1:] in infos)]
     for key in keys:
         assert f"_{key}" in infos, f"{where}[{key!r}] has no mask"

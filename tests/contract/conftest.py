@@ -1,4 +1,4 @@
-"""Every test of this folder runs with every backend; ``--contract-table`` shows which backend keeps what."""
+"""Fixtures that run every test of this folder with every backend; ``--contract-table`` prints the results."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from . import table
-from .backends import BACKENDS, Backend
+from .backends import BACKENDS, CONFIGURATIONS, Backend
 from .calls import name_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    said = "which backend keeps which part of the contract: print the table, or write it into PAGE"
-    parser.addoption("--contract-table", nargs="?", const="", metavar="PAGE", help=said)
+    help_text = "which backend keeps which part of the contract: print the table, or write it into PAGE"
+    parser.addoption("--contract-table", nargs="?", const="", metavar="PAGE", help=help_text)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     page = config.getoption("contract_table", default=None)
     if page is not None:
-        found = table.of_reports(terminalreporter.stats)
+        found = table.table_of_reports(terminalreporter.stats)
         terminalreporter.section("contract")
         terminalreporter.write_line(found)
         if page:
@@ -34,9 +34,9 @@ def _marked(backend: Backend) -> Any:
     return pytest.param(backend, id=backend.name, marks=[*ray, pytest.mark.timeout(240)])
 
 
-@pytest.fixture(scope="package", params=map(_marked, BACKENDS))
+@pytest.fixture(scope="package", params=map(_marked, (*BACKENDS, *CONFIGURATIONS)))
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """One after the other."""
+    """The backends, one after another."""
     backend: Backend = request.param
     for module in backend.needs:
         pytest.importorskip(module, reason=f"{backend.name} needs {module}, which is not installed")
@@ -46,10 +46,10 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
 
 @pytest.fixture(scope="package")
 def shared(backend: Backend) -> Iterator[Any]:
-    """One for all tests of a backend that is dear, where they leave it idle; else ``None``."""
+    """Yield one for all tests of an expensive backend that leave it idle; else ``None``."""
     envs = backend.make() if backend.dear else None
     if envs is not None:
-        envs.reset()  # threads that are started by the first call are there from now on
+        envs.reset()  # threads that are started by the first call stay from now on
     yield envs
     if envs is not None:
         envs.close()
@@ -57,7 +57,7 @@ def shared(backend: Backend) -> Iterator[Any]:
 
 @pytest.fixture(autouse=True)
 def recorded(request: pytest.FixtureRequest, record_property: Callable[[str, object], None]) -> None:
-    """Write down which call of which backend a test is about, and expect what is known not to hold yet."""
+    """Record the call and backend of a test, and expect known gaps to fail."""
     if "backend" not in request.fixturenames:
         return
     backend: Backend = request.getfixturevalue("backend")
@@ -73,8 +73,8 @@ def build(backend: Backend) -> Iterator[Callable[..., Any]]:
     """``build()`` or ``build(backend.make_slow)``: a fresh vector environment, closed at the end."""
     with contextlib.ExitStack() as stack:
 
-        def make(how: Callable[[], Any] | None = None) -> Any:
-            envs = (how or backend.make)()
+        def make(factory: Callable[[], Any] | None = None) -> Any:
+            envs = (factory or backend.make)()
             stack.callback(envs.close, terminate=True)
             return envs
 
@@ -83,21 +83,21 @@ def build(backend: Backend) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture
 def envs(shared: Any, build: Callable[..., Any]) -> Iterator[Any]:
-    """A vector environment that has been reset, fresh or as good as that. A test has to leave it idle."""
+    """Yield a vector environment that has been reset, fresh or equivalent. A test has to leave it idle."""
     mine = build() if shared is None or shared.closed or shared.stats()["in_flight"] else shared
     mine.reset()
     yield mine
     if mine is shared and not mine.closed:
-        with contextlib.suppress(Exception):  # the next one gets a fresh one then
+        with contextlib.suppress(Exception):  # then the next one gets a fresh one
             while mine.stats()["in_flight"]:
                 mine.recv(timeout=20, count=1)
 
 
 @pytest.fixture
 def refusable(record_property: Callable[[str, object], None]) -> Callable[..., Any]:
-    """``with refusable(envs, capability):`` what is in it works; or it is refused, and ``envs.capabilities`` say so.
+    """``with refusable(envs, capability):`` its body works; or it is refused, in agreement with ``envs.capabilities``.
 
-    The block learns nothing of it. A refusal names the backend and gives a reason.
+    The body does not depend on that. A refusal names the backend and gives a reason.
     """
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Environments of the contract: one that is slow, and a small game of two players with options."""
+"""Environments of the contract: a slow one, and a small game of two players with options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAUSE = 0.06
 
 
 class SlowCartPole(CartPoleEnv):
-    """Every step takes :data:`PAUSE` seconds at least."""
+    """A CartPole with steps of at least :data:`PAUSE` seconds."""
 
     def step(self, action: Any) -> Any:
         time.sleep(PAUSE)
@@ -21,7 +21,7 @@ class SlowCartPole(CartPoleEnv):
 
 
 class Game:
-    """Two players see noise from the seed; ``options`` say from where to where. Nobody ever ends.
+    """A game of two players with random observations in the range of ``options``, and without an end.
 
     Args:
         pause: Seconds that a step takes at least.

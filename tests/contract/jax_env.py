@@ -1,4 +1,4 @@
-"""A JAX-native environment that may be slow. Only what has JAX imports this."""
+"""A JAX environment that can be slow. Only modules that need JAX import this."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 
 
 class Walk:
-    """A place that starts at random and goes where the action says.
+    """A place that starts at random and moves by the action.
 
     Args:
-        work: How many products of matrices a step computes beside.
+        work: The number of additional matrix products per step.
     """
 
     name = "Walk"

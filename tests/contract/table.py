@@ -1,4 +1,4 @@
-"""Which backend keeps what, as a table in Markdown."""
+"""The table of calls and backends in Markdown."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 _WORST = ("FAILED", "not yet", "yes", "refused")
 
 
-def of_reports(stats: Mapping[str, Iterable[Any]]) -> str:
-    """The table of what pytest has reported, by its categories."""
+def table_of_reports(stats: Mapping[str, Iterable[Any]]) -> str:
+    """Return the table of pytest's reports, by their categories."""
     cells: dict[tuple[str, str], str] = {}
     for category, reports in stats.items():
         for report in reports:
@@ -29,14 +29,14 @@ def of_reports(stats: Mapping[str, Iterable[Any]]) -> str:
 
 
 def text(cells: Mapping[tuple[str, str], str]) -> str:
-    """Markdown, a row for each call."""
+    """Return Markdown with a row for each call."""
     names = [backend.name for backend in BACKENDS]
     rows = [[call, *(cells.get((call, name), "-") for name in names)] for call in CALLS.values()]
     return "\n".join(f"| {' | '.join(row)} |" for row in [["call", *names], ["---"] * (len(names) + 1), *rows])
 
 
 def read(page: str) -> tuple[list[str], list[str]]:
-    """The calls and the backends of the table in a page."""
+    """Return the calls and the backends of the table in a page."""
     lines = page.splitlines()
     head = next(index for index, line in enumerate(lines) if line.startswith("| call | two-workers"))
     rows = []

@@ -1,4 +1,4 @@
-"""What an environment is set to: resets with seeds, masks and options; saving and loading."""
+"""Resets with seeds, masks and options; saving and loading."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 
 from vecenv.errors import SnapshotMismatch
-from vecenv.front.arguments import RESET_MASK
+from vecenv.front.arguments import RESET_MASK_NAME
 from vecenv.testing import assert_identical
 
 from .backends import ROWS, Backend
 from .calls import call, differs, host, in_flight, rows_of
 
-# --- ``reset`` and ``reset_async``: seeds, masks, options, and resets of some -------------------
+# --- ``reset`` and ``reset_async``: seeds, masks, options, and resets of some rows --------------
 
 MASK = np.array([True, False, True, False])
 CHOSEN, OTHERS = np.flatnonzero(MASK), np.flatnonzero(~MASK)
@@ -43,7 +43,7 @@ def test_each_row_has_its_own_seed(envs: Any, refusable: Any) -> None:
 
 
 @call("`reset(seed=)`: wrong ones")
-def test_what_is_no_seed_is_refused_and_nothing_is_sent(envs: Any) -> None:
+def test_invalid_seeds_are_refused_before_anything_is_sent(envs: Any) -> None:
     for wrong, error in (
         ([1], ValueError), ([], ValueError), (range(5), ValueError), ("1234", TypeError), (1.5, TypeError),
         (object(), TypeError),
@@ -57,7 +57,7 @@ def test_what_is_no_seed_is_refused_and_nothing_is_sent(envs: Any) -> None:
 
 
 @call('`options["reset_mask"]`')
-def test_a_mask_chooses_the_rows_and_the_dict_stays_as_it_is(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_mask_selects_rows_and_leaves_the_dict_unchanged(backend: Backend, envs: Any, refusable: Any) -> None:
     before = envs.step(backend.actions(ROWS))[0]
     before = rows_of(before, range(ROWS))
     mask = MASK.copy()
@@ -84,14 +84,14 @@ def test_a_mask_and_seeds_go_together(envs: Any, refusable: Any) -> None:
 
 
 @call('`options["reset_mask"]`: wrong ones')
-def test_what_is_no_mask_is_refused_and_nothing_is_sent(backend: Backend, envs: Any) -> None:
+def test_invalid_masks_are_refused_before_anything_is_sent(backend: Backend, envs: Any) -> None:
     for wrong, error in (
         ([True] * ROWS, TypeError), (None, TypeError), (np.ones(ROWS, np.int8), TypeError),
         (np.ones(ROWS + 1, np.bool_), ValueError), (np.ones((ROWS, 1), np.bool_), ValueError),
         (np.zeros(ROWS, np.bool_), ValueError),
     ):  # fmt: skip
         options = {"reset_mask": wrong}
-        with pytest.raises(error, match=re.escape(f"{RESET_MASK} must")):
+        with pytest.raises(error, match=re.escape(f"{RESET_MASK_NAME} must")):
             envs.reset(options=options)
         assert list(options) == ["reset_mask"]
     assert in_flight(envs) == 0
@@ -128,7 +128,7 @@ def test_each_row_has_its_own_options(backend: Backend, envs: Any, refusable: An
                 envs.reset(options=wrong)
         with pytest.raises(ValueError, match=r"options\[1\] has 'reset_mask'"):
             envs.reset(options=[None, {"reset_mask": MASK}, None, None])
-    with refusable(envs, "row_options"):  # one for each of the rows that are named
+    with refusable(envs, "row_options"):  # one for each of the named rows
         envs.reset_async(env_id=[3, 1], options=options[:2])
         observations, *_, infos = envs.recv(count=2)
         assert backend.low(rows_of(observations, np.flatnonzero(infos["env_id"] == 3)))
@@ -139,7 +139,7 @@ def test_each_row_has_its_own_options(backend: Backend, envs: Any, refusable: An
 
 
 @call("`set_next_options`")
-def test_the_next_episode_is_given_options(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_next_episode_gets_its_options(backend: Backend, envs: Any, refusable: Any) -> None:
     options = [{"low": 0.02, "high": 0.03}, {}]
     with refusable(envs, "attributes"):
         assert envs.set_next_options(options, env_id=[2, 0], seed=[4, None]) is None
@@ -197,7 +197,7 @@ def test_some_rows_are_reset_and_received(backend: Backend, envs: Any, refusable
 
 
 @call("`reset_async(env_id=, seed=)`")
-def test_rows_that_are_reset_by_name_may_have_seeds(envs: Any, refusable: Any) -> None:
+def test_rows_reset_by_id_can_have_seeds(envs: Any, refusable: Any) -> None:
     with refusable(envs, "masked_seeds" if envs.capabilities.first_ready else "first_ready"):
         some = []
         for seed in (7, [10, 8]):
@@ -221,23 +221,23 @@ def test_a_wrong_env_id_or_a_second_choice_of_rows_is_refused(envs: Any) -> None
     assert in_flight(envs) == 0
 
 
-# --- Saving and loading: where it can be done it is exact, and where not it is refused by name --
+# --- Saving and loading: exact where it is possible, and refused by name elsewhere ---------------
 
 
-def went_on(envs: Any, backend: Backend, steps: int = 12) -> list[Any]:
+def trajectory_after(envs: Any, backend: Backend, steps: int = 12) -> list[Any]:
     return [[host(part) for part in envs.step(backend.actions(ROWS))[:4]] for _ in range(steps)]
 
 
 @call("`save`, `load`: all rows")
-def test_rows_go_on_as_those_that_were_saved(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_loaded_rows_continue_like_the_saved_ones(backend: Backend, envs: Any, refusable: Any) -> None:
     with refusable(envs, "snapshots"):
         envs.reset(seed=3)
-        went_on(envs, backend, 3)
+        trajectory_after(envs, backend, 3)
         kept = envs.save()
         assert len(kept) == ROWS
-        wanted = went_on(envs, backend)
+        wanted = trajectory_after(envs, backend)
         envs.load(pickle.loads(pickle.dumps(kept)))
-        assert_identical(went_on(envs, backend), wanted)
+        assert_identical(trajectory_after(envs, backend), wanted)
 
 
 @call("`save(env_id=)`, `load(env_id=)`: one into others")
@@ -262,7 +262,7 @@ def _leaves(tree: Any, found: list[Any]) -> None:
 
 
 @call("`freeze`, `thaw`: one into others")
-def test_a_frozen_row_goes_on_in_others(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_frozen_row_continues_in_others(backend: Backend, envs: Any, refusable: Any) -> None:
     with refusable(envs, "freezing"):
         envs.reset(seed=3)
         [frozen] = envs.freeze([0])
@@ -275,17 +275,17 @@ def test_a_frozen_row_goes_on_in_others(backend: Backend, envs: Any, refusable: 
 
 
 @call("`state_dict`, `load_state_dict`")
-def test_all_of_it_is_one_dict(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_state_dict_contains_everything(backend: Backend, envs: Any, refusable: Any) -> None:
     with refusable(envs, "snapshots"):
         envs.reset(seed=3)
         state = pickle.loads(pickle.dumps(envs.state_dict()))
-        wanted = went_on(envs, backend)
+        wanted = trajectory_after(envs, backend)
         envs.load_state_dict(state)
-        assert_identical(went_on(envs, backend), wanted)
+        assert_identical(trajectory_after(envs, backend), wanted)
 
 
 @call("`load`: what does not fit")
-def test_what_does_not_fit_is_refused(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_foreign_snapshots_are_refused(backend: Backend, envs: Any, refusable: Any) -> None:
     with refusable(envs, "snapshots"):
         envs.reset(seed=3)
         kept = envs.save()

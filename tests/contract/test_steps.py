@@ -19,8 +19,8 @@ from .calls import call, host, in_flight, require_masks, rows_of
 ALL = range(ROWS)
 
 
-def received(envs: Any, so_many: int = ROWS) -> list[Any]:
-    """Everything that is in flight, in the order of rows."""
+def receive_all(envs: Any, so_many: int = ROWS) -> list[Any]:
+    """Receive everything that is in flight, in the order of rows."""
     parts: dict[int, Any] = {}
     while len(parts) < so_many:
         *batch, infos = envs.recv()
@@ -57,7 +57,7 @@ def test_a_step_has_two_halves(backend: Backend, envs: Any) -> None:
 
 
 @call("calls while a step is pending")
-def test_nothing_else_is_begun_or_fetched_while_a_step_is_pending(backend: Backend, envs: Any) -> None:
+def test_other_calls_are_refused_while_a_step_is_pending(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
     envs.reset(seed=7)
     whole = host(envs.step(actions)[:4])
@@ -75,18 +75,19 @@ def test_nothing_else_is_begun_or_fetched_while_a_step_is_pending(backend: Backe
 
 
 @call("`step_wait(timeout)`: too late")
-def test_an_answer_that_is_late_stays_pending(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+def test_late_result_stays_pending(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
     envs = build(backend.make_slow)
     actions = (backend.slow_actions or backend.actions)(envs.num_envs)
     envs.reset()
     late = 0
     with refusable(envs, "timeouts"):
-        for timeout in (0, -1, 0.001, np.float32(0), 0):  # the machine may have been busy, and the answer there
+        for timeout in (0, -1, 0.001, np.float32(0), 0):  # the machine may have been busy, and the result ready
             envs.step_async(actions)
             try:
                 envs.step_wait(timeout=timeout)
             except StepTimeout as error:
                 assert isinstance(error, TimeoutError)
+                assert error.timeout is not None
                 late += 1
                 with pytest.raises(AlreadyPendingCallError):
                     envs.step_async(actions)
@@ -120,7 +121,7 @@ def test_rows_that_are_late_are_not_lost(backend: Backend, build: Callable[..., 
 
 
 @call("`timeout`: wrong ones")
-def test_what_is_no_timeout_is_refused_and_the_answer_stays_pending(backend: Backend, envs: Any) -> None:
+def test_invalid_timeout_is_refused_and_the_result_stays_pending(backend: Backend, envs: Any) -> None:
     def fetch(wait: Callable[..., Any]) -> None:
         for wrong, error in ((math.nan, ValueError), ("1", TypeError), (True, TypeError), ([1], TypeError)):
             with pytest.raises(error, match="timeout"):
@@ -145,14 +146,14 @@ def test_all_rows_can_be_sent_to_and_are_received_in_batches(backend: Backend, e
     envs.reset(seed=7)
     envs.send(actions)
     assert in_flight(envs) == ROWS
-    for row, (one, *_) in enumerate(received(envs)):
+    for row, (one, *_) in enumerate(receive_all(envs)):
         assert_identical(one, rows_of(whole[0], [row]))
     with pytest.raises(NoAsyncCallError):
         envs.recv()
 
 
 @call("`batch_size`: what `recv` returns")
-def test_it_says_how_many_rows_it_returns(backend: Backend, envs: Any) -> None:
+def test_batch_size_is_the_number_of_received_rows(backend: Backend, envs: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
     found = len(envs.recv()[1])
     while in_flight(envs):
@@ -161,7 +162,7 @@ def test_it_says_how_many_rows_it_returns(backend: Backend, envs: Any) -> None:
 
 
 @call("`send(env_id=)`: some rows")
-def test_some_rows_can_be_sent_to_and_the_others_meanwhile(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_some_rows_can_be_sent_while_others_are_in_flight(backend: Backend, envs: Any, refusable: Any) -> None:
     with refusable(envs, "first_ready"):
         envs.send(backend.actions(2), [3, 1])
         assert in_flight(envs) == 2
@@ -174,7 +175,7 @@ def test_some_rows_can_be_sent_to_and_the_others_meanwhile(backend: Backend, env
 
 
 @call("`send`: a row in flight")
-def test_a_row_in_flight_is_not_sent_to(backend: Backend, envs: Any) -> None:
+def test_send_to_a_row_in_flight_is_refused(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
     envs.send(actions, ALL)
     early = [lambda: envs.send(actions, ALL), lambda: envs.step(actions), lambda: envs.step_async(actions)]
@@ -186,15 +187,15 @@ def test_a_row_in_flight_is_not_sent_to(backend: Backend, envs: Any) -> None:
     for wait in (envs.step_wait, envs.reset_wait):
         with pytest.raises(NoAsyncCallError):
             wait()
-    assert len(received(envs)) == ROWS
+    assert len(receive_all(envs)) == ROWS
 
 
 @call("`reset_async(env_id=)`: a row in flight")
-def test_a_row_in_flight_is_not_reset_by_name(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_reset_of_a_row_in_flight_is_refused(backend: Backend, envs: Any, refusable: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
     with refusable(envs, "first_ready"), pytest.raises(AlreadyPendingCallError):
         envs.reset_async(env_id=ALL)
-    assert len(received(envs)) == ROWS
+    assert len(receive_all(envs)) == ROWS
 
 
 @call("`send(env_id=)`: wrong ones")
@@ -220,17 +221,17 @@ def test_any_number_of_rows_is_received(backend: Backend, envs: Any, refusable: 
 
 
 @call("`recv(count=)`: wrong ones")
-def test_a_count_without_a_meaning_is_refused(backend: Backend, envs: Any) -> None:
+def test_invalid_count_is_refused(backend: Backend, envs: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
     for wrong, error in ((0, ValueError), (-1, ValueError), (ROWS + 1, ValueError), (1.0, TypeError), ("2", TypeError)):
         with pytest.raises(error, match="count must be"):
             envs.recv(count=wrong)
     assert in_flight(envs) == ROWS
-    assert len(received(envs)) == ROWS
+    assert len(receive_all(envs)) == ROWS
 
 
 @call("`recv(at_least=, within=)`")
-def test_so_many_rows_are_enough_once_a_time_has_passed(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
+def test_at_least_rows_are_enough_after_a_time(backend: Backend, build: Callable[..., Any], refusable: Any) -> None:
     envs = build(backend.make_slow)
     rows, actions = envs.num_envs, (backend.slow_actions or backend.actions)(envs.num_envs)
     envs.reset()
@@ -252,7 +253,7 @@ def test_so_many_rows_are_enough_once_a_time_has_passed(backend: Backend, build:
 
 
 @call("`recv(at_least=, within=)`: wrong ones")
-def test_enough_without_a_meaning_is_refused(backend: Backend, envs: Any, refusable: Any) -> None:
+def test_invalid_at_least_is_refused(backend: Backend, envs: Any, refusable: Any) -> None:
     envs.send(backend.actions(ROWS), ALL)
     with refusable(envs, "first_ready"):
         for wrong, error in ((0, ValueError), (ROWS + 1, ValueError), (1.0, TypeError), ("2", TypeError)):
@@ -262,7 +263,7 @@ def test_enough_without_a_meaning_is_refused(backend: Backend, envs: Any, refusa
             with pytest.raises(error, match="within"):
                 envs.recv(within=wrong)
     assert in_flight(envs) == ROWS
-    assert len(received(envs)) == ROWS
+    assert len(receive_all(envs)) == ROWS
 
 
 @call("`recv`: one row in flight")
@@ -311,7 +312,7 @@ def test_every_info_has_its_mask(backend: Backend, envs: Any) -> None:
 
 
 @call("infos: `env_id`")
-def test_what_is_received_says_of_whom(backend: Backend, envs: Any) -> None:
+def test_received_infos_have_env_ids(backend: Backend, envs: Any) -> None:
     for begin in (lambda: envs.send(backend.actions(ROWS), ALL), envs.reset_async):
         begin()
         seen: list[int] = []

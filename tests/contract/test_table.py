@@ -1,4 +1,4 @@
-"""The table in ``docs/generated/calls.md`` names the calls and the backends that there are."""
+"""The table in ``docs/generated/calls.md`` names the calls and the backends of the contract."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .calls import CALLS
 PAGE = Path(__file__).parents[2] / "docs" / "generated" / "calls.md"
 
 
-def test_the_page_and_the_contract_name_the_same_calls_and_backends() -> None:
+def test_page_and_contract_have_the_same_calls_and_backends() -> None:
     calls, backends = table.read(PAGE.read_text())
     assert calls == list(CALLS.values())
     assert backends == [backend.name for backend in BACKENDS]

@@ -1,4 +1,4 @@
-"""Paths and clusters. Ray starts threads that stay, so these tests come late (``THREADS_STAY`` in ``tests/conftest.py``)."""
+"""Clusters. Ray starts threads that stay, so these tests run late (``THREADS_STAY`` of ``tests/conftest.py``)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ sys.path[:0] = [str(Path(__file__).parent), str(TESTS), str(TESTS / "evaluating"
 MEMORY = 200 * 1024 * 1024
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_raylet_start_wait_time_s": "240",  # of a busy machine
+    "RAY_raylet_start_wait_time_s": "240",  # on a busy machine
 }
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A cluster of one node that was there before vecenv was asked for anything."""
+    """Yield a cluster of one node that was started before vecenv was used."""
     ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
     os.environ.update(ENVIRONMENT)
     ray.init(address="local", num_cpus=8, include_dashboard=False, object_store_memory=MEMORY, log_to_driver=False)
@@ -32,7 +32,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Any]:
-    """A cluster of three simulated nodes: a head without cores, and two with three cores each."""
+    """Yield a cluster of three simulated nodes: a head without cores, and two with three cores each."""
     ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
     from ray.cluster_utils import Cluster
 

@@ -1,7 +1,7 @@
-"""Hosts without a cluster: in this process, answering when they are waited for, behind the interface a cluster has.
+"""Hosts without a cluster: in this process, with the methods of a cluster; they reply when the caller waits for them.
 
-What travels is pickled as it would be, and what arrives is read-only, as in an object store. ``die`` and ``held`` do to a
-host what a network does.
+Values are pickled as for a cluster, and arrive read-only, as from an object store. ``die`` and ``held`` imitate failures
+of a network.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Host, HostPlan, HostReply
-from vecenv.backends.ray.pool import Lost
+from vecenv.backends.ray.host import Host, HostPlan, Lost, Reply
 from vecenv.errors import ClusterError
 
 
 class HostsHere:
-    """Implements ``vecenv.backends.ray.pool.Hosts``, and what ``RayVectorEnv`` asks of a cluster."""
+    """A stand-in for ``vecenv.backends.ray.cluster.Cluster``."""
 
     own = True
 
@@ -27,7 +26,7 @@ class HostsHere:
         self.living: list[Host] = []
         self.calls: dict[int, tuple[Host, str, bytes]] = {}
         self.done: dict[int, Any] = {}
-        self.held: set[int] = set()  # indices of hosts that do not answer for now
+        self.held: set[int] = set()  # indices of hosts that do not reply for now
         self.dead: set[int] = set()  # identities of hosts
         self.room = True
         self.closed = False
@@ -51,25 +50,23 @@ class HostsHere:
 
     # -- hosts
 
-    def launch(self, plan: HostPlan) -> Host:
-        host = Host(pickle.loads(pickle.dumps(plan)))
-        self.living.append(host)
-        return host
+    def launch(self, plan: HostPlan) -> None:
+        self.living.append(Host(pickle.loads(pickle.dumps(plan))))
 
     def host(self, index: int) -> Host:
-        """The latest host with this index."""
+        """Return the latest host with this index."""
         return next(host for host in reversed(self.living) if host._plan.index == index)
 
     def die(self, index: int) -> None:
-        """End a host without a word, whatever it was asked."""
+        """End a host silently, whatever is pending there."""
         host = self.host(index)
         self.dead.add(id(host))
         if host.envs is not None:
             host.envs.close()
 
-    def submit(self, host: Host, method: str, *args: Any) -> int:
+    def submit(self, index: int, method: str, *args: Any) -> int:
         number = len(self.calls)
-        self.calls[number] = (host, method, pickle.dumps(args))
+        self.calls[number] = (self.host(index), method, pickle.dumps(args))
         return number
 
     def _ready(self, reference: int) -> bool:
@@ -80,52 +77,39 @@ class HostsHere:
         if reference not in self.done:
             host, method, args = self.calls[reference]
             if id(host) in self.dead:
-                raise Lost("it died")
+                return Lost("it died")
             self.served.append((host._plan.index, method))
-            self.done[reference] = _travelled(getattr(host, method)(*pickle.loads(args)))
+            self.done[reference] = _as_received(getattr(host, method)(*pickle.loads(args)))
         return self.done[reference]
 
-    def fetch(self, references: Sequence[int], timeout: float | None) -> list[Any] | None:
-        if not all(map(self._ready, references)):
-            return None
-        try:
-            return [self._run(reference) for reference in references]
-        except Lost:
-            return None
+    def collect(self, references: list[int], deadline: float | None, *, every: bool = False) -> list[tuple[int, Any]]:
+        assert deadline is not None or any(map(self._ready, references)), "this would wait for ever"
+        return [(reference, self._run(reference)) for reference in references if self._ready(reference)]
 
-    def wait(self, references: Sequence[int], timeout: float | None) -> list[int]:
-        assert timeout is not None or any(map(self._ready, references)), "this would wait for ever"
-        return [reference for reference in references if self._ready(reference)]
-
-    def result(self, reference: int) -> Any:
-        return self._run(reference)
-
-    def kill(self, host: Host) -> None:
-        if id(host) not in self.dead:
-            self.dead.add(id(host))
-            if host.envs is not None:
-                host.envs.close()
+    def kill(self, index: int) -> None:
+        if any(host._plan.index == index for host in self.living) and id(self.host(index)) not in self.dead:
+            self.die(index)
 
     def close(self) -> None:
         for host in self.living:
-            self.kill(host)
+            self.kill(host._plan.index)
         self.closed = True
 
 
-def _travelled(value: Any) -> Any:
-    """The value as it would arrive: its arrays are read-only views of somebody else's memory."""
+def _as_received(value: Any) -> Any:
+    """Return the value as it would arrive: with arrays that are read-only views of shared memory."""
     buffers: list[Any] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
     again = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    if isinstance(again, HostReply) and again.leaves is not None:
-        for leaf in again.leaves:
+    if isinstance(again, Reply):
+        for leaf in again.arrays:
             assert isinstance(leaf, np.ndarray)
             leaf.flags.writeable = False
     return again
 
 
 class VectorEnvHere(RayVectorEnv):
-    """``RayVectorEnv`` over :class:`HostsHere`; each host steps its environments itself unless told otherwise."""
+    """``RayVectorEnv`` over :class:`HostsHere`; by default each host steps its environments itself."""
 
     def __init__(self, env_fns: Sequence[Any], hosts: HostsHere | None = None, **options: Any) -> None:
         self.here = hosts or HostsHere()

@@ -1,4 +1,4 @@
-"""``RayVectorEnv`` over two simulated nodes: placement, whoever answers first, a killed host, and a killed node."""
+"""``RayVectorEnv`` over two simulated nodes: placement, first-ready batches, a killed host, and a killed node."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from envs import counters, scripted
+from envs import MergedByGymnasium, counters, scripted
 from gymnasium.vector import SyncVectorEnv
-from test_ray_cluster import busy
+from test_ray_cluster import busy_env_fns
 
 from vecenv.backends import RayVectorEnv
 from vecenv.errors import HostDied
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
 
 def node_of(pid: int) -> str:
-    """The simulated node that a process belongs to, by the node id on its own command line or its parent's."""
+    """Return the simulated node of a process, by the node id on its own command line or its parent's."""
     for relative in (pid, int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])):
         words = Path(f"/proc/{relative}/cmdline").read_bytes().decode().replace("\0", " ")
         for word in words.split():
@@ -32,24 +32,24 @@ def node_of(pid: int) -> str:
     raise AssertionError(f"no node for {pid}: {words}")
 
 
-def test_each_host_has_a_node_of_its_own_and_trajectories_are_the_same(nodes: Any) -> None:
+def test_each_host_has_its_own_node(nodes: Any) -> None:
     envs: Any = RayVectorEnv(scripted(5), workers_per_host=1)  # as many hosts as there are nodes with cores
     assert envs.num_hosts == 2
     groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
     assert len(set(groups[-1]["bundles_to_node_id"].values())) == 2
-    assert_same_trajectory(envs, SyncVectorEnv(scripted(5)), 20, seed=3)
+    assert_same_trajectory(MergedByGymnasium(envs), SyncVectorEnv(scripted(5)), 20, seed=3)
     envs.close()
 
 
-def test_auto_takes_the_cores_of_a_node(nodes: Any) -> None:
+def test_auto_uses_the_cores_of_a_node(nodes: Any) -> None:
     envs: Any = RayVectorEnv(counters(8), num_hosts=2)
     groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
     assert [bundle["CPU"] for bundle in groups[-1]["bundles"].values()] == [3.0, 3.0]
     envs.close()
 
 
-def test_whichever_node_answers_first_is_received_first(nodes: Any, tmp_path: Path) -> None:
-    envs: Any = RayVectorEnv(busy(tmp_path, 4), num_hosts=2, workers_per_host=1, batch_size=2)
+def test_first_node_to_reply_is_received_first(nodes: Any, tmp_path: Path) -> None:
+    envs: Any = RayVectorEnv(busy_env_fns(tmp_path, 4), num_hosts=2, workers_per_host=1, batch_size=2)
     envs.reset(seed=1)
     (tmp_path / "0").write_text("wait")
     envs.send([0] * 4, range(4))
@@ -64,7 +64,7 @@ def test_whichever_node_answers_first_is_received_first(nodes: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_a_killed_host_comes_back_on_its_node(nodes: Any, on_failure: str) -> None:
+def test_killed_host_restarts_on_its_node(nodes: Any, on_failure: str) -> None:
     envs: Any = RayVectorEnv(counters(4, lengths=(50,)), num_hosts=2, workers_per_host=1, on_failure=on_failure)
     envs.reset(seed=1)
     os.kill(envs.hosts[1]["pid"], signal.SIGKILL)
@@ -79,11 +79,11 @@ def test_a_killed_host_comes_back_on_its_node(nodes: Any, on_failure: str) -> No
 
 
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_a_killed_node_is_seen_and_its_host_moves_to_another(nodes: Any, on_failure: str) -> None:
+def test_host_of_a_killed_node_moves_to_another(nodes: Any, on_failure: str) -> None:
     third = nodes.add_node(num_cpus=3, object_store_memory=200 * 1024 * 1024)
     nodes.wait_for_nodes()
     envs: Any = RayVectorEnv(
-        counters(6, lengths=(50,)), num_hosts=3, workers_per_host=1, on_failure=on_failure, start_timeout=60.0
+        counters(6, lengths=(50,)), num_hosts=3, workers_per_host=1, on_failure=on_failure
     )
     envs.reset(seed=1)
     group = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"][-1]

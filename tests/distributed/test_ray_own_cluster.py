@@ -1,4 +1,4 @@
-"""A cluster that vecenv starts: for this machine alone, and gone afterwards. In a program of its own, from start to end."""
+"""A cluster that vecenv starts for this machine alone and stops again, in a separate program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PROGRAM = """
 """
 
 
-def test_it_listens_on_loopback_only_and_is_stopped_again(tmp_path: Path) -> None:
+def test_cluster_listens_on_loopback_only_and_is_stopped(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     tests = Path(__file__).parent.parent
@@ -60,10 +60,10 @@ def test_it_listens_on_loopback_only_and_is_stopped_again(tmp_path: Path) -> Non
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-3000:]
-    said = json.loads(run.stdout.strip().splitlines()[-1])
-    assert set(said["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-    assert said["addresses"], "it listens nowhere"
-    assert said["left"] == []
-    assert said["initialized"] is False
-    assert said["dashboard"] == []
-    assert said["rewards"] == [0.001, 1.001]
+    report = json.loads(run.stdout.strip().splitlines()[-1])
+    assert set(report["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+    assert report["addresses"], "it listens nowhere"
+    assert report["left"] == []
+    assert report["initialized"] is False
+    assert report["dashboard"] == []
+    assert report["rewards"] == [0.001, 1.001]

@@ -1,29 +1,75 @@
-"""How an engine may run its environments: a test that takes one of these arguments runs in each of these ways."""
+"""Fixtures with engine options: a test that takes one of them runs once for each of its values."""
 
 from __future__ import annotations
 
+import zlib
+from pathlib import Path
+from typing import Any
+
 import pytest
+import random_results
 from envs import ENGINES, PROCESS_ENGINES, VALUE_ENGINES, Options
+
+from vecenv.worker import row_writer
+
+# Tests of what workers store. A test runs with one implementation by default, another test with the other; the rest is slow.
+ROWS = ("test_autoreset", "test_engine_infos", "test_engine_observations", "test_engine_step", "test_oracle")
 
 
 @pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))
 def every_engine(request: pytest.FixtureRequest) -> Options:
-    """For what depends on processes."""
+    """Options for tests of behaviour that depends on worker processes."""
     return request.param
 
 
 @pytest.fixture(params=PROCESS_ENGINES.values(), ids=list(PROCESS_ENGINES))
 def process_engine(request: pytest.FixtureRequest) -> Options:
-    """For what only processes can do."""
+    """Options for tests of features that only worker processes have."""
     return request.param
 
 
 @pytest.fixture(params=VALUE_ENGINES.values(), ids=list(VALUE_ENGINES))
 def engine(request: pytest.FixtureRequest) -> Options:
-    """For what depends on values: fewer, because a process takes long to start."""
+    """Options for tests of values: fewer, because a process takes long to start."""
     return request.param
 
 
 @pytest.fixture(params=[True, False], ids=["shared", "pickled"])
 def shared_memory(request: pytest.FixtureRequest) -> bool:
     return request.param
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.module.__name__ in ROWS:
+        writers = ["compiled", "python"]
+        if zlib.crc32(metafunc.function.__name__.encode()) % 2:
+            writers.reverse()
+        metafunc.parametrize("writer", [writers[0], pytest.param(writers[1], marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def writer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Select the code that writes the results of steps, in the tests of :data:`ROWS`."""
+    name = getattr(request, "param", None)
+    if name == "compiled":
+        request.getfixturevalue("compiled")
+    elif name == "python":
+        monkeypatch.setenv("VECENV_PURE", "1")
+
+
+@pytest.fixture(scope="session")
+def built_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The compiled module of the sources here; skips the test where there is no compiler."""
+    build = pytest.importorskip("hatch_build")
+    target = tmp_path_factory.mktemp("compiled") / "_row_writer.abi3.so"
+    if problem := build.compile_extension(Path(row_writer.__file__).with_name("_row_writer.c"), target, "-Wall", "-Werror"):
+        pytest.skip(problem)
+    return random_results.load(target)
+
+
+@pytest.fixture
+def compiled(built_module: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The same module, in use."""
+    monkeypatch.setattr(row_writer, "_module", built_module)
+    monkeypatch.delenv("VECENV_PURE", raising=False)
+    return built_module

@@ -1,4 +1,4 @@
-"""What goes on at once: a bound on it, several environments in one worker, and threads of a worker."""
+"""Concurrency: ``max_concurrency``, several environments in one worker, and ``env_threads``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from envs import (
     SleepingEnv,
     assert_as_sync,
     counters,
-    opened,
+    open_engine,
     raises_logged,
-    started,
+    ready_engine,
 )
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -40,7 +40,7 @@ from vecenv.testing import assert_identical
 @pytest.mark.parametrize("limit", [1, 2])
 def test_no_more_than_the_limit_are_inside_at_once(every_engine: Options, limit: int, tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
-    with opened(fns, max_concurrency=limit, **every_engine) as envs:
+    with open_engine(fns, max_concurrency=limit, **every_engine) as envs:
         _, infos = envs.reset(seed=1)
         assert infos["inside"].max() <= limit
         for _ in range(2):
@@ -49,9 +49,9 @@ def test_no_more_than_the_limit_are_inside_at_once(every_engine: Options, limit:
 
 
 @pytest.mark.parametrize("limit", [1, 2])
-def test_first_ready_batches_keep_to_the_limit_too(every_engine: Options, limit: int, tmp_path: Path) -> None:
+def test_first_ready_batches_respect_the_limit(every_engine: Options, limit: int, tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(4)]
-    with opened(fns, max_concurrency=limit, batch_size=1, **every_engine) as envs:
+    with open_engine(fns, max_concurrency=limit, batch_size=1, **every_engine) as envs:
         envs.reset_async(seed=1)
         turns = []
         for _ in range(12):
@@ -64,26 +64,26 @@ def test_first_ready_batches_keep_to_the_limit_too(every_engine: Options, limit:
 
 def test_without_a_limit_environments_do_overlap(tmp_path: Path) -> None:
     fns = [functools.partial(OverlapEnv, tmp_path, index) for index in range(3)]
-    with started(fns) as envs:
+    with ready_engine(fns) as envs:
         assert max(envs.step(np.zeros(3))[4]["inside"].max() for _ in range(5)) > 1
 
 
 @pytest.mark.long
 def test_calls_are_not_limited() -> None:
-    with started([SleepingEnv] * 3, max_concurrency=1) as envs:
+    with ready_engine([SleepingEnv] * 3, max_concurrency=1) as envs:
         begin = time.monotonic()
         envs.call("sleep", 2.0)
         assert time.monotonic() - begin < 5
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_the_limit_changes_nothing_about_the_answers(every_engine: Options, mode: AutoresetMode) -> None:
+def test_limit_does_not_change_results(every_engine: Options, mode: AutoresetMode) -> None:
     assert_as_sync(counters(4, lengths=(2, 3)), autoreset_mode=mode, max_concurrency=1, **every_engine)
 
 
-def test_an_error_inside_the_limit_lets_the_others_in() -> None:
+def test_error_inside_the_limit_admits_others() -> None:
     fns = [functools.partial(RaisingEnv, 0, ValueError("x"), "step", 1), *counters(3)[1:]]
-    with started(fns, max_concurrency=1) as envs:
+    with ready_engine(fns, max_concurrency=1) as envs:
         with raises_logged(ValueError):
             envs.step([0, 0, 0])
         envs.reset(seed=1)
@@ -91,9 +91,7 @@ def test_an_error_inside_the_limit_lets_the_others_in() -> None:
 
 
 class WaitsForAnother(OverlapEnv):
-    """Stays in ``step`` until a second environment is inside as well, or for half a second; tells how
-    many there were.
-    """
+    """An environment with a ``step`` that waits up to half a second for a second one; its info counts those inside."""
 
     def step(self, action: Any) -> Any:
         with self._inside():
@@ -107,9 +105,9 @@ class WaitsForAnother(OverlapEnv):
         return observation, reward, terminated, truncated, info | {"most": most}
 
 
-def test_as_many_as_the_limit_are_let_in_at_once(tmp_path: Path) -> None:
+def test_as_many_as_the_limit_run_at_once(tmp_path: Path) -> None:
     fns = [functools.partial(WaitsForAnother, tmp_path, index) for index in range(4)]
-    with started(fns, max_concurrency=2) as envs:
+    with ready_engine(fns, max_concurrency=2) as envs:
         assert envs.step(np.zeros(4))[4]["most"].max() == 2
 
 
@@ -118,8 +116,8 @@ def test_a_limit_above_the_number_of_environments_is_no_limit(limit: int) -> Non
     assert_as_sync(counters(2), max_concurrency=limit)
 
 
-def test_a_large_answer_by_pickle_does_not_hold_the_others_up() -> None:
-    """A worker that waits until its answer is read must have let the next one in before."""
+def test_large_pickled_reply_does_not_block_others() -> None:
+    """While a worker waits until its reply is read, the next worker may step."""
 
     class Large(CounterEnv):
         def __init__(self) -> None:
@@ -129,22 +127,22 @@ def test_a_large_answer_by_pickle_does_not_hold_the_others_up() -> None:
         def _observe(self) -> np.ndarray:
             return np.full((256, 256, 3), self.steps, np.uint8)
 
-    with opened([Large] * 4, max_concurrency=1, shared_memory=False) as envs:
+    with open_engine([Large] * 4, max_concurrency=1, shared_memory=False) as envs:
         envs.reset_async(seed=1)
         assert envs.reset_wait(timeout=20)[0].shape == (4, 256, 256, 3)
         assert (envs.step([0] * 4)[0] == 1).all()
 
 
-# --- Several environments in one worker: the same answers, and every text speaks of environments, not of workers
+# --- several environments in one worker: the same results, and texts about environments, not workers
 
 
 @pytest.mark.parametrize(
     ("num_envs", "num_workers"),
     [(1, 1), (3, 1), (3, 2), (4, 2), (5, 2), (5, 3), (7, 3), (7, 4), (8, 3), (4, 4), (2, 5), (3, None)],
 )
-def test_environments_are_shared_out_in_contiguous_and_even_parts(num_envs: int, num_workers: int | None) -> None:
-    """To as many as there are environments at most; ``None`` is one for each."""
-    with opened(counters(num_envs), num_workers=num_workers) as envs:
+def test_environments_are_split_into_contiguous_even_shares(num_envs: int, num_workers: int | None) -> None:
+    """There are at most as many workers as environments; ``None`` means one for each."""
+    with open_engine(counters(num_envs), num_workers=num_workers) as envs:
         pids = envs.call("pid")
         num_workers = min(num_workers or num_envs, num_envs)
         assert len(envs.processes) == envs.num_workers == num_workers
@@ -158,13 +156,13 @@ def test_environments_are_shared_out_in_contiguous_and_even_parts(num_envs: int,
 
 
 @pytest.mark.parametrize(("num_workers", "mode", "shared_memory"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
-def test_uneven_shares_give_the_answers_of_sync_vector_env(
+def test_uneven_shares_equal_sync_vector_env(
     num_workers: int, mode: AutoresetMode, shared_memory: bool, closes: Any
 ) -> None:
     fns = [functools.partial(CounterEnv, index, lengths=(1 + index, 2)) for index in range(5)]
     oracle = closes(SyncVectorEnv(fns, autoreset_mode=mode))
     rng = np.random.default_rng(num_workers)
-    with opened(fns, num_workers=num_workers, autoreset_mode=mode, shared_memory=shared_memory) as envs:
+    with open_engine(fns, num_workers=num_workers, autoreset_mode=mode, shared_memory=shared_memory) as envs:
         assert_identical(envs.reset(seed=9), oracle.reset(seed=9))
         for t in range(12):
             actions = rng.integers(5, size=5)
@@ -176,33 +174,33 @@ def test_uneven_shares_give_the_answers_of_sync_vector_env(
                 assert_identical(*both, f"reset after step {t}")
 
 
-def test_zero_means_this_process_and_this_thread() -> None:
+def test_zero_workers_step_in_the_calling_thread() -> None:
     class Where(CounterEnv):
         def thread(self) -> int:
             return threading.get_ident()
 
-    with opened([Where] * 3, num_workers=0) as envs:
+    with open_engine([Where] * 3, num_workers=0) as envs:
         assert envs.call("pid") == (os.getpid(),) * 3
         assert envs.call("thread") == (threading.get_ident(),) * 3
         assert len(envs.processes) == 0
         assert envs.num_workers == 0
 
 
-def test_auto_chooses_for_itself_and_says_what() -> None:
-    with opened(counters(4), num_workers="auto") as envs:
+def test_auto_chooses_workers_and_reports_its_plan() -> None:
+    with open_engine(counters(4), num_workers="auto") as envs:
         assert isinstance(envs.num_workers, int)
         assert 0 <= envs.num_workers <= 4
         assert envs.reset(seed=1)[0][:, 0].tolist() == [0, 1, 2, 3]
 
 
-def test_the_repr_tells_how_many_workers_there_are() -> None:
-    with opened(counters(4), num_workers=2) as envs:
+def test_repr_shows_the_number_of_workers() -> None:
+    with open_engine(counters(4), num_workers=2) as envs:
         assert "num_envs=4" in repr(envs)
         assert "workers=2" in repr(envs)
 
 
-def test_calls_and_frames_come_in_the_order_of_environments() -> None:
-    with started(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
+def test_calls_and_frames_are_in_environment_order() -> None:
+    with ready_engine(counters(5, render_mode="rgb_array"), num_workers=2) as envs:
         assert envs.call("add", 1) == (1, 2, 3, 4, 5)
         assert [int(frame[0, 0, 0]) for frame in envs.render()] == [0, 10, 20, 30, 40]
         envs.set_attr("note", list("abcde"))
@@ -211,10 +209,10 @@ def test_calls_and_frames_come_in_the_order_of_environments() -> None:
 
 
 @pytest.mark.parametrize("bad", range(5))
-def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_own_index(bad: int) -> None:
+def test_failing_environment_is_named_and_its_siblings_are_stepped(bad: int) -> None:
     fns = counters(5, lengths=(9,))
     fns[bad] = functools.partial(RaisingEnv, bad, ValueError("x"), "step", 2)
-    with started(fns, num_workers=2) as envs:
+    with ready_engine(fns, num_workers=2) as envs:
         envs.step([0] * 5)
         with raises_logged(ValueError) as (caught, _):
             envs.step([0] * 5)
@@ -228,7 +226,7 @@ def test_a_failing_environment_does_not_stop_its_siblings_and_is_named_by_its_ow
 
 def test_several_failures_in_one_worker_are_all_reported() -> None:
     fns = [functools.partial(RaisingEnv, index, ValueError(f"x{index}"), "step", 1) for index in range(4)]
-    with started([*counters(1), *fns[1:]], num_workers=1) as envs:
+    with ready_engine([*counters(1), *fns[1:]], num_workers=1) as envs:
         with raises_logged(ValueError, match="x1", failures=3) as (caught, _):
             envs.step([0] * 4)
         notes = "\n".join(caught.value.__notes__)
@@ -236,28 +234,28 @@ def test_several_failures_in_one_worker_are_all_reported() -> None:
         envs.reset(seed=1)
 
 
-# --- ``env_threads``: environments of one worker that wait at the same time. Rows are what they are without, bit for bit
+# --- ``env_threads``: environments of one worker that wait at the same time. Results do not change in a single bit
 
-MEETING = threading.Barrier(4)  # of one worker, where this module is forked or imported once
+MEETING = threading.Barrier(4)  # shared by the environments of one worker, where this module is forked or imported once
 
 
-class Meets(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Nobody gets through a step or a reset alone: four have to be inside."""
+class WaitsForFour(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment with steps and resets that wait until four of them are inside."""
 
     def __init__(self, index: int, length: int = 3) -> None:
         super().__init__(counters(8, lengths=(length,))[index]())
 
-    def reset(self, **how: Any) -> Any:
+    def reset(self, **kwargs: Any) -> Any:
         MEETING.wait(60)
-        return super().reset(**how)
+        return super().reset(**kwargs)
 
     def step(self, action: Any) -> Any:
         MEETING.wait(60)
         return super().step(action)
 
 
-class Acts(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Does what the action says: 1 raises, 2 kills its process, 3 hangs, once."""
+class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment that raises for action 1, kills its process for 2 and hangs once for 3."""
 
     def step(self, action: Any) -> Any:
         if action == 1:
@@ -274,18 +272,18 @@ def actors(count: int) -> list[Any]:
 
 
 def _actor(index: int) -> Any:
-    return Acts(counters(8, lengths=(3 + index % 2,))[index]())
+    return FaultyByAction(counters(8, lengths=(3 + index % 2,))[index]())
 
 
-def test_the_time_that_steps_take_in_threads_is_counted() -> None:
-    with started([functools.partial(SleepingEnv, index) for index in range(2)], num_workers=1, env_threads=2) as envs:
+def test_step_time_in_threads_is_counted() -> None:
+    with ready_engine([functools.partial(SleepingEnv, index) for index in range(2)], num_workers=1, env_threads=2) as envs:
         envs.step(np.array([0.02, 0.05]))
         assert envs.stats()["step_time_slowest_env"] >= 0.05
         assert envs.stats()["step_time_mean"] >= 0.025
 
 
-def test_the_environments_of_a_worker_are_inside_at_the_same_time() -> None:
-    with started([functools.partial(Meets, index) for index in range(8)], num_workers=2, env_threads=4) as envs:
+def test_environments_of_a_worker_run_concurrently() -> None:
+    with ready_engine([functools.partial(WaitsForFour, index) for index in range(8)], num_workers=2, env_threads=4) as envs:
         for _ in range(8):  # through two autoresets
             envs.step(np.zeros(8, np.int64))
         envs.send(np.zeros(4, np.int64), range(4))
@@ -294,24 +292,24 @@ def test_the_environments_of_a_worker_are_inside_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("threads", [2, 16])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_every_number_is_that_of_a_sync_vector_env(mode: AutoresetMode, threads: int, closes: Any) -> None:
-    same = closes(SyncVectorEnv(actors(5), autoreset_mode=mode))
-    with opened(actors(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
-        assert_identical(envs.reset(seed=3), same.reset(seed=3))
+def test_results_in_threads_equal_sync_vector_env(mode: AutoresetMode, threads: int, closes: Any) -> None:
+    reference = closes(SyncVectorEnv(actors(5), autoreset_mode=mode))
+    with open_engine(actors(5), num_workers=2, env_threads=threads, autoreset_mode=mode) as envs:
+        assert_identical(envs.reset(seed=3), reference.reset(seed=3))
         for tick in range(12):
             actions = np.full(5, 4) + np.arange(5)
-            answer = envs.step(actions)
-            assert_identical(answer, same.step(actions))
-            over = answer[2] | answer[3]
+            result = envs.step(actions)
+            assert_identical(result, reference.step(actions))
+            over = result[2] | result[3]
             if over.any() and mode is AutoresetMode.DISABLED:
-                for both in (envs, same):
+                for both in (envs, reference):
                     reset = both.reset(seed=[tick] * 5, options={"reset_mask": over.copy()})
                     assert_identical(reset[0][over], envs.observations[over])
         assert envs.stats()["step_time_slowest_env"] > 0
 
 
-def test_what_raises_costs_the_others_nothing() -> None:
-    with started(actors(4), num_workers=1, env_threads=4) as envs:
+def test_environment_that_raises_does_not_affect_others() -> None:
+    with ready_engine(actors(4), num_workers=1, env_threads=4) as envs:
         with raises_logged(ArithmeticError):
             envs.step(np.array([0, 1, 0, 0]))
         assert envs.observations[[0, 2, 3], 1].tolist() == [1, 1, 1]
@@ -319,8 +317,8 @@ def test_what_raises_costs_the_others_nothing() -> None:
         assert envs.step(np.zeros(4, np.int64))[0][:, 1].tolist() == [2, 1, 2, 2]
 
 
-def test_a_worker_that_dies_takes_its_own_along() -> None:
-    with started(actors(4), num_workers=2, env_threads=2) as envs:
+def test_death_of_a_worker_fails_all_its_environments() -> None:
+    with ready_engine(actors(4), num_workers=2, env_threads=2) as envs:
         with pytest.raises(WorkerDied) as info:
             envs.step(np.array([0, 0, 2, 0]))
         assert info.value.envs == (2, 3)
@@ -328,25 +326,25 @@ def test_a_worker_that_dies_takes_its_own_along() -> None:
         assert envs.step(np.zeros(4, np.int64))[0][:, 1].tolist() == [1, 1, 1, 1]
 
 
-def test_what_hangs_is_told_and_ended() -> None:
-    with started(actors(4), num_workers=1, env_threads=4) as envs:
+def test_hanging_environment_is_reported_and_killed() -> None:
+    with ready_engine(actors(4), num_workers=1, env_threads=4) as envs:
         envs.step_async(np.array([0, 3, 0, 0]))
         with pytest.raises(StepTimeout) as info:
             envs.step_wait(timeout=0.5)
         assert f'{__file__}", line' in str(info.value), "it says where"
         envs.close(terminate=True)
-    with started(actors(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
+    with ready_engine(actors(2), num_workers=1, env_threads=2, on_failure="restart", step_timeout=1.0) as envs:
         *_, truncations, infos = envs.step(np.array([0, 3]))
         assert truncations.tolist() == infos["restarted"].tolist() == [True, True]
 
 
-def test_options_that_have_no_meaning_are_refused() -> None:
-    for options, says in (
+def test_invalid_thread_options_are_refused() -> None:
+    for options, text in (
         ({"env_threads": 0, "num_workers": 1}, "`env_threads` must be an int from 1 on, got 0"),
         ({"env_threads": 2, "num_workers": 0}, "`env_threads` needs worker processes"),
         ({"env_threads": 2, "use_caller": True}, "`env_threads` needs worker processes"),
         ({"env_threads": 2, "num_workers": "auto"}, "`num_workers` must be None or an int from 1 on, beside env_threads"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=text):
             vecenv.AsyncVectorEnv(actors(2), **options)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The class and its constructor: arguments, their failures in order, custom workers, what ``gymnasium.make_vec`` expects."""
+"""The class and its constructor: arguments, errors and their order, custom workers, and ``gymnasium.make_vec``."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, CustomSpace, Options, SpaceEnv, counters, opened, started
+from envs import CounterEnv, CustomSpace, Options, SpaceEnv, counters, open_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 from gymnasium.vector.utils import batch_space
 
 import vecenv
+from vecenv import WorkerOptions
+from vecenv.aio import Pool
 from vecenv.front.arguments import HAS_MAX_CONCURRENCY
+from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.planning.options import EngineOptions
 
-# --- Section 1.1: what the class is, and what every wrapper of Gymnasium takes for granted about it
+# --- section 1.1: the class, and what Gymnasium's wrappers rely on -------------------------------
 
 
 def test_the_class_is_a_gymnasium_vector_env() -> None:
@@ -34,8 +37,8 @@ def test_the_class_is_a_gymnasium_vector_env() -> None:
     assert vecenv.AsyncVectorEnv.__name__ == "AsyncVectorEnv"
 
 
-def test_every_method_is_its_own() -> None:
-    """What is left of Gymnasium's class is what nobody calls from outside: how it waits for its own pipes."""
+def test_public_methods_are_not_inherited() -> None:
+    """Only private methods, which wait for Gymnasium's own pipes, are inherited from its class."""
     theirs = gymnasium.vector.AsyncVectorEnv
     inherited = {name for name in vars(theirs) if getattr(vecenv.AsyncVectorEnv, name) is getattr(theirs, name)}
     assert {name for name in inherited if not name.startswith("__")} == {
@@ -43,8 +46,8 @@ def test_every_method_is_its_own() -> None:
     }  # fmt: skip
 
 
-def test_a_subclass_of_gymnasiums_that_calls_super_works_over_it() -> None:
-    """As programs write it that were made for Gymnasium's class and import ours under its name."""
+def test_subclass_written_for_gymnasium_calls_super() -> None:
+    """A subclass written for Gymnasium's class works over ours, imported under that name."""
 
     class Lenient(vecenv.AsyncVectorEnv):
         def step_wait(self, timeout: float | None = None) -> Any:
@@ -70,16 +73,16 @@ def test_the_class_takes_type_arguments() -> None:
 
 
 def test_a_generic_subclass_can_be_written_and_run(closes: Any) -> None:
-    class Mine(vecenv.AsyncVectorEnv[np.ndarray, np.ndarray]):
+    class Subclass(vecenv.AsyncVectorEnv[np.ndarray, np.ndarray]):
         pass
 
-    envs: Any = closes(Mine(counters(2), num_workers=0))
+    envs: Any = closes(Subclass(counters(2), num_workers=0))
     assert envs.reset(seed=1)[0].shape == (2, 4)
-    assert "Mine" in repr(envs)
+    assert "Subclass" in repr(envs)
 
 
 def test_attributes_of_the_base_class_have_their_defaults() -> None:
-    with opened(counters(2), num_workers=0) as envs:
+    with open_engine(counters(2), num_workers=0) as envs:
         assert envs.spec is None
         assert envs.render_mode is None
         assert envs.closed is False
@@ -92,7 +95,7 @@ def test_attributes_of_the_base_class_have_their_defaults() -> None:
 
 def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options) -> None:
     single = CounterEnv()
-    with opened(counters(3), **every_engine) as envs:
+    with open_engine(counters(3), **every_engine) as envs:
         assert envs.single_observation_space == single.observation_space
         assert envs.single_action_space == single.action_space
         assert envs.observation_space == gymnasium.vector.utils.batch_space(single.observation_space, 3)
@@ -101,7 +104,7 @@ def test_the_spaces_are_the_environments_and_their_batches(every_engine: Options
 
 def test_a_seeded_action_space_samples_what_sync_vector_env_samples(closes: Any) -> None:
     oracle = closes(gymnasium.vector.SyncVectorEnv(counters(3)))
-    with opened(counters(3), num_workers=0) as envs:
+    with open_engine(counters(3), num_workers=0) as envs:
         envs.action_space.seed(5)
         oracle.action_space.seed(5)
         for _ in range(5):
@@ -110,7 +113,7 @@ def test_a_seeded_action_space_samples_what_sync_vector_env_samples(closes: Any)
 
 def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
     CounterEnv.metadata.pop("autoreset_mode", None)  # Gymnasium's own classes wrote it there before 1.4
-    with opened(counters(2), num_workers=0, autoreset_mode="SameStep") as envs:
+    with open_engine(counters(2), num_workers=0, autoreset_mode="SameStep") as envs:
         assert envs.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
         assert envs.metadata["render_modes"] == ["rgb_array"]
         assert envs.metadata["render_fps"] == 30
@@ -118,7 +121,7 @@ def test_metadata_is_a_copy_with_the_autoreset_mode() -> None:
 
 
 def test_the_repr_names_class_environments_and_spec() -> None:
-    with opened(counters(2), num_workers=0) as envs:
+    with open_engine(counters(2), num_workers=0) as envs:
         assert repr(envs).startswith("AsyncVectorEnv(")
         assert "num_envs=2" in repr(envs)
         envs.spec = gymnasium.spec("CartPole-v1")
@@ -127,7 +130,7 @@ def test_the_repr_names_class_environments_and_spec() -> None:
 
 def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Options) -> None:
     env_fns = counters(3)
-    with opened(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **every_engine) as envs:
+    with open_engine(env_fns, shared_memory=False, copy=False, daemon=False, max_concurrency=2, **every_engine) as envs:
         assert envs.env_fns is env_fns
         assert envs.shared_memory is False
         assert envs.copy is False
@@ -141,12 +144,12 @@ def test_every_attribute_of_the_constructor_is_kept_as_given(every_engine: Optio
 
 @pytest.mark.parametrize("name", ["observations", "processes", "parent_pipes", "error_queue", "_state"])
 def test_the_attributes_that_programs_look_at_are_there(name: str) -> None:
-    with opened(counters(2)) as envs:
+    with open_engine(counters(2)) as envs:
         assert hasattr(envs, name)
 
 
-def test_there_is_one_named_process_for_each_environment_unless_asked_otherwise() -> None:
-    with opened(counters(3)) as envs:
+def test_default_is_one_named_process_per_environment() -> None:
+    with open_engine(counters(3)) as envs:
         assert len(envs.processes) == 3
         assert len(set(envs.call("pid"))) == 3
         names = [process.name for process in envs.processes]
@@ -154,7 +157,7 @@ def test_there_is_one_named_process_for_each_environment_unless_asked_otherwise(
         assert [name.rsplit("-", 1)[1] for name in names] == ["0", "1", "2"]
 
 
-# --- Section 1.2: the constructor, its arguments, and its failures in their order ---------------
+# --- section 1.2: the constructor, its arguments, and the order of its errors --------------------
 
 checks_workers = pytest.mark.skipif(
     not HAS_MAX_CONCURRENCY, reason="Gymnasium before 1.4 does not look at the worker's arguments"
@@ -180,7 +183,7 @@ def test_all_further_arguments_are_keyword_only() -> None:
     stock = inspect.signature(gymnasium.vector.AsyncVectorEnv.__init__).parameters
     ours = inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters
     further = [parameter for name, parameter in ours.items() if name not in stock]
-    assert {"num_workers", "start_timeout"} <= {parameter.name for parameter in further}
+    assert {"num_workers", "worker_options"} <= {parameter.name for parameter in further}
     by_position = {parameter.name for parameter in further if parameter.kind is not inspect.Parameter.KEYWORD_ONLY}
     assert by_position <= {"max_concurrency"}, "Gymnasium has it from 1.4 on"
 
@@ -196,7 +199,7 @@ def test_a_subclass_may_have_options_of_its_own(closes: Any) -> None:
 
 
 def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
-    with opened(counters(2)) as by_name:
+    with open_engine(counters(2)) as by_name:
         by_name.reset(seed=1)
     envs: Any = vecenv.AsyncVectorEnv(counters(2), False, False, "fork", False, None, "same", AutoresetMode.DISABLED, 1)
     assert envs.shared_memory is False
@@ -207,13 +210,13 @@ def test_all_of_gymnasiums_arguments_may_be_given_by_position() -> None:
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_the_autoreset_mode_may_be_given_by_its_text(mode: AutoresetMode) -> None:
-    with opened(counters(2), autoreset_mode=mode.value, num_workers=0) as envs:
+    with open_engine(counters(2), autoreset_mode=mode.value, num_workers=0) as envs:
         assert envs.autoreset_mode is mode
         assert envs.metadata["autoreset_mode"] is mode
 
 
 def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:
-    """Gymnasium's own worker over an environment that pays a hundred times as much."""
+    """Run Gymnasium's own worker over an environment with rewards a hundred times as large."""
 
     def build() -> gymnasium.Env:
         return gymnasium.wrappers.TransformReward(env_fn(), lambda reward: reward * 100)
@@ -223,14 +226,19 @@ def counting_worker(index: int, env_fn: Any, *rest: Any) -> None:
 
 IN_PROCESS: list[Options] = [{"num_workers": 0}, {"use_caller": True}]
 OURS: list[Options] = [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}]
+VARIABLES: Options = {"worker_options": WorkerOptions(env={"A": "1"})}
 BATCH_SIZE = "`batch_size` must be None, 'auto' or an int within 1..2"
-PRELOAD = "`preload` must be a list of names of modules"
+PRELOAD = "WorkerOptions(preload) must be a list of names of modules"
+
+
+def preloads(modules: Any) -> Options:
+    return {"worker_options": WorkerOptions(preload=modules)}
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"autoreset_mode": "x"}, ValueError, "'x' is not a valid AutoresetMode: wanted one of 'NextStep', 'SameStep', "),
+        ({"autoreset_mode": "x"}, ValueError, "'x' is not a valid AutoresetMode: expected one of 'NextStep', 'SameStep', "),
         ({"context": "forkservr"}, ValueError, "cannot find context for 'forkservr': wanted None or one of 'fork', "),
         (
             {"max_concurrency": 1.5},
@@ -260,19 +268,18 @@ PRELOAD = "`preload` must be a list of names of modules"
             "Expected both elements of observation_mode to be Spaces, got",
         ),
         ({"context": "zz"}, ValueError, "cannot find context for 'zz'"),
-        # what Gymnasium's class does not have, or says in other words
+        # options that Gymnasium's class lacks, or errors with a different text
         ({"num_worker": 1}, TypeError, "AsyncVectorEnv has no option 'num_worker'. Did you mean 'num_workers'?"),
         ({"env_fns": []}, ValueError, "AsyncVectorEnv needs at least one env_fn, got []"),
         ({"env_fns": (fn for fn in counters(2))}, TypeError, "; got <generator object"),
-        ({"env_fns": [lambda: 3] * 2}, TypeError, "env_fns[0]() gave a int without reset, wanted a gymnasium.Env"),
+        ({"env_fns": [lambda: 3] * 2}, TypeError, "env_fns[0]() returned int, which has no `reset`: expected"),
         *(({"worker": counting_worker, **option}, ValueError, "cannot be combined with a custom") for option in OURS),
         *(({"batch_size": wrong}, ValueError, BATCH_SIZE) for wrong in (0, -1, 3, 1.5, "2", True)),
-        ({"preload": ["numpy"], "context": "fork"}, ValueError, "`preload` needs context='forkserver', got 'fork'"),
-        ({"preload": "numpy", "context": "forkserver"}, ValueError, f"{PRELOAD}, got 'numpy'"),
-        ({"preload": [3], "context": "forkserver"}, ValueError, f"{PRELOAD}, got [3]"),
-        *(({"worker_env": {"A": "1"}, **how}, ValueError, "`worker_env` needs worker processes") for how in IN_PROCESS),
-        *(({"isolate": True, **how}, ValueError, "`isolate` needs worker processes") for how in IN_PROCESS),
-        ({"isolate": "yes"}, ValueError, "`isolate` must be None, True or False, got 'yes'"),
+        ({**preloads(["numpy"]), "context": "fork"}, ValueError, "WorkerOptions(preload) needs context='forkserver', got"),
+        ({**preloads("numpy"), "context": "forkserver"}, ValueError, f"{PRELOAD}, got 'numpy'"),
+        ({**preloads([3]), "context": "forkserver"}, ValueError, f"{PRELOAD}, got [3]"),
+        *(({**VARIABLES, **how}, ValueError, "`worker_options` needs worker processes") for how in IN_PROCESS),
+        ({"use_caller": "yes"}, ValueError, "`use_caller` must be None, True or False, got 'yes'"),
         ({"generators": "mine"}, ValueError, "`generators` must be 'shared' or 'own', got 'mine'"),
         (
             {"num_workers": 1, "env_threads": 2, "generators": "own"},
@@ -304,7 +311,7 @@ def test_a_worker_with_too_few_arguments_is_refused_because_of_a_type_error() ->
 
 @pytest.mark.parametrize("value", [True, 1, np.int64(1), 5])
 def test_max_concurrency_may_be_any_positive_integer(value: Any) -> None:
-    with opened(counters(2), max_concurrency=value) as envs:
+    with open_engine(counters(2), max_concurrency=value) as envs:
         assert envs.max_concurrency == value
         envs.reset(seed=1)
 
@@ -317,7 +324,7 @@ def test_arguments_are_checked_before_any_environment_is_built() -> None:
         vecenv.AsyncVectorEnv([explode], autoreset_mode="x", max_concurrency=0)
     with pytest.raises(ValueError, match="max_concurrency"):
         vecenv.AsyncVectorEnv([explode], max_concurrency=0, worker=lambda: None)
-    if HAS_MAX_CONCURRENCY:  # before, Gymnasium did not look at the worker
+    if HAS_MAX_CONCURRENCY:  # before 1.4, Gymnasium did not check the worker
         with pytest.raises(ValueError, match="worker"):
             vecenv.AsyncVectorEnv([explode], worker=lambda: None)
 
@@ -325,34 +332,34 @@ def test_arguments_are_checked_before_any_environment_is_built() -> None:
 @pytest.mark.parametrize(
     ("env_fns", "wanted"),
     [
-        ("CartPole-v1", r"got the id 'CartPole-v1', which vecenv\.make_vec\('CartPole-v1', 8\) takes$"),
-        (CounterEnv, r"got <class '.*CounterEnv'>; one function is \[function\] \* 8$"),
+        ("CartPole-v1", r"got the id 'CartPole-v1': use vecenv\.make_vec\('CartPole-v1', 8\) instead$"),
+        (CounterEnv, r"got <class '.*CounterEnv'>; for copies of one environment, write \[function\] \* 8$"),
         (["CartPole-v1"], r"env_fns\[0\] is 'CartPole-v1'$"),
-        ([CounterEnv, CounterEnv()], r"env_fns\[1\] is the environment .*CounterEnv.*, built already$"),
+        ([CounterEnv, CounterEnv()], r"env_fns\[1\] is an environment, .*CounterEnv.*, not a function$"),
         (3, r"got 3$"),
     ],
     ids=["an id", "one function", "a list of ids", "an environment", "a number"],
 )
-def test_what_builds_no_environments_is_refused_and_says_what_to_write(env_fns: Any, wanted: str) -> None:
-    begin = re.escape("AsyncVectorEnv wants a sequence of functions that build one environment each, as [")
+def test_invalid_env_fns_are_refused_with_advice(env_fns: Any, wanted: str) -> None:
+    begin = re.escape("AsyncVectorEnv takes a sequence of functions that each build one environment: [")
     with pytest.raises(TypeError, match=f"^{begin}.*; {wanted}"):
         vecenv.AsyncVectorEnv(env_fns)
 
 
-def test_editors_see_all_arguments() -> None:
-    class Mine(vecenv.AsyncVectorEnv[Any, Any]):
+def test_signature_shows_all_arguments() -> None:
+    class Subclass(vecenv.AsyncVectorEnv[Any, Any]):
         def __init__(self, count: int) -> None:
             super().__init__(counters(count))
 
     whole = list(inspect.signature(vecenv.AsyncVectorEnv.__init__).parameters)
     assert list(inspect.signature(vecenv.AsyncVectorEnv).parameters) == whole[1:]
-    assert list(inspect.signature(Mine).parameters) == ["count"]
+    assert list(inspect.signature(Subclass).parameters) == ["count"]
     public = {*vecenv.__all__, *vecenv._MODULES, *sum(vecenv._HOMES.values(), ())} - {"__version__"}
     assert [name for name in dir(vecenv) if not name.startswith("__")] == sorted(public)
 
 
 def test_a_tuple_of_functions_works() -> None:
-    with opened(tuple(counters(2)), num_workers=0) as envs:
+    with open_engine(tuple(counters(2)), num_workers=0) as envs:
         assert envs.num_envs == 2
 
 
@@ -364,7 +371,7 @@ def test_an_exception_of_the_first_function_reaches_the_caller_unchanged(every_e
         vecenv.AsyncVectorEnv([explode, *counters(2)], **every_engine)
 
 
-def test_one_environment_is_built_here_to_be_asked_and_then_closed(tmp_path: Path, process_engine: Options) -> None:
+def test_one_environment_is_built_here_for_its_spaces_and_closed(tmp_path: Path, process_engine: Options) -> None:
     built, closed = tmp_path / "built", tmp_path / "closed"
     built.mkdir()
 
@@ -374,7 +381,7 @@ def test_one_environment_is_built_here_to_be_asked_and_then_closed(tmp_path: Pat
         env.closed_file = closed
         return env
 
-    with opened([build], **process_engine):
+    with open_engine([build], **process_engine):
         here = [path for path in built.iterdir() if path.name.startswith(f"{os.getpid()}-")]
         assert len(here) == 1
         assert len(list(built.iterdir())) == 2
@@ -391,14 +398,14 @@ def test_different_observation_spaces_build_every_environment_here_once() -> Non
 
         return env_fn
 
-    with opened([build(0), build(1)], observation_mode="different", context="fork") as envs:
+    with open_engine([build(0), build(1)], observation_mode="different", context="fork") as envs:
         assert here == [0, 0, 1]
         assert envs.single_observation_space == spaces.Box(0, 1, (2,), np.float32)
 
 
 def test_observation_spaces_that_differ_are_batched_in_mode_different(every_engine: Options) -> None:
     fns = [box_env(0, 1), box_env(-5, 5), box_env(0, 9)]
-    with opened(fns, observation_mode="different", **every_engine) as envs:
+    with open_engine(fns, observation_mode="different", **every_engine) as envs:
         oracle = gymnasium.vector.SyncVectorEnv(fns, observation_mode="different")
         assert envs.observation_space == oracle.observation_space
         assert envs.single_observation_space == oracle.single_observation_space
@@ -411,7 +418,7 @@ def test_observation_spaces_that_differ_are_batched_in_mode_different(every_engi
 def test_a_pair_of_spaces_is_used_as_it_is_batched_first(every_engine: Options) -> None:
     single = spaces.Box(-9, 9, (2,), np.float32)
     batched = batch_space(single, 2)
-    with opened([box_env(0, 1), box_env(0, 2)], observation_mode=(batched, single), **every_engine) as envs:
+    with open_engine([box_env(0, 1), box_env(0, 2)], observation_mode=(batched, single), **every_engine) as envs:
         assert envs.observation_space is batched
         assert envs.single_observation_space is single
         assert envs.reset(seed=1)[0] in batched
@@ -465,23 +472,23 @@ def test_a_custom_space_is_pickled_where_gymnasium_asks_for_another_option(num_w
     envs.close()
 
 
-def test_the_context_is_the_default_one_unless_asked_otherwise() -> None:
+def test_context_is_the_default_unless_given() -> None:
     before = multiprocessing.get_start_method(allow_none=True)
     multiprocessing.set_start_method("forkserver", force=True)
     try:
-        with opened(counters(2), num_workers=1) as envs:
+        with open_engine(counters(2), num_workers=1) as envs:
             assert type(envs.processes[0]).__name__ == "ForkServerProcess"
     finally:
         multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("daemon", [True, False])
-def test_daemon_is_what_was_asked_for(daemon: bool) -> None:
-    with opened(counters(2), daemon=daemon) as envs:
+def test_daemon_option_is_passed_on(daemon: bool) -> None:
+    with open_engine(counters(2), daemon=daemon) as envs:
         assert all(process.daemon is daemon for process in envs.processes)
 
 
-def test_mpi_variables_do_not_reach_the_workers_and_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mpi_variables_stay_in_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
     monkeypatch.setenv("PMI_SIZE", "2")
 
@@ -489,17 +496,16 @@ def test_mpi_variables_do_not_reach_the_workers_and_stay_here(monkeypatch: pytes
         def variables(self) -> list[str]:
             return [name for name in os.environ if name.startswith(("OMPI_", "PMI_"))]
 
-    with opened([Peek, Peek]) as envs:
+    with open_engine([Peek, Peek]) as envs:
         assert envs.call("variables") == ([], [])
     assert os.environ["OMPI_COMM_WORLD_RANK"] == "1"
     assert os.environ["PMI_SIZE"] == "2"
 
 
-def test_classes_over_the_engine_know_its_options() -> None:
-    """``EngineOptions`` is the signature once more, for type checkers; without what those classes set or refuse."""
+def test_classes_over_the_engine_have_its_options() -> None:
+    """``EngineOptions`` repeats the signature for type checkers, without the options that those classes set or refuse."""
     hints = typing.get_type_hints(vecenv.AsyncVectorEnv.__init__)
-    refused = {"spare_workers"}
-    theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"} - refused
+    theirs = set(hints) - {"env_fns", "worker", "observation_mode", "autoreset_mode", "return"}
     assert {name: hints[name] for name in theirs} == typing.get_type_hints(EngineOptions)
 
 
@@ -514,18 +520,20 @@ def test_spaces_in_openrls_places_are_refused_by_name(closes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_workers": 2}, {"num_workers": 0}, {"num_workers": "auto"}, {"dummy_env": False}], ids=str
+    "options",
+    [{"num_workers": 2}, {"num_workers": 0}, {"num_workers": "auto"}, {"worker_options": WorkerOptions(dummy_env=False)}],
+    ids=str,
 )
 def test_a_function_that_forgot_its_return_is_named(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) gave None, wanted an environment: is a `return` missing"):
+    with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) returned None instead of an environment: is a `return` missing"):
         vecenv.AsyncVectorEnv([lambda: None] * 2, **options)  # type: ignore[list-item, return-value]
 
 
 # --- Section 1.14: a custom ``worker`` speaks Gymnasium's pipe protocol, so it gets Gymnasium's class
 
 
-def test_a_custom_worker_runs_and_decides(shared_memory: bool) -> None:
-    with opened(counters(2), shared_memory=shared_memory, worker=counting_worker) as envs:
+def test_custom_worker_determines_results(shared_memory: bool) -> None:
+    with open_engine(counters(2), shared_memory=shared_memory, worker=counting_worker) as envs:
         assert isinstance(envs, VectorEnv)
         assert isinstance(envs, gymnasium.vector.AsyncVectorEnv)
         assert envs.worker is counting_worker
@@ -540,27 +548,27 @@ def test_a_custom_worker_may_be_given_by_position(closes: Any) -> None:
     envs.reset(seed=1)
 
 
-def test_max_concurrency_beside_a_custom_worker_is_for_gymnasiums_own_class_to_heed() -> None:
-    """Where that does not have it, it is refused, and not dropped."""
+def test_max_concurrency_with_a_custom_worker_is_passed_to_gymnasium() -> None:
+    """If that class lacks the option, it is refused and not ignored."""
     if not HAS_MAX_CONCURRENCY:
         with pytest.raises(ValueError, match=r"`max_concurrency` cannot be combined with a custom `worker`"):
             vecenv.AsyncVectorEnv(counters(2), worker=counting_worker, max_concurrency=1)
         return
-    with opened(counters(2), worker=counting_worker, max_concurrency=1) as envs:
+    with open_engine(counters(2), worker=counting_worker, max_concurrency=1) as envs:
         assert envs.max_concurrency == 1
         np.testing.assert_allclose((envs.reset(seed=4), envs.step([0, 0]))[1][1], [0.1, 100.1])
 
 
-# --- Section 1.13: what ``gymnasium.make_vec`` and the vector wrappers expect of the class ------
+# --- section 1.13: what ``gymnasium.make_vec`` and the vector wrappers expect of the class -------
 
 
 @pytest.fixture
-def swapped_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gymnasium finds the class by this attribute whenever ``make_vec`` is called."""
+def replaced_in_gymnasium(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the attribute by which Gymnasium finds the class in ``make_vec``."""
     monkeypatch.setattr(gymnasium.vector, "AsyncVectorEnv", vecenv.AsyncVectorEnv)
 
 
-@pytest.mark.usefixtures("swapped_in")
+@pytest.mark.usefixtures("replaced_in_gymnasium")
 def test_make_vec_builds_it_by_keyword_and_assigns_the_spec(recwarn: pytest.WarningsRecorder) -> None:
     envs: Any = gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async")
     assert type(envs) is vecenv.AsyncVectorEnv
@@ -572,8 +580,8 @@ def test_make_vec_builds_it_by_keyword_and_assigns_the_spec(recwarn: pytest.Warn
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
-@pytest.mark.usefixtures("swapped_in")
-def test_make_vec_hands_its_vector_kwargs_on() -> None:
+@pytest.mark.usefixtures("replaced_in_gymnasium")
+def test_make_vec_passes_vector_kwargs_on() -> None:
     envs: Any = gymnasium.make_vec(
         "CartPole-v1",
         num_envs=4,
@@ -588,7 +596,7 @@ def test_make_vec_hands_its_vector_kwargs_on() -> None:
     envs.close()
 
 
-@pytest.mark.usefixtures("swapped_in")
+@pytest.mark.usefixtures("replaced_in_gymnasium")
 def test_an_environment_made_again_from_its_spec_is_the_same(closes: Any) -> None:
     envs: Any = closes(gymnasium.make_vec("CartPole-v1", num_envs=2, vectorization_mode="async"))
     again: Any = closes(gymnasium.make_vec(envs.spec))
@@ -596,21 +604,21 @@ def test_an_environment_made_again_from_its_spec_is_the_same(closes: Any) -> Non
 
 
 def test_call_and_get_attr_are_reached_through_unwrapped() -> None:
-    with opened(counters(2), num_workers=0) as envs:
+    with open_engine(counters(2), num_workers=0) as envs:
         wrapped: Any = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
         assert wrapped.unwrapped.call("env_id") == (0, 1)
         assert wrapped.np_random_seed == envs.np_random_seed
 
 
-def test_observation_wrappers_refuse_same_step_mode_as_they_do_for_gymnasiums_class() -> None:
+def test_observation_wrappers_refuse_same_step_mode_as_with_gymnasiums_class() -> None:
     theirs: Any = gymnasium.vector.SyncVectorEnv(counters(2), autoreset_mode="SameStep")
     with pytest.raises((AssertionError, ValueError)) as refused:
         gymnasium.wrappers.vector.FlattenObservation(theirs)
     theirs.close()
-    with opened(counters(2), num_workers=0, autoreset_mode="SameStep") as envs, pytest.raises(refused.type):
+    with open_engine(counters(2), num_workers=0, autoreset_mode="SameStep") as envs, pytest.raises(refused.type):
         gymnasium.wrappers.vector.FlattenObservation(envs)
     with (
-        opened(counters(2), num_workers=0, autoreset_mode="Disabled") as envs,
+        open_engine(counters(2), num_workers=0, autoreset_mode="Disabled") as envs,
         pytest.raises((AssertionError, ValueError)),
     ):
         gymnasium.wrappers.vector.NormalizeObservation(envs)
@@ -618,10 +626,59 @@ def test_observation_wrappers_refuse_same_step_mode_as_they_do_for_gymnasiums_cl
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_final_observation_may_be_overwritten_in_place_by_a_wrapper(num_workers: int) -> None:
-    with started(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
+    with ready_engine(counters(2, lengths=(1,)), num_workers=num_workers, autoreset_mode="SameStep") as envs:
         for _ in range(2):
             final = envs.step([0, 0])[4]["final_obs"]
             assert [one[:2].tolist() for one in final] == [[0, 1], [1, 1]]
             final[0][:] = -7
             final[1] = "anything"
 
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "text"),
+    [
+        (lambda: MultiAgentVecEnv("simple_spread_v3"), TypeError, "got the id 'simple_spread_v3'"),
+        (lambda: MultiAgentVecEnv([]), ValueError, "MultiAgentVecEnv needs at least one env_fn"),
+        (lambda: MultiAgentVecEnv([3]), TypeError, "env_fns[0] is 3"),
+        (lambda: MultiAgentVecEnv([print], num_worker=1), TypeError, "Did you mean 'num_workers'?"),
+        (lambda: MultiAgentVecEnv([print], observation_mode="same"), TypeError, "has no option 'observation_mode'"),
+        (lambda: Pool("CartPole-v1", 8), TypeError, "Pool(lambda: gymnasium.make(id), 8); got the id 'CartPole-v1'"),
+        (lambda: Pool(print, 8, num_worker=1), TypeError, "Pool has no option 'num_worker'. Did you mean 'num_workers'?"),
+    ],
+    ids=range(7),
+)
+def test_other_classes_explain_wrong_arguments_as_async_vector_env_does(build: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=re.escape(text)):
+        build()
+
+
+NO_ACTIONS = [spaces.Tuple(()), spaces.Dict({}), spaces.Tuple((spaces.Dict({}), spaces.Tuple(())))]
+
+
+@pytest.mark.parametrize("space", NO_ACTIONS, ids=str)
+@pytest.mark.parametrize("num_workers", [2, 0])
+def test_environments_without_actions_are_stepped(space: Any, num_workers: int) -> None:
+    class Film(CounterEnv):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_space = space
+            self.received: list[Any] = []
+
+        def step(self, action: Any) -> Any:
+            self.received.append(action)
+            return super().step(0)
+
+    with ready_engine([Film] * 3, num_workers=num_workers) as envs:
+        assert envs.step(envs.action_space.sample())[0][:, 1].tolist() == [1, 1, 1]
+        envs.send(envs.action_space.sample(), [0, 2])
+        assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 2]
+        assert [len(received) for received in envs.get_attr("received")] == [2, 1, 2]
+
+
+@pytest.mark.parametrize("seeds", [np.arange(4, 7), np.array([4, 5, 6], np.uint8), [np.int64(4), 5, np.int32(6)]], ids=repr)
+def test_seeds_may_be_an_array(seeds: Any) -> None:
+    with open_engine(counters(3), num_workers=1) as envs:
+        assert envs.reset(seed=seeds)[0][:, 3].tolist() == [4, 5, 6]
+        envs.reset_async(seed=seeds[:2], env_id=[0, 2])
+        assert sorted(envs.recv(count=2)[0][:, 3].tolist()) == [4, 5]

@@ -1,4 +1,4 @@
-"""The ends of calls and of engines: closing, errors, timeouts, and calls in the wrong phase."""
+"""Closing, errors, timeouts, and calls in the wrong phase."""
 
 from __future__ import annotations
 
@@ -17,29 +17,39 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from envs import CounterEnv, Options, RaisingEnv, ReturningEnv, SleepingEnv, counters, opened, raises_logged, started
+from envs import (
+    CounterEnv,
+    Options,
+    RaisingEnv,
+    ReturningEnv,
+    SleepingEnv,
+    counters,
+    open_engine,
+    raises_logged,
+    ready_engine,
+)
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
 import vecenv
 from vecenv.errors import EnvFailed, StepTimeout
 
-# --- Section 1.12: closing, once, twice, late, by force, and by nobody --------------------------
+# --- section 1.12: close, twice, late, with terminate, and without a call of it ------------------
 
 
-class TellsWhenClosed(CounterEnv):
+class WritesWhenClosed(CounterEnv):
     def __init__(self, file: Path, env_id: int = 0) -> None:
         super().__init__(env_id)
         self.closed_file = file
 
 
-def telling(file: Path, n: int) -> list[Any]:
-    return [functools.partial(TellsWhenClosed, file, index) for index in range(n)]
+def close_writers(file: Path, n: int) -> list[Any]:
+    return [functools.partial(WritesWhenClosed, file, index) for index in range(n)]
 
 
 def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Path) -> None:
     file = tmp_path / "closed"
-    with started(telling(file, 3), **every_engine) as envs:
-        file.unlink(missing_ok=True)  # the one that was built to be asked
+    with ready_engine(close_writers(file, 3), **every_engine) as envs:
+        file.unlink(missing_ok=True)  # that of the environment that was built to read its spaces
         envs.close()
         assert envs.closed is True
         envs.close()
@@ -52,7 +62,7 @@ def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Pa
 def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environments(
     process_engine: Options, how: Options
 ) -> None:
-    with started([SleepingEnv] * 2, **process_engine) as envs:
+    with ready_engine([SleepingEnv] * 2, **process_engine) as envs:
         envs.step_async([30.0, 0.0])
         with pytest.raises(TimeoutError):
             envs.step_wait(timeout=0.05)
@@ -70,7 +80,7 @@ def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Opti
         "step": lambda envs: envs.step_async([0.05, 0.05]),
         "call": lambda envs: envs.call_async("sleep", 0.05),
     }
-    with started([SleepingEnv] * 2, **every_engine) as envs:
+    with ready_engine([SleepingEnv] * 2, **every_engine) as envs:
         begin[pending](envs)
         text = f"Calling `close` while waiting for a pending call to `{pending}` to complete."
         with pytest.warns(UserWarning, match=text):
@@ -78,8 +88,8 @@ def test_closing_during_a_pending_call_warns_and_waits_for_it(every_engine: Opti
         assert envs.closed is True
 
 
-def test_an_error_in_the_pending_call_does_not_come_out_of_close(process_engine: Options) -> None:
-    with started(counters(2), **process_engine) as envs:
+def test_error_of_the_pending_call_is_not_raised_by_close(process_engine: Options) -> None:
+    with ready_engine(counters(2), **process_engine) as envs:
         envs.call_async("fail", ValueError("x"))
         with pytest.warns(UserWarning):  # noqa: PT030 - the failure may be logged as well
             envs.close()
@@ -87,12 +97,12 @@ def test_an_error_in_the_pending_call_does_not_come_out_of_close(process_engine:
 
 
 def test_close_extras_takes_the_same_arguments(every_engine: Options) -> None:
-    with started(counters(2), **every_engine) as envs:
+    with ready_engine(counters(2), **every_engine) as envs:
         envs.close_extras(timeout=5, terminate=False)
         envs.close()
 
 
-def test_one_that_nobody_refers_to_any_more_is_closed(every_engine: Options) -> None:
+def test_unreferenced_engine_is_closed(every_engine: Options) -> None:
     envs: Any = vecenv.AsyncVectorEnv(counters(2), **every_engine)
     envs.reset(seed=1)
     pids = [process.pid for process in envs.processes]
@@ -114,11 +124,11 @@ def test_a_constructor_that_failed_leaves_an_object_that_can_be_deleted() -> Non
     gc.collect()
 
 
-# --- Section 1.11: what the caller hears of an exception in an environment, and what goes on afterwards
+# --- section 1.11: exceptions of environments in the caller, and the calls that follow -----------
 
 
 class OddError(Exception):
-    """Takes one argument and is no other exception's child."""
+    """An exception with one argument and no other base class."""
 
 
 def raising(index: int, error: BaseException, method: str = "step", at: int = 2) -> Any:
@@ -133,7 +143,7 @@ def test_the_exception_of_an_environment_is_raised_as_what_it_is(
     every_engine: Options, error: Exception, method: str
 ) -> None:
     # A copy, because the exception that is raised here holds on to the frames it went through.
-    with started([*counters(2), raising(2, copy.copy(error), method)], **every_engine) as envs:
+    with ready_engine([*counters(2), raising(2, copy.copy(error), method)], **every_engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(type(error)) as (caught, _):
             if method == "step":
@@ -145,9 +155,9 @@ def test_the_exception_of_an_environment_is_raised_as_what_it_is(
 
 
 @contextmanager
-def just_failed(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]:
-    """An engine whose third environment has just raised, what was raised, and what was logged."""
-    with started([*counters(2, lengths=(9,)), raising(2, ValueError("x"))], **engine) as envs:
+def failed_engine(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]:
+    """Yield an engine with a third environment that has just raised, its exception, and the log lines."""
+    with ready_engine([*counters(2, lengths=(9,)), raising(2, ValueError("x"))], **engine) as envs:
         envs.step([0, 0, 0])
         with raises_logged(ValueError) as (caught, texts):
             envs.step([0, 0, 0])
@@ -155,7 +165,7 @@ def just_failed(engine: Options) -> Iterator[tuple[Any, Exception, list[str]]]:
 
 
 def test_one_failure_makes_exactly_three_warnings() -> None:
-    with just_failed({}) as (_, _, texts):
+    with failed_engine({}) as (_, _, texts):
         red, plain = "\x1b[31mERROR: ", "\x1b[0m"
         assert texts[0] == f"{red}Received the following error from Worker-2 - Shutting it down{plain}"
         assert texts[1].startswith(f"{red}Traceback (most recent call last):\n")
@@ -167,9 +177,9 @@ def test_one_failure_makes_exactly_three_warnings() -> None:
 @pytest.mark.parametrize(
     "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "use_caller": True}], ids=str
 )
-def test_a_failure_is_told_once(options: Options) -> None:
-    """By the exception that is raised, and by no lines before it that speak of another worker and an end."""
-    with just_failed(options) as (_, error, texts):
+def test_failure_is_reported_once(options: Options) -> None:
+    """Only the raised exception reports it; no log lines about another worker and its end."""
+    with failed_engine(options) as (_, error, texts):
         assert texts == []
         printed = "".join(traceback.format_exception(error))
         assert printed.count("in _maybe_raise") == 1, printed
@@ -178,7 +188,7 @@ def test_a_failure_is_told_once(options: Options) -> None:
 
 def test_two_failures_make_exactly_five_warnings_and_the_others_were_stepped() -> None:
     fns = [counters(4)[0], raising(1, ValueError("one")), counters(4)[2], raising(3, KeyError("three"))]
-    with started(fns) as envs:
+    with ready_engine(fns) as envs:
         envs.step([0] * 4)
         with raises_logged((ValueError, KeyError), failures=2) as (_, texts):
             envs.step([0] * 4)
@@ -193,15 +203,15 @@ class PercentEnv(CounterEnv):
 
 
 def test_the_logged_traceback_shows_the_line_that_raised_and_the_text_as_it_is() -> None:
-    with opened([PercentEnv]) as envs:
+    with open_engine([PercentEnv]) as envs:
         with raises_logged(ValueError, match="100% wrong: %s %d") as (_, texts):
             envs.reset(seed=1)
         raised = 'raise ValueError("100% wrong: %s %d")'
         assert f"in reset\n    {raised}\nValueError: 100% wrong: %s %d" in texts[1]
 
 
-def test_the_exception_says_which_environment_and_carries_the_remote_traceback(every_engine: Options) -> None:
-    with just_failed(every_engine) as (_, error, _):
+def test_exception_names_the_environment_and_has_the_remote_traceback(every_engine: Options) -> None:
+    with failed_engine(every_engine) as (_, error, _):
         notes = "\n".join(error.__notes__)
         assert "env 2" in notes
         assert "step" in notes
@@ -209,23 +219,23 @@ def test_the_exception_says_which_environment_and_carries_the_remote_traceback(e
 
 
 def test_nothing_is_logged_while_nothing_fails(every_engine: Options, recwarn: pytest.WarningsRecorder) -> None:
-    with started(counters(2), **every_engine) as envs:
+    with ready_engine(counters(2), **every_engine) as envs:
         envs.step([0, 0])
         envs.call("env_id")
     # From Python 3.12 on, every fork beside another thread warns, and pytest-timeout has a thread of its own.
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
 
 
-def test_a_reset_builds_a_failed_environment_anew_and_the_others_never_notice(every_engine: Options) -> None:
-    with just_failed(every_engine) as (envs, *_):
+def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> None:
+    with failed_engine(every_engine) as (envs, *_):
         observations, _ = envs.reset(seed=5)
-        # the others are the same objects, in their second episode; the third was built anew
+        # the others are the same objects, in their second episode; the third was rebuilt
         assert observations[:, 2:].tolist() == [[2, 5], [2, 6], [1, 7]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
 
 
-def test_stepping_a_failed_environment_says_so_and_moves_nobody(every_engine: Options) -> None:
-    with just_failed(every_engine) as (envs, *_):
+def test_step_of_a_failed_environment_raises_and_steps_none(every_engine: Options) -> None:
+    with failed_engine(every_engine) as (envs, *_):
         before = envs.exec_func(lambda env: env.steps, [0, 1])
         with pytest.raises(EnvFailed, match="2"):
             envs.step([0, 0, 0])
@@ -233,18 +243,18 @@ def test_stepping_a_failed_environment_says_so_and_moves_nobody(every_engine: Op
 
 
 def test_a_masked_reset_of_the_failed_environment_alone_is_enough(every_engine: Options) -> None:
-    with just_failed(every_engine) as (envs, *_):
+    with failed_engine(every_engine) as (envs, *_):
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, False, True])})
         assert observations[:, 1:3].tolist() == [[2, 1], [2, 1], [0, 1]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [3, 3, 1]
 
 
-def test_nothing_of_a_step_that_failed_is_told_beside_its_restart(process_engine: Options) -> None:
-    """Its reward is no number: that is noticed when its observation and its info are taken."""
+def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Options) -> None:
+    """Its reward is not a number, which is found after its observation and its info were read."""
     zeros = np.zeros(4, np.float32)
     good, bad = (zeros, 1.0, False, False, {}), (zeros + 9, object(), False, False, {"said": ["by pickle"], "number": 3})
     fns = [functools.partial(ReturningEnv, [(zeros, {})], [step]) for step in (good, bad)]
-    with started(fns, on_failure="restart", **process_engine) as envs:
+    with ready_engine(fns, on_failure="restart", **process_engine) as envs:
         observations, rewards, _, truncations, infos = envs.step([0, 0])
         assert {key.removeprefix("_") for key in infos} == {"restarted", "final_obs"}
         assert (observations == 0).all()
@@ -261,14 +271,14 @@ def test_a_failing_autoreset_is_reported_as_an_error_of_the_step(process_engine:
     for mode in ("NextStep", "SameStep"):
         fns = [counters(2)[0], functools.partial(FailsToResetAgain, 1, lengths=(1,))]
         with (
-            started(fns, autoreset_mode=mode, **process_engine) as envs,
+            ready_engine(fns, autoreset_mode=mode, **process_engine) as envs,
             raises_logged(ValueError, match="cannot reset again"),
         ):
             envs.step([0, 0])
             envs.step([0, 0])
 
 
-# --- Timeouts: one deadline for all environments, and an answer that is late is still the answer
+# --- timeouts: one deadline for all environments; a late result stays pending -------------------
 
 LATE = 0.5
 
@@ -277,20 +287,20 @@ def sleepers(n: int = 3) -> list[Any]:
     return [lambda i=i: SleepingEnv(i) for i in range(n)]
 
 
-# what begins it, what waits for it, and whether an answer is right
+# the call that begins it, the one that waits for it, and the check of its result
 WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
     "reset": (
         lambda envs: envs.reset_async(seed=7, options={"seconds": LATE}), "reset_wait",
-        lambda answer: answer[0][:, 1:].tolist() == [[0, 2, 7], [0, 2, 8], [0, 2, 9]],
+        lambda result: result[0][:, 1:].tolist() == [[0, 2, 7], [0, 2, 8], [0, 2, 9]],
     ),
     "step": (
         lambda envs: envs.step_async([0.0, LATE, 0.0]), "step_wait",
-        lambda answer: (answer[0][:, 1].tolist(), answer[1].tolist()) == ([1, 1, 1], [0.001, 1.001, 2.001]),
+        lambda result: (result[0][:, 1].tolist(), result[1].tolist()) == ([1, 1, 1], [0.001, 1.001, 2.001]),
     ),
-    "call": (lambda envs: envs.call_async("sleep", LATE), "call_wait", lambda answer: answer == (0, 1, 2)),
+    "call": (lambda envs: envs.call_async("sleep", LATE), "call_wait", lambda result: result == (0, 1, 2)),
     "exec_func": (
         lambda envs: envs.exec_func_send(lambda env: env.sleep(LATE), [1]), "exec_func_fetch",
-        lambda answer: answer == (None, 1, None),
+        lambda result: result == (None, 1, None),
     ),
 }  # fmt: skip
 
@@ -299,11 +309,11 @@ WAITS: dict[str, tuple[Callable[[Any], Any], str, Callable[[Any], bool]]] = {
 @pytest.mark.parametrize(
     "call", [*("call", "exec_func"), *(pytest.param(name, marks=pytest.mark.long) for name in ("reset", "step"))]
 )
-def test_an_answer_that_is_late_is_pending_and_the_same_wait_gives_it(
+def test_late_result_is_returned_by_the_same_wait(
     process_engine: Options, call: str, timeout: float
 ) -> None:
     begin, wait, is_right = WAITS[call]
-    with started(sleepers(), **process_engine) as envs:
+    with ready_engine(sleepers(), **process_engine) as envs:
         begin(envs)
         with pytest.raises(multiprocessing.TimeoutError) as caught:
             getattr(envs, wait)(timeout=timeout)
@@ -322,7 +332,7 @@ def test_an_answer_that_is_late_is_pending_and_the_same_wait_gives_it(
 
 
 def test_several_timeouts_in_a_row_lose_nothing(process_engine: Options) -> None:
-    with started(sleepers(), **process_engine) as envs:
+    with ready_engine(sleepers(), **process_engine) as envs:
         late = 0
         for t in range(1, 4):
             envs.step_async([0.0, 0.2, 0.0])
@@ -337,8 +347,8 @@ def test_several_timeouts_in_a_row_lose_nothing(process_engine: Options) -> None
         assert late >= 1
 
 
-def test_an_answer_within_the_timeout_is_no_error(process_engine: Options) -> None:
-    with opened(sleepers(), **process_engine) as envs:
+def test_result_within_the_timeout_is_returned(process_engine: Options) -> None:
+    with open_engine(sleepers(), **process_engine) as envs:
         envs.reset_async(seed=1)
         assert envs.reset_wait(timeout=20)[0].shape == (3, 4)
         envs.step_async([0.0, 0.0, 0.0])
@@ -349,7 +359,7 @@ def test_an_answer_within_the_timeout_is_no_error(process_engine: Options) -> No
 
 @pytest.mark.long
 def test_the_deadline_is_one_for_all_environments() -> None:
-    with started(sleepers()) as envs:
+    with ready_engine(sleepers()) as envs:
         envs.step_async([0.3, 0.6, 0.9])
         begin = time.monotonic()
         with pytest.raises(TimeoutError):
@@ -358,7 +368,7 @@ def test_the_deadline_is_one_for_all_environments() -> None:
         assert envs.step_wait()[0][:, 1].tolist() == [1, 1, 1]
 
 
-# --- Calls in the wrong phase: what is looked at first, what stays as it was. The whole table: ``faults/test_misuse.py``
+# --- calls in the wrong phase: the order of checks, and unchanged state. All pairs: ``faults/test_misuse.py``
 
 SHORTCUTS: dict[str, Callable[[Any], Any]] = {
     "call": lambda envs: envs.call("env_id"),
@@ -371,7 +381,7 @@ SHORTCUTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("shortcut", SHORTCUTS.values(), ids=list(SHORTCUTS))
 def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, shortcut: Callable[[Any], Any]) -> None:
-    with opened(counters(2), **every_engine) as envs:
+    with open_engine(counters(2), **every_engine) as envs:
         envs.reset_async()
         with pytest.raises(AlreadyPendingCallError, match="Calling `call_async` while waiting") as caught:
             shortcut(envs)
@@ -385,17 +395,17 @@ def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, s
 
 
 def test_the_text_after_close_names_the_subclass() -> None:
-    class Mine(vecenv.AsyncVectorEnv):
+    class Subclass(vecenv.AsyncVectorEnv):
         pass
 
-    envs: Any = Mine(counters(1), num_workers=0)
+    envs: Any = Subclass(counters(1), num_workers=0)
     envs.close()
-    with pytest.raises(ClosedEnvironmentError, match="`Mine`"):
+    with pytest.raises(ClosedEnvironmentError, match="`Subclass`"):
         envs.reset()
 
 
-def test_reset_and_step_speak_of_their_async_halves_when_something_is_pending() -> None:
-    with opened(counters(2)) as envs:
+def test_pending_errors_of_reset_and_step_name_their_async_halves() -> None:
+    with open_engine(counters(2)) as envs:
         envs.call_async("env_id")
         with pytest.raises(AlreadyPendingCallError, match="Calling `reset_async`"):
             envs.reset()
@@ -404,8 +414,23 @@ def test_reset_and_step_speak_of_their_async_halves_when_something_is_pending() 
         assert envs.call_wait() == (0, 1)
 
 
-def test_a_seed_list_is_measured_before_the_phase_is_looked_at() -> None:
-    with opened(counters(2)) as envs:
+def test_send_and_recv_are_named_when_something_is_pending() -> None:
+    with open_engine(counters(2)) as envs:
+        envs.reset()
+        envs.step_async([0, 0])
+        with pytest.raises(AlreadyPendingCallError, match="Calling `send`"):
+            envs.send([0, 0])
+        with pytest.raises(AlreadyPendingCallError, match=r"Calling `recv` .*`step_wait` fetches it"):
+            envs.recv()
+        envs.step_wait()
+        envs.call_async("env_id")
+        with pytest.raises(AlreadyPendingCallError, match="Calling `recv`"):
+            envs.recv()
+        assert envs.call_wait() == (0, 1)
+
+
+def test_seed_list_is_checked_before_the_phase() -> None:
+    with open_engine(counters(2)) as envs:
         envs.reset_async()
         with pytest.raises(ValueError, match="num_envs=2 but got length=1"):
             envs.reset_async(seed=[1])
@@ -414,8 +439,8 @@ def test_a_seed_list_is_measured_before_the_phase_is_looked_at() -> None:
         envs.reset_wait()
 
 
-def test_the_phase_is_looked_at_before_the_actions() -> None:
-    with opened(counters(2)) as envs:
+def test_phase_is_checked_before_actions() -> None:
+    with open_engine(counters(2)) as envs:
         envs.reset_async()
         with pytest.raises(AlreadyPendingCallError):
             envs.step_async(3)
@@ -423,7 +448,7 @@ def test_the_phase_is_looked_at_before_the_actions() -> None:
 
 
 def test_arguments_of_the_async_half_of_reset_may_be_given_by_position() -> None:
-    with opened(counters(2)) as envs:
+    with open_engine(counters(2)) as envs:
         envs.reset_async(5, {"a": 1})
         observations, infos = envs.reset_wait()
         assert observations[:, 3].tolist() == [5, 6]

@@ -1,4 +1,4 @@
-"""Sections 1.8 and 1.9: observations in both copy modes, both memory modes and every space."""
+"""Sections 1.8 and 1.9: observations of every space, with and without copies and shared memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from envs import (
     SpaceEnv,
     assert_as_sync,
     counters,
-    opened,
+    open_engine,
     raises_logged,
-    started,
+    ready_engine,
 )
 from gymnasium import spaces
 from gymnasium.error import CustomSpaceError
@@ -32,7 +32,7 @@ from sampling import each_pair
 
 import vecenv
 from vecenv.errors import ObservationError
-from vecenv.link.observations import KEPT, tree_writer
+from vecenv.link.observations import WRITTEN, make_row_writer
 from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 
@@ -55,7 +55,7 @@ def space_envs(space: spaces.Space, n: int = 3) -> list[Any]:
 
 
 def returning(space: spaces.Space, observation: Any, good: Any = None) -> list[Any]:
-    """Two environments; the second returns ``observation`` from its first step, and ``good`` otherwise."""
+    """Build two environments; the second returns ``observation`` in its first step, and ``good`` later."""
     good = space.sample() if good is None else good
     steps = [(observation, 1.0, False, False, {}), (good, 1.0, False, False, {})]
     return [
@@ -76,15 +76,15 @@ def test_observations_of_every_space_equal_those_of_sync_vector_env(
 
 @pytest.mark.parametrize("name", VARYING_SPACES)
 def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> None:
-    """Gymnasium's own class gives the value of the constructor for ever, or refuses the space."""
-    with opened(space_envs(VARYING_SPACES[name])) as envs:
+    """Gymnasium's own class returns the value of the constructor forever, or refuses the space."""
+    with open_engine(space_envs(VARYING_SPACES[name])) as envs:
         first = copy.deepcopy(envs.reset(seed=1)[0])
         assert any(repr(envs.step([0, 0, 0])[0]) != repr(first) for _ in range(5))
 
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name: str) -> None:
-    with opened(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
+    with open_engine(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
         first = envs.reset(seed=1)[0]
         kept = copy.deepcopy(first)
         second = envs.step([0, 0, 0])[0]
@@ -96,13 +96,13 @@ def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name:
 
 
 def test_with_copy_every_observation_owns_its_data(engine: Options, shared_memory: bool) -> None:
-    with opened(counters(3), shared_memory=shared_memory, **engine) as envs:
+    with open_engine(counters(3), shared_memory=shared_memory, **engine) as envs:
         assert envs.reset(seed=1)[0].flags.owndata
         assert envs.step([0, 0, 0])[0].flags.owndata
 
 
 def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: Options) -> None:
-    with opened(space_envs(FIXED_SPACES["dict-nested"]), copy=False, **engine) as envs:
+    with open_engine(space_envs(FIXED_SPACES["dict-nested"]), copy=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert first is envs.observations
         before = copy.deepcopy(first)
@@ -111,11 +111,11 @@ def test_without_copy_in_shared_memory_it_is_always_the_same_object(engine: Opti
 
 
 def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: Options) -> None:
-    with opened(counters(3), copy=False, shared_memory=False, **engine) as envs:
+    with open_engine(counters(3), copy=False, shared_memory=False, **engine) as envs:
         first = envs.reset(seed=1)[0]
         assert envs.step([0, 0, 0])[0] is first
         assert first.flags.writeable
-    with opened(space_envs(FIXED_SPACES["dict-nested"]), copy=False, shared_memory=False, **engine) as envs:
+    with open_engine(space_envs(FIXED_SPACES["dict-nested"]), copy=False, shared_memory=False, **engine) as envs:
         kept = leaves(envs.reset(seed=1)[0])
         for one, two in zip(kept, leaves(envs.step([0, 0, 0])[0]), strict=True):
             assert one is two or np.shares_memory(one, two)
@@ -128,7 +128,7 @@ def test_without_copy_the_observations_are_those_of_sync_vector_env(shared_memor
 
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shared_memory: bool, name: str) -> None:
-    with opened(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
+    with open_engine(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
         assert type(envs.observations) is type(envs.observation_space.sample())
         wanted = leaves(envs.observation_space.sample())
         for leaf, sample in zip(leaves(envs.observations), wanted, strict=True):
@@ -139,7 +139,7 @@ def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shar
 
 def test_dict_observations_have_the_order_of_the_space(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"z": spaces.Discrete(2), "a": spaces.Discrete(3), "m": spaces.Box(0, 1, (1,))})
-    with opened(space_envs(space), shared_memory=shared_memory, **engine) as envs:
+    with open_engine(space_envs(space), shared_memory=shared_memory, **engine) as envs:
         assert list(envs.reset(seed=1)[0]) == list(envs.single_observation_space.spaces)
         assert type(envs.step([0, 0, 0])[0]) is dict
 
@@ -176,19 +176,19 @@ def test_a_custom_space_in_shared_memory_that_was_asked_for_is_refused(engine: O
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_custom_space_is_pickled_where_shared_memory_is_left_out(num_workers: int) -> None:
     fns = space_envs(CustomSpace(), 2)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert_as_sync(fns, num_workers=num_workers)
-    assert [str(word.message) for word in said if "pickled" in str(word.message)][1:] == []
-    assert any("cannot lie in shared memory" in str(word.message) for word in said) == bool(num_workers)
-    with opened(fns, num_workers=0) as envs:
+    assert [str(warning.message) for warning in caught if "pickled" in str(warning.message)][1:] == []
+    assert any("cannot lie in shared memory" in str(warning.message) for warning in caught) == bool(num_workers)
+    with open_engine(fns, num_workers=0) as envs:
         assert envs.shared_memory is True
         assert envs.observations is None
 
 
 def test_a_custom_action_space_takes_one_action_for_each_environment(engine: Options) -> None:
     fns = [lambda i=i: SpaceEnv(spaces.Discrete(5), CustomSpace(), env_id=i) for i in range(3)]
-    with opened(fns, **engine) as envs:
+    with open_engine(fns, **engine) as envs:
         assert isinstance(envs.action_space, spaces.Tuple)
         envs.reset(seed=1)
         assert envs.step(("up", "down", "left"))[4]["action"].tolist() == ["str:'up'", "str:'down'", "str:'left'"]
@@ -196,7 +196,7 @@ def test_a_custom_action_space_takes_one_action_for_each_environment(engine: Opt
 
 
 class Wide(spaces.Box):
-    """A Box by inheritance: what holds for Box holds for it."""
+    """A subclass of Box, to which everything that holds for Box applies."""
 
 
 def test_subclasses_of_gymnasiums_spaces_are_what_they_inherit_from(engine: Options, shared_memory: bool) -> None:
@@ -204,7 +204,7 @@ def test_subclasses_of_gymnasiums_spaces_are_what_they_inherit_from(engine: Opti
 
 
 class Point(spaces.Space):
-    """A custom space whose owner taught Gymnasium's shared memory how to hold it: two float64."""
+    """A custom space that is registered with Gymnasium's shared memory: two float64."""
 
     def __init__(self) -> None:
         super().__init__((2,), np.float64)
@@ -260,7 +260,7 @@ def test_a_custom_space_that_is_registered_with_gymnasium_works_in_shared_memory
 
     fns = space_envs(Registered(), 2)
     oracle = closes(SyncVectorEnv(fns))
-    with opened(fns, context="fork") as envs:
+    with open_engine(fns, context="fork") as envs:
         assert_identical(np.array(envs.reset(seed=1)[0]), oracle.reset(seed=1)[0])
         assert_identical(np.array(envs.step([0, 0])[0]), oracle.step([0, 0])[0])
 
@@ -302,7 +302,7 @@ def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: Options, sh
 
 def test_more_keys_than_the_space_has_are_ignored(engine: Options, shared_memory: bool) -> None:
     space = spaces.Dict({"a": spaces.Discrete(3)})
-    with started(returning(space, {"a": 2, "b": 1}, {"a": 1}), shared_memory=shared_memory, **engine) as envs:
+    with ready_engine(returning(space, {"a": 2, "b": 1}, {"a": 1}), shared_memory=shared_memory, **engine) as envs:
         assert envs.step([0, 0])[0]["a"].tolist() == [1, 2]
 
 
@@ -328,11 +328,11 @@ WRONG: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(WRONG)))
-def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
+def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     engine: Options, shared_memory: bool, name: str
 ) -> None:
     space, observation, good, parts = WRONG[name]
-    with started(returning(space, observation, good), shared_memory=shared_memory, **engine) as envs:
+    with ready_engine(returning(space, observation, good), shared_memory=shared_memory, **engine) as envs:
         with raises_logged((ValueError, TypeError, KeyError)) as (caught, _):
             envs.step([0, 0])
         text = str(caught.value) + "\n".join(getattr(caught.value, "__notes__", []))
@@ -351,7 +351,7 @@ def test_an_observation_that_does_not_fit_its_space_is_an_error_that_says_where(
     ],
     ids=["float-into-int", "int-array-into-uint8", "int-list-into-uint8", "float-into-discrete"],
 )
-def test_numbers_that_would_be_mangled_are_an_error_where_sync_vector_env_raises(
+def test_numbers_that_do_not_fit_raise_where_sync_vector_env_raises(
     engine: Options, shared_memory: bool, space: spaces.Space, observation: Any, closes: Any
 ) -> None:
     fns = returning(space, observation)
@@ -360,7 +360,7 @@ def test_numbers_that_would_be_mangled_are_an_error_where_sync_vector_env_raises
     with pytest.raises((ValueError, TypeError, OverflowError)):
         oracle.step([0, 0])
     with (
-        started(fns, shared_memory=shared_memory, **engine) as envs,
+        ready_engine(fns, shared_memory=shared_memory, **engine) as envs,
         raises_logged((ValueError, TypeError, OverflowError)),
     ):
         envs.step([0, 0])
@@ -369,7 +369,7 @@ def test_numbers_that_would_be_mangled_are_an_error_where_sync_vector_env_raises
 def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: bool) -> None:
     fns = returning(BOX4, np.zeros(4, np.float32))
     bad = [lambda: ReturningEnv([(np.zeros(5, np.float32), {})], [], BOX4)]
-    with opened(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
+    with open_engine(fns[:1] + bad, shared_memory=shared_memory, **engine) as envs, raises_logged(ValueError):
         envs.reset(seed=1)
 
 
@@ -381,7 +381,7 @@ def test_an_observation_of_reset_is_checked_too(engine: Options, shared_memory: 
 def test_a_reset_that_returns_other_than_two_values_is_an_error(engine: Options, result: Any) -> None:
     good = (np.zeros(4, np.float32), {})
     fns = [lambda: ReturningEnv([good], []), lambda: ReturningEnv([result, good], [])]
-    with opened(fns, **engine) as envs, raises_logged((ValueError, TypeError)):
+    with open_engine(fns, **engine) as envs, raises_logged((ValueError, TypeError)):
         envs.reset(seed=1)
 
 
@@ -409,28 +409,28 @@ def test_spaces_in_the_other_byte_order_are_as_in_sync_vector_env(
     assert_as_sync(space_envs(FOREIGN[name]), autoreset_mode=mode, copy=copied, shared_memory=shared_memory, **engine)
 
 
-@pytest.mark.parametrize("given", [np.arange(3, dtype=">f4"), np.arange(3, dtype="f4"), [0, 1, 2], np.arange(3)], ids=repr)
-def test_one_axis_in_the_other_byte_order_is_written(given: Any) -> None:
+@pytest.mark.parametrize("value", [np.arange(3, dtype=">f4"), np.arange(3, dtype="f4"), [0, 1, 2], np.arange(3)], ids=repr)
+def test_one_axis_in_the_other_byte_order_is_written(value: Any) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), ">f4"))
     assert tree is not None
     rows = np.full((2, 3), 7, ">f4")
-    assert tree_writer(tree, [rows], 0, lambda *_: None)(1, given) is KEPT
+    assert make_row_writer(tree, [rows], 0, lambda *_: None)(1, value) is WRITTEN
     assert rows.tolist() == [[7, 7, 7], [0, 1, 2]]
-    with pytest.raises(ObservationError, match=r"wanted shape \(3,\)"):
-        tree_writer(tree, [rows], 0, lambda *_: None)(1, np.arange(4))
+    with pytest.raises(ObservationError, match=r"expected shape \(3,\)"):
+        make_row_writer(tree, [rows], 0, lambda *_: None)(1, np.arange(4))
 
 
 @pytest.mark.parametrize(
-    ("given", "text"),
+    ("original", "text"),
     [
-        (None, r"env 1: observation: got NoneType None, wanted shape \(3,\) \(float32\)"),
-        (np.array(["a", "b", "c"]), r"env 1: observation: got an array of shape \(3,\) \(<U1\), wanted float32: could not"),
-        (["a", "b", "c"], r"env 1: observation: got list \['a', 'b', 'c'\], wanted float32: could not convert"),
+        (None, r"env 1: observation: got NoneType None, expected shape \(3,\) \(float32\)"),
+        (np.array(["a", "b", "c"]), r"env 1: observation: got an array of shape \(3,\) \(<U1\), expected float32: could"),
+        (["a", "b", "c"], r"env 1: observation: got list \['a', 'b', 'c'\], expected float32: could not convert"),
     ],
     ids=["None", "array of text", "list of text"],
 )
-def test_what_is_no_number_is_refused_as_it_came(given: Any, text: str) -> None:
+def test_non_numeric_observation_is_refused(original: Any, text: str) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), np.float32))
     assert tree is not None
     with pytest.raises(ObservationError, match=text):
-        tree_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, given)
+        make_row_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, original)

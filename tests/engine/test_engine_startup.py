@@ -1,11 +1,13 @@
-"""How workers start, where they run, with which variables, and what the fork server has imported before them."""
+"""The start of workers: failures, start methods, preloaded modules, cores and environment variables."""
 
 from __future__ import annotations
 
+import functools
 import math
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -16,29 +18,32 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import CounterEnv, Options, SpaceEnv, assert_as_sync, counters, opened, raises_logged, started
+from envs import CounterEnv, Options, SpaceEnv, assert_as_sync, counters, open_engine, raises_logged, ready_engine
 from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import SyncVectorEnv
 
 import vecenv
+from vecenv import Restart, WorkerOptions
 from vecenv.errors import StartupTimeout, VecEnvError, WorkerDied
-from vecenv.link.observations import direct_rows
+from vecenv.link.observations import make_exact_rows
 from vecenv.shm import Layout, fixed_tree
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import too_late
 from vecenv.testing import assert_identical
 
-# --- How workers start, where they run, and what the fork server has imported before them -------
+# --- start of workers, their cores, and what the fork server has imported before them -----------
 
 binds = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot bind processes")
 
+NOT_HERE: dict[str, Any] = {"worker_options": WorkerOptions(dummy_env=False)}
 
-# --- Start-up: all workers at once, every failure with its cause, and nothing left running ------
+
+# --- start-up: all workers at once, every failure with its cause, and nothing left running -------
 
 
 def only_in_a_worker(do: Any) -> Any:
-    """A function that builds a :class:`CounterEnv` in this process, and elsewhere does what it is told."""
+    """Return a function that builds a :class:`CounterEnv` in this process, and calls ``do`` in any other."""
     here = os.getpid()
 
     def build() -> gymnasium.Env:
@@ -73,7 +78,7 @@ def test_the_lowest_index_is_raised_when_several_env_fns_raise(process_engine: O
         vecenv.AsyncVectorEnv(fns, **process_engine)
 
 
-def test_an_env_fn_that_exits_is_an_error_and_not_the_end_of_the_program(process_engine: Options) -> None:
+def test_env_fn_that_exits_raises_in_the_caller(process_engine: Options) -> None:
     with pytest.raises(VecEnvError, match=r"\b2\b"):
         vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: sys.exit(3))], **process_engine)
     with pytest.raises(VecEnvError):
@@ -84,7 +89,10 @@ def test_an_env_fn_that_exits_is_an_error_and_not_the_end_of_the_program(process
 def test_a_start_that_hangs_ends_at_start_timeout(process_engine: Options) -> None:
     begin = time.monotonic()
     with pytest.raises(StartupTimeout) as caught:
-        vecenv.AsyncVectorEnv([*counters(2), only_in_a_worker(lambda: time.sleep(60))], start_timeout=0.5, **process_engine)
+        vecenv.AsyncVectorEnv(
+            [*counters(2), only_in_a_worker(lambda: time.sleep(60))],
+            worker_options=WorkerOptions(start_timeout=0.5), **process_engine,
+        )  # fmt: skip
     assert time.monotonic() - begin < 70
     assert isinstance(caught.value, TimeoutError)
     assert isinstance(caught.value, multiprocessing.TimeoutError)
@@ -92,51 +100,78 @@ def test_a_start_that_hangs_ends_at_start_timeout(process_engine: Options) -> No
 
 
 @pytest.mark.long
-def test_workers_start_side_by_side() -> None:
+def test_workers_start_concurrently() -> None:
     begin = time.monotonic()
-    with opened([only_in_a_worker(lambda: time.sleep(2.0))] * 4):
+    with open_engine([only_in_a_worker(lambda: time.sleep(2.0))] * 4):
         assert time.monotonic() - begin < 7
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "text"),
+    [
+        (lambda: Restart(limit=-1), "`Restart(limit)` must be None or an int from 0 on, got -1"),
+        (lambda: Restart(period=0.0), "`Restart(period)` must be a number of seconds above 0, got 0.0"),
+        (lambda: WorkerOptions(start_timeout=-1), "`WorkerOptions(start_timeout)` must be a number of seconds above 0"),
+        (lambda: WorkerOptions(threads=0), "`WorkerOptions(threads)` must be None or an int from 1 on, got 0"),
+        (lambda: WorkerOptions(dummy_env="no"), "`WorkerOptions(dummy_env)` must be None, True, False or an object with"),
+    ],
+)
+def test_restarts_and_worker_options_are_checked_when_they_are_made(options: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        options()
+
+
+FORMER_OPTIONS = {
+    "strict": "It is gone", "ragged_infos": "It is gone", "isolate": "use_caller=False in place of isolate=True",
+    "restart_limit": "on_failure=vecenv.Restart(limit=...)", "restart_period": "vecenv.Restart(limit=..., period=...)",
+    "threads_per_worker": "WorkerOptions(threads=...)", "worker_affinity": "WorkerOptions(cores=...)",
+    "worker_env": "WorkerOptions(env=...)", "preload": "WorkerOptions(preload=...)",
+    "start_timeout": "WorkerOptions(start_timeout=...)", "dummy_env": "WorkerOptions(dummy_env=...)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", FORMER_OPTIONS)
+def test_former_option_names_its_replacement(option: str) -> None:
+    for build in (vecenv.AsyncVectorEnv, vecenv.MultiAgentVecEnv):
+        with pytest.raises(TypeError, match=f"no option '{option}'.*{re.escape(FORMER_OPTIONS[option])}"):
+            build(counters(2), **{option: 1})
+    with pytest.raises(TypeError, match=f"no option '{option}'.*{re.escape(FORMER_OPTIONS[option])}"):
+        vecenv.make_vec("CartPole-v1", 2, **{option: 1})
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
     [
         ({"num_workers": -1}, ()),
         ({"num_workers": 1.5}, ()),
         ({"num_workers": "many"}, ("auto",)),
         ({"on_failure": "shrug"}, ("raise", "restart")),
         ({"on_failure": None}, ("raise", "restart")),
-        ({"restart_limit": -1}, ()),
-        ({"restart_period": -1.0}, ()),
-        ({"restart_period": 0.0}, ()),
         ({"step_timeout": -1.0}, ()),
         ({"step_timeout": math.nan}, ()),
-        ({"start_timeout": 0}, ()),
-        ({"start_timeout": -1}, ()),
-        ({"threads_per_worker": 0}, ()),
-        ({"strict": "yes"}, ()),
-        ({"dummy_env": "no"}, ()),
+        ({"use_caller": "yes"}, ("None, True or False",)),
+        ({"worker_options": {"threads": 2}}, ("WorkerOptions",)),
         ({"worker": print, "on_failure": "restart"}, ("on_failure",)),
     ],
     ids=str,
 )
-def test_an_option_without_a_meaning_is_refused_before_anything_is_built(options: Options, words: tuple[str, ...]) -> None:
-    """By its name, and with what is accepted."""
+def test_invalid_option_is_refused_before_anything_is_built(options: Options, texts: tuple[str, ...]) -> None:
+    """The error names the option and the accepted values."""
 
     def never() -> gymnasium.Env:
         raise AssertionError("built too early")
 
     with pytest.raises((ValueError, TypeError)) as caught:
         vecenv.AsyncVectorEnv([never, never], **options)
-    for word in (next(iter(options)), *words):
-        assert word in str(caught.value)
+    for text in (next(iter(options)), *texts):
+        assert text in str(caught.value)
 
 
-# -- where spaces come from ---------------------------------------------------------------------------------------------
+# -- sources of the spaces ----------------------------------------------------------------------------------------------
 
 
-def not_here() -> gymnasium.Env:
-    """An environment that must not be built where the tests run."""
+def build_elsewhere_only() -> gymnasium.Env:
+    """Build an environment that must not be built in the process of the tests."""
     assert multiprocessing.parent_process() is not None, "built in the caller"
     return CounterEnv()
 
@@ -163,7 +198,7 @@ def unsendable() -> gymnasium.Env:
 @pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> None:
-    with opened([not_here] * 3, dummy_env=False, context=context, num_workers=2) as envs:
+    with open_engine([build_elsewhere_only] * 3, **NOT_HERE, context=context, num_workers=2) as envs:
         here = CounterEnv()
         assert envs.single_observation_space == here.observation_space
         assert envs.single_action_space == here.action_space
@@ -173,44 +208,46 @@ def test_without_a_dummy_env_spaces_come_from_another_process(context: str) -> N
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
-def test_a_process_that_steps_one_env_anyway_tells_its_spaces_too() -> None:
-    with opened([not_here] * 2, num_workers="auto", step_timeout=30.0) as envs:  # a timeout rules out steps in the caller
+def test_process_that_times_one_env_also_reports_its_spaces() -> None:
+    # a timeout rules out steps in the caller
+    with open_engine([build_elsewhere_only] * 2, num_workers="auto", step_timeout=30.0) as envs:
         assert envs.plan is not None
         assert envs.reset(seed=1)[0] in envs.observation_space
 
 
 def test_without_a_dummy_env_different_spaces_are_gathered_elsewhere() -> None:
-    with opened([of_size(1), of_size(2)], dummy_env=False, observation_mode="different") as envs:
+    with open_engine([of_size(1), of_size(2)], **NOT_HERE, observation_mode="different") as envs:
         assert envs.observation_space.high.tolist() == [[1, 1], [2, 2]]
 
 
-def test_what_building_elsewhere_raises_arrives_as_itself() -> None:
+def test_error_of_building_elsewhere_is_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="no display") as caught:
-        vecenv.AsyncVectorEnv([only_in_a_worker(explode)], dummy_env=False)
+        vecenv.AsyncVectorEnv([only_in_a_worker(explode)], **NOT_HERE)
     assert "explode" in str(caught.value.__cause__)
     with pytest.raises(WorkerDied, match="exit code 4"):
-        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: os._exit(4))], dummy_env=False)
+        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: os._exit(4))], **NOT_HERE)
+    options = WorkerOptions(dummy_env=False, start_timeout=0.5)
     with pytest.raises(StartupTimeout):
-        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: time.sleep(60))], dummy_env=False, start_timeout=0.5)
+        vecenv.AsyncVectorEnv([only_in_a_worker(lambda: time.sleep(60))], worker_options=options)
     assert multiprocessing.active_children() == []
 
 
-def test_spaces_that_cannot_travel_are_an_error_only_where_none_may_be_built_here() -> None:
+def test_unpicklable_spaces_raise_only_without_a_dummy_env() -> None:
     with pytest.raises(TypeError, match="stays where it is"):
-        vecenv.AsyncVectorEnv([unsendable] * 2, dummy_env=False)
-    # by fork, the default up to Python 3.13: whatever else starts a worker sends the spaces to it
-    with opened([unsendable] * 2, num_workers="auto", step_timeout=30.0, context="fork") as envs:
+        vecenv.AsyncVectorEnv([unsendable] * 2, **NOT_HERE)
+    # with fork, the default up to Python 3.13; every other start method sends the spaces to the worker
+    with open_engine([unsendable] * 2, num_workers="auto", step_timeout=30.0, context="fork") as envs:
         assert type(envs.single_action_space) is Unsendable
 
 
-# --- fork, spawn and forkserver: the same answers, the same errors, and functions that exist only here travel all the same
+# --- fork, spawn and forkserver: same results, same errors; functions that exist only here are sent all the same
 
 methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 
 
 @methods
 def test_one_environment_through_its_whole_life(context: str, closes: Any) -> None:
-    """One start for many questions, because a start by spawn takes long."""
+    """All checks share one start of workers, because a start by spawn takes long."""
 
     class OnlyHere(CounterEnv):
         def step(self, action: Any) -> Any:
@@ -221,7 +258,7 @@ def test_one_environment_through_its_whole_life(context: str, closes: Any) -> No
     offset = 5
     fns = [lambda i=i: OnlyHere(i + offset - 5, lengths=(2 + i,), render_mode="rgb_array") for i in range(3)]
     oracle = closes(SyncVectorEnv(fns))
-    with opened(fns, context=context, num_workers=2) as envs:
+    with open_engine(fns, context=context, num_workers=2) as envs:
         assert envs.context == context
         assert os.getpid() not in envs.call("pid")
         assert_same_trajectory_of_legal_actions(envs, oracle)
@@ -252,19 +289,57 @@ def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str
     assert_as_sync(fns, 30, autoreset_mode="SameStep", context=context, copy=False, num_workers=2)
 
 
-def test_a_layout_that_travelled_has_the_dtype_objects_of_numpys_own_arrays() -> None:
-    """Dtypes are compared for each observation, and with other, equal objects that takes longer."""
+class StepsUnderSemaphore(CounterEnv):
+    """An environment that steps under a semaphore of the program, and counts its steps in shared memory."""
+
+    def __init__(self, semaphore: Any, stepped: Any, steps: Any) -> None:
+        super().__init__()
+        self._semaphore, self._stepped, self._steps = semaphore, stepped, steps
+
+    def step(self, action: Any) -> Any:
+        with self._semaphore:
+            self._stepped.set()
+            self._steps[0] += 1
+        return super().step(action)
+
+
+@pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
+@pytest.mark.parametrize("options", [{}, NOT_HERE], ids=["", "dummy_env=False"])
+def test_env_fns_may_hold_locks_events_and_shared_values_of_multiprocessing(context: Any, options: Options) -> None:
+    method = multiprocessing.get_context(context)
+    shared = method.Semaphore(1), method.Event(), method.Array("i", 1)
+    env_fns = [functools.partial(StepsUnderSemaphore, *shared)] * 2
+    with open_engine(env_fns, context=context, on_failure="restart", **options) as envs:
+        envs.reset(seed=0)
+        envs.step(np.zeros(2, int))
+        assert shared[1].is_set()
+        os.kill(envs.processes[0].pid, signal.SIGKILL)
+        assert envs.step(np.zeros(2, int))[4]["restarted"].tolist() == [True, False]
+        envs.step(np.zeros(2, int))
+    assert shared[2][0] == 4  # the restarted environment's first step after its restart is a reset
+
+
+def test_a_lock_for_another_start_method_is_an_error_that_names_the_env_fn() -> None:
+    lock = multiprocessing.get_context("fork").Lock()
+    with pytest.raises(RuntimeError, match="fork context") as caught:
+        vecenv.AsyncVectorEnv([functools.partial(StepsUnderSemaphore, lock, None, None)] * 2, context="spawn")
+    assert "env_fns[0]" in caught.value.__notes__[0]
+    assert multiprocessing.active_children() == []
+
+
+def test_unpickled_layout_has_numpys_own_dtype_objects() -> None:
+    """Dtypes are compared for each observation, which takes longer with equal objects than with identical ones."""
     layout = Layout.of(fixed_tree(Box(-1, 1, (4, 2), np.float32)), fixed_tree(Discrete(2), "action"), 3, 1, final=False)
     travelled = pickle.loads(pickle.dumps(layout))
     assert travelled == layout
     batch = travelled.view(bytearray(layout.size))
     for array in (*batch.observations, *batch.actions, batch.rewards, batch.terminations):
         assert array.dtype is np.zeros(1, array.dtype.str).dtype
-    for row in direct_rows(travelled.observations.leaf, batch.observations[0]):
+    for row in make_exact_rows(travelled.observations.leaf, batch.observations[0]):
         assert row._dtype is batch.observations[0].dtype
 
 
-# --- ``preload``: the fork server imports modules once, for all workers -------------------------
+# --- ``WorkerOptions(preload=)``: the fork server imports modules once, for all workers -------------------------
 
 PROGRAM = """
 import sys, gymnasium, vecenv
@@ -285,20 +360,20 @@ if __name__ == "__main__":
         found = envs.get_attr("there")
         envs.close()
         return [one["tabnanny"] for one in found], [one["pyclbr"] for one in found]
-    print(there(preload=["tabnanny"]))
-    print(there(preload=["pyclbr"]))  # too late
+    print(there(worker_options=vecenv.WorkerOptions(preload=["tabnanny"])))
+    print(there(worker_options=vecenv.WorkerOptions(preload=["pyclbr"])))  # too late
 """
 
 
-def test_workers_have_what_the_fork_server_has_imported(tmp_path: Any) -> None:
+def test_fork_server_preloads_modules_for_workers(tmp_path: Any) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=100, check=True)
     assert done.stdout.splitlines() == ["([True, True], [False, False])", "([True, True], [False, False])"]
-    assert "`preload` comes too late: the fork server" in done.stderr
+    assert "WorkerOptions(preload) comes too late: the fork server" in done.stderr
 
 
-# --- ``worker_affinity``: workers stay on the cores that they are given; and how many cores there are to use
+# --- ``WorkerOptions(cores=)``: workers stay on their cores; the number of usable cores
 
 
 def cores(env: Any) -> set[int]:
@@ -306,11 +381,12 @@ def cores(env: Any) -> set[int]:
 
 
 @binds
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
 def test_workers_stay_on_their_cores(context: str) -> None:
     mine = sorted(os.sched_getaffinity(0))
     given = [mine[-1], mine]
-    with started(counters(4), num_workers=2, context=context, worker_affinity=given, on_failure="restart") as envs:
+    options = WorkerOptions(cores=given)
+    with ready_engine(counters(4), num_workers=2, context=context, worker_options=options, on_failure="restart") as envs:
         for _ in range(2):
             assert envs.exec_func(cores) == ({mine[-1]}, {mine[-1]}, set(mine), set(mine))
             for _ in range(50):
@@ -321,20 +397,20 @@ def test_workers_stay_on_their_cores(context: str) -> None:
 
 @binds
 @pytest.mark.parametrize("wrong", [3, [0], [0, []], [0, "x"], [0, 10_000], "01"], ids=str)
-def test_what_are_no_cores_of_each_worker_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"`worker_affinity(\[1\])?` must be .*, got "):
-        opened(counters(2), num_workers=2, worker_affinity=wrong).__enter__()
+def test_invalid_cores_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"WorkerOptions\(cores\)(\[1\])? must be .*, got "):
+        open_engine(counters(2), num_workers=2, worker_options=WorkerOptions(cores=wrong)).__enter__()
 
 
 @binds
-def test_slurms_number_counts_where_it_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurms_core_limit_applies_if_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = usable_cores()
     for given, wanted in (("1", 1), ("100000", usable), ("", usable), ("2(x2)", usable)):
         monkeypatch.setenv("SLURM_CPUS_PER_TASK", given)
         assert usable_cores() == wanted
 
 
-# --- ``worker_env``: environment variables of the workers, there before anything is imported in them
+# --- ``WorkerOptions(env=)``: environment variables of workers, set before anything is imported there
 
 ANEW = [pytest.param(name, marks=pytest.mark.long) for name in ("spawn", "forkserver")]
 METHODS = pytest.mark.parametrize("context", ["fork", *ANEW])
@@ -345,24 +421,25 @@ def seen(envs: Any, *names: str) -> list[tuple[str | None, ...]]:
 
 
 @METHODS
-def test_each_worker_has_its_own(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_worker_has_its_own_variables(context: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VECENV_TEST_GONE", "here")
     before = dict(os.environ)
     variables = {"VECENV_TEST_DEVICE": lambda worker: worker + 4, "VECENV_TEST_GL": "egl", "VECENV_TEST_GONE": None}
-    with opened(counters(4), num_workers=2, context=context, worker_env=variables) as envs:
+    with open_engine(counters(4), num_workers=2, context=context, worker_options=WorkerOptions(env=variables)) as envs:
         assert seen(envs, *variables) == [("4", "egl", None)] * 2 + [("5", "egl", None)] * 2
     assert dict(os.environ) == before
 
 
-def test_a_worker_that_is_restarted_has_the_same() -> None:
-    with started(counters(2), on_failure="restart", worker_env={"VECENV_TEST_DEVICE": str}) as envs:
+def test_restarted_worker_has_the_same_variables() -> None:
+    worker_options = WorkerOptions(env={"VECENV_TEST_DEVICE": str})
+    with ready_engine(counters(2), on_failure="restart", worker_options=worker_options) as envs:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         while not envs.stats()["restarts"]:
             envs.step([0, 0])
         assert seen(envs, "VECENV_TEST_DEVICE") == [("0",), ("1",)]
 
 
-def test_no_environment_is_built_here_and_the_one_that_is_tried_has_worker_0s(tmp_path: Path) -> None:
+def test_probed_environment_has_the_variables_of_worker_0(tmp_path: Path) -> None:
     log = tmp_path / "log"
 
     def env_fn() -> Any:
@@ -370,23 +447,24 @@ def test_no_environment_is_built_here_and_the_one_that_is_tried_has_worker_0s(tm
             print(os.getpid(), os.environ.get("VECENV_TEST_DEVICE"), file=out)
         return gymnasium.make("CartPole-v1")
 
-    with opened([env_fn] * 2, num_workers=2, worker_env={"VECENV_TEST_DEVICE": lambda worker: f"gpu{worker}"}):
+    options = WorkerOptions(env={"VECENV_TEST_DEVICE": lambda worker: f"gpu{worker}"})
+    with open_engine([env_fn] * 2, num_workers=2, worker_options=options):
         built = [line.split() for line in log.read_text().splitlines()]
     first, *others = [device for _, device in built]
     assert (first, sorted(others)) == ("gpu0", ["gpu0", "gpu1"])  # workers build side by side
     assert str(os.getpid()) not in {pid for pid, _ in built}
 
 
-def test_auto_takes_processes() -> None:
-    with opened(counters(2), num_workers="auto", worker_env={"VECENV_TEST_GL": "egl"}) as envs:
+def test_auto_with_variables_uses_processes() -> None:
+    with open_engine(counters(2), num_workers="auto", worker_options=WorkerOptions(env={"VECENV_TEST_GL": "egl"})) as envs:
         assert envs.num_workers >= 1
         assert seen(envs, "VECENV_TEST_GL") == [("egl",)] * 2
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.long
-def test_the_main_module_is_imported_with_them(context: str, tmp_path: Path) -> None:
-    """``NameWithVariables`` is why: what ``Process`` is given is unpickled after the main module has been imported."""
+def test_main_module_is_imported_with_the_variables(context: str, tmp_path: Path) -> None:
+    """``NameWithVariables`` exists because ``Process`` unpickles its arguments after the main module was imported."""
     (tmp_path / "simulator.py").write_text("""
 import os
 AT_IMPORT = os.environ.get("VECENV_TEST_DEVICE")
@@ -400,7 +478,8 @@ def env_fn():
     program.write_text(f"""
 import simulator, vecenv
 if __name__ == "__main__":
-    envs = vecenv.AsyncVectorEnv([simulator.env_fn] * 2, context={context!r}, worker_env={{"VECENV_TEST_DEVICE": str}})
+    options = vecenv.WorkerOptions(env={{"VECENV_TEST_DEVICE": str}})
+    envs = vecenv.AsyncVectorEnv([simulator.env_fn] * 2, context={context!r}, worker_options=options)
     print(simulator.AT_IMPORT, *envs.get_attr("at_import"))
     envs.close()
 """)
@@ -415,41 +494,52 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
-        (["A"], TypeError, "`worker_env` must be a dict of environment variables, got list"),
-        ({1: "a"}, TypeError, "a name that is no string: 1"),
+        (["A"], TypeError, r"WorkerOptions\(env\) must be a dict of environment variables, got list"),
+        ({1: "a"}, TypeError, "a name that is not a string: 1"),
         ({"A=B": "a"}, ValueError, "no environment variable can have: 'A=B'"),
         ({"": "a"}, ValueError, "no environment variable can have: ''"),
-        ({"A": b"a"}, TypeError, r"`worker_env\['A'\]` must be .* got b'a'"),
-        ({"A": True}, TypeError, r"`worker_env\['A'\]` must be .* got True"),
-        ({"A": "a\0"}, ValueError, r"`worker_env\['A'\]` must not contain a null character"),
-        ({"A": lambda worker: [worker]}, TypeError, r"`worker_env\['A'\]` must be .* got \[0\] for worker 0"),
+        ({"A": b"a"}, TypeError, r"WorkerOptions\(env\)\['A'\] must be .* got b'a'"),
+        ({"A": True}, TypeError, r"WorkerOptions\(env\)\['A'\] must be .* got True"),
+        ({"A": "a\0"}, ValueError, r"WorkerOptions\(env\)\['A'\] must not contain a null character"),
+        ({"A": lambda worker: [worker]}, TypeError, r"WorkerOptions\(env\)\['A'\] must be .* got \[0\] for worker 0"),
     ],
 )
-def test_what_is_no_variable_is_refused_before_anything_is_built(wrong: Any, error: type[Exception], text: str) -> None:
+def test_invalid_variables_are_refused_before_anything_is_built(wrong: Any, error: type[Exception], text: str) -> None:
     def never() -> Any:
         raise AssertionError("it was built")
 
     with pytest.raises(error, match=text):
-        vecenv.AsyncVectorEnv([never], worker_env=wrong)
+        vecenv.AsyncVectorEnv([never], worker_options=WorkerOptions(env=wrong))
 
 
-def test_a_function_that_raises_is_told_as_it_is_and_nothing_is_left() -> None:
+def test_variables_function_that_raises_leaves_nothing() -> None:
     def no_third(worker: int) -> str:
         return {0: "a", 1: "b"}[worker]
 
     with pytest.raises(KeyError):
-        vecenv.AsyncVectorEnv(counters(3), worker_env={"A": no_third})
+        vecenv.AsyncVectorEnv(counters(3), worker_options=WorkerOptions(env={"A": no_third}))
 
 
-def test_under_fork_what_was_imported_here_has_read_its_own(
+def test_fork_warns_of_modules_that_read_variables_on_import(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "OpenGL", sys)
     monkeypatch.setenv("PYOPENGL_PLATFORM", "glx")
     with (
         pytest.warns(UserWarning, match=r"PYOPENGL_PLATFORM \(by OpenGL\).*context='spawn'"),
-        opened(counters(1), context="fork", worker_env={"PYOPENGL_PLATFORM": "egl"}),
+        open_engine(counters(1), context="fork", worker_options=WorkerOptions(env={"PYOPENGL_PLATFORM": "egl"})),
     ):
         pass
     assert too_late([{"PYOPENGL_PLATFORM": "glx"}]) == {}
 
+
+
+def test_object_with_spaces_replaces_the_dummy_env() -> None:
+    example = CounterEnv()
+    example.metadata = {"name": "described"}
+    with open_engine([build_elsewhere_only] * 3, num_workers=2, worker_options=WorkerOptions(dummy_env=example)) as envs:
+        assert envs.metadata["name"] == "described"
+        assert envs.single_observation_space == example.observation_space
+        envs.reset(seed=0)
+    with pytest.raises(ValueError, match="WorkerOptions\\(dummy_env\\)` must be None, True, False or an object with observ"):
+        WorkerOptions(dummy_env=3)

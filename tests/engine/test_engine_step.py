@@ -1,4 +1,4 @@
-"""How actions reach the environments and what comes back: reset, step, and calls into the environments."""
+"""Actions, and the results of reset, step and calls into environments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import ALL_SPACES, CounterEnv, EchoEnv, Options, ReturningEnv, counters, describe, opened, raises_logged, started
+from envs import (
+    ALL_SPACES,
+    CounterEnv,
+    EchoEnv,
+    Options,
+    ReturningEnv,
+    counters,
+    describe,
+    open_engine,
+    raises_logged,
+    ready_engine,
+)
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
@@ -23,13 +34,13 @@ from sampling import each_once
 
 from vecenv.testing import assert_identical
 
-# --- Section 1.4: reset, its seeds, its options, and resets of some environments only -----------
+# --- section 1.4: reset, its seeds, its options, and resets of some environments only -----------
 
 SEED = 3  # column of the seed in a CounterEnv's observation
 
 
-def assert_gymnasium_says_the_same(error: BaseException, **given: Any) -> None:
-    """The installed version refuses it in the same words, and who catches its exception catches ours."""
+def assert_gymnasium_raises_the_same(error: BaseException, **given: Any) -> None:
+    """Assert that the installed Gymnasium raises the same text, and that its class catches our error."""
     oracle = SyncVectorEnv(counters(3))
     with pytest.raises((ValueError, TypeError, AssertionError)) as caught:
         oracle.reset(**given)
@@ -53,17 +64,17 @@ def assert_gymnasium_says_the_same(error: BaseException, **given: Any) -> None:
     ],
 )
 def test_every_environment_gets_its_seed(engine: Options, seed: Any, wanted: list[int]) -> None:
-    with opened(counters(3), **engine) as envs:
+    with open_engine(counters(3), **engine) as envs:
         assert envs.reset(seed=seed)[0][:, SEED].tolist() == wanted
 
 
 @pytest.mark.parametrize("seed", [[], [1], [1, 2], [1, 2, 3, 4], (1,)], ids=str)
 def test_a_list_of_seeds_must_have_one_for_each_environment(engine: Options, seed: Any) -> None:
-    with opened(counters(3), **engine) as envs:
+    with open_engine(counters(3), **engine) as envs:
         text = f"If seeds are passed as a list the length must match num_envs=3 but got length={len(seed)}."
         with pytest.raises(ValueError, match=re.escape(text)) as caught:
             envs.reset(seed=seed)
-        assert_gymnasium_says_the_same(caught.value, seed=seed)
+        assert_gymnasium_raises_the_same(caught.value, seed=seed)
         assert envs.reset(seed=1)[0][:, SEED].tolist() == [1, 2, 3]
 
 
@@ -71,14 +82,14 @@ def test_a_list_of_seeds_must_have_one_for_each_environment(engine: Options, see
     "seed", ["abc", 1.5, {"a": 1, "b": 2, "c": 3}.keys(), object()], ids=lambda seed: type(seed).__name__
 )
 def test_a_seed_of_another_type_never_gives_a_wrong_answer(engine: Options, seed: Any) -> None:
-    with opened(counters(3), **engine) as envs:
+    with open_engine(counters(3), **engine) as envs:
         with pytest.raises(Exception):  # noqa: B017 - Gymnasium's depends on where it is noticed
             envs.reset(seed=seed)
         assert envs.reset(seed=1)[0][:, SEED].tolist() == [1, 2, 3]
 
 
-def test_an_environment_sees_exactly_seed_and_options(engine: Options) -> None:
-    with opened(counters(2), **engine) as envs:
+def test_environment_receives_exactly_seed_and_options(engine: Options) -> None:
+    with open_engine(counters(2), **engine) as envs:
         _, infos = envs.reset()
         assert infos["reset_kwargs"].tolist() == [describe({"seed": None, "options": None})] * 2
         _, infos = envs.reset(seed=3, options={"level": 2})
@@ -90,8 +101,8 @@ def test_an_environment_sees_exactly_seed_and_options(engine: Options) -> None:
         assert infos["reset_kwargs"].tolist() == [describe({"seed": None, "options": {}})] * 2
 
 
-def test_an_environment_sees_exactly_its_own_options(engine: Options) -> None:
-    with opened(counters(3), **engine) as envs:
+def test_environment_receives_exactly_its_own_options(engine: Options) -> None:
+    with open_engine(counters(3), **engine) as envs:
         options = [{"level": 1}, None, {}]
         _, infos = envs.reset(seed=3, options=options)
         assert infos["reset_kwargs"].tolist() == [
@@ -102,20 +113,20 @@ def test_an_environment_sees_exactly_its_own_options(engine: Options) -> None:
         seen = dict(zip(infos["env_id"].tolist(), infos["reset_kwargs"].tolist(), strict=True))
         assert seen[2] == describe({"seed": 7, "options": {"level": 5}})
         assert seen[0] == describe({"seed": None, "options": {"level": 6}})
-        with pytest.raises(ValueError, match=re.escape("options has 3 dicts, wanted 2: one for each environment")):
+        with pytest.raises(ValueError, match=re.escape("options has 3 dicts, expected 2: one per environment")):
             envs.reset_async(env_id=[2, 0], options=options)
 
 
 def test_a_mask_may_be_written_to_while_its_reset_is_pending(engine: Options) -> None:
-    with started(counters(2), **engine) as envs:
+    with ready_engine(counters(2), **engine) as envs:
         mask = np.array([True, False])
         envs.reset_async(options={"reset_mask": mask})
         mask[:] = [False, True]
         assert envs.reset_wait()[1]["_reset_kwargs"].tolist() == [True, False]
 
 
-def test_a_first_reset_of_some_gives_zeros_for_the_others_in_shared_memory(engine: Options) -> None:
-    with opened(counters(2), **engine) as envs:
+def test_first_masked_reset_returns_zeros_for_the_others(engine: Options) -> None:
+    with open_engine(counters(2), **engine) as envs:
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, True])})
         assert observations.tolist() == [[0, 0, 0, 0], [1, 0, 1, 2]]
 
@@ -139,24 +150,25 @@ def test_a_wrong_mask_is_refused_before_anything_is_sent(
     engine: Options, mode: AutoresetMode, wrong: tuple[Any, type[Exception], str]
 ) -> None:
     mask, error, text = wrong
-    with started(counters(3), autoreset_mode=mode, **engine) as envs:
+    with ready_engine(counters(3), autoreset_mode=mode, **engine) as envs:
         with pytest.raises(error, match=re.escape(text)) as caught:
             envs.reset(options={"reset_mask": mask})
-        assert_gymnasium_says_the_same(caught.value, options={"reset_mask": mask})
+        assert_gymnasium_raises_the_same(caught.value, options={"reset_mask": mask})
         observations, *_ = envs.step([0, 0, 0])
         assert observations[:, 1:3].tolist() == [[1, 1]] * 3
 
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_a_long_series_of_resets_of_some_equals_sync_vector_env(
+def test_long_series_of_masked_resets_equals_sync_vector_env(
     engine: Options, shared_memory: bool, mode: AutoresetMode, copied: bool, closes: Any
 ) -> None:
-    """In the middle of episodes, at their ends and where an autoreset is due; all that comes back, and what it was given."""
+    """Resets in the middle of episodes, at their ends and where an autoreset is due return the same results and arguments.
+    """
     rng = np.random.default_rng(0)
     fns = [lambda i=i: CounterEnv(i, lengths=(1 + i, 2, 4)) for i in range(4)]
     oracle = closes(SyncVectorEnv(fns, autoreset_mode=mode))
-    with opened(fns, autoreset_mode=mode, shared_memory=shared_memory, copy=copied, **engine) as envs:
+    with open_engine(fns, autoreset_mode=mode, shared_memory=shared_memory, copy=copied, **engine) as envs:
         assert_identical(envs.reset(seed=1), oracle.reset(seed=1))
         ended = np.zeros(4, dtype=np.bool_)
         for t in range(25):
@@ -178,8 +190,8 @@ def test_a_long_series_of_resets_of_some_equals_sync_vector_env(
 
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_episode_statistics_of_unmasked_envs_survive_a_masked_reset(mode: AutoresetMode) -> None:
-    """The caller's dict keeps its mask: Gymnasium's wrapper looks for it after the reset."""
-    with started(counters(2, lengths=(9,)), num_workers=2, autoreset_mode=mode) as inner:
+    """The caller's dict keeps its mask: Gymnasium's wrapper reads it after the reset."""
+    with ready_engine(counters(2, lengths=(9,)), num_workers=2, autoreset_mode=mode) as inner:
         envs = RecordEpisodeStatistics(inner)
         envs.reset(seed=1)
         envs.step(np.zeros(2, np.int64))
@@ -187,7 +199,7 @@ def test_episode_statistics_of_unmasked_envs_survive_a_masked_reset(mode: Autore
         assert envs.episode_lengths.tolist() == [0, 1]
 
 
-# --- Section 1.5: how actions reach the environments, and what a step returns -------------------
+# --- section 1.5: actions of environments, and results of a step --------------------------------
 
 ZEROS = np.zeros(4, dtype=np.float32)
 
@@ -203,7 +215,7 @@ def returning(*steps: Any) -> Any:
 @pytest.mark.parametrize("name", ALL_SPACES)
 def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: Options, name: str) -> None:
     space = ALL_SPACES[name]
-    with started([echo(space)] * 3, **engine) as envs:
+    with ready_engine([echo(space)] * 3, **engine) as envs:
         envs.action_space.seed(3)
         for _ in range(2):
             actions = envs.action_space.sample()
@@ -212,7 +224,7 @@ def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: 
 
 
 class Foreign:
-    """An array of another library: what NumPy can make an array of, and whose rows are of its own kind."""
+    """An array of another library: NumPy can convert it, and its rows have its own type."""
 
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values)
@@ -227,8 +239,8 @@ class Foreign:
         return map(Foreign, self.values)
 
 
-def test_an_array_of_another_library_is_warned_of_once() -> None:
-    with started(counters(2)) as envs:
+def test_array_of_another_library_warns_once() -> None:
+    with ready_engine(counters(2)) as envs:
         with pytest.warns(UserWarning, match=r"actions are a test_engine_step Foreign.*Pass numpy\.asarray\(actions\)"):
             envs.step(Foreign([0, 1]))
         with warnings.catch_warnings():
@@ -301,17 +313,17 @@ ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Di
 def test_actions_reach_the_environments_uncast(engine: Options, space: spaces.Space, actions: Any, wanted: Any) -> None:
     if wanted is None:
         wanted = list(iterate(batch_space(space, 2), actions))
-    with started([echo(space)] * 2, **engine) as envs:
+    with ready_engine([echo(space)] * 2, **engine) as envs:
         assert envs.step(actions)[4]["action"].tolist() == [describe(action) for action in wanted]
 
 
 def test_a_generator_of_actions_works(engine: Options) -> None:
-    with started([echo(spaces.Discrete(5))] * 2, **engine) as envs:
+    with ready_engine([echo(spaces.Discrete(5))] * 2, **engine) as envs:
         assert envs.step(number for number in (3, 4))[4]["action"].tolist() == [describe(3), describe(4)]
 
 
-class Hurried:
-    """Words whose first look is interrupted by a time limit."""
+class InterruptedTexts:
+    """A list of text actions; a time limit interrupts its first iteration."""
 
     limit: Exception | None = TimeoutError("time is up")
 
@@ -322,9 +334,9 @@ class Hurried:
         return iter(["ab", "c"])
 
 
-def test_what_a_signal_handler_raises_among_words_is_not_told_as_gymnasiums_own() -> None:
-    words = Hurried()
-    with started([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
+def test_signal_during_iteration_of_actions_is_raised_unchanged() -> None:
+    words = InterruptedTexts()
+    with ready_engine([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
         with pytest.raises(TimeoutError, match="time is up"):
             envs.step(words)
         assert envs.step(words)[4]["action"].tolist() == [describe("ab"), describe("c")]
@@ -333,8 +345,8 @@ def test_what_a_signal_handler_raises_among_words_is_not_told_as_gymnasiums_own(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_an_action_is_the_environments_own_array(engine: Options, dtype: Any) -> None:
-    with started([echo(BOX)] * 3, **engine) as envs:
+def test_action_is_a_separate_array(engine: Options, dtype: Any) -> None:
+    with ready_engine([echo(BOX)] * 3, **engine) as envs:
         sent = [np.full((3, 2), t, dtype) for t in range(4)]
         for actions in sent:
             infos = envs.step(actions)[4]
@@ -345,8 +357,8 @@ def test_an_action_is_the_environments_own_array(engine: Options, dtype: Any) ->
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
 def test_an_environment_may_write_into_its_action(how: Options, dtype: Any) -> None:
-    """One that is staged, and one that goes by pickle, alone in a message or with all others."""
-    with started([echo(BOX, mutate=True)] * 3, **how) as envs:
+    """Actions are staged in shared memory or pickled, alone in a message or with all others."""
+    with ready_engine([echo(BOX, mutate=True)] * 3, **how) as envs:
         for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
             for step in (envs.step, lambda given: envs.send(given, range(3)) or envs.recv(count=3)):
                 infos = step(actions)[4]
@@ -360,7 +372,7 @@ SOME = [ALL_SPACES[name] for name in ("discrete", "box-float32", "dict", "tuple-
 
 
 def sampled(space: spaces.Space, count: int) -> Any:
-    """So many actions, as the space batches them; of what is no list, one at least."""
+    """Return that many actions as the space batches them; at least one where the batch is not a list."""
     if isinstance(space, spaces.Dict | spaces.Tuple):
         return batch_space(space, max(count, 1)).sample()
     return list(iterate(batch_space(space, 7), batch_space(space, 7).sample()))[:count]
@@ -370,7 +382,7 @@ MISFITS: list[tuple[spaces.Space, Any, Any]] = [
     *((space, sampled(space, count), (ValueError, TypeError)) for space in SOME for count in (0, 2, 4)),
     *((FIVE, kind([0] * count), ValueError) for count in (0, 1, 2, 4) for kind in (list, np.array)),
     *((FIVE, one, TypeError) for one in (3, None, 1.5, np.int64(3), np.array(3))),
-    (ARM, {"arm": np.ones((3, 2), np.float32)}, Exception),  # Gymnasium's own depends on the structure
+    (ARM, {"arm": np.ones((3, 2), np.float32)}, Exception),  # the type of Gymnasium's own error depends on the structure
     (ARM, {"gear": np.ones(3, np.int64)}, Exception),
     (ARM, {"arm": np.ones((3, 2), np.float32), "gear": np.ones(2, np.int64)}, Exception),
     (ARM, {"arm": np.ones((3, 2), np.float32), "gear": 1}, Exception),
@@ -399,7 +411,7 @@ MISFITS: list[tuple[spaces.Space, Any, Any]] = [
 def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
     engine: Options, space: spaces.Space, actions: Any, error: Any
 ) -> None:
-    with started([echo(space)] * 3, **engine) as envs:
+    with ready_engine([echo(space)] * 3, **engine) as envs:
         with pytest.raises(error):
             envs.step(actions)
         assert envs.call("history") == ([], [], [])
@@ -408,7 +420,7 @@ def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
 
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
 def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(engine: Options, copied: bool) -> None:
-    with started(counters(3), copy=copied, **engine) as envs:
+    with ready_engine(counters(3), copy=copied, **engine) as envs:
         first = envs.step([0, 0, 0])[1:4]
         kept = [array.copy() for array in first]
         second = envs.step([0, 0, 0])[1:4]
@@ -436,16 +448,27 @@ def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(eng
     ],
 )
 def test_a_reward_becomes_a_float64(engine: Options, reward: Any, wanted: float) -> None:
-    with started([returning((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
+    with ready_engine([returning((ZEROS, reward, False, False, {}))] * 2, **engine) as envs:
         rewards = envs.step([0, 0])[1]
         assert rewards.dtype == np.float64
         np.testing.assert_array_equal(rewards, [wanted, wanted])
 
 
+def test_reward_of_none_warns_once_and_names_the_environment(engine: Options) -> None:
+    fns = [returning((ZEROS, reward, False, False, {})) for reward in (1.0, None)]
+    with warnings.catch_warnings(record=True) as caught, ready_engine(fns, **engine) as envs:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            np.testing.assert_array_equal(envs.step([0, 0])[1], [1.0, np.nan])
+    texts = [str(warning.message) for warning in caught if "None" in str(warning.message)]
+    assert len(texts) == 1
+    assert "env 1 returned the reward None, which becomes nan, as in Gymnasium" in texts[0]
+
+
 @pytest.mark.parametrize("flag", [np.True_, 1, np.array(True)], ids=["np.True_", "1", "array"])
 def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: Options, flag: Any) -> None:
     fns = [returning((ZEROS, 1.0, flag, False, {})), returning((ZEROS, 1.0, False, flag, {}))]
-    with started(fns, **engine) as envs:
+    with ready_engine(fns, **engine) as envs:
         _, _, terminations, truncations, _ = envs.step([0, 0])
         assert terminations.dtype == truncations.dtype == np.bool_
         assert terminations.tolist() == [True, False]
@@ -462,12 +485,12 @@ def test_a_flag_becomes_a_bool_and_ends_the_episode(engine: Options, flag: Any) 
     ],
     ids=["reward-of-one", "flag-of-one", "reward-of-two"],
 )
-def test_a_reward_or_flag_that_is_an_array_is_squeezed_or_refused_never_mis_stored(
+def test_array_reward_or_flag_is_squeezed_or_refused(
     engine: Options, shared_memory: bool, step: tuple[Any, ...]
 ) -> None:
     good = (ZEROS, 1.0, True, False, {})
     fns = [returning(good), returning(step)]
-    with started(fns, shared_memory=shared_memory, **engine) as envs:
+    with ready_engine(fns, shared_memory=shared_memory, **engine) as envs:
         try:
             _, rewards, terminations, _, _ = envs.step([0, 0])
         except (ValueError, TypeError):
@@ -482,22 +505,22 @@ def test_a_reward_or_flag_that_is_an_array_is_squeezed_or_refused_never_mis_stor
     ids=["4", "1", "6", "None", "3"],
 )
 def test_a_step_that_returns_other_than_five_values_is_an_error(engine: Options, step: Any) -> None:
-    with started([returning((ZEROS, 1.0, False, False, {})), returning(step)], **engine) as envs:
+    with ready_engine([returning((ZEROS, 1.0, False, False, {})), returning(step)], **engine) as envs:
         with raises_logged((ValueError, TypeError)):
             envs.step([0, 0])
         envs.reset(seed=1)
 
 
-def test_a_step_before_the_first_reset_is_the_environments_affair(engine: Options) -> None:
-    with opened([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:
+def test_step_before_the_first_reset_is_left_to_the_environment(engine: Options) -> None:
+    with open_engine([lambda: gymnasium.make("CartPole-v1")] * 2, **engine) as envs:
         with raises_logged(ResetNeeded, failures=2):
             envs.step([0, 0])
         assert envs.reset(seed=1)[0].shape == (2, 4)
-    with opened(counters(2), **engine) as envs:
+    with open_engine(counters(2), **engine) as envs:
         assert envs.step([0, 0])[0][:, 1].tolist() == [1, 1]
 
 
-# --- Section 1.10: calls into the environments, and the functions that run in the workers -------
+# --- section 1.10: calls into environments, and functions that run in workers -------------------
 
 
 def limited() -> gymnasium.Env:
@@ -505,7 +528,7 @@ def limited() -> gymnasium.Env:
 
 
 def test_call_returns_one_result_for_each_environment_in_order(every_engine: Options) -> None:
-    with opened(counters(3), **every_engine) as envs:
+    with open_engine(counters(3), **every_engine) as envs:
         assert envs.call("add", 5) == (5, 6, 7)
         assert envs.call("add", 5, scale=2) == (10, 11, 12)
         assert envs.call("env_id") == (0, 1, 2)
@@ -518,13 +541,13 @@ def test_the_name_of_a_call_may_also_be_a_keyword_argument_of_the_function(every
         def greet(self, *, name: str) -> str:
             return f"{name} {self.env_id}"
 
-    with opened([functools.partial(Named, 0), functools.partial(Named, 1)], **every_engine) as envs:
+    with open_engine([functools.partial(Named, 0), functools.partial(Named, 1)], **every_engine) as envs:
         envs.call_async("greet", name="hello")
         assert envs.call_wait() == ("hello 0", "hello 1")
 
 
 def test_call_finds_what_wrappers_and_inner_environments_have(every_engine: Options) -> None:
-    with opened([limited] * 2, **every_engine) as envs:
+    with open_engine([limited] * 2, **every_engine) as envs:
         assert envs.get_attr("_max_episode_steps") == (7, 7)
         assert envs.get_attr("gravity") == (9.8, 9.8)
 
@@ -534,7 +557,7 @@ def test_values_of_any_kind_come_back(every_engine: Options) -> None:
         def give(self, value: Any) -> Any:
             return value
 
-    with opened([Holder] * 2, **every_engine) as envs:
+    with open_engine([Holder] * 2, **every_engine) as envs:
         for value in (None, "x", {"a": [1, 2]}, np.arange(3), (1, 2), CounterEnv):
             results = envs.call("give", value)
             assert len(results) == 2
@@ -543,7 +566,7 @@ def test_values_of_any_kind_come_back(every_engine: Options) -> None:
 
 @pytest.mark.parametrize("name", ["reset", "step", "close", "_setattr", "_check_spaces"])
 def test_the_names_of_the_engines_own_commands_are_refused(every_engine: Options, name: str) -> None:
-    with opened(counters(2), **every_engine) as envs:
+    with open_engine(counters(2), **every_engine) as envs:
         text = f"Trying to call function `{name}` with `call`, use `{name}` directly instead."
         with pytest.raises(ValueError, match=re.escape(text)):
             envs.call(name)
@@ -555,7 +578,7 @@ def fail_in_the_second(env: Any) -> None:
         raise ValueError("only here")
 
 
-def test_an_error_in_a_call_is_raised_as_itself_and_kills_nobody(every_engine: Options) -> None:
+def test_error_in_a_call_is_raised_and_kills_no_worker(every_engine: Options) -> None:
     wrong: list[tuple[Any, Callable[[Any], Any], str]] = [
         (AttributeError, lambda envs: envs.get_attr("nosuch"), "nosuch"),
         (KeyError, lambda envs: envs.call("fail", KeyError("lost")), "lost"),
@@ -563,7 +586,7 @@ def test_an_error_in_a_call_is_raised_as_itself_and_kills_nobody(every_engine: O
         ((TypeError, AttributeError), lambda envs: envs.call("add", threading.Lock()), "lock"),
         (ValueError, lambda envs: envs.exec_func(fail_in_the_second), "only here"),
     ]
-    with started(counters(3), **every_engine) as envs:
+    with ready_engine(counters(3), **every_engine) as envs:
         envs.step([0, 0, 0])
         for error, call, text in wrong:
             with pytest.raises(error, match=text) as caught:
@@ -575,7 +598,7 @@ def test_an_error_in_a_call_is_raised_as_itself_and_kills_nobody(every_engine: O
 
 
 def test_set_attr_gives_a_list_or_tuple_one_by_one_and_everything_else_whole(every_engine: Options) -> None:
-    with opened(counters(2), **every_engine) as envs:
+    with open_engine(counters(2), **every_engine) as envs:
         envs.set_attr("note", ["a", "b"])
         assert envs.get_attr("note") == ("a", "b")
         envs.set_attr("note", ("c", "d"))
@@ -591,7 +614,7 @@ def test_set_attr_gives_a_list_or_tuple_one_by_one_and_everything_else_whole(eve
 
 @pytest.mark.parametrize("values", [["a"], ["a", "b", "c"], (), []], ids=len)
 def test_set_attr_refuses_a_list_of_another_length(every_engine: Options, values: Any) -> None:
-    with opened(counters(2), **every_engine) as envs:
+    with open_engine(counters(2), **every_engine) as envs:
         text = f"Got `{len(values)}` values for 2 environments."
         with pytest.raises(ValueError, match=re.escape(text)):
             envs.set_attr("note", values)
@@ -599,7 +622,7 @@ def test_set_attr_refuses_a_list_of_another_length(every_engine: Options, values
 
 
 def test_set_attr_reaches_the_layer_that_has_the_attribute(every_engine: Options) -> None:
-    with opened([limited] * 2, **every_engine) as envs:
+    with open_engine([limited] * 2, **every_engine) as envs:
         envs.set_attr("gravity", [1.0, 2.0])
         assert envs.exec_func(lambda env: env.unwrapped.gravity) == (1.0, 2.0)
         envs.set_attr("_max_episode_steps", 3)
@@ -610,13 +633,13 @@ def test_set_attr_reaches_the_layer_that_has_the_attribute(every_engine: Options
 
 
 def test_set_attr_changes_what_the_next_step_does(every_engine: Options) -> None:
-    with started(counters(2, lengths=(9,)), **every_engine) as envs:
+    with ready_engine(counters(2, lengths=(9,)), **every_engine) as envs:
         envs.set_attr("steps", [3, 5])
         assert envs.step([0, 0])[0][:, 1].tolist() == [4, 6]
 
 
 def test_render_gives_a_tuple_of_frames(every_engine: Options) -> None:
-    with opened(counters(3, render_mode="rgb_array"), **every_engine) as envs:
+    with open_engine(counters(3, render_mode="rgb_array"), **every_engine) as envs:
         assert envs.render_mode == "rgb_array"
         envs.reset(seed=1)
         envs.step([0, 0, 0])
@@ -628,7 +651,7 @@ def test_render_gives_a_tuple_of_frames(every_engine: Options) -> None:
 
 
 def test_np_random_and_its_seed_are_those_of_the_environments_and_read_only(every_engine: Options) -> None:
-    with opened(counters(2), **every_engine) as envs:
+    with open_engine(counters(2), **every_engine) as envs:
         envs.reset(seed=42)
         assert envs.np_random_seed == (42, 43)
         generators = envs.np_random
@@ -642,8 +665,8 @@ def test_np_random_and_its_seed_are_those_of_the_environments_and_read_only(ever
             envs.np_random_seed = (1, 2)
 
 
-def test_np_random_is_a_copy_where_environments_live_elsewhere() -> None:
-    with opened(counters(2)) as envs:
+def test_np_random_of_worker_processes_is_a_copy() -> None:
+    with open_engine(counters(2)) as envs:
         envs.reset(seed=42)
         assert envs.np_random[0].random() == envs.np_random[0].random()
 
@@ -657,14 +680,14 @@ def test_exec_func_runs_a_function_of_every_environment(every_engine: Options) -
     def closure(env: Any, factor: int, *, plus: int = 0) -> int:
         return (env.unwrapped.env_id + offset) * factor + plus
 
-    with opened(counters(3), **every_engine) as envs:
+    with open_engine(counters(3), **every_engine) as envs:
         assert envs.exec_func(lambda env: env.env_id) == (0, 1, 2)
         assert envs.exec_func(closure, None, 2) == (20, 22, 24)
         assert envs.exec_func(closure, None, 2, plus=1) == (21, 23, 25)
 
 
-def test_exec_func_runs_in_the_chosen_and_gives_none_for_the_others(every_engine: Options) -> None:
-    with opened(counters(4), **every_engine) as envs:
+def test_exec_func_returns_none_for_environments_not_chosen(every_engine: Options) -> None:
+    with open_engine(counters(4), **every_engine) as envs:
         assert envs.exec_func(lambda env: env.env_id, [1, 3]) == (None, 1, None, 3)
         assert envs.exec_func(lambda env: env.env_id, [3, 0]) == (0, None, None, 3)
         assert envs.exec_func(lambda env: env.env_id, (2,)) == (None, None, 2, None)
@@ -675,14 +698,14 @@ def test_exec_func_runs_in_the_chosen_and_gives_none_for_the_others(every_engine
 
 @pytest.mark.parametrize("indices", [[4], [-5], [0, 9], ["a"], [0.5]], ids=str)
 def test_exec_func_refuses_indices_of_environments_that_are_not_there(every_engine: Options, indices: Any) -> None:
-    with opened(counters(4), **every_engine) as envs:
+    with open_engine(counters(4), **every_engine) as envs:
         with pytest.raises((ValueError, IndexError, TypeError)):
             envs.exec_func(lambda env: setattr(env, "note", "touched"), indices)
         assert envs.get_attr("note") == ("unset",) * 4
 
 
-def test_exec_func_may_be_sent_and_fetched(every_engine: Options) -> None:
-    with opened(counters(2), **every_engine) as envs:
+def test_exec_func_in_two_halves(every_engine: Options) -> None:
+    with open_engine(counters(2), **every_engine) as envs:
         envs.exec_func_send(lambda env: env.env_id + 1)
         with pytest.raises(AlreadyPendingCallError):
             envs.step_async([0, 0])
@@ -693,7 +716,7 @@ def test_exec_func_may_be_sent_and_fetched(every_engine: Options) -> None:
 
 
 def test_exec_func_can_step_and_change_the_environment_itself(every_engine: Options) -> None:
-    with started(counters(2, lengths=(9,)), **every_engine) as envs:
+    with ready_engine(counters(2, lengths=(9,)), **every_engine) as envs:
         assert [result[1] for result in envs.exec_func(lambda env: env.step(0))] == [0.001, 1.001]
         assert envs.step([0, 0])[0][:, 1].tolist() == [2, 2]
 

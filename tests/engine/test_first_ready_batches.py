@@ -1,6 +1,6 @@
-"""First-ready batches: `reset_async`, `recv`, `send`. Every environment's own stream must be what it is in a plain loop.
+"""First-ready batches: `reset_async`, `recv`, `send`. Each environment's rows equal those of a plain loop.
 
-What is late, raises or dies in between: ``faults/test_restart.py``.
+Environments that are late, raise or die: ``faults/test_restart.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import Options, ended, opened, started
+from envs import Options, killable_engine, open_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 
 import vecenv
 from vecenv.errors import StepTimeout
-from vecenv.link.channel import CallerEnd
+from vecenv.link.channel import Channel
 
 
 class Ticker(gymnasium.Env[Any, Any]):
-    """Observation (env, episode, step); reward is the action plus the step; infos of changing keys."""
+    """An environment with observations (env, episode, step), reward action + step, and infos of changing keys."""
 
     observation_space = spaces.Box(-1, 1e6, (3,), np.float64)
     action_space = spaces.Discrete(1000)
@@ -67,7 +67,7 @@ def makers(lengths: list[int], **kwargs: Any) -> list[Callable[[], Ticker]]:
 
 
 class Loop:
-    """One environment, alone, with the autoreset mode done by hand: what its rows must be."""
+    """A plain loop over one environment, with its own autoreset: the expected rows."""
 
     def __init__(self, env: Ticker, mode: AutoresetMode) -> None:
         self.env, self.mode, self.pending = env, mode, False
@@ -93,7 +93,7 @@ class Loop:
 
 
 def unbatched(infos: dict[str, Any], position: int) -> dict[str, Any]:
-    """One row's info out of a dict of arrays with masks."""
+    """Return one row's info from a dict of arrays with masks."""
     found = {}
     for key, value in infos.items():
         if key.startswith("_") or not infos[f"_{key}"][position]:
@@ -102,23 +102,23 @@ def unbatched(infos: dict[str, Any], position: int) -> dict[str, Any]:
     return found
 
 
-def assert_same_info(got: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert set(got) == set(wanted)
-    for key, value in wanted.items():
+def assert_same_info(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert set(got) == set(expected)
+    for key, value in expected.items():
         if isinstance(value, dict):
             assert_same_info(got[key], value)
         else:
             np.testing.assert_array_equal(got[key], value)
 
 
-def assert_wanted(batch: tuple[Any, ...], wanted: dict[int, tuple[Any, ...]]) -> None:
-    """The rows that came are those that the loops of their environments made, which are then no longer wanted."""
+def assert_expected(batch: tuple[Any, ...], expected: dict[int, tuple[Any, ...]]) -> None:
+    """Compare received rows with those of the environments' loops, and remove these."""
     observations, rewards, terminations, truncations, infos = batch
     ids = infos["env_id"].tolist()
     assert observations.shape == (len(ids), 3)
     assert rewards.dtype == np.float64
     for position, env in enumerate(ids):
-        observation, reward, terminated, truncated, info = wanted.pop(env)
+        observation, reward, terminated, truncated, info = expected.pop(env)
         np.testing.assert_array_equal(observations[position], observation)
         assert rewards[position] == reward
         assert (terminations[position], truncations[position]) == (terminated, truncated)
@@ -133,7 +133,7 @@ def assert_wanted(batch: tuple[Any, ...], wanted: dict[int, tuple[Any, ...]]) ->
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) -> None:
-    """Options of the engine in any combination; what is idle is sent in any order, as many at a time as chance has it."""
+    """Any combination of engine options; idle rows are sent in random order and number."""
     lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=7), "lengths")
     mode = data.draw(st.sampled_from(AutoresetMode), "mode")
     engine: dict[str, Any] = {
@@ -150,56 +150,58 @@ def test_any_engine_and_any_order_of_sending(context: str, data: st.DataObject) 
     loops = [Loop(fn(), mode) for fn in fns]
     try:
         envs = vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, context=context, **engine)
-    except ValueError:  # options that exclude each other, or more workers than environments
+    except ValueError:  # some options exclude each other, or there are more workers than environments
         assume(False)
-    chance = random.Random(data.draw(st.integers(0, 2**32), "chance"))  # who is first is chance, and hypothesis wants none
-    envs._driver.rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
+    # which row is first depends on timing, and hypothesis must not draw from that
+    rng = random.Random(data.draw(st.integers(0, 2**32), "rng"))
+    driver = envs._driver
+    getattr(driver, "exchange", driver).rows_at_once = data.draw(st.sampled_from([None, 1, 2]), "rows_at_once")
     with closing(envs):
         envs.reset_async(seed=5)
-        wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
+        expected = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
         idle: list[int] = []
         for turn in range(50):
             sent = idle
-            if len(wanted) >= engine["batch_size"]:
+            if len(expected) >= engine["batch_size"]:
                 batch = envs.recv(timeout=20)
-                assert_wanted(batch, wanted)
+                assert_expected(batch, expected)
                 ids, over = batch[-1]["env_id"], batch[2]
-                if mode is AutoresetMode.DISABLED and over.any():  # those are reset by name, while others are on their way
+                if mode is AutoresetMode.DISABLED and over.any():  # these are reset by index, while others are in flight
                     envs.reset_async(seed=turn, env_id=ids[over])
-                    wanted |= {row: loops[row].reset(turn + row) for row in ids[over].tolist()}
+                    expected |= {row: loops[row].reset(turn + row) for row in ids[over].tolist()}
                     ids = ids[~over]
                 idle += ids.tolist()
-                chance.shuffle(idle)
-                sent = idle[: chance.randint(0, len(idle))]
+                rng.shuffle(idle)
+                sent = idle[: rng.randint(0, len(idle))]
             if not sent:
                 continue
             idle = idle[len(sent) :]
-            actions = np.array([chance.randint(0, 99) for _ in sent])
-            envs.send(actions if chance.random() < 0.7 else actions.tolist(), sent)
+            actions = np.array([rng.randint(0, 99) for _ in sent])
+            envs.send(actions if rng.random() < 0.7 else actions.tolist(), sent)
             for env, action in zip(sent, actions, strict=True):
-                wanted[env] = loops[env].step(int(action))
+                expected[env] = loops[env].step(int(action))
 
 
-def test_rows_come_in_the_order_of_their_ends() -> None:
-    with started(makers([9, 9, 9]), num_workers=0) as envs:
+def test_rows_are_received_in_finishing_order() -> None:
+    with ready_engine(makers([9, 9, 9]), num_workers=0) as envs:
         envs.send([1], [2])
         envs.send([1, 1], [0, 1])
         assert envs.recv(timeout=20, count=3)[4]["env_id"].tolist() == [2, 0, 1]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_came_by_pickle_is_given_once(num_workers: int) -> None:
-    """Infos that are no columns, and the last observations of episodes."""
+def test_pickled_infos_are_returned_once(num_workers: int) -> None:
+    """Infos that fit no column, and final observations of episodes."""
     fns = makers([9, 5])
     loops = [Loop(fn(), AutoresetMode.SAME_STEP) for fn in fns]
-    with opened(fns, autoreset_mode="SameStep", num_workers=num_workers, batch_size=1, shared_memory=False) as envs:
+    with open_engine(fns, autoreset_mode="SameStep", num_workers=num_workers, batch_size=1, shared_memory=False) as envs:
         envs.reset_async(seed=5)
-        wanted = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
+        expected = {i: loop.reset(5 + i) for i, loop in enumerate(loops)}
         for _ in range(11):
             for _ in fns:
-                assert_wanted(envs.recv(timeout=20), wanted)
+                assert_expected(envs.recv(timeout=20), expected)
             envs.send([1, 2], [0, 1])
-            wanted = {i: loop.step(1 + i) for i, loop in enumerate(loops)}
+            expected = {i: loop.step(1 + i) for i, loop in enumerate(loops)}
 
 
 @pytest.mark.parametrize("workers", [0, 2, 6])
@@ -208,12 +210,12 @@ def test_actions_reach_the_environments_that_are_named_in_any_order(workers: int
     loops = [Loop(fn(), AutoresetMode.NEXT_STEP) for fn in fns]
     with closing(vecenv.AsyncVectorEnv(fns, num_workers=workers, batch_size=6)) as envs:
         envs.reset_async(seed=5)
-        assert_wanted(envs.recv(timeout=20), {i: loop.reset(5 + i) for i, loop in enumerate(loops)})
+        assert_expected(envs.recv(timeout=20), {i: loop.reset(5 + i) for i, loop in enumerate(loops)})
         order, actions = [5, 2, 4, 0, 3, 1], np.arange(6) * 10
         for given in (actions, actions.tolist()):
             envs.send(given, order)
-            wanted = {env: loops[env].step(int(action)) for env, action in zip(order, actions, strict=True)}
-            assert_wanted(envs.recv(timeout=20), wanted)
+            expected = {env: loops[env].step(int(action)) for env, action in zip(order, actions, strict=True)}
+            assert_expected(envs.recv(timeout=20), expected)
 
 
 @pytest.mark.long
@@ -223,8 +225,9 @@ def test_actions_reach_the_environments_that_are_named_in_any_order(workers: int
     ids=["workers", "two-and-the-caller", "one-and-the-caller"],
 )
 def test_no_env_is_starved(engine: Options, count: int) -> None:
-    """The pauses give every worker the time to finish whatever it was sent, also on a busy machine: an environment that is
-    handed out late then was ready and passed over."""
+    """The pauses let every worker finish its messages, also on a busy machine: an environment that is returned late was
+    ready and passed over.
+    """
     envs = vecenv.AsyncVectorEnv(makers([9] * 8), batch_size=count, **engine)
     seen: Counter[int] = Counter()
     gaps: dict[int, int] = defaultdict(int)
@@ -246,23 +249,23 @@ def test_no_env_is_starved(engine: Options, count: int) -> None:
 
 
 @pytest.mark.long
-def test_only_those_are_read_who_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a worker for every environment, looking into every pipe for every answer would cost more than the answers."""
+def test_only_readable_pipes_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one worker per environment, reading every pipe for every reply would take longer than the replies."""
     envs = vecenv.AsyncVectorEnv(makers([1000] * 16, pause=0.005), batch_size=1)
     looks = 0
-    read = CallerEnd.read
+    receive = Channel.receive
 
-    def counted(channel: CallerEnd) -> Any:
+    def counted(channel: Channel) -> Any:
         nonlocal looks
         looks += 1
-        return read(channel)
+        return receive(channel)
 
     try:
         envs.reset_async()
         for _ in range(16):
             envs.recv(timeout=20)
         envs.send(np.zeros(16, np.int64), range(16))
-        monkeypatch.setattr(CallerEnd, "read", counted)
+        monkeypatch.setattr(Channel, "receive", counted)
         for _ in range(100):
             envs.recv(timeout=20)
             envs.send(np.zeros(1, np.int64))
@@ -273,7 +276,7 @@ def test_only_those_are_read_who_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Bulky(gymnasium.Env[Any, Any]):
-    """Neither its actions, the number of seconds that a step takes, nor its observations fit into a pipe."""
+    """An environment with actions (the seconds that a step takes) and observations that do not fit into a pipe."""
 
     observation_space = spaces.Text(10**6)
     action_space = spaces.Box(0, 1, (200_000,), np.float64)
@@ -288,24 +291,25 @@ class Bulky(gymnasium.Env[Any, Any]):
 
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [1, 8], ids=["which-may-spin", "too-many-to-spin"])
-def test_what_came_while_something_was_sent_is_not_forgotten(workers: int) -> None:
-    """Both sides write more than a pipe holds, and take in what the other writes meanwhile; a worker that never spins does
-    not, so that the caller has the whole answer before it has sent everything."""
-    with opened([Bulky] * (2 * workers), num_workers=workers, batch_size=1) as envs:
+def test_replies_read_while_sending_are_kept(workers: int) -> None:
+    """Both sides write more than a pipe holds, and read what the other writes meanwhile. A worker that never spins does not,
+    so that the caller has the whole reply before it has sent everything.
+    """
+    with open_engine([Bulky] * (2 * workers), num_workers=workers, batch_size=1) as envs:
         envs.reset_async()
         for _ in range(2 * workers):
             envs.recv(timeout=20)
         for env in (0, 1):
-            envs.send([np.full(200_000, float(env))], [env])  # a list goes by pickle
+            envs.send([np.full(200_000, float(env))], [env])  # a list is pickled
             time.sleep(0.2 - 0.2 * env)
         found = [envs.recv(timeout=0.7), envs.recv(timeout=20)]
     assert [(infos["env_id"].tolist(), rewards.tolist()) for _, rewards, *_, infos in found] == [([0], [0.0]), ([1], [1.0])]
     assert [len(observations[0]) for observations, *_ in found] == [10**6] * 2
 
 
-def test_the_fast_are_not_kept_waiting_by_the_slow() -> None:
+def test_fast_environments_do_not_wait_for_slow_ones() -> None:
     fns = [*makers([1000] * 3), lambda: Ticker(3, 1000, pause=2.0)]
-    with ended(fns, batch_size=1) as envs:
+    with killable_engine(fns, batch_size=1) as envs:
         envs.reset_async()
         for _ in range(4):
             envs.recv(timeout=20)
@@ -316,8 +320,8 @@ def test_the_fast_are_not_kept_waiting_by_the_slow() -> None:
             envs.send(np.zeros(1, np.int64), infos["env_id"])
 
 
-class Held(Ticker):
-    """Steps that wait a while, and for action 1 until a file is there."""
+class BlocksUntilFile(Ticker):
+    """An environment with steps that wait a while, and for action 1 until a file exists."""
 
     def __init__(self, env: int, file: str) -> None:
         super().__init__(env, 10**6, pause=0.004)
@@ -329,10 +333,11 @@ class Held(Ticker):
         return super().step(action)
 
 
-def test_a_worker_has_two_messages_where_steps_wait(tmp_path: Path) -> None:
-    """What it did first is here while it is held up in what it was sent with it."""
+def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
+    """The result of its first message arrives while the second one blocks it."""
     file = tmp_path / "go on"
-    envs = vecenv.AsyncVectorEnv([lambda i=i: Held(i, str(file)) for i in range(4)], num_workers=1, batch_size="auto")
+    env_fns = [lambda i=i: BlocksUntilFile(i, str(file)) for i in range(4)]
+    envs = vecenv.AsyncVectorEnv(env_fns, num_workers=1, batch_size="auto")
     try:
         assert (envs.batch_size, envs.plan.batch_size, envs.plan.rows_at_once) == (2, 2, 2)
         assert "batch_size=2: halves" in str(envs.plan)
@@ -343,7 +348,7 @@ def test_a_worker_has_two_messages_where_steps_wait(tmp_path: Path) -> None:
         assert envs.stats()["in_flight"] == 2
         with pytest.raises(StepTimeout, match=r"envs \[2, 3\]"):
             envs.recv(timeout=0.05)
-        envs.send(np.zeros(2, np.int64))  # those of the latest recv: behind what the worker is in the middle of
+        envs.send(np.zeros(2, np.int64))  # those of the latest recv: after the message that the worker is executing
         file.touch()
         assert envs.recv(timeout=20)[-1]["env_id"].tolist() == [2, 3]
         observations, *_, infos = envs.recv(timeout=20)
@@ -354,16 +359,16 @@ def test_a_worker_has_two_messages_where_steps_wait(tmp_path: Path) -> None:
         envs.close()
 
 
-def test_auto_is_a_lock_step_where_nobody_could_be_first() -> None:
-    with opened(makers([5] * 4), num_workers=0, batch_size="auto") as envs:
+def test_auto_batch_is_lock_step_for_one_worker() -> None:
+    with open_engine(makers([5] * 4), num_workers=0, batch_size="auto") as envs:
         assert envs.batch_size == 4
         assert "batch_size=4: a lock-step: no environment can be ahead of another" in str(envs.plan)
 
 
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2, "use_caller": True}], ids=str)
-def test_some_are_reset_while_others_fly(engine: Options) -> None:
-    """Each row by itself goes on as in a plain loop; seeds are by environment, or one for each that is named."""
-    with opened(makers([50] * 4), **engine) as envs:
+def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
+    """Each row continues as in a plain loop; seeds are indexed by environment, or one for each named row."""
+    with open_engine(makers([50] * 4), **engine) as envs:
         envs.reset(seed=10)
         envs.send([1, 1], [0, 1])
         envs.reset_async(seed=20, env_id=[3, 2])
@@ -376,8 +381,8 @@ def test_some_are_reset_while_others_fly(engine: Options) -> None:
             observations, rewards, *_, infos = envs.recv(count=count)
             assert len(observations) == len(rewards) == len(infos["env_id"]) == count
             for position, row in enumerate(infos["env_id"].tolist()):
-                said = infos["seed"][position] if row >= 2 else infos["t"][position]
-                seen[row] = (observations[position].tolist(), rewards[position], said)
+                reported = infos["seed"][position] if row >= 2 else infos["t"][position]
+                seen[row] = (observations[position].tolist(), rewards[position], reported)
         assert seen == {
             0: ([0, 0, 1], 2.0, 1), 1: ([1, 0, 1], 2.0, 1), 2: ([2, 1, 0], 0.0, 22), 3: ([3, 1, 0], 0.0, 23),
         }  # fmt: skip
@@ -389,8 +394,8 @@ def test_some_are_reset_while_others_fly(engine: Options) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 300])
-def test_a_row_that_is_named_twice_is_refused_among_few_and_many(rows: int) -> None:
-    with started(makers([5] * rows), num_workers=0) as envs:
+def test_duplicate_row_is_refused(rows: int) -> None:
+    with ready_engine(makers([5] * rows), num_workers=0) as envs:
         for wrong in ([*range(1, rows), 1], [rows, *range(1, rows)]):
             with pytest.raises(ValueError, match="env_id must"):
                 envs.send(np.zeros(rows, np.int64), wrong)
@@ -399,7 +404,7 @@ def test_a_row_that_is_named_twice_is_refused_among_few_and_many(rows: int) -> N
 
 
 class RaisesOnce(Ticker):
-    """Its second step raises."""
+    """An environment that raises in its second step."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.t == 1:
@@ -408,9 +413,9 @@ class RaisesOnce(Ticker):
 
 
 @pytest.mark.parametrize("way", ["dies", "raises"])
-def test_a_failed_env_comes_back_by_a_reset_of_its_own(way: str) -> None:
+def test_failed_env_is_rebuilt_by_its_own_reset(way: str) -> None:
     kind = RaisesOnce if way == "raises" else Ticker
-    with started([lambda i=i: kind(i, 9) for i in range(3)], num_workers=3) as envs:
+    with ready_engine([lambda i=i: kind(i, 9) for i in range(3)], num_workers=3) as envs:
         envs.step([0] * 3)
         if way == "dies":
             os.kill(envs.processes[1].pid, signal.SIGKILL)

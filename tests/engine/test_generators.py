@@ -1,8 +1,9 @@
-"""``generators="own"``: environments that draw from the generators of their process are what they are alone."""
+"""``generators="own"``: environments that draw from the generators of their process get the numbers that they get alone."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import random
 import re
@@ -21,17 +22,23 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from sampling import each_once
+from signals import handled
 
 import vecenv
 from vecenv.errors import SnapshotMismatch
+from vecenv.system import generators as system_generators
 from vecenv.testing import assert_identical
+from vecenv.worker import own_generators
 
 pytestmark = pytest.mark.timeout(120)
 MODES = list(AutoresetMode)
 
 
 class Draws(gymnasium.Env[Any, Any]):
-    """Draws from all of them, in every call; now and then a normal number alone, of which there are two at a time."""
+    """An environment that draws from all generators in every call. It sometimes draws one normal number, of the two that are
+    generated.
+    """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (6,), np.float64)
     action_space = gymnasium.spaces.Discrete(2)
@@ -45,9 +52,9 @@ class Draws(gymnasium.Env[Any, Any]):
         if self.seeds and seed is not None:
             np.random.seed(seed)
             random.seed(seed)
-        return self.drawn(), {}
+        return self.draw_all(), {}
 
-    def drawn(self) -> Any:
+    def draw_all(self) -> Any:
         if self.steps < self.late:
             return np.zeros(6)
         state = np.random.get_state()
@@ -62,22 +69,23 @@ class Draws(gymnasium.Env[Any, Any]):
         if action == 7:
             os.kill(os.getpid(), signal.SIGKILL)
         ended = self.steps >= self.late and np.random.rand() < 0.1
-        return self.drawn(), random.random() if self.steps >= self.late else 0.0, bool(ended), False, {"steps": self.steps}
+        reward = random.random() if self.steps >= self.late else 0.0
+        return self.draw_all(), reward, bool(ended), False, {"steps": self.steps}
 
     def guess(self) -> float:
         return float(np.random.rand() + random.random())
 
 
-def alone(env_fn: Callable[[], Any], seed: int, steps: int, mode: AutoresetMode) -> Iterator[Any]:
-    """What one environment says alone: nothing else draws, and resets seed as ``docs/workers.md`` says."""
+def results_alone(env_fn: Callable[[], Any], seed: int, steps: int, mode: AutoresetMode) -> Iterator[Any]:
+    """Yield the results of one environment in a plain loop, seeded as in ``docs/workers.md``; nothing else draws."""
     outside = random.getstate(), np.random.get_state()
     episode = 0
 
-    def begin(env: Any, **how: Any) -> Any:
+    def begin(env: Any, **kwargs: Any) -> Any:
         sequences = [np.random.SeedSequence(seed, spawn_key=(episode, which)) for which in range(2)]
         np.random.set_state(np.random.MT19937(sequences[0]).state)
         random.seed(int.from_bytes(sequences[1].generate_state(4).tobytes(), "little"))
-        return env.reset(**how)[0]
+        return env.reset(**kwargs)[0]
 
     try:
         env = env_fn()
@@ -101,19 +109,22 @@ def alone(env_fn: Callable[[], Any], seed: int, steps: int, mode: AutoresetMode)
 
 
 def trajectory(envs: Any, steps: int, seed: int | None = 3) -> list[Any]:
-    """(observations, rewards, terminations) of a reset and of steps; a mask resets rows that nothing else does."""
+    """Return (observations, rewards, terminations) of a reset and of steps; in disabled mode, ended rows are reset by mask.
+    """
     count = envs.num_envs
-    said = [(envs.reset(seed=seed)[0], np.zeros(count), np.zeros(count, bool))] if seed is not None else []
+    results = [(envs.reset(seed=seed)[0], np.zeros(count), np.zeros(count, bool))] if seed is not None else []
     over = np.zeros(count, bool)
     for _ in range(steps):
         if over.any() and envs.autoreset_mode is AutoresetMode.DISABLED:
             envs.reset(options={"reset_mask": over})
         observations, rewards, over, _, _ = envs.step(np.zeros(count, int))
-        said.append((observations, rewards, over))
-    return said
+        results.append((observations, rewards, over))
+    return results
 
 
 def own(count: int = 5, env_fn: Callable[[], Any] = Draws, **options: Any) -> Any:
+    if "spare_workers" in options:
+        return vecenv.make_vec(env_fn, count, vector_kwargs={"generators": "own", **options})
     return vecenv.AsyncVectorEnv([env_fn] * count, generators="own", **options)
 
 
@@ -131,11 +142,11 @@ SEEDS = functools.partial(Draws, seeds=True)
 
 @pytest.mark.parametrize("env_fn", [Draws, LATE, SEEDS], ids=["always", "late", "seeds"])
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
-def test_rows_say_what_each_environment_says_alone(mode: AutoresetMode, env_fn: Any) -> None:
-    said = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode, count=3)
+def test_rows_equal_each_environment_alone(mode: AutoresetMode, env_fn: Any) -> None:
+    results = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode, count=3)
     for row in range(3):
-        wanted = list(alone(env_fn, 3 + row, 40, mode))
-        assert_identical([tuple(part[row] for part in step) for step in said], list(map(_typed, wanted)), f"row {row}")
+        expected = list(results_alone(env_fn, 3 + row, 40, mode))
+        assert_identical([tuple(part[row] for part in step) for step in results], list(map(_typed, expected)), f"row {row}")
 
 
 def _typed(step: Any) -> Any:
@@ -143,12 +154,14 @@ def _typed(step: Any) -> Any:
     return observation, np.float64(reward), np.bool_(over)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("env_fn", [Draws, LATE], ids=["always", "late"])
 @pytest.mark.parametrize(
-    "options", [{"num_workers": 2}, {"num_workers": 2, "use_caller": True}, {"num_workers": 1}], ids=["2", "caller", "1"]
+    ("mode", "env_fn", "options"),
+    each_once(
+        MODES, {"always": Draws, "late": LATE},
+        {"2": {"num_workers": 2}, "caller": {"num_workers": 2, "use_caller": True}, "1": {"num_workers": 1}},
+    ),
 )
-def test_workers_change_nothing(mode: AutoresetMode, env_fn: Any, options: Any) -> None:
+def test_number_of_workers_does_not_change_results(mode: AutoresetMode, env_fn: Any, options: Any) -> None:
     plain = run(env_fn=env_fn, num_workers=0, autoreset_mode=mode)
     assert_identical(run(env_fn=env_fn, autoreset_mode=mode, **options), plain)
 
@@ -156,11 +169,11 @@ def test_workers_change_nothing(mode: AutoresetMode, env_fn: Any, options: Any) 
 @pytest.mark.long
 @pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize("workers", [2, 4, None])
-def test_start_methods_change_nothing(context: Any, workers: Any) -> None:
+def test_start_methods_do_not_change_results(context: Any, workers: Any) -> None:
     assert_identical(run(num_workers=workers, context=context, env_fn=SEEDS), run(num_workers=0, env_fn=SEEDS))
 
 
-def test_callers_own_draws_are_neither_seen_nor_changed() -> None:
+def test_callers_draws_are_independent() -> None:
     plain = run(num_workers=0)
     np.random.seed(1)
     random.seed(1)
@@ -168,13 +181,13 @@ def test_callers_own_draws_are_neither_seen_nor_changed() -> None:
     bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     function = random.random
     envs = own(num_workers=0)
-    said = [(envs.reset(seed=3)[0], np.zeros(5), np.zeros(5, bool))]
+    results = [(envs.reset(seed=3)[0], np.zeros(5), np.zeros(5, bool))]
     drawn = [np.random.normal(), random.random(), getrandbits(8)]
     for _ in range(40):
-        said.append(envs.step(np.zeros(5, int))[:3])
+        results.append(envs.step(np.zeros(5, int))[:3])
         drawn += [np.random.normal(), random.gauss(0, 1)]
     envs.close()
-    assert_identical(said, plain)
+    assert_identical(results, plain)
     assert np.random.get_bit_generator() is bit_generator  # type: ignore[attr-defined]
     assert random.random is function
     rest = [np.random.normal(), random.random()]
@@ -186,8 +199,84 @@ def test_callers_own_draws_are_neither_seen_nor_changed() -> None:
     assert rest == [np.random.normal(), random.random()]
 
 
-def test_calls_and_first_ready_rows_draw_their_own() -> None:
-    said = []
+class DrawsByModule(Draws):
+    def draw_all(self) -> Any:
+        return np.array([np.random.normal(), random.random(), random.gauss(0, 1)])
+
+
+class Alarm(Exception):
+    """An exception that a signal handler raises."""
+
+
+def interrupt_at(event: int, function: Callable[[], object]) -> bool:
+    """Call ``function``, and raise a signal at the ``event``-th call or return in the modules of generators.
+
+    Returns:
+        True if there are that many.
+    """
+    sources = own_generators.__file__, system_generators.__file__
+    count, fired = 0, False
+
+    def profile(frame: Any, kind: str, _: Any) -> None:
+        nonlocal count, fired
+        code = frame.f_code
+        if kind == "c_call" or code.co_filename not in sources:
+            return
+        count += 1
+        if count == event:
+            fired = True
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR2)
+
+    sys.setprofile(profile)
+    try:
+        function()
+    except Alarm:
+        pass
+    finally:
+        sys.setprofile(None)
+    return fired
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a signal in a finalizer
+def test_signal_at_any_point_does_not_change_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(system_generators._Switch, "_replace_references", lambda self: None)  # takes 10 ms each time
+    original = np.random.get_bit_generator(), random.random  # type: ignore[attr-defined]
+    outside = random.getstate(), np.random.get_state()
+    (build,) = own_generators.with_own_generators([DrawsByModule])
+    later = next(results_alone(DrawsByModule, 5, 0, AutoresetMode.NEXT_STEP))[0]
+    event, fired = 0, True
+
+    def run_episode() -> None:
+        with closing(build()) as env:
+            env.reset(seed=1)
+            env.step(0)
+
+    try:
+        while fired and event < 900:
+            event += 1
+            random.seed(7)
+            np.random.seed(7)
+            np.random.normal()  # numpy keeps a second normal number
+            with handled(signal.SIGUSR2, Alarm):
+                fired = interrupt_at(event, run_episode)
+            expected = np.random.RandomState(7).normal(size=3).tolist()[1:], random.Random(7).random()
+            assert ([np.random.normal(), np.random.normal()], random.random()) == expected, f"event {event}"
+            if event % 8 == 0:
+                with closing(build()) as env:
+                    assert_identical(env.reset(seed=5)[0], later, f"event {event}")
+        assert 100 < event < 900
+        gc.collect()  # an environment that was never closed
+        assert (np.random.get_bit_generator(), random.random) == original  # type: ignore[attr-defined]
+    finally:
+        random.setstate(outside[0])
+        np.random.set_state(outside[1])
+
+
+def test_calls_and_first_ready_rows_use_their_own_generators() -> None:
+    results = []
     for workers in (0, 2):
         envs = own(4, num_workers=workers, batch_size=4)
         envs.reset(seed=5)
@@ -195,50 +284,50 @@ def test_calls_and_first_ready_rows_draw_their_own() -> None:
         for rows in ([0, 2], [1], [3], [0]):
             envs.send(np.zeros(len(rows), int), rows)
             envs.recv(count=len(rows))
-        said.append((guesses, trajectory(envs, 20, None), envs.call("guess")))
+        results.append((guesses, trajectory(envs, 20, None), envs.call("guess")))
         envs.close()
-    assert_identical(said[1], said[0])
+    assert_identical(results[1], results[0])
 
 
-def test_saved_rows_go_on_from_their_generators_in_another_engine() -> None:
+def test_saved_generators_continue_in_another_engine() -> None:
     envs = own(num_workers=0)
     trajectory(envs, 13)
     kept = envs.save()
-    wanted = trajectory(envs, 30, None)
+    expected = trajectory(envs, 30, None)
     envs.load(kept)
-    assert_identical(trajectory(envs, 30, None), wanted)
+    assert_identical(trajectory(envs, 30, None), expected)
     state = envs.state_dict()
     envs.close()
     with closing(own(num_workers=2)) as other:
         other.reset(seed=99)
         other.load(kept)
-        assert_identical(trajectory(other, 30, None), wanted)
+        assert_identical(trajectory(other, 30, None), expected)
         other.load_state_dict(state)
     with closing(vecenv.AsyncVectorEnv([Draws] * 5, num_workers=0)) as shared, pytest.raises(SnapshotMismatch, match="own"):
         shared.load(kept)
 
 
-def test_worker_that_was_killed_goes_on_from_its_snapshot(closes: Any) -> None:
+def test_killed_worker_continues_from_its_snapshot(closes: Any) -> None:
     envs = closes(own(4, num_workers=2, on_failure="restart", autoreset_mode="SameStep"))
     trajectory(envs, 9)
     kept = envs.save()
-    wanted = trajectory(envs, 12, None)
+    expected = trajectory(envs, 12, None)
     *_, infos = envs.step(np.array([7, 0, 7, 0]))
     assert infos["restarted"].all()
     envs.load(kept)
-    assert_identical(trajectory(envs, 12, None), wanted)
+    assert_identical(trajectory(envs, 12, None), expected)
 
 
-def test_worker_that_was_killed_is_the_same_after_a_reset(closes: Any) -> None:
-    wanted = run(num_workers=0)
+def test_killed_worker_gives_the_same_results_after_a_reset(closes: Any) -> None:
+    expected = run(num_workers=0)
     envs = closes(own(num_workers=2, on_failure="restart"))
     trajectory(envs, 5)
     envs.step(np.array([7, 0, 0, 0, 7]))
-    assert_identical(trajectory(envs, 40), wanted)
+    assert_identical(trajectory(envs, 40), expected)
 
 
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-def test_spare_workers_change_nothing(mode: str) -> None:
+@pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.long)])
+def test_spare_workers_do_not_change_results(mode: str) -> None:
     assert_identical(
         run(spare_workers=3, count=3, autoreset_mode=mode), run(spare_workers=1, count=3, autoreset_mode=mode)
     )  # fmt: skip
@@ -246,37 +335,43 @@ def test_spare_workers_change_nothing(mode: str) -> None:
 
 @pytest.mark.parametrize("env_fn", [Draws, LATE], ids=["always", "late"])
 def test_evaluation_is_the_same_for_every_number_of_environments(env_fn: Any) -> None:
-    said = []
+    evaluations = []
     for count, workers in ((1, 0), (3, 1), (4, 2), (4, 4)):
         with closing(own(count, env_fn, num_workers=workers)) as envs:
             results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes=12, seed=1)
-        said.append([(result.episode_return, result.length) for result in results])
-    assert said.count(said[0]) == 4
-    assert len({episode_return for episode_return, _ in said[0]}) == 12
+        evaluations.append([(result.episode_return, result.length) for result in results])
+    assert evaluations.count(evaluations[0]) == 4
+    assert len({episode_return for episode_return, _ in evaluations[0]}) == 12
 
 
-def test_evaluation_says_that_its_promise_does_not_hold() -> None:
-    for workers in (0, 2):
-        envs = vecenv.AsyncVectorEnv([Draws] * 3, num_workers=workers)
-        with closing(envs), warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes=4, seed=1)
-        texts = [str(one.message) for one in said]
-        assert sum("generators='own'" in text and "Draws" in text for text in texts) == 1, texts
-        assert sum("what evaluate gave depends on" in text for text in texts) == 1, texts
+TRIED: list[dict[str, Any]] = [{"num_workers": "auto"}, {"num_workers": 2, "use_caller": True}, {"batch_size": "auto"}]
+"""Options with which an environment is tried before workers are started."""
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_warning_names_the_environment_and_the_generator(workers: int) -> None:
-    with warnings.catch_warnings(record=True) as said:
+@pytest.mark.parametrize("options", TRIED, ids=str)
+def test_evaluation_warns_that_its_promise_does_not_hold(options: Any) -> None:
+    with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
-        envs = vecenv.AsyncVectorEnv([LateNumbers] * 4, num_workers=workers)
-        envs.reset(seed=1)
-        for _ in range(3):
-            envs.step(np.zeros(4, int))
-        envs.close()
-    [text] = [str(one.message) for one in said if "generators" in str(one.message)]
+        with closing(vecenv.AsyncVectorEnv([Draws] * 3, **options)) as envs:
+            vecenv.evaluate(envs, lambda observations: np.zeros(len(observations), int), episodes=4, seed=1)
+    texts = [str(one.message) for one in raised]
+    assert sum("generators='own'" in text and "Draws" in text for text in texts) == 1, texts
+    assert sum("what evaluate gave depends on" in text for text in texts) == 1, texts
+
+
+@pytest.mark.parametrize("options", TRIED, ids=str)
+def test_a_warning_names_the_environment_and_the_generator(options: Any) -> None:
+    with warnings.catch_warnings(record=True) as raised:
+        warnings.simplefilter("always")
+        vecenv.AsyncVectorEnv([LateNumbers] * 4, **options).close()
+    [text] = [str(one.message) for one in raised if "generators" in str(one.message)]
     assert re.search(r"env \d \(LateNumbers\) draws from the generator of numpy\.random.*generators='own'", text)
+
+
+def test_own_generators_give_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        own(env_fn=Draws, num_workers="auto").close()
 
 
 class LateNumbers(gymnasium.Env[Any, Any]):
@@ -290,20 +385,20 @@ class LateNumbers(gymnasium.Env[Any, Any]):
         return np.full(1, np.random.rand()), 0.0, False, False, {}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_clean_environments_are_not_warned_of(workers: int) -> None:
+@pytest.mark.parametrize("workers", [0, 2, "auto"])
+def test_environments_that_do_not_draw_give_no_warning(workers: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         envs = vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")] * 4, num_workers=workers)
         envs.reset(seed=1)
         for _ in range(40):
             envs.step(np.ones(4, int))
-        envs.save()  # which proves what it saves, and looks at all generators for that
+        envs.save()  # saving verifies snapshots, which compares the state of all generators
         envs.close()
 
 
 class Nested(LateNumbers):
-    """Builds an engine, and draws nothing."""
+    """An environment that builds an engine in its reset and draws nothing."""
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         with closing(vecenv.AsyncVectorEnv([functools.partial(gymnasium.make, "CartPole-v1")], context="fork")) as envs:
@@ -321,8 +416,8 @@ def test_an_engine_inside_an_environment_draws_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*generators='own'")
 @pytest.mark.parametrize("context", ["fork", pytest.param("forkserver", marks=pytest.mark.long)])
-def test_workers_of_a_seeded_caller_differ_and_are_the_same_every_time(context: Any) -> None:
-    said = []
+def test_workers_of_a_seeded_caller_differ_reproducibly(context: Any) -> None:
+    results = []
     for _ in range(2):
         np.random.seed(4)
         random.seed(4)
@@ -331,13 +426,13 @@ def test_workers_of_a_seeded_caller_differ_and_are_the_same_every_time(context: 
         assert random.random() == random.Random(4).random()
         observations, _ = envs.reset(seed=[0, 1, 2])
         envs.close()
-        said.append(observations)
-    assert_identical(said[1], said[0])
-    assert all(len(set(column)) == 3 for column in said[0][:, :4].T)
+        results.append(observations)
+    assert_identical(results[1], results[0])
+    assert all(len(set(column)) == 3 for column in results[0][:, :4].T)
 
 
 class TorchGenerator:
-    """As torch's: a state of bytes."""
+    """A stand-in for torch's generator: its state is bytes."""
 
     def __init__(self) -> None:
         self._own = np.random.RandomState(0)
@@ -361,7 +456,7 @@ class TorchGenerator:
 
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """As much of torch as generators need; the real one is large."""
+    """Install a stand-in for the parts of torch that generators need; the real one is large."""
     module = types.SimpleNamespace(
         Generator=TorchGenerator, default_generator=TorchGenerator(), uint8=np.uint8,
         frombuffer=np.frombuffer, set_num_threads=lambda threads: None,
@@ -371,7 +466,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 class TorchDraws(Draws):
-    def drawn(self) -> Any:
+    def draw_all(self) -> Any:
         if self.steps < self.late:
             return np.zeros(6)
         return np.full(6, sys.modules["torch"].default_generator.rand())  # type: ignore[attr-defined]
@@ -388,37 +483,35 @@ def test_torch_has_a_state_for_each_environment(torch: types.SimpleNamespace, la
     with closing(own(3, env_fn, num_workers=0)) as envs:
         trajectory(envs, 13)
         kept = envs.save()
-        wanted = trajectory(envs, 20, None)
+        expected = trajectory(envs, 20, None)
         envs.load(kept)
-        assert_identical(trajectory(envs, 20, None), wanted)
+        assert_identical(trajectory(envs, 20, None), expected)
 
 
 @pytest.mark.parametrize("drawn", [True, False])
-def test_a_snapshot_knows_whether_torch_was_drawn_from(torch: types.SimpleNamespace, drawn: bool) -> None:
-    """torch's state is there where nothing was drawn, too."""
+def test_snapshot_contains_the_state_of_torch(torch: types.SimpleNamespace, drawn: bool) -> None:
+    """A snapshot contains torch's state even if nothing was drawn from it."""
     env_fn = TorchDraws if drawn else functools.partial(TorchDraws, late=1000)
     with closing(own(2, env_fn, num_workers=0)) as envs:
         envs.reset(seed=1)
-        assert envs.save(verify=False)[0].row.generators["used"] == drawn
+        assert (envs.local_envs[0].take_snapshot()["torch"] is not None) == drawn
 
 
-def test_a_worker_that_draws_from_torch_is_warned_of(torch: types.SimpleNamespace) -> None:
-    envs = vecenv.AsyncVectorEnv([TorchDraws] * 2, num_workers=1, context="fork")
-    with closing(envs), warnings.catch_warnings(record=True) as said:
+def test_draw_from_torch_warns(torch: types.SimpleNamespace) -> None:
+    with warnings.catch_warnings(record=True) as results:
         warnings.simplefilter("always")
-        for seed in range(3):
-            envs.reset(seed=seed)
-    assert sum("draws from the generator of torch" in str(one.message) for one in said) == 1
+        vecenv.AsyncVectorEnv([TorchDraws] * 2, num_workers="auto", context="fork").close()
+    assert sum("and torch, which everything in its process shares" in str(one.message) for one in results) == 1
 
 
-def test_make_vec_hands_it_on() -> None:
+def test_make_vec_passes_the_option_on() -> None:
     options = {"generators": "own", "num_workers": 0}
     with closing(vecenv.make_vec("CartPole-v1", 2, vector_kwargs=options)) as envs:
         assert envs.generators == "own"
         envs.reset(seed=0)
 
 
-def test_vecenv_run_hands_it_on(tmp_path: Path) -> None:
+def test_vecenv_run_passes_the_option_on(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import gymnasium\n"

@@ -1,48 +1,53 @@
-"""How often ``on_failure="restart"`` restarts, what it says about it, and what a person can read of it afterwards."""
+"""Budgets of restarts with ``on_failure="restart"``, the log lines about restarts, and records of failures."""
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import logging
 import threading
 import time
 from datetime import datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
-from envs import started
+from envs import ready_engine
 from gymnasium.spaces import Box, Discrete
 
 import vecenv
-from vecenv.engine.recovery import RestartBudget, RestartLog
+from vecenv import Restart
 from vecenv.errors import ErrorRecord, RestartsExhausted, WorkerDied
-from vecenv.system.supervision import place
+from vecenv.system.reporting import RestartLog
+from vecenv.system.restart_budget import RestartBudget
+from vecenv.system.supervision import innermost_location
 
 
 class Flaky(gym.Env[Any, Any]):
-    """Raises at step ``fails_at`` of its life."""
+    """An environment that raises in step number ``fails_at``."""
 
     observation_space = Box(-1.0, 1.0, (2,), np.float32)
     action_space = Discrete(2)
 
     def __init__(self, fails_at: int) -> None:
-        self._left = fails_at
+        self._steps_left = fails_at
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         return np.zeros(2, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._left -= 1
-        if self._left <= 0:
+        self._steps_left -= 1
+        if self._steps_left <= 0:
             raise ConnectionError("simulator lost its connection")
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
-def _step_until_it_gives_up(fails_at: list[int], steps: int, **options: Any) -> tuple[int, Exception | None]:
-    envs = vecenv.AsyncVectorEnv([partial(Flaky, at) for at in fails_at], num_workers=1, on_failure="restart", **options)
+def _step_until_exhausted(fails_at: list[int], steps: int, **options: Any) -> tuple[int, Exception | None]:
+    envs = vecenv.AsyncVectorEnv([partial(Flaky, at) for at in fails_at], num_workers=1, on_failure=Restart(**options))
     try:
         envs.reset(seed=1)
         for _ in range(steps):
@@ -55,69 +60,94 @@ def _step_until_it_gives_up(fails_at: list[int], steps: int, **options: Any) -> 
         envs.close()
 
 
-def test_many_environments_that_fail_now_and_then_go_on() -> None:
-    """A budget for each, not five a minute for all of them."""
-    restarts, error = _step_until_it_gives_up([60 + 5 * index for index in range(8)], 200)
+def test_many_occasionally_failing_environments_continue() -> None:
+    """Each environment has its own budget; there is no common limit of five restarts per minute."""
+    restarts, error = _step_until_exhausted([60 + 5 * index for index in range(8)], 200)
     assert error is None
     assert restarts == sum(200 // (60 + 5 * index) for index in range(8)) > 5
 
 
-def test_one_that_cannot_work_is_given_up_soon_however_many_there_are() -> None:
-    restarts, error = _step_until_it_gives_up([10**9] * 7 + [1], 100)
+def test_always_failing_environment_exhausts_its_budget_soon() -> None:
+    restarts, error = _step_until_exhausted([10**9] * 7 + [1], 100)
     assert restarts == 5
     text = str(error)
     assert "env 7 needed more than 5 restarts within 60 seconds" in text
-    assert "restart_limit=N" in text
+    assert "Restart(limit=N)" in text
     assert text.count("env 7: ConnectionError: simulator lost its connection") == 5
     assert isinstance(error, RestartsExhausted)
     assert error.envs == (7,)
 
 
-def test_a_limit_of_ones_own_is_for_all_together_and_named_in_the_error() -> None:
-    restarts, error = _step_until_it_gives_up([3] * 4, 100, restart_limit=6, restart_period=30.0)
+def test_explicit_limit_applies_to_all_and_is_named() -> None:
+    restarts, error = _step_until_exhausted([3] * 4, 100, limit=6, period=30.0)
     assert restarts == 6
-    said = "more than 6 restarts within 30 seconds, which is the budget that restart_limit and restart_period set"
-    assert said in str(error)
+    text = "more than 6 restarts within 30 seconds, which is the budget that on_failure=Restart(limit=, period=) sets"
+    assert text in str(error)
 
 
 def test_steps_earn_restarts() -> None:
-    """Five, and one more for every 1,000 steps that these environments made since the oldest one in the period."""
+    """The budget is five, plus one for every 1,000 steps of these environments since the oldest restart in the period."""
     now, steps = 0.0, 0
     budget = RestartBudget(None, 60.0, lambda: steps, lambda: now)
-    assert [budget.spend("it", [3]) for _ in range(6)] == [True] * 5 + [False]
-    assert budget.spend("another", [4])
+    assert [budget.spend("env 3", [3]) for _ in range(6)] == [True] * 5 + [False]
+    assert budget.spend("env 4", [4])
     steps = 999
-    assert not budget.spend("it", [3])
+    assert not budget.spend("env 3", [3])
     steps = 1000
-    assert [budget.spend("it", [3]) for _ in range(2)] == [True, False]
+    assert [budget.spend("env 3", [3]) for _ in range(2)] == [True, False]
     assert [budget.spend("worker", range(8, 16)) for _ in range(6)] == [True] * 5 + [False]
-    steps = 1250  # 8 environments made 2,000 steps
+    steps = 1250  # 250 more steps of 8 environments: 2,000 steps in total
     assert [budget.spend("worker", range(8, 16)) for _ in range(3)] == [True, True, False]
     assert "envs 8-15 needed more than 7 restarts" in budget.refusal(range(8, 16))
     now = 60.1
-    assert budget.spend("it", [3])
+    assert budget.spend("env 3", [3])
 
 
-def test_each_restart_is_said_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vecenv"):
-        assert _step_until_it_gives_up([10**9, 4], 9)[0] == 2
-    said = [record.getMessage() for record in caplog.records if record.name == "vecenv"]
-    assert said == ["vecenv restarts what failed: env 1: ConnectionError: simulator lost its connection"] * 2
+        assert _step_until_exhausted([10**9, 4], 9)[0] == 2
+    text = [record.getMessage() for record in caplog.records if record.name == "vecenv"]
+    line = inspect.getsourcelines(Flaky.step)[1] + 3
+    place = f"{Path(__file__).name}:{line} in step"
+    cause = f"env 1: ConnectionError: simulator lost its connection, at {place}"
+    assert text == [f"vecenv restarts what failed: {cause}"] * 2
 
 
-def test_restarts_by_the_hundred_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thousand_restarts_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     log = RestartLog(clock=lambda: now)
     for index in range(1000):
-        log.say(f"env {index}")
+        log.log(f"env {index}")
     now = 10.0
-    log.say("env 1000")
-    said = [record.getMessage() for record in caplog.records]
-    assert said[:5] == [f"vecenv restarts what failed: env {index}" for index in range(5)]
-    assert said[5:] == ["vecenv restarts what failed: env 1000 (and 995 restarts more since the last of these lines)"]
+    log.log("env 1000")
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[:5] == [f"vecenv restarts what failed: env {index}" for index in range(5)]
+    assert lines[5:] == ["vecenv restarts what failed: env 1000 (and 995 restarts more since the last of these lines)"]
 
 
-def test_a_record_can_be_read() -> None:
+@pytest.mark.parametrize(("restarts", "last_line"), [(5, None), (6, "once more"), (8, "3 more times")])
+def test_closing_the_log_reports_unlogged_restarts(
+    caplog: pytest.LogCaptureFixture, restarts: int, last_line: str | None
+) -> None:
+    log = RestartLog()
+    for index in range(restarts):
+        log.log(f"env {index}")
+    log.close()
+    log.close()
+    lines = [record.getMessage() for record in caplog.records][5:]
+    latest = f" since the last of these lines; the latest: env {restarts - 1}"
+    assert lines == ([] if last_line is None else [f"vecenv restarted what failed {last_line}{latest}"])
+
+
+def test_closing_the_engine_reports_unlogged_restarts(caplog: pytest.LogCaptureFixture) -> None:
+    with ready_engine([lambda: Flaky(1)] * 6, num_workers=0, on_failure=Restart(100)) as envs:
+        envs.step(np.zeros(6, int))
+        assert len(caplog.records) == 5
+        envs.close()
+    assert "once more since the last of these lines; the latest: env 5: " in caplog.records[-1].getMessage()
+
+
+def test_record_is_readable() -> None:
     record = ErrorRecord(3, 1, 77, "step", ConnectionError("gone\nfar"), "", time.monotonic() - 3600)
     assert abs(datetime.now().astimezone() - timedelta(hours=1) - record.when) < timedelta(seconds=5)
     assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} env 3 (worker 1, pid 77), step: ConnectionError: gone"
@@ -125,38 +155,85 @@ def test_a_record_can_be_read() -> None:
     assert " worker 1, pid 77, step: " in str(whole)
     death = WorkerDied("worker 1 (pid 77, envs 2-3) died during step: it hung\nits stack", worker=1, pid=77)
     record = ErrorRecord(None, 1, 77, "step", death, "", time.monotonic())
-    said = "WorkerDied: worker 1 (pid 77, envs 2-3) died during step: it hung"
-    assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} {said}"  # each thing once
+    text = "WorkerDied: worker 1 (pid 77, envs 2-3) died during step: it hung"
+    assert str(record) == f"{record.when:%Y-%m-%d %H:%M:%S} {text}"  # no fact is repeated
     assert " env 0 (in the calling process), reset: " in str(ErrorRecord(0, -1, 5, "reset", ValueError(), "", 0.0))
 
 
 class Stuck(Flaky):
-    """Hangs where the other one raises."""
+    """An environment that hangs where :class:`Flaky` raises."""
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self._left -= 1
-        if self._left <= 0:
+        self._steps_left -= 1
+        if self._steps_left <= 0:
             threading.Event().wait(250)
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
 @pytest.mark.linux
-def test_the_first_line_about_a_hang_says_where(caplog: pytest.LogCaptureFixture) -> None:
-    """The log and ``print(record)`` show no more than that line; the stack stands below."""
-    kind = {"on_failure": "restart", "restart_limit": 0, "step_timeout": 0.3}
-    with started([partial(Stuck, 1)] * 2, num_workers=1, **kind) as envs:
+def test_first_line_about_a_hang_has_the_location(caplog: pytest.LogCaptureFixture) -> None:
+    """The log and ``print(record)`` show only that line; the stack follows below."""
+    options = {"on_failure": Restart(0), "step_timeout": 0.3}
+    with ready_engine([partial(Stuck, 1)] * 2, num_workers=1, **options) as envs:
         with pytest.raises(RestartsExhausted) as caught:
             envs.step([0, 0])
         (record,) = envs.errors
     line = Stuck.step.__code__.co_firstlineno + 3
     where = f"it hung for more than 0.3 seconds and was killed at test_restart_budget.py:{line} in step"
     assert str(record).endswith(where)
+    assert "env 0, of envs 0-1) died during step: " in str(record)
     assert where in str(caught.value)
     assert "threading.py" in record.traceback.partition("its stack:")[2]
 
 
+class Crashes(Flaky):
+    """An environment that crashes its process on a nonzero action, on reset options, or when ``crash`` is called."""
+
+    def __init__(self) -> None:
+        super().__init__(10**9)
+
+    def crash(self) -> None:
+        ctypes.string_at(0)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if options:
+            self.crash()
+        return super().reset(seed=seed)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if action:
+            self.crash()
+        return super().step(action)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("culprit", [4, 5, 6])
 @pytest.mark.parametrize(
-    ("frames", "said"),
+    ("command", "crash"),
+    [
+        ("step", lambda envs, row: envs.step(np.eye(7, dtype=int)[row])),
+        ("step", lambda envs, row: (envs.send(np.array([0, 1]), [3, row]), envs.recv(count=2))),
+        ("reset", lambda envs, row: envs.reset(options=[{"crash": True} if env == row else None for env in range(7)])),
+        ("exec_func", lambda envs, row: envs.exec_func(lambda env, bad: env.index == bad and env.crash(), None, row)),
+    ],
+    ids=["step", "send", "reset", "exec_func"],
+)
+def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
+    command: str, crash: Any, culprit: int
+) -> None:
+    with ready_engine([Crashes] * 7, num_workers=2) as envs:
+        envs.set_attr("index", list(range(7)))
+        rows = next(rows for rows in envs.worker_rows if culprit in rows)
+        with pytest.raises(WorkerDied) as caught:
+            crash(envs, culprit)
+        envs.close(terminate=True)
+    line = Crashes.crash.__code__.co_firstlineno + 1
+    where = f"env {culprit}, of envs {rows[0]}-{rows[-1]}) died during {command}: killed by SIGSEGV"
+    assert f"{where}, at test_restart_budget.py:{line} in crash" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("frames", "text"),
     [
         ([(threading.__file__, 327, "wait"), ("/a/my env.py", 22, "step"), ("/a/b.py", 9, "step")], "my env.py:22 in step"),
         ([("/usr/site-packages/gymnasium/core.py", 7, "step")], "core.py:7 in step"),
@@ -164,6 +241,6 @@ def test_the_first_line_about_a_hang_says_where(caplog: pytest.LogCaptureFixture
         ([], ""),
     ],
 )
-def test_the_place_of_a_stack(frames: list[tuple[str, int, str]], said: str) -> None:
+def test_innermost_location_of_a_stack(frames: list[tuple[str, int, str]], text: str) -> None:
     lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames]
-    assert place("\n".join(["Current thread 0x00007f37 (most recent call first):", *lines])) == said
+    assert innermost_location("\n".join(["Current thread 0x00007f37 (most recent call first):", *lines])) == text

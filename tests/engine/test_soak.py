@@ -1,4 +1,4 @@
-"""Slow leaks: row 45 of the table in ``FAULTS.md``. Run with ``pytest -m soak``; a little of some in every run."""
+"""Slow leaks: row 45 of the table in ``FAULTS.md``. Run with ``pytest -m soak``; short versions run by default."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
-from envs import started
+from envs import ready_engine
 
 import vecenv
 
@@ -27,8 +27,8 @@ STEPS = 1_000_000
 MIB = 2**20
 
 
-def belongings() -> dict[str, int]:
-    """Numbers that must not grow."""
+def resource_counts() -> dict[str, int]:
+    """Return counts that must not grow."""
     gc.collect()
     own = psutil.Process()
     return {
@@ -41,19 +41,19 @@ def belongings() -> dict[str, int]:
     }
 
 
-def resident() -> float:
-    """MiB of this process."""
+def resident_mib() -> float:
+    """Return the resident memory of this process in MiB."""
     return psutil.Process().memory_info().rss / MIB
 
 
-def flat(samples: list[float], allowed: float) -> bool:
-    """Whether the second half of a series is not above the first by more than ``allowed``: growth, not noise."""
+def is_flat(samples: list[float], allowed: float) -> bool:
+    """True if the second half of a series exceeds the first by at most ``allowed``: noise, not growth."""
     middle = len(samples) // 2
     return float(np.median(samples[middle:]) - np.median(samples[:middle])) <= allowed
 
 
 class Small(gym.Env):
-    """Costs nothing; one episode is 100 steps; every tenth step has an info."""
+    """A cheap environment; an episode is 100 steps; every tenth step has an info."""
 
     observation_space = gym.spaces.Box(-1, 1, (8,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -80,28 +80,28 @@ def open_and_close(context: str) -> None:
 @soak
 @pytest.mark.parametrize(("context", "cycles"), [("fork", CYCLES), ("forkserver", CYCLES), ("spawn", 20)])
 def test_soak(context: str, cycles: int) -> None:
-    """Open, step, close, a thousand times: everything that can be counted is the same after as before."""
+    """A thousand engines are opened, stepped and closed: every count is the same after as before."""
     for _ in range(5):
         open_and_close(context)
-    before = belongings()
+    before = resource_counts()
     memory = []
     for cycle in range(cycles):
         open_and_close(context)
         if cycle % max(1, cycles // 50) == 0:
-            memory.append(resident())
-    after = belongings()
+            memory.append(resident_mib())
+    after = resource_counts()
     growth = {name: after[name] - before[name] for name in before if after[name] > before[name]}
-    # the allocator's own arenas, and what other programs of the machine made meanwhile
+    # the allocator's own arenas, and files of other programs on this machine
     for name, others in (("mappings", 4), ("/dev/shm entries", cycles // 10)):
         if growth.get(name, 0) <= others:
             growth.pop(name, None)
     assert not growth, f"after {cycles} cycles: {growth}"
-    assert flat(memory, allowed=4), f"resident memory over time, MiB: {[round(size) for size in memory]}"
+    assert is_flat(memory, allowed=4), f"resident memory over time, MiB: {[round(size) for size in memory]}"
 
 
 @soak
 def test_soak_in_a_failing_constructor() -> None:
-    """Engines that never came to be leave nothing either."""
+    """Engines leave nothing if their constructor raises."""
 
     def fail() -> gym.Env:
         raise LookupError("no such environment")
@@ -112,10 +112,10 @@ def test_soak_in_a_failing_constructor() -> None:
 
     for _ in range(5):
         attempt()
-    before = belongings()
+    before = resource_counts()
     for _ in range(CYCLES // 5):
         attempt()
-    after = belongings()
+    after = resource_counts()
     assert {name: after[name] for name in after if name != "mappings"} == {
         name: before[name] for name in before if name != "mappings"
     }
@@ -124,8 +124,8 @@ def test_soak_in_a_failing_constructor() -> None:
 @soak
 @pytest.mark.parametrize("workers", [0, 2])
 def test_soak_steps(workers: int) -> None:
-    """A million steps: the trainer's memory is flat, and so is every worker's."""
-    with started([Small] * 8, num_workers=workers, context="fork") as envs:
+    """Over a million steps, the memory of the caller and of every worker stays flat."""
+    with ready_engine([Small] * 8, num_workers=workers, context="fork") as envs:
         pids = [pid for worker in envs._pool.workers if (pid := worker.pid) != os.getpid()] if workers else []
         actions = np.zeros(8, np.int64)
         series: dict[int, list[float]] = {pid: [] for pid in (os.getpid(), *pids)}
@@ -137,24 +137,24 @@ def test_soak_steps(workers: int) -> None:
                     samples.append(psutil.Process(pid).memory_info().rss / MIB)
         assert [worker.pid for worker in envs._pool.workers if worker.pid != os.getpid()] == pids or not workers
         for pid, samples in series.items():
-            assert flat(samples[5:], allowed=2), f"pid {pid}: {[round(size, 1) for size in samples]}"
+            assert is_flat(samples[5:], allowed=2), f"pid {pid}: {[round(size, 1) for size in samples]}"
 
 
 @soak
 def test_soak_restarts(tmp_path: Any) -> None:
-    """Hundreds of restarts in one engine: nothing of the dead stays."""
+    """Hundreds of restarts in one engine leave nothing of the dead workers."""
     from vecenv.testing.faulty import FaultyEnv
 
     def crashing() -> gym.Env:
         return FaultyEnv(Small(), "kill", step=2)
 
-    with started([Small, crashing], context="fork", on_failure="restart", restart_limit=10**6, restart_period=1e6) as envs:
+    with ready_engine([Small, crashing], context="fork", on_failure=vecenv.Restart(10**6, 1e6)) as envs:
         step(envs, 20)
-        before = belongings()
+        before = resource_counts()
         step(envs, 400)
-        assert belongings()["descriptors"] <= before["descriptors"]
-        assert belongings()["processes"] <= before["processes"]
-        assert belongings()["threads"] <= before["threads"]
+        assert resource_counts()["descriptors"] <= before["descriptors"]
+        assert resource_counts()["processes"] <= before["processes"]
+        assert resource_counts()["threads"] <= before["threads"]
 
 
 def step(envs: Any, count: int) -> None:
@@ -165,22 +165,22 @@ def step(envs: Any, count: int) -> None:
 # --- what memory must not keep ------------------------------------------------------------------
 
 
-class Talkative(Small):
-    """Each of five keys is in an info or not, as chance has it; so the sets of keys in one batch hardly ever repeat."""
+class RandomInfoKeys(Small):
+    """An environment with a random subset of five keys in its infos, so that sets of keys in a batch hardly ever repeat."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
-        self.chance = random.Random(index)
+        self.rng = random.Random(index)
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.count += 1
-        bits = self.chance.getrandbits(5)
+        bits = self.rng.getrandbits(5)
         info = {f"key {bit}": self.count + bit for bit in range(5) if bits >> bit & 1}
         return self.row, 1.0, self.count % 100 == 0, False, info
 
 
 class Raising(Small):
-    """Raises when it is told to by its action."""
+    """An environment that raises for action 1."""
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         if action:
@@ -193,12 +193,12 @@ class Raising(Small):
     ("workers", "steps"), [pytest.param(0, STEPS, marks=soak), pytest.param(2, STEPS, marks=soak), (0, 12_000)]
 )
 def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None:
-    """Whatever is kept of a combination of keys, there are thousands of them.
+    """There are thousands of combinations of keys, so none may be cached for long.
 
     In a short run the caller's objects are measured, in a long one the whole of every process.
     """
     envs = vecenv.AsyncVectorEnv(
-        [functools.partial(Talkative, index) for index in range(8)], num_workers=workers, context="fork"
+        [functools.partial(RandomInfoKeys, index) for index in range(8)], num_workers=workers, context="fork"
     )
     short = steps < STEPS
     if short:
@@ -209,7 +209,7 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
         series: dict[int, list[float]] = {pid: [] for pid in (pids[:1] if short else pids)}
         actions = np.zeros(8, np.int64)
         rounds = steps // 8
-        every = 1 if short else rounds // 40  # what is kept is dropped now and then: a short run looks at the peaks
+        every = 1 if short else rounds // 40  # caches are emptied from time to time: a short run compares the peaks
         for step in range(rounds):
             envs.step(actions)
             if step % every == 0:
@@ -221,7 +221,7 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
             if short:
                 half = len(latter) // 2
                 latter = [max(latter[:half]), max(latter[half:])]
-            assert flat(latter, 0.1 if short else 4.0), f"pid {pid}: {[round(size, 2) for size in latter]}"
+            assert is_flat(latter, 0.1 if short else 4.0), f"pid {pid}: {[round(size, 2) for size in latter]}"
     finally:
         tracemalloc.stop()
         envs.close()
@@ -232,7 +232,7 @@ def test_memory_is_flat_while_keys_come_and_go(workers: int, steps: int) -> None
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("failures", [pytest.param(10_000, marks=soak), 150])
 def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, closes: Any) -> None:
-    """An error that is kept keeps its traceback, and that the frames of the program with all their variables."""
+    """A stored error has a traceback, and that would keep the frames of the program with all their variables."""
     envs = closes(vecenv.AsyncVectorEnv([Raising, Raising], num_workers=workers, context="fork"))
 
     def fail() -> None:
@@ -248,13 +248,13 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, 
     for _ in range(5):
         fail()
     gc.collect()
-    before = resident()
+    before = resident_mib()
     highest = 0.0
     for count in range(failures):
         fail()
         if count % 50 == 49:
             gc.collect()
-            highest = max(highest, resident() - before)
+            highest = max(highest, resident_mib() - before)
             assert highest < 100, f"{highest:.0f} MiB more after {count + 1} failures with 8 MiB each"
     assert len(envs.errors) <= 1000
 
@@ -263,7 +263,7 @@ def test_failures_do_not_keep_what_the_program_had(workers: int, failures: int, 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("cycles", [pytest.param(2_000, marks=soak), 25])
 def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int) -> None:
-    """With the cyclic collector off, as some trainers have it: memory, descriptors and mappings are flat."""
+    """With the cyclic collector off, as in some trainers, memory, descriptors and mappings stay flat."""
 
     def one() -> Any:
         envs = vecenv.AsyncVectorEnv([Small] * 2, num_workers=workers, context="fork")
@@ -286,8 +286,8 @@ def test_a_closed_engine_is_gone_without_the_collector(workers: int, cycles: int
         for cycle in range(cycles):
             assert one()() is None, "its engine refers to itself"
             assert (own.num_fds() - descriptors, mappings() - mapped) == (0, 0), f"more after engine {cycle + 1}"
-            memory.append(resident())
+            memory.append(resident_mib())
         middle = memory[cycles // 3 :]
-        assert flat(middle, allowed=4), f"MiB: {[round(size, 1) for size in memory[:: max(1, cycles // 40)]]}"
+        assert is_flat(middle, allowed=4), f"MiB: {[round(size, 1) for size in memory[:: max(1, cycles // 40)]]}"
     finally:
         gc.enable()

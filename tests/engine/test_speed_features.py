@@ -21,22 +21,23 @@ import gymnasium
 import numpy as np
 import psutil
 import pytest
-from envs import Options, SleepingEnv, assert_as_sync, started
+from envs import Options, SleepingEnv, assert_as_sync, ready_engine
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
+from vecenv.planning.independence import Independence
 from vecenv.planning.plan import Plan, caller_share, choose, in_batches, workers_and_share
-from vecenv.planning.probe import StepTimes
+from vecenv.planning.trial import StepTimes
 from vecenv.shm import Tree
 from vecenv.system import cores
 from vecenv.worker import rows
 
-# --- What makes the engine fast must not change what it says: info columns, buffers, the caller's share, plans, placements
+# --- Fast paths must not change results: info columns, buffers, the caller's share, plans, placements
 
 
 class Numbers(gymnasium.Env[Any, Any]):
-    """Numeric infos of every kind, the same keys in every step (``style="regular"``) or not."""
+    """An environment with numeric infos of every kind; ``style="regular"``: the same keys in every step."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
     action_space = spaces.Box(-1, 1, (2,), np.float32)
@@ -89,12 +90,12 @@ def test_infos_are_those_of_sync_vector_env(engine: Options, mode: AutoresetMode
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
 def test_infos_that_change_over_time_are_those_of_gymnasium(engine: Options) -> None:
-    assert_as_sync(numbers(3, "over time"), 14, **engine)
+    assert_as_sync(numbers(3, "over time"), 14, cuts=True, **engine)
 
 
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
-def test_infos_that_repeat_are_not_pickled(mode: AutoresetMode) -> None:
-    with started(numbers(4), num_workers=2, autoreset_mode=mode) as envs:
+def test_repeated_infos_are_not_pickled(mode: AutoresetMode) -> None:
+    with ready_engine(numbers(4), num_workers=2, autoreset_mode=mode) as envs:
         actions = np.zeros((4, 2), np.float32)
         for _ in range(20):  # every shape of info occurs once: steps, ends of episodes, resets
             envs.step(actions)
@@ -104,8 +105,8 @@ def test_infos_that_repeat_are_not_pickled(mode: AutoresetMode) -> None:
         assert envs.stats()["bytes_pickled"] == before
 
 
-class Painter(gymnasium.Env[Any, Any]):
-    """Writes its observation straight into the array it is given."""
+class WritesIntoRow(gymnasium.Env[Any, Any]):
+    """An environment that writes its observation straight into its row."""
 
     observation_space = spaces.Box(0, 255, (8, 8), np.uint8)
     action_space = spaces.Discrete(2)
@@ -131,7 +132,7 @@ class Painter(gymnasium.Env[Any, Any]):
 
 @pytest.mark.parametrize("engine", ENGINES[:2], ids=str)
 def test_an_env_may_write_into_its_row(engine: Options) -> None:
-    with started([Painter] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
+    with ready_engine([WritesIntoRow] * 3, autoreset_mode=AutoresetMode.SAME_STEP, **engine) as envs:
         assert envs.get_attr("given") == (True,) * 3
         for t in (1, 2):
             assert (envs.step(np.zeros(3, np.int64))[0] == t).all()
@@ -141,10 +142,10 @@ def test_an_env_may_write_into_its_row(engine: Options) -> None:
         assert all((final == 3).all() for final in infos["final_obs"])
 
 
-class FromElsewhere(Painter):
-    """Its spaces have come by pickle, with dtypes that are equal to numpy's own and not the same objects."""
+class UnpickledSpaces(WritesIntoRow):
+    """An environment with unpickled spaces: their dtypes equal numpy's own, but are other objects."""
 
-    observation_space = pickle.loads(pickle.dumps(Painter.observation_space))
+    observation_space = pickle.loads(pickle.dumps(WritesIntoRow.observation_space))
     action_space = pickle.loads(pickle.dumps(spaces.Box(-1, 1, (2,), np.float32)))
 
     def __init__(self) -> None:
@@ -154,11 +155,11 @@ class FromElsewhere(Painter):
     observation_buffer = None  # type: ignore[assignment]
 
 
-def test_dtypes_that_came_by_pickle_take_the_short_way_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    with started([FromElsewhere] * 2, num_workers=0) as envs:
+def test_unpickled_dtypes_use_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ready_engine([UnpickledSpaces] * 2, num_workers=0) as envs:
         actions = envs.action_space.sample()
         assert actions.dtype is not np.dtype(np.float32), "nothing would be shown"
-        for rows in (worker._rows for worker in envs._driver.pool.workers):
+        for rows in (vars(worker).get("env_rows") or worker._rows for worker in envs._driver.pool.workers):
             monkeypatch.setattr(rows, "_put", lambda k, observation: pytest.fail("the long way to write an observation"))
         monkeypatch.setattr(Tree, "exact", lambda *args: pytest.fail("the long way to stage actions"))
         assert (envs.step(actions)[0] == 1).all()
@@ -167,7 +168,7 @@ def test_dtypes_that_came_by_pickle_take_the_short_way_too(monkeypatch: pytest.M
 # -- plans ----------------------------------------------------------------------------------------------------------
 
 
-class Sleeper(Painter):
+class Sleeper(WritesIntoRow):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         time.sleep(0.004)
         return super().step(action)
@@ -181,7 +182,7 @@ def test_a_plan_for_envs_that_wait_has_more_processes_than_cores() -> None:
     assert "wait" in str(plan)
 
 
-def test_a_plan_says_what_it_measured_and_why() -> None:
+def test_plan_reports_measurements_and_reason() -> None:
     plan = vecenv.plan(lambda: Numbers(0), 8)
     text = str(plan)
     assert "8 environments" in text
@@ -194,11 +195,11 @@ def test_a_plan_says_what_it_measured_and_why() -> None:
 @pytest.mark.parametrize("num_envs", [1, 2, 64])
 def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> None:
     for waits in (0.0, 0.9):
-        probe = StepTimes(100, step, step * (1 - waits), step * 2)
-        for isolate in (False, True):
-            plan = choose(probe, num_envs, cores, isolate=isolate)
+        probe = StepTimes(100, step, step * (1 - waits))
+        for use_caller in (True, False):
+            plan = choose(probe, num_envs, cores, use_caller=use_caller)
             assert 0 <= plan.num_workers <= num_envs
-            assert plan.num_workers > 0 or not isolate
+            assert plan.num_workers > 0 or use_caller
             if plan.use_caller:
                 assert 1 <= plan.caller_share <= num_envs - plan.num_workers
 
@@ -206,9 +207,9 @@ def test_a_choice_is_always_possible(cores: int, step: float, num_envs: int) -> 
 @pytest.mark.parametrize("num_envs", [1, 2, 8, 64])
 @pytest.mark.parametrize("cores", [2, 8, 64])
 @pytest.mark.parametrize("step", [1e-6, 5e-6, 2e-5, 1e-4, 5e-4, 1e-2])
-def test_it_isolates_where_that_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
-    probed = StepTimes(100, step, step, step * 2)
-    free, forced, by_itself = (choose(probed, num_envs, cores, isolate=isolate) for isolate in (False, True, None))
+def test_plan_isolates_if_it_costs_less_than_a_tenth(step: float, cores: int, num_envs: int) -> None:
+    probed = StepTimes(100, step, step)
+    free, forced, by_itself = (choose(probed, num_envs, cores, use_caller=use) for use in (True, False, None))
     cost = min(forced.estimates.values()) / min(free.estimates.values())
     in_reach = free.num_workers == 0 or free.use_caller
     assert (by_itself.num_workers, by_itself.use_caller) == (
@@ -217,34 +218,34 @@ def test_it_isolates_where_that_costs_less_than_a_tenth(step: float, cores: int,
     assert ("ends the program" in by_itself.reason) == (by_itself.num_workers == 0 or by_itself.use_caller)
 
 
-def test_whoever_asks_is_isolated(closes: Any) -> None:
-    with_auto = closes(vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"isolate": True}))
+def test_explicit_isolation(closes: Any) -> None:
+    with_auto = closes(vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"use_caller": False}))
     assert with_auto.num_workers == 2
     assert not with_auto.local_envs
 
 
-def test_slow_steps_are_shared_by_all_cores_and_quick_ones_are_not_shared_at_all() -> None:
-    slow = choose(StepTimes(100, 0.01, 0.01, 0.02), 8, 2)
+def test_only_slow_steps_are_shared_between_cores() -> None:
+    slow = choose(StepTimes(100, 0.01, 0.01), 8, 2)
     assert slow.num_workers + slow.use_caller == 2
-    assert choose(StepTimes(100, 1e-6, 1e-6, 2e-6), 2, 2).num_workers == 0
+    assert choose(StepTimes(100, 1e-6, 1e-6), 2, 2).num_workers == 0
 
 
 @pytest.mark.parametrize(
     ("step", "num_envs", "alone"), [(1e-6, 8, True), (5e-6, 2, True), (5e-6, 8, False), (1e-6, 64, False)]
 )
-def test_a_batch_is_shared_only_when_it_takes_longer_than_sharing_it(step: float, num_envs: int, alone: bool) -> None:
-    """As measured on two cores: 8 empty steps take 9 us alone and 16 us shared, 8 of CartPole 46 and 34 us."""
-    plan = choose(StepTimes(100, step, step, step * 2), num_envs, 2)
+def test_batch_is_shared_only_if_that_is_faster(step: float, num_envs: int, alone: bool) -> None:
+    """Measured on two cores: 8 empty steps take 9 us alone and 16 us shared, 8 of CartPole 46 and 34 us."""
+    plan = choose(StepTimes(100, step, step), num_envs, 2)
     assert (plan.num_workers == 0) == alone
     assert plan.use_caller != alone
 
 
-def test_sharing_has_to_gain_more_where_the_machine_is_slow_or_its_cores_are_threads_of_one() -> None:
-    """As measured on such a machine: 3 of CartPole 28 us alone and 42 us shared; 64 are shared on any."""
+def test_sharing_must_gain_more_on_slow_machines_or_shared_cores() -> None:
+    """Measured on such a machine: 3 of CartPole take 28 us alone and 42 us shared; 64 are shared on any."""
     step = 6.7e-6
 
     def alone(num_envs: int, **machine: float) -> bool:
-        return choose(StepTimes(100, step, step, step * 2, **machine), num_envs, 2).num_workers == 0
+        return choose(StepTimes(100, step, step, **machine), num_envs, 2).num_workers == 0
 
     assert not alone(4)
     assert alone(4, pace=1.2, crowding=1.7)
@@ -253,19 +254,19 @@ def test_sharing_has_to_gain_more_where_the_machine_is_slow_or_its_cores_are_thr
     assert not alone(64, crowding=9.0), "a moment's crowd does not decide over many environments"
 
 
-def test_a_probe_knows_how_fast_the_machine_is() -> None:
+def test_probe_measures_the_speed_of_the_machine() -> None:
     found = vecenv.plan(lambda: Numbers(0), 8).probe
     assert 0.1 < found.pace < 50
     assert 1.0 <= found.crowding < 10
 
 
-def test_the_callers_share_is_smaller_by_the_work_of_handing_out() -> None:
+def test_callers_share_accounts_for_its_own_work() -> None:
     assert caller_share(64, 1, 0.01) == 32
     assert caller_share(64, 1, 5e-7) == 31
     assert caller_share(2, 1, 1e-6) == 1
 
 
-def test_auto_is_said_in_the_repr_and_isolates_where_restarts_ask_for_it(closes: Any) -> None:
+def test_repr_shows_auto_and_restarts_isolate(closes: Any) -> None:
     with_auto = vecenv.AsyncVectorEnv(numbers(4), num_workers="auto")
     try:
         assert with_auto.plan is not None
@@ -279,7 +280,7 @@ def test_auto_is_said_in_the_repr_and_isolates_where_restarts_ask_for_it(closes:
 
 
 @pytest.mark.parametrize("fault", ["raises", "exits"])
-def test_an_env_that_cannot_be_planned_with_says_why(fault: str) -> None:
+def test_env_that_cannot_be_probed_raises_with_the_reason(fault: str) -> None:
     def make() -> Any:
         if fault == "exits":
             os._exit(5)
@@ -289,11 +290,11 @@ def test_an_env_that_cannot_be_planned_with_says_why(fault: str) -> None:
         vecenv.plan(make, 4)
 
 
-# -- placements and patience ---------------------------------------------------------------------------------------------
+# -- placements and spinning ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.linux
-def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placements_leave_the_caller_a_core_and_spin_only_if_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: None)
     alone, caller_spin = cores.placements(2)
@@ -307,12 +308,12 @@ def test_seats_leave_the_caller_a_core_and_spin_only_where_they_fit(monkeypatch:
     assert caller_spin == 0.0
     assert crowd == [cores.Placement()] * 5
     monkeypatch.setattr(cores, "_cgroup_quota", lambda: 2.0)
-    assert cores.placements(2) == ([cores.Placement()] * 2, 0.0)  # a quota is no core of one's own
+    assert cores.placements(2) == ([cores.Placement()] * 2, 0.0)  # a quota reserves no core
 
 
 def test_the_callers_own_affinity_is_never_touched() -> None:
     before = os.sched_getaffinity(0)
-    with started(numbers(2), num_workers=1) as envs:
+    with ready_engine(numbers(2), num_workers=1) as envs:
         for _ in range(200):
             envs.step(np.zeros((2, 2), np.float32))
         assert os.sched_getaffinity(0) == before
@@ -320,68 +321,68 @@ def test_the_callers_own_affinity_is_never_touched() -> None:
 
 
 class Kernel:
-    """A clock of which every look costs a microsecond, and a kernel that hands the core to others."""
+    """A clock that advances by a microsecond per reading, and a kernel that runs other processes on the core."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1.0
-        self.waited = 0.0
+        self.waiting_time = 0.0
         monkeypatch.setattr(cores.time, "perf_counter", self)
-        monkeypatch.setattr(cores, "seconds_waited", lambda: self.waited)
+        monkeypatch.setattr(cores, "seconds_waited", lambda: self.waiting_time)
 
     def __call__(self) -> float:
         self.now += 1e-6
         return self.now
 
-    def run(self, patience: cores.SpinPolicy, seconds: float, lost: float) -> int:
-        """Spin, and step for a millisecond, a share ``lost`` of the time waiting, in turns; how often did it spin?"""
+    def run(self, policy: cores.SpinPolicy, seconds: float, lost: float) -> int:
+        """Alternately spin and step for a millisecond, waiting a share ``lost`` of it; return how often it spun."""
         spins = 0
         for _ in range(int(seconds * 1e3)):
-            spins += patience.spin(lambda timeout: 1)
+            spins += policy.spin(lambda timeout: 1)
             self.now += 1e-3
-            self.waited += 1e-3 * lost
+            self.waiting_time += 1e-3 * lost
         return spins
 
 
-def test_patience_ends_when_the_core_is_taken_away_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spinning_stops_under_load_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, no_spin_until = Kernel(monkeypatch), np.zeros(1)
-    patience, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
-    assert kernel.run(patience, 1.0, lost=0.2) == 1000
-    kernel.run(patience, 0.2, lost=0.5)
-    assert patience.rests == 1
-    assert not patience.spin(lambda timeout: pytest.fail("it must not look while it rests"))
+    policy, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
+    assert kernel.run(policy, 1.0, lost=0.2) == 1000
+    kernel.run(policy, 0.2, lost=0.5)
+    assert policy.rests == 1
+    assert not policy.spin(lambda timeout: pytest.fail("it must not poll while it rests"))
     assert not other.spin(lambda timeout: pytest.fail("nor may another process of the same engine"))
-    kernel.run(patience, 60.0, lost=0.5)
-    assert kernel.run(patience, 60.0, lost=0.5) < 0.05 * 60_000, "on a machine that stays busy it is tried seldom"
-    kernel.run(patience, cores._LONGEST_REST, lost=0.0)
-    rests = patience.rests
-    assert kernel.run(patience, 1.0, lost=0.0) == 1000
+    kernel.run(policy, 60.0, lost=0.5)
+    assert kernel.run(policy, 60.0, lost=0.5) < 0.05 * 60_000, "on a machine that stays busy it spins seldom"
+    kernel.run(policy, cores._LONGEST_REST, lost=0.0)
+    rests = policy.rests
+    assert kernel.run(policy, 1.0, lost=0.0) == 1000
     assert other.spin(lambda timeout: 1)
-    assert (patience.rests, other.rests) == (rests, 0)
-    kernel.run(patience, 0.2, lost=0.5)
-    assert not kernel.run(patience, 0.1, lost=0.0)
-    assert kernel.run(patience, 0.2, lost=0.0), "the first rest after good times is a short one again"
+    assert (policy.rests, other.rests) == (rests, 0)
+    kernel.run(policy, 0.2, lost=0.5)
+    assert not kernel.run(policy, 0.1, lost=0.0)
+    assert kernel.run(policy, 0.2, lost=0.0), "the first rest after good times is a short one again"
 
 
-def test_a_caller_on_a_workers_core_waits_for_it_by_design(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_caller_on_a_workers_core_keeps_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
     assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
 
 
-def test_patience_gives_up_after_its_time() -> None:
-    began = time.perf_counter()
+def test_spin_stops_after_its_time() -> None:
+    started_at = time.perf_counter()
     assert not cores.SpinPolicy(2e-3, np.zeros(1)).spin(lambda timeout: 0)
-    assert 2e-3 <= time.perf_counter() - began < 20
-    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not look at all"))
+    assert 2e-3 <= time.perf_counter() - started_at < 20
+    assert not cores.SpinPolicy(0.0, np.zeros(1)).spin(lambda timeout: pytest.fail("it must not poll at all"))
 
 
-@pytest.mark.parametrize("told", [b"0 0 0\n", b"", b"what?"])
-def test_a_kernel_may_not_know_how_long_one_waited(told: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "FileIO", lambda name: io.BytesIO(told))
+@pytest.mark.parametrize("content", [b"0 0 0\n", b"", b"what?"])
+def test_unknown_waiting_time_is_none(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "FileIO", lambda name: io.BytesIO(content))
     assert cores.seconds_waited() is None
 
 
 @pytest.mark.linux
-def test_seconds_waited_are_those_of_a_core_that_two_want() -> None:
+def test_seconds_waited_on_a_contended_core() -> None:
     before = os.sched_getaffinity(0)
     core = {min(before)}
     program = f"import os; os.sched_setaffinity(0, {core})\nprint(flush=True)\nwhile True: pass"
@@ -390,13 +391,13 @@ def test_seconds_waited_are_those_of_a_core_that_two_want() -> None:
         os.sched_setaffinity(0, core)
         assert rival.stdout is not None
         rival.stdout.readline()
-        waited, began = cores.seconds_waited(), time.perf_counter()
-        while time.perf_counter() - began < 0.5:
+        waiting_time, started_at = cores.seconds_waited(), time.perf_counter()
+        while time.perf_counter() - started_at < 0.5:
             pass
         now = cores.seconds_waited()
-        assert waited is not None
+        assert waiting_time is not None
         assert now is not None
-        assert 0.1 < now - waited < time.perf_counter() - began
+        assert 0.1 < now - waiting_time < time.perf_counter() - started_at
     finally:
         os.sched_setaffinity(0, before)
         rival.kill()
@@ -405,7 +406,7 @@ def test_seconds_waited_are_those_of_a_core_that_two_want() -> None:
 
 @pytest.mark.linux
 @pytest.mark.skipif(cores.usable_cores() != 2, reason="with two cores the caller and the worker have one each")
-def test_an_engine_lets_go_of_its_cores_when_others_want_them_and_takes_them_again() -> None:
+def test_engine_releases_contended_cores_and_binds_them_again() -> None:
     envs = vecenv.AsyncVectorEnv(numbers(4), num_workers=1, use_caller=True)
     free = os.sched_getaffinity(0)
     rivals: list[subprocess.Popen[bytes]] = []
@@ -433,7 +434,7 @@ def test_an_engine_lets_go_of_its_cores_when_others_want_them_and_takes_them_aga
 
 
 def test_stats_are_floats_and_count_what_happened() -> None:
-    with started(numbers(4), num_workers=2) as envs:
+    with ready_engine(numbers(4), num_workers=2) as envs:
         for _ in range(10):
             envs.step(np.zeros((4, 2), np.float32))
         stats = envs.stats()
@@ -446,9 +447,9 @@ def test_stats_are_floats_and_count_what_happened() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("slow", "share"), [(0.03, 0.0), (0.09, 4 / 9)], ids=["all-alike", "one-is-slow"])
-def test_stats_tell_who_is_waited_for(slow: float, share: float) -> None:
-    """Two environments that take 30 ms, and one that takes as long or three times as long."""
-    with started([SleepingEnv] * 3) as envs:
+def test_stats_show_the_slow_environment(slow: float, share: float) -> None:
+    """Two environments take 30 ms per step, and one takes as long or three times as long."""
+    with ready_engine([SleepingEnv] * 3) as envs:
         for _ in range(10):
             envs.step(np.array([0.03, slow, 0.03]))
         stats = envs.stats()
@@ -458,37 +459,37 @@ def test_stats_tell_who_is_waited_for(slow: float, share: float) -> None:
     assert stats["straggler_share"] == pytest.approx(share, abs=0.1)
 
 
-def test_messages_that_are_not_timed_are_counted_as_if_they_had_been(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that goes on by 10 us whenever somebody looks: every message seems to take as long."""
+def test_untimed_messages_are_extrapolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that advances by 10 us per reading, every message seems to take as long."""
     ticks = itertools.count()
     monkeypatch.setattr(rows, "clock", lambda: next(ticks) * 1e-5)
-    with started(numbers(4), num_workers=0) as envs:
+    with ready_engine(numbers(4), num_workers=0) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        (told,), (spent,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
-    assert 1000 - 31 <= told / 4 <= 1000
-    assert spent == pytest.approx(told / 4 * 1e-5)
+        (counted,), (spent,) = envs._driver.batch.worker_steps, envs._driver.batch.worker_time
+    assert 1000 - 31 <= counted / 4 <= 1000
+    assert spent == pytest.approx(counted / 4 * 1e-5)
     assert next(ticks) < 2 * (1000 / 32 + 2), "as often as all that it looks"
 
 
 @pytest.mark.long
-def test_short_messages_are_counted_and_some_of_them_timed() -> None:
-    with started(numbers(4), num_workers=2, batch_size=3) as envs:
+def test_short_messages_are_counted_and_sampled() -> None:
+    with ready_engine(numbers(4), num_workers=2, batch_size=3) as envs:
         for _ in range(1000):
             envs.step(np.zeros((4, 2), np.float32))
-        told, spent = (np.array(column) for column in (envs._driver.batch.worker_steps, envs._driver.batch.worker_time))
+        counted, spent = (np.array(column) for column in (envs._driver.batch.worker_steps, envs._driver.batch.worker_time))
         stats = envs.stats()
         assert stats["steps"] == 4000
-        assert [2000 - 2 * 31 <= steps <= 2000 for steps in told] == [True, True, False]
-        assert told[2] == spent[2] == 0, "the caller has no share"
-        assert stats["step_time_mean"] == pytest.approx(spent.sum() / told.sum())
+        assert [2000 - 2 * 31 <= steps <= 2000 for steps in counted] == [True, True, False]
+        assert counted[2] == spent[2] == 0, "the caller has no share"
+        assert stats["step_time_mean"] == pytest.approx(spent.sum() / counted.sum())
         envs.reset_async()
         for _ in range(1000):  # some messages are about one environment, some about two
             *_, infos = envs.recv()
             envs.send(np.zeros((3, 2), np.float32), infos["env_id"])
         envs.recv()
-        more = float(envs._driver.batch.worker_steps.sum() - told.sum())
-        assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last one may be out still
+        more = float(envs._driver.batch.worker_steps.sum() - counted.sum())
+        assert 4000 + 2999 <= envs.stats()["steps"] <= 4000 + 3000  # the last one may be pending still
     assert more == pytest.approx(3000, rel=0.2)
 
 
@@ -500,46 +501,46 @@ def test_short_messages_are_counted_and_some_of_them_timed() -> None:
         (2e-4, 2e-4, 8, 2, 16, 4, 2, "2 of a worker's 4 in one message"),  # a core for the caller
         (1e-4, 1e-4, 256, 64, 65, 256, None, "a lock-step: half of them are stepped in 200 us"),  # the caller would be late
         (5e-3, 1e-4, 64, 16, 2, 32, 2, "2 of a worker's 4 in one message"),  # steps that wait
-        (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one each: nothing to part
+        (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one each: there is nothing to split
         (5e-3, 5e-3, 1, 1, 2, 1, None, "no environment can be ahead of another"),
         (5e-3, 5e-3, 8, 0, 2, 8, None, "no environment can be ahead of another"),
     ],
 )
-def test_what_batch_size_auto_is(
+def test_batch_size_auto(
     step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
 ) -> None:
-    whole = Plan(num_envs, workers, 0, "as asked for", StepTimes(100, step, cpu, step), cores, {})
+    whole = Plan(num_envs, workers, 0, "as asked for", StepTimes(100, step, cpu), cores, {})
     found = in_batches(whole)
     assert (found.batch_size, found.rows_at_once) == (batch, at_once)
     assert why in found.batch_reason
     assert (found.num_workers, found.reason) == (workers, "as asked for")
 
 
-def test_batch_size_auto_takes_no_share_for_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    probed = StepTimes(100, 3e-4, 3e-4, 3e-4)
-    assert choose(probed, 8, 2, isolate=False).use_caller
+def test_batch_size_auto_leaves_the_caller_no_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    probed = StepTimes(100, 3e-4, 3e-4)
+    assert choose(probed, 8, 2, use_caller=True).use_caller
     monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)
-    workers, share, found = workers_and_share(8, "auto", False, False, lambda: probed, "auto")
+    workers, share, found = workers_and_share(8, "auto", True, lambda: (probed, Independence()), "auto")
     assert (workers, share) == (2, 0)
     assert found is not None
     assert (found.batch_size, found.use_caller) == (4, False)
 
 
 def test_the_engine_and_its_pool_share_their_attribute_keys() -> None:
-    """CPython 3.11 does so for at most 30; with more, every look-up is slower: 2 % of a step, 5 % of recv."""
-    with started([SleepingEnv] * 2, num_workers=2) as envs:
+    """CPython 3.11 shares at most 30 keys; beyond that every lookup is slower: 2 % of a step, 5 % of recv."""
+    with ready_engine([SleepingEnv] * 2, num_workers=2) as envs:
         for thing in (envs._driver, envs._pool):
             assert len(vars(thing)) <= 30, f"{type(thing).__name__}: {sorted(vars(thing))}"
 
 
-# --- ``vecenv.share``: one copy of read-only data for all workers, whatever starts them ---------
+# --- ``vecenv.share``: one copy of read-only data for all workers, with every start method ------
 
-START_METHODS = ["fork", "forkserver", "spawn"]
+START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)]
 MIB = 2**20
 
 
 class Market(gymnasium.Env):
-    """Observes four prices after the other; action 1 writes into them, 2 ends the process."""
+    """An environment that observes four prices one after another; action 1 writes into them, 2 ends the process."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
     action_space = gymnasium.spaces.Discrete(3)
@@ -561,8 +562,8 @@ class Market(gymnasium.Env):
         self.at += 1
         return self.prices[self.at : self.at + 4].copy(), float(self.prices[self.at]), self.at % 50 == 0, False, {}
 
-    def own_memory(self) -> float:
-        """MiB that only this process has."""
+    def private_mib(self) -> float:
+        """Return the MiB of memory that only this process has."""
         return psutil.Process().memory_full_info().uss / MIB
 
 
@@ -582,12 +583,12 @@ def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray
     oracle = SyncVectorEnv(makers(prices))
     envs = closes(vecenv.AsyncVectorEnv(makers(shared), num_workers=2, context=context))
     with contextlib.closing(vecenv.AsyncVectorEnv(makers(prices[:1000].copy()), num_workers=2, context=context)) as without:
-        least = min(without.call("own_memory"))
+        least = min(without.call("private_mib"))
     np.testing.assert_array_equal(envs.reset(seed=1)[0], oracle.reset(seed=1)[0])
     for _ in range(60):
         for got, wanted in zip(envs.step(np.zeros(4, np.int64))[:4], oracle.step([0] * 4)[:4], strict=True):
             np.testing.assert_array_equal(got, wanted)
-    assert max(envs.call("own_memory")) < least + 8  # of 64
+    assert max(envs.call("private_mib")) < least + 8  # of 64
 
 
 @pytest.mark.parametrize("context", START_METHODS)
@@ -604,10 +605,14 @@ def test_an_environment_cannot_write_and_its_worker_restarts_with_the_data(conte
     np.testing.assert_array_equal(shared, prices[:10_000])
 
 
+@pytest.mark.long
 def test_spare_workers_and_a_probe_have_it(prices: np.ndarray) -> None:
     shared = vecenv.share(prices[:10_000])
-    for options in ({"spare_workers": 1}, {"num_workers": "auto"}):
-        with contextlib.closing(vecenv.AsyncVectorEnv(makers(shared, 2), context="spawn", **options)) as envs:
+    for build in (
+        lambda: vecenv.EpisodePrefetcher.from_env_fns(makers(shared, 2), 1, context="spawn"),
+        lambda: vecenv.AsyncVectorEnv(makers(shared, 2), context="spawn", num_workers="auto"),
+    ):
+        with contextlib.closing(build()) as envs:
             envs.reset(seed=1)
             for _ in range(60):
                 envs.step(np.zeros(2, np.int64))
@@ -634,12 +639,12 @@ def test_every_shape_and_kind_of_view_arrives(prices: np.ndarray) -> None:
                 assert got.dtype == wanted.dtype
                 np.testing.assert_array_equal(got, wanted)
         assert envs.get_attr("shared") == (True, True)
-    for array in views:  # by other ways it is copied
+    for array in views:  # other ways copy it
         np.testing.assert_array_equal(pickle.loads(pickle.dumps(array)), array)
 
 
 class Views(Market):
-    """Has views of shared arrays."""
+    """An environment that holds views of shared arrays."""
 
     def __init__(self, views: list[Any]) -> None:
         super().__init__(np.zeros(200))
@@ -654,7 +659,7 @@ class Views(Market):
         return all(not view.flags.writeable for view in self.views)
 
 
-def test_it_is_freed_with_its_last_array(prices: np.ndarray) -> None:
+def test_shared_data_is_freed_with_its_last_array(prices: np.ndarray) -> None:
     def blocks() -> int:
         with open("/proc/self/maps") as maps:
             mapped = sum("memfd:vecenv" in line for line in maps)
@@ -674,7 +679,7 @@ def test_it_is_freed_with_its_last_array(prices: np.ndarray) -> None:
     assert blocks() == before
 
 
-def test_what_cannot_be_shared_is_named() -> None:
+def test_unshareable_values_are_named() -> None:
     with pytest.raises(TypeError, match=r"share\(\): 'x' got list, wanted a NumPy array or a dict of arrays"):
         vecenv.share({"x": [1, 2]})
     with pytest.raises(TypeError, match=r"share\(\) got int, wanted a NumPy array"):

@@ -1,4 +1,4 @@
-"""Policies over vector environments: evaluated as wholes, row by row, in lockstep, and from snapshots."""
+"""Policies over vector environments: batched, row by row, in lock-step, and from snapshots."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import gymnasium
 import numpy as np
 import pytest
 from double import DoubleVectorEnv
-from envs import counters, opened, started
+from envs import counters, open_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from in_time import InTime, least_time
-from walks import ENGINES, LONGEST, SEED, Walk, begun, choose, numbers, walks, wanted, wanted_from
+from simulated_time import SimulatedTime, least_time
+from walks import ENGINES, LONGEST, SEED, Walk, choose, expected_from, expected_results, numbers, snapshots_midway, walks
 
 import vecenv
 from vecenv.errors import SnapshotMismatch, WorkerDied
 from vecenv.evaluating.episodes import EpisodeResults
 from vecenv.front.driver import dropping_pending
 
-# --- What a policy is given, what it may return, and what is refused before anything runs -------
+# --- arguments and results of a policy, and refusals before anything runs ------------------------
 
 
 class Nested(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """A walk whose observations and actions are dicts and tuples."""
+    """A walk with observations and actions that are dicts and tuples."""
 
     def __init__(self) -> None:
         super().__init__(Walk())
@@ -56,24 +56,24 @@ def test_parts_of_observations_and_actions_belong_together(batch: str) -> None:
         assert (observations["two"][0] == observations["seen"][:, 1]).all()
         return {"go": choose(observations["seen"], rngs), "say": (("yes",) * len(rngs),)}
 
-    with opened([Nested] * 3, num_workers=0) as envs:
-        assert numbers(vecenv.evaluate(envs, policy, 7, seed=SEED, batch=batch)) == wanted(7)
+    with open_engine([Nested] * 3, num_workers=0) as envs:
+        assert numbers(vecenv.evaluate(envs, policy, 7, seed=SEED, batch=batch)) == expected_results(7)
 
 
-def test_a_policy_is_told_what_it_names() -> None:
-    told: dict[int, list[Any]] = {}
+def test_policy_receives_its_named_arguments() -> None:
+    seen_arguments: dict[int, list[Any]] = {}
 
     def policy(observations: Any, *, begins: Any, rows: Any, episodes: Any, infos: Any) -> Any:
         assert len(observations) == len(begins) == len(rows) == len(episodes) == len(infos) <= 3
         assert len(set(rows.tolist())) == len(rows)
         for episode, *each in zip(episodes.tolist(), begins.tolist(), rows.tolist(), infos, strict=True):
-            told.setdefault(episode, []).append(each)
+            seen_arguments.setdefault(episode, []).append(each)
         return np.zeros(len(observations), int)
 
-    with opened(walks(3), num_workers=2) as envs:
+    with open_engine(walks(3), num_workers=2) as envs:
         results = vecenv.evaluate(envs, policy, 6, seed=SEED)
     for result in results:
-        begins, rows, infos = zip(*told[result.index], strict=True)
+        begins, rows, infos = zip(*seen_arguments[result.index], strict=True)
         assert list(begins) == [True] + [False] * (result.length - 1)
         assert len(set(rows)) == 1
         assert infos[0] == {"reset": True}
@@ -81,7 +81,7 @@ def test_a_policy_is_told_what_it_names() -> None:
 
 
 def remembering(observations: Any, state: Any) -> Any:
-    """Actions from all that was seen in an episode so far."""
+    """Return actions that depend on everything seen in an episode so far."""
     sums = state["sums"][0] + observations[:, 2]
     return (np.abs(sums * 7).astype(int) % 7), {"sums": (sums,), "calls": state["calls"] + 1}
 
@@ -91,14 +91,14 @@ def test_a_recurrent_policy_keeps_a_state_for_each_row(batch: str) -> None:
     state = {"sums": (np.float64(0),), "calls": np.zeros((), int)}
     found = []
     for num_envs, engine in ((1, {"num_workers": 0}), (3, {"num_workers": 0}), (5, {"num_workers": 2})):
-        with opened(walks(num_envs), **engine) as envs:
+        with open_engine(walks(num_envs), **engine) as envs:
             results = vecenv.evaluate(envs, remembering, 9, seed=SEED, initial_state=state, batch=batch)
         found.append(numbers(results))
     assert found[0] == found[1] == found[2]
     assert len({each[2] for each in found[0]}) == 9
 
 
-def test_a_policy_that_is_compiled_always_gets_as_many_rows() -> None:
+def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
     sizes = set()
 
     def policy(observations: Any, rows: Any, rngs: Any) -> Any:
@@ -106,13 +106,13 @@ def test_a_policy_that_is_compiled_always_gets_as_many_rows() -> None:
         assert all(list(rows).count(row) == 1 for row in range(3) if row in rows), "3 stands for none"
         return choose(observations, rngs)
 
-    with opened(walks(3), num_workers=0) as envs:
-        assert numbers(vecenv.evaluate(envs, policy, 7, seed=SEED, batch="padded")) == wanted(7)
+    with open_engine(walks(3), num_workers=0) as envs:
+        assert numbers(vecenv.evaluate(envs, policy, 7, seed=SEED, batch="padded")) == expected_results(7)
     assert sizes == {3}
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "text"),
     [
         ({"episodes": 0}, ValueError, "no episode to run"),
         ({"episodes": []}, ValueError, "no episode to run"),
@@ -143,16 +143,16 @@ def test_a_policy_that_is_compiled_always_gets_as_many_rows() -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_is_wrong_is_named_before_anything_runs(options: dict[str, Any], error: type[Exception], says: str) -> None:
+def test_wrong_arguments_are_named_before_anything_runs(options: dict[str, Any], error: type[Exception], text: str) -> None:
     given = {"policy": lambda seen: np.zeros(len(seen), int), "episodes": 4, **options}
-    with opened(walks(2), num_workers=0) as envs:
-        with pytest.raises(error, match=says):
+    with open_engine(walks(2), num_workers=0) as envs:
+        with pytest.raises(error, match=text):
             vecenv.evaluate(envs, **given)
         assert envs.stats()["resets"] == envs.stats()["in_flight"] == 0
 
 
 @pytest.mark.parametrize(
-    ("actions", "error", "says"),
+    ("actions", "error", "text"),
     [
         (lambda count: np.zeros(count + 1, int), ValueError, "given 3 observations and returned 4 actions"),
         (lambda count: np.zeros(count - 1, int), ValueError, "given 3 observations and returned 2 actions"),
@@ -160,28 +160,28 @@ def test_what_is_wrong_is_named_before_anything_runs(options: dict[str, Any], er
         (lambda count: None, TypeError, "returned no batch of 3 actions of Discrete"),
     ],
 )
-def test_a_wrong_number_of_actions_is_named_before_a_step(actions: Any, error: type[Exception], says: str) -> None:
-    with opened(walks(3), num_workers=0) as envs:
-        with pytest.raises(error, match=says):
+def test_a_wrong_number_of_actions_is_named_before_a_step(actions: Any, error: type[Exception], text: str) -> None:
+    with open_engine(walks(3), num_workers=0) as envs:
+        with pytest.raises(error, match=text):
             vecenv.evaluate(envs, lambda seen: actions(len(seen)), 4)
         assert envs.stats()["steps"] == envs.stats()["in_flight"] == 0
 
 
-def test_what_a_policy_raises_ends_the_evaluation_and_a_reset_brings_all_back() -> None:
+def test_error_of_a_policy_ends_the_evaluation_and_reset_recovers() -> None:
     def policy(observations: Any, begins: Any) -> Any:
         if not begins.any():
             raise KeyError("policy")
         return np.zeros(len(observations), int)
 
-    with opened(walks(3), num_workers=2) as envs:
+    with open_engine(walks(3), num_workers=2) as envs:
         with pytest.raises(KeyError, match="policy"):
             vecenv.evaluate(envs, policy, 9, seed=SEED)
         envs.reset(seed=1)
-        assert numbers(vecenv.evaluate(envs, choose, 5, seed=SEED)) == wanted(5)
+        assert numbers(vecenv.evaluate(envs, choose, 5, seed=SEED)) == expected_results(5)
 
 
 def test_rows_that_are_in_flight_are_not_touched() -> None:
-    with started(walks(3), num_workers=0) as envs:
+    with ready_engine(walks(3), num_workers=0) as envs:
         envs.send([0], [2])
         with pytest.raises(AlreadyPendingCallError, match=r"Calling `evaluate` while envs \[2\] are in flight"):
             vecenv.evaluate(envs, choose, 1, seed=SEED)
@@ -192,13 +192,13 @@ def test_rows_that_are_in_flight_are_not_touched() -> None:
         envs.step_wait()
 
 
-def test_what_is_no_vector_environment_is_refused() -> None:
+def test_non_vector_environment_is_refused() -> None:
     with pytest.raises(TypeError, match=r"wants a Gymnasium vector environment, as vecenv\.make_vec builds"):
         vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
 
 
 def test_results_have_figures_and_a_short_repr() -> None:
-    with opened(walks(3), num_workers=0) as envs:
+    with open_engine(walks(3), num_workers=0) as envs:
         results = vecenv.evaluate(envs, choose, 7, seed=SEED)
     returns = [each.episode_return for each in results]
     assert results.returns.tolist() == returns
@@ -213,22 +213,23 @@ def test_results_have_figures_and_a_short_repr() -> None:
 
 
 def test_swapped_arguments_are_named() -> None:
-    with opened(walks(1), num_workers=0) as envs, pytest.raises(TypeError, match=r"envs=.*choose.*policy=Async.*swapped\?"):
+    match = r"envs=.*choose.*policy=Async.*swapped\?"
+    with open_engine(walks(1), num_workers=0) as envs, pytest.raises(TypeError, match=match):
         vecenv.evaluate(choose, envs, 3)  # type: ignore[arg-type]
 
 
-# --- ``vecenv.evaluate`` on engines whose environments step together: the same call, as far as their seeds allow
+# --- ``vecenv.evaluate`` on engines that step all environments together: the same results, as far as seeds allow
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_gymnasiums_own_gives_the_same(num_envs: int, mode: AutoresetMode, closes: Any) -> None:
+def test_gymnasiums_engine_gives_the_same_results(num_envs: int, mode: AutoresetMode, closes: Any) -> None:
     envs = closes(SyncVectorEnv(walks(num_envs), autoreset_mode=mode))
     for count in (10, 1):
-        assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == wanted(count)
+        assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == expected_results(count)
 
 
-def test_each_episode_has_its_options_there_too() -> None:
+def test_each_episode_has_its_options_in_lock_step() -> None:
     episodes = [vecenv.Episode(options={"start": float(index % 3)}) for index in range(7)]
     envs = SyncVectorEnv(walks(3))
     results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes, seed=SEED)
@@ -236,7 +237,7 @@ def test_each_episode_has_its_options_there_too() -> None:
     assert [each.episode_return / each.length for each in results] == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_a_policy_sees_the_latest_info_of_each_row(closes: Any) -> None:
+def test_policy_receives_the_latest_info_of_each_row(closes: Any) -> None:
     def policy(observations: Any, infos: Any, begins: Any) -> Any:
         for seen, info, first in zip(observations, infos, begins, strict=True):
             assert info == {"reset": True} if first else info["t"] == seen[1]
@@ -257,15 +258,15 @@ def test_the_double_gives_the_same_for_every_number_of_rows(num_envs: int) -> No
     assert {each[3] for each in with_rows[0]} == {3, 4, 5}
 
 
-def test_what_an_engine_cannot_do_is_refused_by_name(closes: Any) -> None:
+def test_missing_features_of_an_engine_are_refused_by_name(closes: Any) -> None:
     envs = DoubleVectorEnv(2)
-    for options, says in (
+    for options, text in (
         ({"timeout": 1}, "DoubleVectorEnv cannot end environments that hang"),
-        ({"frames": [0]}, "DoubleVectorEnv cannot give frames"),
+        ({"frames": [0]}, "DoubleVectorEnv cannot render single environments"),
         ({"episodes": [vecenv.Episode(options={"a": 1})]}, "DoubleVectorEnv cannot evaluate episodes with options"),
     ):
         given: dict[str, Any] = {"episodes": 3, **options}
-        with pytest.raises(NotImplementedError, match=says):
+        with pytest.raises(NotImplementedError, match=text):
             vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), **given)
     envs.close()
     native = closes(vecenv.make_vec("CartPole-v1", 2, "native"))
@@ -282,22 +283,22 @@ def test_games_of_several_agents_are_refused(closes: Any) -> None:
         vecenv.evaluate(envs, choose, 3)
 
 
-# --- ``vecenv.evaluate`` on engines that answer row by row: what a plain loop gives, however many environments there are
+# --- ``vecenv.evaluate`` on engines that return rows one by one: the results of a plain loop, for every number of rows
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_results_are_those_of_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
-    with opened(walks(num_envs), num_workers=0, autoreset_mode=mode) as envs:
+    with open_engine(walks(num_envs), num_workers=0, autoreset_mode=mode) as envs:
         for count in (10, 1, 3):
-            assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == wanted(count)
+            assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == expected_results(count)
 
 
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
 def test_results_are_the_same_in_processes(engine: dict[str, Any]) -> None:
-    with opened(walks(3), **engine) as envs:
+    with open_engine(walks(3), **engine) as envs:
         results = vecenv.evaluate(envs, choose, 10, seed=SEED)
-        assert numbers(results) == wanted(10)
+        assert numbers(results) == expected_results(10)
         assert envs.stats()["steps"] == sum(each.length for each in results)
         assert all(each.attempts == 1 and each.seconds > 0 and not each.frames for each in results)
         assert envs.reset(seed=1)[0].shape == (3, 3), "it is as good as new"
@@ -307,33 +308,33 @@ def test_results_are_the_same_in_processes(engine: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
 @pytest.mark.parametrize("num_envs", [2, 3, 8, 64])
-def test_no_number_of_environments_changes_a_bit(num_envs: int, engine: dict[str, Any], mode: AutoresetMode) -> None:
-    with opened(walks(num_envs, longest=1000), autoreset_mode=mode, **engine) as envs:
+def test_results_are_bit_identical_for_any_num_envs(num_envs: int, engine: dict[str, Any], mode: AutoresetMode) -> None:
+    with open_engine(walks(num_envs, longest=1000), autoreset_mode=mode, **engine) as envs:
         for count in (40, 5):
             results = vecenv.evaluate(envs, choose, count, seed=SEED)
-            assert numbers(results) == wanted(count, longest=1000)
+            assert numbers(results) == expected_results(count, longest=1000)
         assert max(each.length for each in results) > 100
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_there_are_as_many_steps_as_the_lengths_add_up_to(mode: AutoresetMode, tmp_path: Path) -> None:
-    with opened(walks(4, marks=str(tmp_path)), num_workers=2, autoreset_mode=mode) as envs:
+def test_number_of_steps_is_the_sum_of_lengths(mode: AutoresetMode, tmp_path: Path) -> None:
+    with open_engine(walks(4, marks=str(tmp_path)), num_workers=2, autoreset_mode=mode) as envs:
         results = vecenv.evaluate(envs, choose, 11, seed=SEED)
         made = envs.stats()["steps"]
     assert (tmp_path / "steps").stat().st_size == sum(each.length for each in results) == made
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8, pytest.param(64, marks=pytest.mark.long)])
-def test_no_environment_waits_while_there_are_episodes(num_envs: int) -> None:
-    """In counted time: within a tenth of what the best schedule takes, with episodes that raise or die in the middle."""
+def test_no_environment_is_idle_while_episodes_remain(num_envs: int) -> None:
+    """In simulated time it is within a tenth of the best schedule, with episodes that raise or die in the middle."""
     count = 22 * num_envs
     faults = {SEED + 2: "raise", SEED + 7: "raise", SEED + 11: "raise", SEED + 2 * num_envs: "raise"}
-    envs = InTime(num_envs, faults=faults)
+    envs = SimulatedTime(num_envs, faults=faults)
     results = vecenv.evaluate(envs, choose, count, seed=SEED, retries=0)
     assert [each.index for each in results] == list(range(count))
     assert {each.seed for each in results if each.error is not None} == set(faults)
     assert {type(each.error) for each in results} == {type(None), ArithmeticError, WorkerDied}
-    for each, plain in zip(numbers(results), wanted(count), strict=True):
+    for each, plain in zip(numbers(results), expected_results(count), strict=True):
         assert each == plain or each[1] in faults
     assert envs.steps == sum(each.length for each in results)
     assert envs.now <= 1.1 * least_time(results, num_envs)
@@ -341,49 +342,49 @@ def test_no_environment_waits_while_there_are_episodes(num_envs: int) -> None:
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8, 64])
 def test_as_many_steps_in_any_number_of_environments(num_envs: int) -> None:
-    with opened(walks(num_envs), num_workers=0) as envs:
+    with open_engine(walks(num_envs), num_workers=0) as envs:
         results = vecenv.evaluate(envs, choose, 70, seed=SEED)
         assert envs.stats()["steps"] == sum(each.length for each in results)
-        assert numbers(results) == wanted(70)
+        assert numbers(results) == expected_results(70)
 
 
 def test_every_episode_has_its_own_seed_and_options() -> None:
     episodes = [vecenv.Episode(7, {"start": 5.0}), vecenv.Episode(), vecenv.Episode(options={"start": -1.0})]
-    with opened(walks(2), num_workers=0) as envs:
+    with open_engine(walks(2), num_workers=0) as envs:
         results = vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), episodes, seed=20)
     assert [each.seed for each in results] == [7, 21, 22]
     assert [each.options for each in results] == [{"start": 5.0}, None, {"start": -1.0}]
     assert [each.episode_return / each.length for each in results] == [5.0, 0.0, -1.0], "the sum of what never moves"
 
 
-def test_without_a_seed_the_results_say_which_it_was() -> None:
-    with opened(walks(2), num_workers=0) as envs:
+def test_results_record_the_seed_that_was_drawn() -> None:
+    with open_engine(walks(2), num_workers=0) as envs:
         first = vecenv.evaluate(envs, choose, 3)
         assert numbers(vecenv.evaluate(envs, choose, 3, seed=first[0].seed)) == numbers(first)
         assert vecenv.evaluate(envs, choose, 3)[0].seed != first[0].seed
 
 
-def test_results_are_told_as_they_come_and_listed_in_order() -> None:
-    told: list[Any] = []
-    with opened(walks(3), num_workers=0) as envs:
-        results = vecenv.evaluate(envs, choose, 7, seed=SEED, on_episode=told.append)
+def test_results_are_reported_as_they_finish_and_listed_in_order() -> None:
+    seen_arguments: list[Any] = []
+    with open_engine(walks(3), num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose, 7, seed=SEED, on_episode=seen_arguments.append)
     assert [each.index for each in results] == list(range(7))
-    assert sorted(told, key=lambda each: each.index) == results
-    assert told != results, "the shortest are done first"
+    assert sorted(seen_arguments, key=lambda each: each.index) == results
+    assert seen_arguments != results, "the shortest are done first"
 
 
 def test_an_evaluation_goes_through_the_statistics_of_a_wrapper() -> None:
-    with opened(walks(3), num_workers=0) as envs:
+    with open_engine(walks(3), num_workers=0) as envs:
         counted = vecenv.wrappers.RecordEpisodeStatistics(envs)
         results = vecenv.evaluate(counted, choose, 5, seed=SEED)
-    for each, plain in zip(results, wanted(5), strict=True):
+    for each, plain in zip(results, expected_results(5), strict=True):
         statistics = each.info.pop("episode")
         assert (statistics["l"], statistics["r"]) == (each.length, pytest.approx(each.episode_return))
         assert each.info == plain[6]
 
 
 def test_other_wrappers_see_every_observation() -> None:
-    with opened(walks(3), num_workers=0) as envs:
+    with open_engine(walks(3), num_workers=0) as envs:
         scaled: Any = gymnasium.wrappers.vector.TransformObservation(envs, lambda seen: seen * 0 + 1)
         seen: list[Any] = []
 
@@ -393,31 +394,30 @@ def test_other_wrappers_see_every_observation() -> None:
 
         results = vecenv.evaluate(scaled, policy, 4, seed=SEED)
     assert all((each == 1).all() for each in seen)
-    assert [each.length for each in results] == [each[3] for each in wanted(4)]
+    assert [each.length for each in results] == [each[3] for each in expected_results(4)]
 
 
 def test_frames_of_chosen_episodes() -> None:
-    with opened(walks(2, render_mode="rgb_array"), num_workers=1) as envs:
+    with open_engine(walks(2, render_mode="rgb_array"), num_workers=1) as envs:
         results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[1, 4])
-    assert numbers(results) == wanted(5)
+    assert numbers(results) == expected_results(5)
     for each in results:
         pictures = range(each.length + 1) if each.index in (1, 4) else ()
         assert [int(frame[0, 0, 0]) for frame in each.frames] == list(pictures)
 
 
 def test_frames_are_taken_beside_a_worker_that_was_dead_before() -> None:
-    with started(walks(2, render_mode="rgb_array"), num_workers=2) as envs:
+    with ready_engine(walks(2, render_mode="rgb_array"), num_workers=2) as envs:
         os.kill(envs.processes[1].pid, signal.SIGKILL)
         with pytest.raises(WorkerDied):
             envs.step(np.zeros(2, int))
         results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[0])
-    assert numbers(results) == wanted(5)
+    assert numbers(results) == expected_results(5)
     assert len(results[0].frames) == results[0].length + 1
 
 
 def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tqdm")
-    with opened(walks(2), num_workers=0) as envs:
+    with open_engine(walks(2), num_workers=0) as envs:
         vecenv.evaluate(envs, choose, 5, seed=SEED, progress=True)
     assert "5/5" in capsys.readouterr().err
 
@@ -426,12 +426,12 @@ def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **how: Any) -> list[Any]:
-    """Results of walks that go wrong; all others have to be those of a plain loop."""
+    """Return results of walks with faults; check that all others equal those of a plain loop."""
     engine = how.pop("engine", {"num_workers": 2})
-    with opened(walks(num_envs, faults=faults, marks=str(tmp_path)), **engine) as envs:
+    with open_engine(walks(num_envs, faults=faults, marks=str(tmp_path)), **engine) as envs:
         results = vecenv.evaluate(envs, choose, count, seed=SEED, **how)
     assert [each.index for each in results] == list(range(count))
-    for each, plain in zip(numbers(results), wanted(count), strict=True):
+    for each, plain in zip(numbers(results), expected_results(count), strict=True):
         if faults.get(each[1], "once").endswith("once"):
             assert each == plain
     return results
@@ -439,19 +439,19 @@ def with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: in
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("num_envs", [1, 4])
-def test_what_raises_is_begun_again_and_then_has_its_error(num_envs: int, tmp_path: Path) -> None:
+def test_failed_episode_is_retried_and_then_has_its_error(num_envs: int, tmp_path: Path) -> None:
     results = with_faults({SEED + 2: "raise", SEED + 5: "raise once"}, tmp_path, num_envs, 8, engine={"num_workers": 0})
     failed, healed = results[2], results[5]
     assert isinstance(failed.error, ArithmeticError)
     assert "walk 302 slipped" in str(failed.error)
     assert math.isnan(failed.episode_return)
-    assert (failed.attempts, failed.length) == (2, wanted(3)[2][3] // 2)
+    assert (failed.attempts, failed.length) == (2, expected_results(3)[2][3] // 2)
     assert (healed.attempts, healed.error) == (2, None)
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize(("num_envs", "retries"), [(4, 0), pytest.param(4, 1, marks=pytest.mark.long), (1, 1)])
-def test_what_kills_its_worker_costs_the_others_nothing(num_envs: int, retries: int, tmp_path: Path) -> None:
+def test_death_of_a_worker_does_not_affect_other_episodes(num_envs: int, retries: int, tmp_path: Path) -> None:
     faults = {SEED + 1: "die", **({SEED + 4: "die once"} if retries else {})}
     engine = {"num_workers": min(num_envs, 2)}
     results = with_faults(faults, tmp_path, num_envs, 8, retries=retries, engine=engine)
@@ -461,7 +461,7 @@ def test_what_kills_its_worker_costs_the_others_nothing(num_envs: int, retries: 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_what_hangs_is_ended(tmp_path: Path) -> None:
+def test_hanging_episode_is_ended(tmp_path: Path) -> None:
     results = with_faults({SEED + 3: "hang", SEED + 5: "hang once"}, tmp_path, 4, 8, retries=1, timeout=0.5)
     assert isinstance(results[3].error, WorkerDied)
     assert "time.sleep(600)" in str(results[3].error) or "_go_wrong" in str(results[3].error), "it says where"
@@ -475,25 +475,25 @@ def test_what_hangs_is_ended(tmp_path: Path) -> None:
 def test_all_faults_in_any_number_of_environments(num_envs: int, policy: str, tmp_path: Path) -> None:
     faults = {SEED + 2: "raise", SEED + 7: "die", SEED + 11: "hang", SEED + 13: "raise once", SEED + 17: "hang once"}
     faults[SEED + 19] = "die once"
-    engine = {"num_workers": min(num_envs, 4), "on_failure": policy, "restart_limit": 1000}
+    engine = {"num_workers": min(num_envs, 4), "on_failure": vecenv.Restart(1000) if policy == "restart" else policy}
     results = with_faults(faults, tmp_path, num_envs, 30, timeout=0.5, retries=1, engine=engine)
     assert [each.index for each in results if each.error is not None] == [2, 7, 11]
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_an_engine_that_restarts_by_itself_gives_the_same(tmp_path: Path) -> None:
+def test_engine_with_restarts_gives_the_same_results(tmp_path: Path) -> None:
     faults = {SEED + 1: "raise", SEED + 2: "die", SEED + 5: "die once"}
-    results = with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": "restart", "restart_limit": 100})
+    results = with_faults(faults, tmp_path, 4, 8, engine={"num_workers": 2, "on_failure": vecenv.Restart(100)})
     assert [each.index for each in results if each.error is not None] == [1, 2]
 
 
-class Late(Exception):
-    """What a time limit raises."""
+class TimeIsUp(Exception):
+    """The exception of a time limit."""
 
 
-class Alarms(gymnasium.Env[Any, Any]):
-    """Is hit by a time limit in one of its steps, or in a reset with options."""
+class HitByTimeLimit(gymnasium.Env[Any, Any]):
+    """An environment that a time limit hits in one of its steps, or in a reset with options."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -516,7 +516,7 @@ class Alarms(gymnasium.Env[Any, Any]):
 @pytest.fixture
 def limit() -> Iterator[None]:
     def late(number: int, frame: object) -> None:
-        raise Late
+        raise TimeIsUp
 
     before = signal.signal(signal.SIGUSR2, late)
     yield
@@ -525,13 +525,14 @@ def limit() -> Iterator[None]:
 
 @pytest.mark.usefixtures("limit")
 @pytest.mark.parametrize("where", ["step", "reset"])
-def test_a_time_limit_is_no_failure_of_an_episode(where: str) -> None:
-    """In the calling process it falls into environments most of the time."""
+def test_time_limit_is_not_a_failure_of_an_episode(where: str) -> None:
+    """In the calling process it usually interrupts an environment."""
     late = vecenv.Episode(options={"late": True})
-    with opened([lambda: Alarms(100 if where == "step" else 0)] * 2, num_workers=0) as envs:
-        with pytest.raises(Late):
+    with open_engine([lambda: HitByTimeLimit(100 if where == "step" else 0)] * 2, num_workers=0) as envs:
+        with pytest.raises(TimeIsUp):
             vecenv.evaluate(envs, still, 1000 if where == "step" else [late] * 9, seed=1, retries=1)
         if where == "reset":
+            envs.reset()  # drops what was in flight
             assert len(vecenv.evaluate(envs, still, 4, seed=1)) == 4
 
 
@@ -540,64 +541,64 @@ def still(seen: Any) -> Any:
 
 
 @pytest.mark.usefixtures("limit")
-def test_a_time_limit_comes_out_of_a_step_that_a_reset_drops() -> None:
-    with started([lambda: Alarms(1)] * 2, num_workers=0) as envs:
+def test_time_limit_in_a_dropped_step_is_raised() -> None:
+    with ready_engine([lambda: HitByTimeLimit(1)] * 2, num_workers=0) as envs:
         envs.step_async(np.zeros(2, int))
-        with pytest.raises(Late):
+        with pytest.raises(TimeIsUp):
             dropping_pending(envs, envs.reset)
         assert dropping_pending(envs, envs.reset)[0].shape == (2, 1)
 
 
-# --- ``vecenv.evaluate`` of episodes that begin with a snapshot in place of a reset -------------
+# --- ``vecenv.evaluate`` of episodes that begin with a snapshot instead of a reset ----------------
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
-def test_results_are_those_of_a_plain_loop_that_went_there(num_envs: int, mode: AutoresetMode) -> None:
-    snapshots, starts = begun(10)
-    with opened(walks(num_envs, longest=LONGEST), num_workers=0, autoreset_mode=mode) as envs:
+def test_results_from_snapshots_equal_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
+    snapshots, starts = snapshots_midway(10)
+    with open_engine(walks(num_envs, longest=LONGEST), num_workers=0, autoreset_mode=mode) as envs:
         for count in (10, 1):
             results = vecenv.evaluate(envs, choose, snapshots[:count], seed=SEED)
-            assert numbers(results) == wanted_from(starts[:count])
+            assert numbers(results) == expected_from(starts[:count])
 
 
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
-def test_results_are_the_same_in_processes_and_nothing_is_stepped_in_vain(engine: dict[str, Any]) -> None:
-    snapshots, starts = begun(9)
-    with opened(walks(3, longest=LONGEST), **engine) as envs:
+def test_processes_give_the_same_results_without_extra_steps(engine: dict[str, Any]) -> None:
+    snapshots, starts = snapshots_midway(9)
+    with open_engine(walks(3, longest=LONGEST), **engine) as envs:
         results = vecenv.evaluate(envs, choose, snapshots, seed=SEED)
-        assert numbers(results) == wanted_from(starts)
+        assert numbers(results) == expected_from(starts)
         assert envs.stats()["steps"] == sum(each.length for each in results)
         assert all(each.attempts == 1 for each in results)
 
 
 def test_some_begin_with_a_reset_and_some_with_one_snapshot() -> None:
-    [snapshot], [start] = begun(1)
+    [snapshot], [start] = snapshots_midway(1)
     episodes = [snapshot, vecenv.Episode(), vecenv.Episode(snapshot=snapshot), vecenv.Episode(seed=SEED + 9)] * 2
-    with opened(walks(3, longest=LONGEST), num_workers=2) as envs:
+    with open_engine(walks(3, longest=LONGEST), num_workers=2) as envs:
         results = vecenv.evaluate(envs, choose, episodes, seed=SEED)
         resets = [vecenv.Episode(SEED + 9 if at % 4 == 3 else None) for at in range(8)]
         plain = vecenv.evaluate(envs, choose, resets, seed=SEED)
     assert [each.seed for each in results] == [None, SEED + 1, None, SEED + 9, None, SEED + 5, None, SEED + 9]
-    from_there = wanted_from([start] * 8)
+    from_there = expected_from([start] * 8)
     assert numbers(results) == [from_there[at] if at % 2 == 0 else numbers(plain)[at] for at in range(8)]
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 @pytest.mark.parametrize("fault", ["raise", "die"])
-def test_what_fails_goes_on_from_its_snapshot_again(num_envs: int, fault: str, tmp_path: Path) -> None:
-    """The fault comes in the middle of a walk: once, and the third walk always."""
-    starts = begun(7)[1]
+def test_failed_episode_restarts_from_its_snapshot(num_envs: int, fault: str, tmp_path: Path) -> None:
+    """The fault happens in the middle of a walk: once, and in the third walk always."""
+    starts = snapshots_midway(7)[1]
     before = [at for at, (own, steps) in enumerate(starts) if steps <= _length(own) // 2]
     assert len(before) > 3, "or nothing fails after its snapshot"
     always = before[2]
     faults = {starts[at][0]: fault if at == always else f"{fault} once" for at in before}
-    snapshots = begun(7, faults=faults, marks=str(tmp_path))[0]
-    with opened(walks(num_envs, longest=LONGEST), num_workers=min(num_envs, 2)) as envs:
+    snapshots = snapshots_midway(7, faults=faults, marks=str(tmp_path))[0]
+    with open_engine(walks(num_envs, longest=LONGEST), num_workers=min(num_envs, 2)) as envs:
         results = vecenv.evaluate(envs, choose, snapshots, seed=SEED)
     assert isinstance(results[always].error, WorkerDied if fault == "die" else ArithmeticError)
     assert {each.attempts for at, each in enumerate(results) if at in before} >= {2}
-    plain = wanted_from(starts)
+    plain = expected_from(starts)
     assert all(at == always or each == plain[at] for at, each in enumerate(numbers(results)))
 
 
@@ -607,40 +608,40 @@ def _length(seed: int) -> int:
     return walk.length
 
 
-def test_rows_that_had_failed_before_come_back() -> None:
-    snapshots, starts = begun(4)
-    with opened(walks(3, longest=LONGEST), num_workers=2) as envs:
+def test_previously_failed_rows_recover() -> None:
+    snapshots, starts = snapshots_midway(4)
+    with open_engine(walks(3, longest=LONGEST), num_workers=2) as envs:
         envs.reset(seed=SEED)
         os.kill(envs.exec_func(lambda env: os.getpid(), [0])[0], signal.SIGKILL)
         with pytest.raises(WorkerDied):
             envs.step([0] * 3)
-        assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED)) == wanted_from(starts)
+        assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED)) == expected_from(starts)
 
 
 def test_frames_begin_where_the_snapshot_was_taken() -> None:
-    snapshots, starts = begun(3)
-    with opened(walks(2, longest=LONGEST, render_mode="rgb_array"), num_workers=2) as envs:
+    snapshots, starts = snapshots_midway(3)
+    with open_engine(walks(2, longest=LONGEST, render_mode="rgb_array"), num_workers=2) as envs:
         filmed = vecenv.evaluate(envs, choose, snapshots, seed=SEED, frames=[1])
     assert [int(frame[0, 0, 0]) for frame in filmed[1].frames] == [*range(starts[1][1], starts[1][1] + filmed[1].length + 1)]
 
 
-def test_a_wrapper_hands_it_on() -> None:
-    snapshots, starts = begun(4)
-    with opened(walks(2, longest=LONGEST), num_workers=0) as inner:
+def test_wrapper_passes_snapshots_on() -> None:
+    snapshots, starts = snapshots_midway(4)
+    with open_engine(walks(2, longest=LONGEST), num_workers=0) as inner:
         envs = vecenv.wrappers.RecordEpisodeStatistics(inner)
-        assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED))[0][:4] == wanted_from(starts)[0][:4]
+        assert numbers(vecenv.evaluate(envs, choose, snapshots, seed=SEED))[0][:4] == expected_from(starts)[0][:4]
 
 
-def test_what_is_wrong_with_snapshots_is_named_before_anything_runs() -> None:
-    [snapshot], _ = begun(1)
-    with opened(walks(2, longest=LONGEST), num_workers=0) as envs:
+def test_wrong_snapshots_are_named_before_anything_runs() -> None:
+    [snapshot], _ = snapshots_midway(1)
+    with open_engine(walks(2, longest=LONGEST), num_workers=0) as envs:
         fresh = envs.save(verify=False)[0]
         envs.reset(seed=[SEED, SEED])
         while not any(np.any(flags[:1]) for flags in envs.step([0, 0])[2:4]):
             pass
         over = envs.save([0], verify=False)[0]
         damaged = replace(snapshot, body=snapshot.body[:-1])
-        for episodes, error, says in (
+        for episodes, error, text in (
             ([snapshot, damaged], SnapshotMismatch, r"episodes\[1\].snapshot: its bytes are damaged"),
             ([vecenv.Episode(seed=1, snapshot=snapshot)], ValueError, r"episodes\[0\] has a snapshot, so there is no reset"),
             ([vecenv.Episode(snapshot="state")], TypeError, r"episodes\[0\].snapshot must be one of those"),  # type: ignore[arg-type]
@@ -648,10 +649,10 @@ def test_what_is_wrong_with_snapshots_is_named_before_anything_runs() -> None:
             ([over], ValueError, r"episodes\[0\].snapshot was taken when its episode was over"),
             (snapshot, TypeError, "a list of vecenv.Episode or snapshots"),
         ):
-            with pytest.raises(error, match=says):
+            with pytest.raises(error, match=text):
                 vecenv.evaluate(envs, choose, episodes, seed=SEED)  # type: ignore[arg-type]
     words = r"episodes\[1\].snapshot: .*Walk"
-    with opened(counters(2), num_workers=0) as others, pytest.raises(SnapshotMismatch, match=words):
+    with open_engine(counters(2), num_workers=0) as others, pytest.raises(SnapshotMismatch, match=words):
         vecenv.evaluate(others, choose, [vecenv.Episode(), snapshot], seed=SEED)
     for unable in (SyncVectorEnv(walks(2)), DoubleVectorEnv(2)):
         with pytest.raises(NotImplementedError, match="cannot begin episodes with snapshots"):

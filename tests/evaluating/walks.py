@@ -1,4 +1,4 @@
-"""Episodes whose every number follows from seed, options and actions; and what goes wrong in the middle of them."""
+"""Episodes that follow from seed, options and actions, with faults in the middle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from envs import opened
+from envs import open_engine
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-__all__ = ["ENGINES", "LONGEST", "SEED", "Walk", "begun", "choose", "numbers", "walks", "wanted", "wanted_from"]
+__all__ = [
+    "ENGINES",
+    "LONGEST",
+    "SEED",
+    "Walk",
+    "choose",
+    "expected_from",
+    "expected_results",
+    "numbers",
+    "snapshots_midway",
+    "walks",
+]
 
 SEED = 300
 LONGEST = 30  # of walks that begin with a snapshot
@@ -28,13 +39,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 class Walk(gymnasium.Env[Any, Any]):
-    """Steps of random size. Its length, 1 to ``longest``, follows from the seed; every fifth walk is truncated.
+    """A walk with steps of random size. Its length, 1 to ``longest``, follows from the seed; every fifth walk is truncated.
 
     Args:
         longest: Steps.
-        faults: Seed -> what happens in the middle: ``"raise"``, ``"die"``, ``"hang"``; with ``" once"`` only the first time.
-        marks: A folder, for what is to happen once; every step of every process adds a byte to ``steps`` in it.
-        pause: Seconds a step.
+        faults: Seed -> fault in the middle: ``"raise"``, ``"die"``, ``"hang"``; with ``" once"`` only the first time.
+        marks: A folder for marks of faults that happen once; every step of every process adds a byte to ``steps`` in it.
+        pause: Seconds per step.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
@@ -88,24 +99,24 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 def walks(count: int, **how: Any) -> list[Any]:
-    """So many of them."""
+    """Return functions that build that many walks."""
     return [functools.partial(Walk, **how)] * count
 
 
 def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
-    """An action from the observation and from chance."""
+    """Return an action from the observation and a random number."""
     both = zip(observations, rngs, strict=True)
     return np.array([(int(abs(seen[2]) * 3) + int(rng.integers(4))) % 7 for seen, rng in both])
 
 
-def wanted(count: int, seed: int = SEED, **how: Any) -> list[Any]:
-    """What the results are to be, from a plain loop over one environment."""
+def expected_results(count: int, seed: int = SEED, **how: Any) -> list[Any]:
+    """Return the expected results, from a plain loop over one environment."""
     env = Walk(**how)
     return [_walked(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
 
 
 def _walked(env: Walk, observation: Any, index: int, seed: int, own: int | None) -> Any:
-    """The result of one walk, from where it is."""
+    """Return the result of one walk, from its current state."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
     total, length, over = 0.0, 0, (False, False)
     while not any(over):
@@ -115,17 +126,17 @@ def _walked(env: Walk, observation: Any, index: int, seed: int, own: int | None)
 
 
 def numbers(results: Any) -> list[Any]:
-    """What of results does not depend on clocks."""
+    """Return the part of results that does not depend on clocks."""
     return [
         (each.index, each.seed, each.episode_return, each.length, each.terminated, each.truncated, each.info, each.error)
         for each in results
     ]
 
 
-def begun(count: int, **how: Any) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Snapshots in the middle of walks; and of each the seed of the walk, and how far it had come."""
+def snapshots_midway(count: int, **how: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Return snapshots in the middle of walks, with the seed and the progress of each walk."""
     snapshots, starts = [], []
-    with opened(walks(1, longest=LONGEST, **how), num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
+    with open_engine(walks(1, longest=LONGEST, **how), num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
         for seed in range(SEED, SEED + 3 * count):
             envs.reset(seed=seed)
             steps = (seed - SEED) % 5
@@ -136,8 +147,8 @@ def begun(count: int, **how: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     return snapshots, starts
 
 
-def wanted_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
-    """What the results are to be, from a plain loop over one environment, which comes there by steps."""
+def expected_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
+    """Return the expected results, from a plain loop over one environment that reaches each start by steps."""
     env, results = Walk(longest=LONGEST), []
     for index, (own, steps) in enumerate(starts):
         observation = env.reset(seed=own)[0]

@@ -1,7 +1,8 @@
-"""A program that interrupts calls by real signals at random moments, and judges what becomes of them.
+"""A program that interrupts calls by real signals at random moments, and checks the results.
 
-``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``; its last line of output is JSON: trials, signals that
-raised, wrong, hung, and the first few of these in words.
+``python at_random.py ALARM|SIGINT SETTING TRIALS SEED CALL ...``; its last line of output is JSON: numbers of trials, of
+signals
+that raised, of wrong and of hung trials, and descriptions of the first few failures.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from types import FrameType
 from typing import Any
 
 from endings import ENDS, interrupted_close, warm_up
+from interrupted_calls import SETTINGS, Subject, Verdicts, make_call, seconds
 from interruption import PACKAGE, Stopped
 from streams import FIRST_READY, Stream
-from witnesses import SETTINGS, Subject, Verdicts, make_call, seconds
 
-STUCK = 60.0  # seconds; then not even killing the workers helped, and the program ends
+STUCK = 60.0  # seconds; by then even killing the workers did not help, and the program ends
 
 
 class AtRandom:
-    """As :class:`interruption.Interruption`: raises in the body of its ``with``, when the signal comes.
+    """A context manager like :class:`interruption.Interruption` that raises in its body when a real signal arrives.
 
     Args:
-        kind: ``"ALARM"``: by a timer, with an exception that is nobody's; ``"SIGINT"``: from another thread, as Ctrl-C.
+        kind: ``"ALARM"``: by a timer, with an exception of its own; ``"SIGINT"``: from another thread, as Ctrl-C.
         delay: Seconds until then.
     """
 
@@ -44,7 +45,7 @@ class AtRandom:
         self.fired = self.came_out = self.in_a_finalizer = False
         self._raised: BaseException | None = None
 
-    said = ""  # what was noted on the exception on its way out
+    note = ""  # notes of the exception when it left the body
 
     def __repr__(self) -> str:
         return f"{self.kind} after {self.delay * 1e6:.0f} us"
@@ -59,7 +60,7 @@ class AtRandom:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: Any) -> bool:
-        self.said = "\n".join(getattr(error, "__notes__", ()))
+        self.note = "\n".join(getattr(error, "__notes__", ()))
         AtRandom.armed = None
         signal.setitimer(signal.ITIMER_REAL, 0)
         self.came_out = error is not None and error is self._raised
@@ -75,7 +76,7 @@ class AtRandom:
         return self.fired and not self.came_out and not self.in_a_finalizer
 
     def arrive(self, frame: FrameType | None) -> None:
-        """Raise, if a call is still under way: what it has returned is the caller's."""
+        """Raise if a call is still under way: a returned result belongs to the caller."""
         while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         if frame is not None and not self.fired:
@@ -101,8 +102,8 @@ def ignored(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def press_ctrl_c() -> None:
-    """Wait without sleeping: a call in this process takes less time than it takes a thread to wake up."""
+def send_ctrl_c() -> None:
+    """Wait without sleeping: a call in this process takes less time than a thread needs to wake up."""
     while True:
         delay = DELAYS.get()
         AWAKE.put(None)
@@ -112,16 +113,16 @@ def press_ctrl_c() -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def trials_of(call: str, kind: str, setting: str, trials: int, chance: random.Random) -> Verdicts:
-    """So many calls, each interrupted, and sometimes interrupted again.
+def trials_of(call: str, kind: str, setting: str, trials: int, rng: random.Random) -> Verdicts:
+    """Make this many calls, each interrupted, and sometimes interrupted again.
 
-    On a busy machine many a signal comes when the call is over: then there are more calls, until a tenth was in time.
+    On a busy machine many signals arrive after the call: then more calls are made, until a tenth of them was interrupted.
     """
     verdicts = Verdicts(most_hung=4, most_wrong=40)
     count = 0
 
     def interruptions(duration: float) -> list[AtRandom]:
-        return [AtRandom(kind, 1e-6 + chance.uniform(0, 1.3 * duration)) for _ in range(1 + (count % 4 == 0))]
+        return [AtRandom(kind, 1e-6 + rng.uniform(0, 1.3 * duration)) for _ in range(1 + (count % 4 == 0))]
 
     if call == "close":
         chosen = ENDS.get(setting) or SETTINGS[setting]
@@ -143,7 +144,7 @@ def trials_of(call: str, kind: str, setting: str, trials: int, chance: random.Ra
         chosen_ones = interruptions(took)
         try:
             if call == "close":
-                interrupted_close(chosen, chance.choice(["idle", "a step pending"]), chosen_ones)
+                interrupted_close(chosen, rng.choice(["idle", "a step pending"]), chosen_ones)
             elif isinstance(subject, Stream):
                 subject.cycle(call, chosen_ones[0], count)
             else:
@@ -167,18 +168,18 @@ def main(kind: str, setting: str, trials: str, seed: str, *calls: str) -> None:
     sys.unraisablehook = ignored
     signal.signal(signal.SIGALRM, handler)
     signal.signal(signal.SIGINT, handler)
-    sys.setswitchinterval(1e-6)  # or who presses gets its turn when a call in this process is over
-    threading.Thread(target=press_ctrl_c, daemon=True).start()
-    chance = random.Random(seed)
+    sys.setswitchinterval(1e-6)  # otherwise the other thread runs only when a call in this process is over
+    threading.Thread(target=send_ctrl_c, daemon=True).start()
+    rng = random.Random(seed)
     found = {}
     for call in calls:
-        verdicts = trials_of(call, kind, setting, int(trials), chance)
+        verdicts = trials_of(call, kind, setting, int(trials), rng)
         found[call] = {
             "trials": verdicts.attempts, "raised": verdicts.fired, "wrong": verdicts.wrong, "hung": verdicts.hung,
             "excused": verdicts.excused, "texts": verdicts.texts[:5],
         }  # fmt: skip
     print(json.dumps(found), flush=True)
-    os._exit(0)  # the thread may be asleep, and what it sends is nobody's any more
+    os._exit(0)  # the thread may be asleep, and its signal must not be raised any more
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A program that may have been started without standard descriptors, and that prints all the same: ``METHOD LOG``."""
+"""A program that prints although it may have been started without standard descriptors: ``METHOD LOG``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import vecenv
 
 
 class Prints(gymnasium.Env[Any, Any]):
-    """Prints from Python, from C, and to the bare descriptors, as far as there are any."""
+    """An environment that prints from Python, from C, and to the bare descriptors, if they are open."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -35,7 +35,7 @@ def prints() -> None:
     libc.puts(b"C prints")
     libc.fflush(None)
     for descriptor in range(3):
-        with contextlib.suppress(OSError):  # the reading end of a pipe, say
+        with contextlib.suppress(OSError):  # for example the reading end of a pipe
             os.write(descriptor, b"!")
 
 

@@ -1,9 +1,10 @@
-"""A program that drops engines without closing them, beside a thread with files and pipes of its own.
+"""A program that drops engines without closing them, beside a thread that uses files and pipes.
 
-``python collected.py COUNT``. An engine whose environment raised is a reference cycle (error, traceback, frame, engine):
-what it owns is finalized in any order, whenever the collector runs. The thread opens, writes, reads and closes without end,
-so that a descriptor number which is freed is soon its own; a finalizer that reads, closes or polls that number once more is
-found out. The last line of output is JSON.
+``python collected.py COUNT``. After a failure, an engine is in a reference cycle (error, traceback, frame, engine):
+its objects are finalized in any order, whenever the collector runs. The thread opens, writes, reads and closes without
+pause,
+so that it soon reuses a descriptor number that was freed; a finalizer that still reads, closes or polls that number
+is detected. The last line of output is JSON.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ import numpy as np
 
 import vecenv
 
-STUCK = 30.0  # seconds without a sign of life; then the program ends itself
+STUCK = 30.0  # seconds without progress; then the program ends itself
 
 
 class Raising(gym.Env):
-    """Raises in every step; costs nothing."""
+    """A cheap environment that raises in every step."""
 
     observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
     action_space = gym.spaces.Discrete(2)
@@ -44,7 +45,7 @@ class Raising(gym.Env):
 
 
 class Neighbour(threading.Thread):
-    """Files and pipes, written, read and closed; ``troubles`` says what happened to them that it did not do."""
+    """A thread that writes, reads and closes files and pipes; ``troubles`` lists what another owner did to them."""
 
     def __init__(self) -> None:
         super().__init__(name="neighbour", daemon=True)
@@ -74,7 +75,7 @@ class Neighbour(threading.Thread):
             os.write(writer, text)
             os.set_blocking(reader, False)
         os.write(mine[-1], text)
-        time.sleep(0.0005)  # meanwhile somebody else may run
+        time.sleep(0.0005)  # another thread may run meanwhile
         for reader in mine[0:6:2]:
             with contextlib.suppress(BlockingIOError):
                 if (got := os.read(reader, 100)) == text:
@@ -103,7 +104,7 @@ def descriptors() -> int:
 
 
 def drop_one() -> None:
-    """An engine with an error that knows it, its last reference gone."""
+    """Drop the last reference of an engine that is in a cycle with its error."""
     envs: Any = vecenv.AsyncVectorEnv([Raising] * 2, num_workers=1, context="fork")
     envs.reset()
     try:
@@ -114,13 +115,13 @@ def drop_one() -> None:
 
 def main(count: int) -> None:
     warnings.simplefilter("ignore")
-    sys.setswitchinterval(1e-5)  # the threads take turns often
+    sys.setswitchinterval(1e-5)  # short time slices
     complaints: list[str] = []
     sys.unraisablehook = lambda unraisable: complaints.append(repr(unraisable.exc_value))
     drop_one()
     gc.collect()
     before = descriptors()
-    gc.disable()  # it runs below, when some are there
+    gc.disable()  # it runs below, when some have accumulated
     neighbour = Neighbour()
     neighbour.start()
     for dropped in range(count):
@@ -129,7 +130,7 @@ def main(count: int) -> None:
         if dropped % 5 == 4:
             gc.collect()
         rounds, since = neighbour.rounds, time.monotonic()
-        while neighbour.rounds == rounds:  # it must get on
+        while neighbour.rounds == rounds:  # it must make progress
             if time.monotonic() - since > STUCK / 2:
                 raise SystemExit(f"the thread hangs after {dropped} engines and {rounds} rounds")
             time.sleep(0.0001)

@@ -13,19 +13,20 @@ from sampling import sample_parameter
 import vecenv
 
 HERE = Path(__file__).parent
-START_MATTERS = ("test_lifetimes.py",)
+FILES_WITH_ALL_METHODS = ("test_lifetimes.py",)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every case of a test runs with one start method, and every method with one case at least.
+    """Choose the start methods of the default run; all other combinations are marked ``slow``.
 
-    Where the start itself is not the subject, a new interpreter for every worker adds minutes, and nothing that those of a
-    fork server did not show. The whole product is behind ``slow``.
+    Tests about starting run with every method. Elsewhere each case runs with one, fork and fork server in turn, because
+    starting a new interpreter for every worker takes minutes and covers nothing more.
     """
     here = [item for item in items if item.path.parent == HERE]
-    sample_parameter([item for item in here if item.path.name in START_MATTERS], "method")
-    sample_parameter([item for item in here if item.path.name not in START_MATTERS], "method", left_out=["spawn"])
+    sample_parameter([item for item in here if item.path.name in FILES_WITH_ALL_METHODS], "method")
+    others = [item for item in here if item.path.name not in FILES_WITH_ALL_METHODS]
+    sample_parameter(others, "method", left_out=["spawn"], all_values=False)
 
 
 @pytest.fixture(params=METHODS)
@@ -36,7 +37,7 @@ def method(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def launch(method: str) -> Iterator[Callable[..., vecenv.AsyncVectorEnv]]:
-    """Start engines with this test's start method; what the test did not close is terminated."""
+    """Return a function that starts engines with this test's start method; terminate those that the test left open."""
     opened: list[vecenv.AsyncVectorEnv] = []
 
     def start(env_fns: list[Callable[[], Any]], **options: Any) -> vecenv.AsyncVectorEnv:
@@ -53,7 +54,7 @@ def launch(method: str) -> Iterator[Callable[..., vecenv.AsyncVectorEnv]]:
 
 @pytest.fixture
 def trainer(method: str, tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """Start ``trainer.py`` with a scenario."""
+    """Return a function that starts ``trainer.py`` with a scenario; end the trainers after the test."""
     started: list[Trainer] = []
 
     def start(scenario: str, *, prefix: Iterable[str] = (), terminal: int | None = None) -> Trainer:

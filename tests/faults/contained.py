@@ -1,4 +1,6 @@
-"""A program for containers: ``contained.py METHOD``. Its environments start helpers; prints what is left at the end."""
+"""A program for containers: ``contained.py METHOD``. Its environments start helpers; it prints the processes left at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import gymnasium
 import numpy as np
 
 import vecenv
+from vecenv import WorkerOptions
 from vecenv.errors import WorkerDied
 
 
@@ -22,7 +25,7 @@ def start(command: str, **how: Any) -> None:
 
 
 class Starts(gymnasium.Env[Any, Any]):
-    """Starts a helper in its process group, one that is orphaned, and one in a session of its own."""
+    """An environment that starts a helper in its process group, an orphaned one, and one in its own session."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(2)
@@ -31,7 +34,7 @@ class Starts(gymnasium.Env[Any, Any]):
         super().reset(seed=seed)
         start("sleep 600")
         start("sleep 601 & sleep 0.1")
-        if os.path.exists("/proc/self"):  # what has left its group is found in /proc only
+        if os.path.exists("/proc/self"):  # helpers outside its group are found through /proc only
             start("sleep 602", start_new_session=True)
         return np.zeros(1, np.float32), {}
 
@@ -40,7 +43,7 @@ class Starts(gymnasium.Env[Any, Any]):
 
 
 def children() -> list[str]:
-    """States and names of all processes but this one."""
+    """Return the state and name of all processes but this one."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
@@ -51,8 +54,8 @@ def children() -> list[str]:
 
 
 def main(method: str) -> None:
-    for kill, how in ((False, {}), (True, {"num_workers": "auto", "isolate": True})):
-        envs = vecenv.AsyncVectorEnv([Starts, Starts], context=method, dummy_env=False, **how)
+    for kill, how in ((False, {}), (True, {"num_workers": "auto", "use_caller": False})):
+        envs = vecenv.AsyncVectorEnv([Starts, Starts], context=method, worker_options=WorkerOptions(dummy_env=False), **how)
         envs.reset(seed=1)
         envs.step([0, 0])
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Environments that count all that happens to them, in a file of their own: it may be interrupted like the package."""
+"""Environments that count their calls, in a separate file, because the tests also interrupt code of this file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import gymnasium as gym
 import numpy as np
 
 RAISE, DIE, HANG = 6, 7, 8
-"""Actions that are faults. They are not in the action space: nobody who samples it meets them."""
+"""Actions that are faults. They are outside the action space, so samples never contain them."""
 
 
 class Counting(gym.Env):
-    """Counts all that happens to it. Rewards are ``index + total / 1000``; infos hold numbers and strings, and come and go.
+    """An environment that counts its calls. Rewards are ``index + total
+    1000``; infos hold numbers and strings, and come and go.
 
     Args:
-        index: Which one it is.
+        index: Its index.
         length: Steps of an episode; 0: it never ends.
     """
 
@@ -76,19 +77,19 @@ class Counting(gym.Env):
             info["now and then"] = self.total / 7
         return self.observe(), self.index + self.total / 1000, self.steps == self.length, False, info
 
-    def tell(self, word: str) -> tuple[int, int, int, str]:
-        """A call that counts itself."""
+    def tell(self, text: str) -> tuple[int, int, int, str]:
+        """Return a text, and count the call."""
         self.calls += 1
-        return self.index, self.calls, self.total, word
+        return self.index, self.calls, self.total, text
 
 
 class Drawing(Counting):
-    """Draws from the generators of its process, in every call; or, after :meth:`begin`, from some like them."""
+    """An environment that draws from its process's generators in every call; after :meth:`begin`, from copies of them."""
 
     alone: tuple[Any, Any] | None = None
 
     def begin(self, seed: int | None) -> None:
-        """An episode begins, as ``generators="own"`` seeds it: the seed may be that of an earlier one."""
+        """Begin an episode, seeded as by ``generators="own"``: the seed may be that of an earlier episode."""
         if seed is None:
             self.episode += 1
         else:
@@ -105,22 +106,22 @@ class Drawing(Counting):
         self.digest = (self.digest * 31 + int(drawn * 1000)) % 1_000_003
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        answer = super().reset(seed=seed, options=options)
+        result = super().reset(seed=seed, options=options)
         self.draw()
-        return self.observe(), answer[1]
+        return self.observe(), result[1]
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        answer = super().step(action)
+        result = super().step(action)
         self.draw()
-        return self.observe(), *answer[1:]
+        return self.observe(), *result[1:]
 
-    def tell(self, word: str) -> tuple[int, int, int, str]:
+    def tell(self, text: str) -> tuple[int, int, int, str]:
         self.draw()
-        return super().tell(word)
+        return super().tell(text)
 
 
 class Texts(Counting):
-    """Observations are of varying length, and go by pickle."""
+    """An environment with observations of varying length, which are pickled."""
 
     def __init__(self, index: int, length: int = 0) -> None:
         super().__init__(index, length)
@@ -131,7 +132,7 @@ class Texts(Counting):
 
 
 class Words(Counting):
-    """Actions are words, and go by pickle."""
+    """An environment with text actions, which are pickled."""
 
     def __init__(self, index: int, length: int = 0) -> None:
         super().__init__(index, length)
@@ -142,5 +143,5 @@ class Words(Counting):
         return "abcdefgh".index(action[0]) if action else 0
 
 
-def tell(env: Any, word: str) -> Any:
-    return env.unwrapped.tell(word)
+def tell(env: Any, text: str) -> Any:
+    return env.unwrapped.tell(text)

@@ -1,4 +1,4 @@
-"""Closing engines, and what may not be left of them."""
+"""Checks that closed engines leave nothing behind."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ import signal
 import warnings
 from typing import Any
 
+from interrupted_calls import (
+    RESTART,
+    SETTINGS,
+    UNDISTURBED,
+    Setting,
+    Watchdog,
+    children,
+    kill,
+    list_resources,
+    new_resources,
+)
 from interruption import apart
-from witnesses import RESTART, SETTINGS, UNDISTURBED, Setting, Watchdog, belongings, children, kill, new_since
 
 ENDS = {
     "two workers": Setting({"num_workers": 2}),
@@ -22,10 +32,10 @@ ENDS = {
 STATES = ("idle", "a step pending", "a late step pending", "dead")
 
 
-def leaves_nothing(before: dict[str, list[str]], known: set[int], patience: float = 3.0) -> None:
-    """What is here is what was here; garbage is collected once, and what is left of processes is killed."""
+def check_nothing_left(before: dict[str, list[str]], known: set[int], patience: float = 3.0) -> None:
+    """Compare with an earlier state, after one garbage collection, and kill the processes that are left."""
     gc.collect()
-    left = new_since(before)
+    left = new_resources(before)
     if left:
         kill(children() - known)
     for pid in children() - known:
@@ -35,8 +45,8 @@ def leaves_nothing(before: dict[str, list[str]], known: set[int], patience: floa
 
 
 def interrupted_close(setting: Setting, state: str, interruptions: list[Any]) -> None:
-    known, before = children(), belongings()
-    with Watchdog(known, 30.0) as watchdog, warnings.catch_warnings(record=True) as told:
+    known, before = children(), list_resources()
+    with Watchdog(known, 30.0) as watchdog, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         envs = setting.open()
         if state != "idle":
@@ -55,10 +65,10 @@ def interrupted_close(setting: Setting, state: str, interruptions: list[Any]) ->
     envs.close()
     assert envs.closed
     del envs
-    leaves_nothing(before, known)
-    for interruption in interruptions:  # one that hits an environment of this process is told as the environment's own
-        said = any(interruption.name in str(warning.message) for warning in told)
-        assert not interruption.swallowed or (setting.local and said), "the exception was swallowed"
+    check_nothing_left(before, known)
+    for interruption in interruptions:  # one that hits an environment of this process is that environment's error
+        reported = any(interruption.name in str(warning.message) for warning in caught)
+        assert not interruption.swallowed or (setting.local and reported), "the exception was swallowed"
 
 
 def _close(interruption: Any, envs: Any, timeout: float | None) -> None:
@@ -67,7 +77,7 @@ def _close(interruption: Any, envs: Any, timeout: float | None) -> None:
 
 
 def warm_up(setting: Setting) -> None:
-    """What the first engine of a process opens for good is no leak of the others, and no work for the collector."""
+    """Open an engine once, because what the first one of a process opens permanently is not a leak of later ones."""
     for _ in range(2):
         setting.open().close()
     gc.collect()

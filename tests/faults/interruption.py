@@ -1,8 +1,8 @@
-"""An exception at a chosen moment inside the package: where a signal handler may raise, and everywhere else too.
+"""Exceptions at chosen moments inside the package: everywhere that a signal handler may raise, and elsewhere.
 
-Python runs a signal handler when a function begins, when a loop jumps back, or right after a C function has returned (whose
-result is then gone). :class:`Interruption` raises at the k-th such moment, or before the k-th line or bytecode, and
-:func:`moments` lets k run through all there are.
+Python runs a signal handler when a function begins, when a loop jumps back, or right after a C function has returned
+(its result is then lost). :class:`Interruption` raises at the k-th such moment, or before the k-th line or bytecode, and
+:func:`moments` iterates over all values of k.
 """
 
 from __future__ import annotations
@@ -21,29 +21,32 @@ import vecenv
 
 PACKAGE = str(Path(vecenv.__file__).parent)
 KINDS = ("line", "call")
-"""Kinds of moments that every test looks at; ``"opcode"``, before every bytecode, takes ten times as many."""
+"""Kinds of moments that every test covers; ``"opcode"``, before every bytecode, takes ten times as many."""
 
 
 class Stopped(Exception):
-    """As a time limit raises it out of a signal handler: neither a ``KeyboardInterrupt`` nor one of the package's errors."""
+    """An exception like that of a time limit's signal handler: neither a ``KeyboardInterrupt`` nor one of the package's
+    errors.
+    """
 
 
 class Interruption:
-    """Raises in the body of its ``with``, at the ``moment``-th chance (from 0) within this package, and catches it again.
+    """A context manager that raises at the ``moment``-th opportunity (from 0) within this package, and catches the
+    exception.
 
     Args:
         kind: ``"line"``: before a line; ``"call"``: at the beginning or the end of a function, or right after a C function
-            has returned; ``"opcode"``: before a bytecode, but in the outermost function, whose last bytecodes nothing can
-            come after, only where Python looks for signals.
-        moment: Which one.
-        error: What is raised: a class without arguments.
-        within: Beginnings of the names of the files that count.
+            has returned; ``"opcode"``: before a bytecode, but in the outermost function, after its last bytecodes nothing
+            runs, only where Python checks for signals.
+        moment: The index of the moment.
+        error: An exception class without arguments.
+        within: Prefixes of the names of the files that count.
 
     Attributes:
-        fired: Whether it came to pass.
-        where: File, line and function it fell into.
-        came_out: Whether it came out of the body, as itself.
-        in_a_finalizer: Whether it fell into a finalizer, out of which nothing can come.
+        fired: It was raised.
+        where: The file, line and function in which it was raised.
+        came_out: It left the body unchanged.
+        in_a_finalizer: It was raised in a finalizer, which no exception leaves.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Interruption:
         self._latest: dict[FrameType, str] = {}  # the bytecode before
         self.fired = self.came_out = self.in_a_finalizer = False
         self.where = "nowhere"
-        self.said = ""  # what was noted on the exception on its way out
+        self.note = ""  # notes of the exception when it left the body
 
     def __repr__(self) -> str:
         return f"{self.error.__name__} at {self.kind} {self.moment}, {self.where}"
@@ -74,19 +77,19 @@ class Interruption:
         sys.setprofile(self._before[1])
         sys.unraisablehook = self._before[2]
         self.came_out = error is not None and error is self._raised
-        self.said = "\n".join(getattr(error, "__notes__", ()))
+        self.note = "\n".join(getattr(error, "__notes__", ()))
         self._raised = None
         self._latest.clear()
         return self.came_out
 
     @property
     def name(self) -> str:
-        """Its class, as messages name it."""
+        """The name of its class in messages."""
         return self.error.__name__
 
     @property
     def swallowed(self) -> bool:
-        """It fell where it could come out, and something kept it."""
+        """True if it was raised where it could leave the body, and did not."""
         return self.fired and not self.came_out and not self.in_a_finalizer
 
     def _ignored(self, unraisable: Any) -> None:
@@ -98,7 +101,7 @@ class Interruption:
     def _counts(self, frame: FrameType | None) -> bool:
         if frame is None or not frame.f_code.co_filename.startswith(self.within):
             return False
-        return not frame.f_code.co_filename.endswith("/uninterrupted.py")  # there no handler runs: see its own tests
+        return not frame.f_code.co_filename.endswith("/signals.py")  # there no handler runs: see its own tests
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         if not self._counts(frame):
@@ -117,7 +120,7 @@ class Interruption:
         return self._counts(frame.f_back) or before.startswith("CALL") or before in ("RESUME", "JUMP_BACKWARD")
 
     def _profile(self, frame: FrameType, event: str, arg: Any) -> None:
-        # the outermost return has nothing after it: what was returned is the caller's
+        # nothing follows the outermost return: the returned value belongs to the caller
         out = event == "return" and not self._counts(frame.f_back)
         if event in ("call", "return", "c_return") and not out and self._counts(frame):
             name = getattr(arg, "__qualname__", "") if event == "c_return" else ""
@@ -134,10 +137,11 @@ class Interruption:
 
 
 def _collecting(frame: FrameType | None) -> bool:
-    """Whether the collector has called a finalizer, which may be in the middle of any instruction.
+    """True if the collector has called a finalizer, which may be in the middle of any instruction.
 
-    What a trace or profile function raises there ends CPython 3.11, or confuses the ``with`` around it, without any code of
-    this package; what a signal handler raises does not, and comes there in ``at_random.py``.
+    An exception of a trace or profile function there ends CPython 3.11, or confuses the ``with`` around it, without any code
+    of
+    this package. One of a signal handler does not; ``at_random.py`` covers that case.
     """
     while frame is not None:
         if frame.f_code.co_name == "__del__":
@@ -152,18 +156,18 @@ _FINALIZE = weakref.finalize.__call__.__code__
 
 
 def apart(function: Callable[..., None], *args: Any) -> Iterator[None]:
-    """Call a function, in a generator: to be used as ``next(apart(...))``.
+    """Call a function in a generator: use it as ``next(apart(...))``.
 
-    CPython goes on handling an exception for ever if a trace function raises at a ``return`` in its except clause, or at the
-    end of a ``with``: its traceback then keeps the observations, and with them the shared memory. What a generator handles
-    ends with it.
+    CPython keeps handling an exception forever if a trace function raises at a ``return`` in its except clause, or at the
+    end of a ``with``: its traceback then keeps the observations, and with them the shared memory. An exception that a
+    generator handles ends with the generator.
     """
     function(*args)
     yield
 
 
 def _only_here() -> None:
-    """In a forked worker nobody is interrupted."""
+    """Disable interruptions in forked workers."""
     sys.settrace(None)
     sys.setprofile(None)
 
@@ -180,14 +184,14 @@ def moments(
     errors: tuple[type[BaseException], ...] = (KeyboardInterrupt, Stopped),
     within: tuple[str, ...] = (PACKAGE,),
 ) -> Iterator[Interruption]:
-    """One interruption after the other, until three in a row did not come to pass.
+    """Yield one interruption after another, until three in a row did not fire.
 
     Args:
         kind: See :class:`Interruption`.
-        every: Only every so many-th moment ...
+        every: Only every ``every``-th moment ...
         offset: ... beginning with this one.
-        least: So many moments there must have been.
-        errors: What is raised, in turn.
+        least: The least number of moments to expect.
+        errors: The exceptions, used in turn.
         within: See :class:`Interruption`.
     """
     unfired = 0

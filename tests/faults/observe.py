@@ -1,4 +1,4 @@
-"""Watching from outside: processes, reports, and a trainer that runs as a program of its own."""
+"""Helpers that observe processes and error reports, and run a trainer as a separate program."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ import pytest
 import vecenv
 
 Launch = Callable[..., Any]
-"""Starts an engine as ``AsyncVectorEnv`` would, with the start method of the test (``launch`` in ``conftest.py``)."""
+"""Starts an engine like ``AsyncVectorEnv``, with the start method of the test (``launch`` in ``conftest.py``)."""
 
 
 METHODS = [name for name in ("fork", "spawn", "forkserver") if name in multiprocessing.get_all_start_methods()]
 PATIENCE = 20.0
-"""Seconds for what takes a tenth of one, or never happens: other programs may have the cores in the meantime."""
+"""Seconds to wait for what takes a tenth of one, or never happens, because other programs may use the cores meanwhile."""
 CHEAP = pytest.mark.parametrize("method", [name for name in METHODS if name != "spawn"], indirect=True)
-"""For what goes beyond the table, and does not depend on how a worker was started: not once more with new interpreters."""
+"""For tests beyond the table that do not depend on how a worker was started: not repeated with new interpreters."""
 LINUX = sys.platform == "linux"
 TRAINER = Path(__file__).with_name("trainer.py")
 PACKAGE = Path(vecenv.__file__).parents[1]
 FAULTS = [
     pytest.mark.timeout(300, method="signal"),
-    # what Gymnasium logs about an environment that raised, and about a close with a call pending
+    # Gymnasium's log lines about an environment that raised, and about a close with a call pending
     pytest.mark.filterwarnings("ignore:.*Received the following error"),
     pytest.mark.filterwarnings(r"ignore:[\s\S]*Traceback"),
     pytest.mark.filterwarnings("ignore:.*Raising the last exception"),
     pytest.mark.filterwarnings("ignore:.*while waiting for a pending call"),
 ]
-"""Marks of every test in this folder: a bound of its own, and silence about what it provokes."""
+"""Marks of every test in this folder: a time limit, and filters for the warnings that it provokes."""
 
 
 def report(error: BaseException) -> str:
-    """All that a person reads when this error ends a program: causes and notes included."""
+    """Return the text that is printed when this error ends a program, with causes and notes."""
     return "".join(traceback.format_exception(error))
 
 
 def names(error: BaseException, *, env: int, worker: int, pid: int, command: str) -> None:
-    """Assert that the report of an error says where it happened."""
+    """Assert that the report of an error names its place."""
     text = report(error)
     assert re.search(rf"\benvs?\b[^\n]*\b{env}\b", text), f"env {env} is not named in:\n{text}"
     assert re.search(rf"\bworkers?\b[^\n]*\b{worker}\b", text), f"worker {worker} is not named in:\n{text}"
@@ -60,15 +60,15 @@ def names(error: BaseException, *, env: int, worker: int, pid: int, command: str
 
 
 def alive(pid: int) -> bool:
-    """Whether a process still runs; one that ended and waits to be reaped does not."""
+    """True if a process still runs; a zombie does not."""
     try:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
 
 
-def remaining(pids: Iterable[int], within: float) -> list[int]:
-    """Which of these processes still run after at most ``within`` seconds."""
+def still_running(pids: Iterable[int], within: float) -> list[int]:
+    """Return which of these processes still run after at most ``within`` seconds."""
     deadline = time.monotonic() + within
     left = list(pids)
     while (left := [pid for pid in left if alive(pid)]) and time.monotonic() < deadline:
@@ -77,7 +77,7 @@ def remaining(pids: Iterable[int], within: float) -> list[int]:
 
 
 def wait_for(path: Path, within: float = 60.0) -> None:
-    """Wait until a file is there."""
+    """Wait until a file exists."""
     deadline = time.monotonic() + within
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not appear within {within:g} s"
@@ -85,12 +85,12 @@ def wait_for(path: Path, within: float = 60.0) -> None:
 
 
 def worker_pids(envs: Any) -> list[int]:
-    """Of each worker process, in their order."""
+    """Return the pid of each worker process, in order."""
     return [worker.pid for worker in envs._pool.workers]
 
 
 def last_line(program: Path, *arguments: object, within: float) -> Any:
-    """The JSON in the last line that a program prints; it is ended after that time, with all that it started."""
+    """Return the JSON in the last line that a program prints; after that time, end it and all that it started."""
     command = [sys.executable, *map(str, (program, *arguments))]
     path = [str(PACKAGE), str(program.parent), os.environ.get("PYTHONPATH", "")]
     process = subprocess.Popen(
@@ -115,9 +115,9 @@ def last_line(program: Path, *arguments: object, within: float) -> Any:
 
 
 class Trainer:
-    """A program of its own that uses the engine; see ``trainer.py`` for its scenarios.
+    """A separate program that uses the engine; see ``trainer.py`` for its scenarios.
 
-    Its standard output is a line of JSON whenever it has something to say; :meth:`hear` returns the next one.
+    It prints messages as lines of JSON; :meth:`hear` returns the next one.
     """
 
     def __init__(self, scenario: str, method: str, folder: Path, *, prefix: list[str], terminal: int | None) -> None:
@@ -133,7 +133,7 @@ class Trainer:
         )
 
     def hear(self, within: float = 60.0) -> dict[str, Any]:
-        """The trainer's next message."""
+        """Return the trainer's next message."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], within)
         line = self.process.stdout.readline() if ready else b""
@@ -141,11 +141,11 @@ class Trainer:
         return json.loads(line)
 
     def complaints(self) -> str:
-        """Everything it wrote to stderr so far."""
+        """Return everything that it wrote to stderr so far."""
         return Path(self.errors.name).read_text()
 
     def end(self) -> None:
-        """Kill it if it runs, and let go of everything."""
+        """Kill it if it runs, and close its streams."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(60)

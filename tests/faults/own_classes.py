@@ -1,6 +1,6 @@
-"""A program whose environments raise, return and are given instances of its own classes: ``own_classes.py METHOD ENGINE``.
+"""A program with environments that raise, return and receive instances of its own classes: ``own_classes.py METHOD ENGINE``.
 
-Prints a line ``name: True`` for everything that arrives as an instance of the program's class, and not of a copy of it.
+It prints a line ``name: True`` for each value that arrives as an instance of the program's class, and not of a copy of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class MyError(Exception):
-    told = 0
+    count = 0
 
 
 class HoldsALambda(Exception):
@@ -85,7 +85,7 @@ def findings(engine: str, method: str) -> Iterator[tuple[str, bool]]:
     if engine == "gymnasium":
         envs: Any = gymnasium.vector.AsyncVectorEnv([Env, Env], context=method)
     else:
-        envs = vecenv.AsyncVectorEnv([Env, Env], context=method, dummy_env=False)
+        envs = vecenv.AsyncVectorEnv([Env, Env], context=method, worker_options=vecenv.WorkerOptions(dummy_env=False))
     yield "space", isinstance(envs.single_observation_space, MySpace)
     envs.reset(seed=1)
     yield "info", isinstance(envs.step(np.array([0, 3]))[4]["thing"][1], Thing)
@@ -94,7 +94,7 @@ def findings(engine: str, method: str) -> Iterator[tuple[str, bool]]:
     yield "function", envs.call("give", "function")[0] is function
     envs.set_attr("thing", Thing())
     yield "attribute", envs.call("knows") == (True, True)
-    MyError.told = 7
+    MyError.count = 7
     if engine == "vecenv":  # Gymnasium's ends with the first error
         envs.set_attr("thing", [(Thing(), lambda: 1), Thing()])
         yield "attribute beside a lambda", envs.call("knows") == (True, True)
@@ -102,11 +102,12 @@ def findings(engine: str, method: str) -> Iterator[tuple[str, bool]]:
         yield "error that holds a lambda", catches(HoldsALambda, envs.step, np.array([0, 2]))
         envs.reset(seed=1)
     yield "error", catches(MyError, envs.step, np.array([0, 1]))
-    yield "class of the error is untouched", MyError.told == 7
+    yield "class of the error is untouched", MyError.count == 7
     if engine == "vecenv":
         envs.close()
         start = vecenv.AsyncVectorEnv
-        yield "error at the start", catches(MyError, lambda: start([Unbuildable], context=method, dummy_env=False))
+        elsewhere = {"worker_options": vecenv.WorkerOptions(dummy_env=False)}
+        yield "error at the start", catches(MyError, lambda: start([Unbuildable], context=method, **elsewhere))
         yield "error of a trial", catches(MyError, lambda: start([Unbuildable] * 2, context=method, num_workers="auto"))
         again = vecenv.AsyncVectorEnv([Env, Env], context=method)
         results = vecenv.evaluate(again, lambda observations: np.ones(len(observations), np.int64), 2)

@@ -1,4 +1,4 @@
-"""Rows that are sent and received first-ready, each checked against a twin of its environment."""
+"""First-ready rows, each checked against a reference environment."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import re
 from typing import Any
 
 import numpy as np
+import pytest
 from counting import RAISE
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import SyncVectorEnv
+from interrupted_calls import RESTART, UNDISTURBED, Hung, Setting, Watchdog, brief, children, in_flight, kill, needs_reset
 from interruption import Interruption, Stopped
-from spare_twins import twin
-from witnesses import RESTART, UNDISTURBED, Hung, Setting, Watchdog, brief, children, in_flight, kill
 
 from vecenv.testing import assert_identical
 
 
 class Stream:
-    """Rows that are sent and received; what each must say next is known from a twin of that environment alone.
+    """Rows that are sent and received; a copy of each environment that runs alone gives the expected values.
 
-    Its k-th action depends on the environment and on k only, so the order in which rows come does not matter.
+    Its k-th action depends on the environment and on k only, so the order in which rows arrive does not matter.
     """
 
     def __init__(self, setting: Setting) -> None:
         self.setting, self.count = setting, setting.count
         self.known = children()
         self.envs: Any = None
-        self.excused = 0
+        self.excused = self.resets = 0
         self.begin()
 
     def begin(self) -> None:
         self.envs = self.setting.open()
-        alone = twin if self.setting.spares else lambda fns, row: SyncVectorEnv(fns)
-        self.twins = [alone([make], row) for row, make in enumerate(self.setting.env_fns())]
+        self.twins = [SyncVectorEnv([make]) for make in self.setting.env_fns()]
         self.seed = 0
         self.restart()
 
     def restart(self) -> None:
-        """A reset with a seed, and nothing is in flight."""
+        """Reset with a seed; nothing is in flight afterwards."""
         self.seed += 100
         observations, _ = self.envs.reset(seed=self.seed)
         for row, one in enumerate(self.twins):
@@ -63,11 +63,12 @@ class Stream:
         self.begin()
 
     def send(self, ids: list[int], interruption: Any = UNDISTURBED) -> None:
-        """All of these rows are on their way afterwards, or none was, and then they are sent again."""
+        """Send all of these rows; if an interruption prevented that, none was sent, and they are sent again."""
         actions = np.array([(3 * row + self.sent[row]) % RAISE for row in ids])
         before = in_flight(self.envs)
         with interruption:
             self.envs.send(actions, np.array(ids))
+        self.require_state()
         more = in_flight(self.envs) - before
         assert more in (0, len(ids)), f"of {len(ids)} rows {more} were sent"
         if not more:
@@ -81,6 +82,7 @@ class Stream:
         self.seed += 100
         with interruption:
             self.envs.reset_async(seed=self.seed)
+        self.require_state()
         if not in_flight(self.envs):
             self.envs.reset_async(seed=self.seed)
         assert in_flight(self.envs) == self.count
@@ -89,27 +91,29 @@ class Stream:
             self.expected[row] = (observations, np.zeros(1), np.zeros(1, bool), np.zeros(1, bool), infos)
 
     def receive(self, *interruptions: Any, timeout: float | None = None, at_least: bool = False) -> list[int]:
-        """Some rows, each with its own numbers and infos; ``at_least``: as many as come within a millisecond."""
+        """Receive some rows and check their numbers and infos; ``at_least``: as many as arrive within a millisecond."""
         enough = {"count": self.count, "at_least": self.envs.batch_size, "within": 0.001} if at_least else {}
-        answer = None
+        result = None
         waiting = [*interruptions, UNDISTURBED]
-        while answer is None:
+        while result is None:
             before = in_flight(self.envs)
             interruption = waiting.pop(0)
             with interruption:
-                answer = self.envs.recv(timeout, **enough)
-            if answer is None and self.names_a_local(said := interruption.said):
-                raise RuntimeError(said)
-            assert answer is not None or in_flight(self.envs) == before, "rows were lost"
-        ids = answer[-1]["env_id"].tolist()
+                result = self.envs.recv(timeout, **enough)
+            if result is None:
+                self.require_state()
+            if result is None and self.names_a_local(note := interruption.note):
+                raise RuntimeError(note)
+            assert result is not None or in_flight(self.envs) == before, "rows were lost"
+        ids = result[-1]["env_id"].tolist()
         assert len(ids) == len(set(ids)) >= self.envs.batch_size
         assert at_least or len(ids) == self.envs.batch_size
         for at, row in enumerate(ids):
             assert row in self.expected, f"row {row} came and was not on its way"
             wanted = self.expected.pop(row)
             for field, name in enumerate(("observations", "rewards", "terminations", "truncations")):
-                assert_identical(answer[field][at], wanted[field][0], f"{name} of env {row}")
-            self.check_infos(answer[-1], at, wanted[-1])
+                assert_identical(result[field][at], wanted[field][0], f"{name} of env {row}")
+            self.check_infos(result[-1], at, wanted[-1])
         return ids
 
     def check_infos(self, infos: dict[str, Any], at: int, wanted: dict[str, Any]) -> None:
@@ -118,8 +122,15 @@ class Stream:
         for key in present:
             assert infos[key][at] == wanted[key][0], (key, infos[key][at], wanted[key][0])
 
+    def require_state(self) -> None:
+        """Raise if an interruption left only a reset."""
+        if needs_reset(self.envs):
+            with pytest.raises(ResetNeeded):
+                self.envs.recv()
+            raise ResetNeeded
+
     def names_a_local(self, text: str) -> bool:
-        """Whether an environment of this process was hit itself, as it may be."""
+        """True if the text names an environment of this process, which may have been hit itself."""
         named = re.search(r"\benvs? \[?(\d+)", text)
         return named is not None and int(named[1]) in self.setting.local
 
@@ -144,9 +155,13 @@ class Stream:
                     self.receive()
                 self.sent = [0] * self.count
                 assert in_flight(self.envs) == 0
+            except ResetNeeded:
+                self.resets += 1
+                self.restart()
+                return
             except BaseException as error:
                 if watchdog.bit:
-                    raise Hung(f"it hung; ended by force it said: {brief(error)}") from None
+                    raise Hung(f"it hung; ended by force it raised: {brief(error)}") from None
                 if isinstance(error, AssertionError) or not self.names_a_local(brief(error, whole=True)):
                     raise
                 self.excused += 1
@@ -165,8 +180,6 @@ FIRST_READY = {
     "max_concurrency": Setting({"num_workers": 4, "batch_size": 2, "max_concurrency": 2}),
     "restart": Setting({"num_workers": 2, "batch_size": 2, **RESTART}),
     "no shared memory": Setting({"num_workers": 2, "batch_size": 2, "shared_memory": False}),
-    "spare workers": Setting({"spare_workers": 2, "batch_size": 2}, length=1),
-    "spare workers, restart": Setting({"spare_workers": 1, "batch_size": 2, **RESTART}, length=1),
     "in process": Setting({"num_workers": 0, "batch_size": 2}, local=(0, 1, 2, 3)),
     "caller's share": Setting({"num_workers": 1, "use_caller": True, "batch_size": 2}, local=(0, 1, 2, 3)),
 }

@@ -1,4 +1,4 @@
-"""Environments that raise and workers that die; what is handed out after that; and the stack that is told."""
+"""Environments that raise and workers that die; the results afterwards; and the reported stacks."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from faulty_envs import ForkAndReturnLater, Pause, RowChecker, faulty_env_fn, make_env_fns, write_pid_then
 from gymnasium.vector import AutoresetMode
-from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, remaining, report, wait_for, worker_pids
-from vandals import Announce, ForkAndLinger, Ledger, Pause, crew, vandal
+from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
+from sampling import each_once
 
-from vecenv.engine.handles import ProcessWorker
+from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvError, RemoteTraceback, StepTimeout, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
 pytestmark = FAULTS
 
 
-# --- Environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md`` ---
+# --- environments that raise and workers that die: rows 1 to 14 of the table in ``FAULTS.md`` ---
 
-ENV, WORKER = 3, 1  # where it happens: four environments, two workers
+ENV, WORKER = 3, 1  # the environment that fails, of four in two workers
 ACTIONS = [1, 2, 3, 4]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One fault, and what must be said about it.
+    """One fault, and the expected report.
 
     ``text``: patterns that the whole report (message, notes, causes) must contain. ``exitcode``: of a worker
-    that dies; ``None`` if it must go on living.
+    that dies; ``None`` if it must survive.
     """
 
     fault: str
@@ -74,7 +75,7 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "call": {"step": 10**9},  # never: the test calls for it
 }
 
-MORE = [  # at other moments; not with new interpreters once more, it makes no difference to these
+MORE = [  # at other moments; not repeated with new interpreters, which make no difference here
     pytest.param(case, moment, id=f"{case.fault}-{moment}")
     for case in CASES
     if case.fault in ("raises", "unpicklable_error", "sys_exit", "segfault")
@@ -84,37 +85,37 @@ MORE = [  # at other moments; not with new interpreters once more, it makes no d
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_crash_cases(case: Case, launch: Launch, tmp_path: Path) -> None:
-    """In a step: one exception that says everything; then everything works again."""
+    """A fault in a step raises one complete exception; then everything works again."""
     check_crash(case, "step", launch, tmp_path)
 
 
 @CHEAP
 @pytest.mark.parametrize(("case", "moment"), MORE)
 def test_crash_cases_elsewhere(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
-    """The same in a reset, in an automatic reset, and in a call."""
+    """The same faults in a reset, in an autoreset, and in a call."""
     check_crash(case, moment, launch, tmp_path)
 
 
 def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
     once = tmp_path / "once"
-    fault = vandal(ENV, case.fault, {"length": 2}, once=once, **MOMENTS[moment])
-    envs = launch(crew(4, {ENV: fault}, length=2), num_workers=2)
-    ledger = Ledger.of(envs, seed=7, length=2)
+    fault = faulty_env_fn(ENV, case.fault, {"length": 2}, once=once, **MOMENTS[moment])
+    envs = launch(make_env_fns(4, {ENV: fault}, length=2), num_workers=2)
+    checker = RowChecker.start(envs, seed=7, length=2)
     pids = worker_pids(envs)
-    ledger.step(ACTIONS, envs.step(ACTIONS))
+    checker.check_step(ACTIONS, envs.step(ACTIONS))
     if moment == "autoreset":
-        ledger.step(ACTIONS, envs.step(ACTIONS))  # the last step of the episode
+        checker.check_step(ACTIONS, envs.step(ACTIONS))  # the last step of the episode
     command = "step" if moment == "autoreset" else moment
     call = {
         "step": lambda: envs.step(ACTIONS),
         "reset": envs.reset,
         "autoreset": lambda: envs.step(ACTIONS),
-        "call": lambda: envs.call("do", case.fault, only=ENV),
+        "call": lambda: envs.call("trigger", case.fault, only=ENV),
     }[moment]
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(case.expected) as caught:
         call()
-    took = time.monotonic() - begun
+    took = time.monotonic() - started_at
 
     error = caught.value
     text = report(error)
@@ -141,8 +142,8 @@ def check_crash(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None
     lost = {ENV} if case.exitcode is None else {2, 3}
     if moment == "call" and case.exitcode is None:
         lost = set()  # a failed call is not a failed environment
-    goes_on(envs, ledger, lost)
-    closes(envs)
+    check_recovery(envs, checker, lost)
+    check_close(envs)
 
 
 def steps(envs: Any, count: int) -> None:
@@ -150,31 +151,31 @@ def steps(envs: Any, count: int) -> None:
         envs.step(ACTIONS[: envs.num_envs])
 
 
-def goes_on(envs: Any, ledger: Ledger, lost: set[int]) -> None:
-    """After an error: a reset builds anew what was lost, and only that, and then everything is right again."""
+def check_recovery(envs: Any, checker: RowChecker, lost: set[int]) -> None:
+    """Check that a reset after an error rebuilds only the lost environments, and that everything works again."""
     observations, infos = envs.reset(seed=20)
     rows = [WitnessEnv.read(row) for row in observations]
-    assert {env for env, row in enumerate(rows) if row["life"] != ledger.rows[env]["life"]} == lost
+    assert {env for env, row in enumerate(rows) if row["life"] != checker.rows[env]["life"]} == lost
     assert [row["seed"] for row in rows] == list(range(20, 20 + len(rows)))
     assert all(rows[env]["episode"] == 1 and rows[env]["steps"] == 0 for env in lost)
     assert infos["tick"].tolist() == [0] * len(rows)
-    after = Ledger(len(rows), length=ledger.length)
+    after = RowChecker(len(rows), length=checker.length)
     after.rows = rows
     for _ in range(4):
-        after.step(ACTIONS, envs.step(ACTIONS))
+        after.check_step(ACTIONS, envs.step(ACTIONS))
 
 
-def closes(envs: Any) -> None:
-    begun = time.monotonic()
+def check_close(envs: Any) -> None:
+    started_at = time.monotonic()
     envs.close()
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - started_at < PATIENCE
     assert envs.closed
 
 
-def test_all_failing_environments_are_told(launch: Launch) -> None:
-    """Two environments of two workers and one of the caller's choice fail in one step: all are recorded."""
+def test_all_failing_environments_are_reported(launch: Launch) -> None:
+    """Two environments of two workers and one of another worker fail in one step: all are recorded."""
     failing = {0: "raises", 2: "sys_exit", 3: "two_arguments_error"}
-    envs = launch(crew(4, {env: vandal(env, fault, step=1) for env, fault in failing.items()}), num_workers=2)
+    envs = launch(make_env_fns(4, {env: faulty_env_fn(env, fault, step=1) for env, fault in failing.items()}), num_workers=2)
     envs.reset(seed=1)
     with pytest.raises(ValueError, match="out of order") as caught:
         envs.step(ACTIONS)
@@ -186,12 +187,12 @@ def test_all_failing_environments_are_told(launch: Launch) -> None:
 
 
 def test_death_while_idle(launch: Launch) -> None:
-    """Killed between two calls, as by the OOM killer: the next call says so."""
-    envs = launch(crew(4), num_workers=2)
-    ledger = Ledger.of(envs, seed=7)
+    """The next call reports a worker that was killed between two calls, as by the OOM killer."""
+    envs = launch(make_env_fns(4), num_workers=2)
+    checker = RowChecker.start(envs, seed=7)
     pids = worker_pids(envs)
     os.kill(pids[WORKER], signal.SIGKILL)
-    assert not remaining([pids[WORKER]], PATIENCE)
+    assert not still_running([pids[WORKER]], PATIENCE)
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
     error = caught.value
@@ -200,34 +201,34 @@ def test_death_while_idle(launch: Launch) -> None:
     assert (error.worker, error.pid, error.exitcode) == (WORKER, pids[WORKER], -signal.SIGKILL)
     assert error.command in ("idle", "step")
     assert tuple(error.envs) == (2, 3)
-    goes_on(envs, ledger, {2, 3})
-    closes(envs)
+    check_recovery(envs, checker, {2, 3})
+    check_close(envs)
 
 
-def test_death_before_a_worker_is_asked_leaves_no_answer_behind(launch: Launch) -> None:
-    """However a death and a call race each other, the answers that survive are never given to a later call."""
-    envs = launch(crew(4), num_workers=2)
-    ledger = Ledger.of(envs, seed=7)
+def test_death_before_a_request_leaves_no_late_reply(launch: Launch) -> None:
+    """Whatever the order of a death and a call, replies of the other worker are never returned by a later call."""
+    envs = launch(make_env_fns(4), num_workers=2)
+    checker = RowChecker.start(envs, seed=7)
     for attempt in range(3):
         victim = attempt % 2
         os.kill(worker_pids(envs)[victim], signal.SIGKILL)  # and step at once, dead or not
         with pytest.raises(WorkerDied, match="SIGKILL"):
             steps(envs, 1000)
         observations, _ = envs.reset(seed=attempt)
-        ledger.rows = [WitnessEnv.read(row) for row in observations]
-        ledger.done = [False] * 4
-        assert {row["tick"] for row in ledger.rows} == {0}
+        checker.rows = [WitnessEnv.read(row) for row in observations]
+        checker.done = [False] * 4
+        assert {row["tick"] for row in checker.rows} == {0}
         for _ in range(3):
-            ledger.step(ACTIONS, envs.step(ACTIONS))
+            checker.check_step(ACTIONS, envs.step(ACTIONS))
 
 
 def test_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
-    """A helper that the environment forked still holds the worker's pipe: there is no end of file, and no waiting for it."""
+    """A helper that the environment forked still holds the worker's pipe: there is no end of file, and no wait for one."""
     check_death_with_inherited_descriptors(launch, tmp_path)
 
 
-@pytest.mark.parametrize("method", ["fork"], indirect=True)  # a fork server tells of its children by itself
-def test_death_with_inherited_descriptors_where_there_are_no_pidfds(
+@pytest.mark.parametrize("method", ["fork"], indirect=True)  # a fork server reports the ends of its children by itself
+def test_death_with_inherited_descriptors_without_pidfds(
     launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "pidfd_open", raising=False)
@@ -235,39 +236,39 @@ def test_death_with_inherited_descriptors_where_there_are_no_pidfds(
 
 
 def check_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
-    fault = vandal(1, Announce(tmp_path / "died", "fork_helper_and_die"), step=2, once=tmp_path / "once")
-    envs = launch(crew(2, {1: fault}))
+    fault = faulty_env_fn(1, write_pid_then(tmp_path / "died", "fork_helper_and_die"), step=2, once=tmp_path / "once")
+    envs = launch(make_env_fns(2, {1: fault}))
     envs.reset(seed=1)
     envs.step([0, 0])
     pid = worker_pids(envs)[1]
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0, 0])
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - started_at < PATIENCE
     names(caught.value, env=1, worker=1, pid=pid, command="step")
-    closes(envs)
+    check_close(envs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["forkserver"], indirect=True)
-def test_forkserver_killed(launch: Launch) -> None:
-    """Workers do not need the process that forked them; their deaths are still seen, and others can be started."""
-    envs = launch(crew(4), num_workers=2)
-    ledger = Ledger.of(envs, seed=7)
+def test_death_of_the_fork_server(launch: Launch) -> None:
+    """Workers do not need the process that forked them; their deaths are still noticed, and others can be started."""
+    envs = launch(make_env_fns(4), num_workers=2)
+    checker = RowChecker.start(envs, seed=7)
     server = multiprocessing.forkserver._forkserver._forkserver_pid
     os.kill(server, signal.SIGKILL)
-    assert not remaining([server], PATIENCE)
+    assert not still_running([server], PATIENCE)
     for _ in range(3):
-        ledger.step(ACTIONS, envs.step(ACTIONS))
+        checker.check_step(ACTIONS, envs.step(ACTIONS))
     pid = worker_pids(envs)[WORKER]
     os.kill(pid, signal.SIGKILL)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(WorkerDied) as caught:
         envs.step(ACTIONS)
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - started_at < PATIENCE
     assert (caught.value.worker, caught.value.pid) == (WORKER, pid)
-    goes_on(envs, ledger, {2, 3})
-    closes(envs)
+    check_recovery(envs, checker, {2, 3})
+    check_close(envs)
 
 
 @pytest.mark.long
@@ -281,25 +282,25 @@ def test_forkserver_killed(launch: Launch) -> None:
     indirect=["method"],
 )
 @pytest.mark.timeout(300, method="signal")
-def test_all_die_at_once(launch: Launch, count: int) -> None:
+def test_simultaneous_deaths_are_one_error(launch: Launch, count: int) -> None:
     """One error names them all. (Starting 64 interpreters takes longer than the default run allows: marked slow.)"""
-    envs = launch([vandal(env, "kill", step=2) for env in range(count)])
+    envs = launch([faulty_env_fn(env, "kill", step=2) for env in range(count)])
     envs.reset(seed=1)
     envs.step([0] * count)
-    begun = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="SIGKILL") as caught:
         envs.step([0] * count)
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - started_at < PATIENCE
     assert tuple(caught.value.envs) == tuple(range(count))
     assert all(re.search(rf"\b{env}\b", report(caught.value)) for env in (0, count // 2, count - 1))
-    closes(envs)
+    check_close(envs)
 
 
 @pytest.mark.parametrize("ending", ["close", "terminate", "death", "hang"])
-def test_grandchildren_are_gone(launch: Launch, ending: str, tmp_path: Path) -> None:
+def test_programs_of_environments_end(launch: Launch, ending: str, tmp_path: Path) -> None:
     """A program that an environment started does not outlive it, however it ends."""
-    fault = vandal(1, "start_subprocess", step=1)
-    envs = launch(crew(2, {1: fault}))
+    fault = faulty_env_fn(1, "start_subprocess", step=1)
+    envs = launch(make_env_fns(2, {1: fault}))
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
     helper = int(infos["subprocess"][1])
@@ -315,58 +316,58 @@ def test_grandchildren_are_gone(launch: Launch, ending: str, tmp_path: Path) -> 
             envs.close(timeout=0.2)
     if not envs.closed:
         envs.close(terminate=ending == "terminate")
-    assert not remaining([helper], PATIENCE)
+    assert not still_running([helper], PATIENCE)
 
 
-def test_a_worker_that_loses_its_caller_takes_its_helpers_along(launch: Launch) -> None:
-    """A worker may learn of its caller's end from the pipe first; that must not let its helpers slip away."""
-    envs = launch(crew(2, {1: vandal(1, "start_subprocess", step=1)}))
+def test_worker_that_loses_its_caller_ends_its_helpers(launch: Launch) -> None:
+    """A worker may learn from the pipe first that its caller has ended; it must still end its helpers."""
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "start_subprocess", step=1)}))
     envs.reset(seed=1)
     *_, infos = envs.step([0, 0])
     helper, pid = int(infos["subprocess"][1]), worker_pids(envs)[1]
     os.close(envs._pool.workers[1].channel.out)
-    assert not remaining([pid, helper], PATIENCE)
+    assert not still_running([pid, helper], PATIENCE)
     with pytest.raises(WorkerDied):
         envs.step([0, 0])
-    closes(envs)
+    check_close(envs)
 
 
-def test_a_forked_copy_of_an_environment_never_answers(launch: Launch, tmp_path: Path) -> None:
-    """An environment forks, and both processes return from ``step``: only the worker's own answer counts."""
-    fault = vandal(1, "fork_and_return", step=2)
-    envs = launch(crew(2, {1: fault}))
-    ledger = Ledger.of(envs)
+def test_forked_copy_of_an_environment_never_replies(launch: Launch, tmp_path: Path) -> None:
+    """An environment forks, and both processes return from ``step``: only the worker's own reply counts."""
+    fault = faulty_env_fn(1, "fork_and_return", step=2)
+    envs = launch(make_env_fns(2, {1: fault}))
+    checker = RowChecker.start(envs)
     pids = worker_pids(envs)
     for step in range(8):
-        ledger.step([step, step], envs.step([step, step]))
+        checker.check_step([step, step], envs.step([step, step]))
     assert worker_pids(envs) == pids
-    closes(envs)
+    check_close(envs)
 
 
 @CHEAP
 @pytest.mark.parametrize("raises", [False, True], ids=["returns", "exits"])
 @pytest.mark.parametrize("when", ["step", "reset"])
-def test_a_forked_copy_never_writes_into_the_rows(launch: Launch, when: str, raises: bool, tmp_path: Path) -> None:
-    """However late it comes back: the row it has in mind was given out long ago."""
+def test_forked_copy_never_writes_into_rows(launch: Launch, when: str, raises: bool, tmp_path: Path) -> None:
+    """However late the copy returns, it must not write into a row, which was returned long ago."""
     place: Any = {"step": {"step": 2}, "reset": {"reset": 1}}[when]
-    envs = launch(crew(2, {1: vandal(1, ForkAndLinger(tmp_path, raises), **place)}))
-    ledger = Ledger.of(envs)
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, ForkAndReturnLater(tmp_path, raises), **place)}))
+    checker = RowChecker.start(envs)
     for step in range(5):
-        ledger.step([step, step], envs.step([step, step]))
+        checker.check_step([step, step], envs.step([step, step]))
     batch = envs._driver.batch
     before = [array.copy() for array in (envs.observations, batch.rewards, batch.terminations, batch.truncations)]
     (tmp_path / "go").touch()
-    assert not remaining([int((tmp_path / "copy").read_text())], 10.0)
+    assert not still_running([int((tmp_path / "copy").read_text())], 10.0)
     for old, new in zip(before, (envs.observations, batch.rewards, batch.terminations, batch.truncations), strict=True):
         np.testing.assert_array_equal(old, new)
-    ledger.step([5, 5], envs.step([5, 5]))
-    closes(envs)
+    checker.check_step([5, 5], envs.step([5, 5]))
+    check_close(envs)
 
 
-def test_a_worker_without_its_pipe_is_dead(launch: Launch, tmp_path: Path) -> None:
-    """An environment closes descriptors that are not its own. That is no death by SIGKILL, and no lack of memory."""
-    fault = vandal(1, "close_descriptors", step=1, once=tmp_path / "once")
-    envs = launch(crew(2, {1: fault}))
+def test_worker_without_its_pipe_counts_as_dead(launch: Launch, tmp_path: Path) -> None:
+    """An environment closes descriptors of its worker. That is neither a death by SIGKILL nor a lack of memory."""
+    fault = faulty_env_fn(1, "close_descriptors", step=1, once=tmp_path / "once")
+    envs = launch(make_env_fns(2, {1: fault}))
     envs.reset(seed=1)
     pid = worker_pids(envs)[1]
     with pytest.raises(WorkerDied) as caught:
@@ -374,15 +375,15 @@ def test_a_worker_without_its_pipe_is_dead(launch: Launch, tmp_path: Path) -> No
     names(caught.value, env=1, worker=1, pid=pid, command="step")
     assert "memory" not in str(caught.value)
     assert not alive(pid)
-    closes(envs)
+    check_close(envs)
 
 
-def test_death_does_not_lose_count_of_the_siblings(launch: Launch, tmp_path: Path) -> None:
+def test_siblings_of_a_dead_worker_step_exactly_once(launch: Launch, tmp_path: Path) -> None:
     """A worker dies while a sibling is still in the same step: the sibling has stepped once, not never and not twice."""
-    slow = vandal(0, Announce(tmp_path / "slow", Pause(0.3)), step=1)
-    stuck = vandal(1, Announce(tmp_path / "stuck", "sleep"), step=1, once=tmp_path / "once")
+    slow = faulty_env_fn(0, write_pid_then(tmp_path / "slow", Pause(0.3)), step=1)
+    stuck = faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), step=1, once=tmp_path / "once")
     envs = launch([slow, stuck])
-    ledger = Ledger.of(envs)
+    checker = RowChecker.start(envs)
     envs.step_async([1, 1])
     wait_for(tmp_path / "slow")
     wait_for(tmp_path / "stuck")
@@ -392,22 +393,22 @@ def test_death_does_not_lose_count_of_the_siblings(launch: Launch, tmp_path: Pat
     envs.reset(options={"reset_mask": np.array([False, True])})
     observations, rewards, *_, infos = envs.step([1, 1])
     rows = [WitnessEnv.read(row) for row in observations]
-    assert rows[0]["life"] == ledger.rows[0]["life"]
+    assert rows[0]["life"] == checker.rows[0]["life"]
     assert (rows[0]["tick"], rows[1]["tick"]) == (2, 1)
     assert (rewards.tolist(), infos["tick"].tolist()) == ([2 + 2 / 1024, 1 + 1 / 1024], [2, 1])
-    ledger.rows = rows
+    checker.rows = rows
     for _ in range(3):
-        ledger.step([1, 1], envs.step([1, 1]))
+        checker.check_step([1, 1], envs.step([1, 1]))
 
 
-def test_the_unpicklable_classes_are_what_they_say() -> None:
-    """Two classes of the table can be unpickled by nobody; if that changes, so must the table."""
+def test_unpicklable_classes_cannot_be_unpickled() -> None:
+    """Two classes of the table cannot be unpickled by any process; if that changes, so must the table."""
     for error in (TwoArgumentsError(1, "x"), KeywordOnlyError(reason="x")):
         with pytest.raises(TypeError):
             pickle.loads(pickle.dumps(error))
 
 
-# --- What is handed out after a failure is of what there is now, or was handed out last: nothing that a dead worker wrote
+# --- Results after a failure are current, or repeat the latest ones: nothing that a dead worker wrote
 
 GO, DIE, RAISE = 0, 1, 2
 COUNT = 4
@@ -424,8 +425,8 @@ ENGINES = {
 }
 
 
-class Talkative(gymnasium.Env):
-    """Each step ends the episode and has an info; only the last environment's resets have one, so that there are columns."""
+class ResetInfoOnlyInLastEnv(gymnasium.Env):
+    """An environment with steps that end the episode and have an info; only the last environment's resets have one."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -442,31 +443,30 @@ class Talkative(gymnasium.Env):
         return np.full(3, 77, np.int64), 1.0, True, False, {"stale": 77}
 
 
-def reset(envs: Any, how: str) -> tuple[Any, dict[str, Any], list[int]]:
-    """Reset with seeds 10, 11, ...: observations, infos, and the environments they are of."""
-    if how == "masked":
+def reset(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
+    """Reset with seeds 10, 11, ...: return observations, infos, and the environments that they belong to."""
+    if kind == "masked":
         mask = np.array([True, False, False, True])
         observations, infos = envs.reset(seed=10, options={"reset_mask": mask})
         return observations[mask], {key: value[mask] for key, value in infos.items()}, [0, 3]
-    if how == "by name":
+    if kind == "by name":
         envs.reset_async([10, 11, 13], env_id=[0, 1, 3])
-    elif how == "received row by row":
+    elif kind == "received row by row":
         envs.reset_async(10)
     else:
         return *envs.reset(seed=10), list(range(COUNT))
-    observations, *_, infos = envs.recv(count=3 if how == "by name" else COUNT)
+    observations, *_, infos = envs.recv(count=3 if kind == "by name" else COUNT)
     ids = infos.pop("env_id").tolist()
     del infos["_env_id"]
     return observations, infos, ids
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_reset_has_no_infos_of_the_worker_that_died(launch: Launch, engine: str, mode: AutoresetMode) -> None:
-    """Environment 0 has stepped, and its sibling kills their worker: the next reset knows of no step."""
+@pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), {mode.name: mode for mode in AutoresetMode}))
+def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: AutoresetMode) -> None:
+    """Environment 0 has stepped, and its sibling kills their worker: the next reset reports nothing of that step."""
     options, on_failure = ENGINES[engine]
-    how = engine.partition(",")[0]
-    env_fns = [functools.partial(Talkative, index) for index in range(COUNT)]
+    kind = engine.partition(",")[0]
+    env_fns = [functools.partial(ResetInfoOnlyInLastEnv, index) for index in range(COUNT)]
     envs = launch(env_fns, num_workers=1 if "use_caller" in options else 2, autoreset_mode=mode,
                   on_failure=on_failure, **options)  # fmt: skip
     envs.reset(seed=1)
@@ -479,7 +479,7 @@ def test_a_reset_has_no_infos_of_the_worker_that_died(launch: Launch, engine: st
         _, _, _, truncations, infos = envs.step(actions)
         assert truncations[list(victim)].all()
         assert "stale" not in infos or not infos["_stale"][list(victim)].any()
-    observations, infos, ids = reset(envs, how)
+    observations, infos, ids = reset(envs, kind)
     seeds = [10 + index for index in ids]
     assert observations[:, 0].tolist() == seeds
     assert set(infos) == {"fresh", "_fresh"}
@@ -487,8 +487,8 @@ def test_a_reset_has_no_infos_of_the_worker_that_died(launch: Launch, engine: st
     assert infos["fresh"].tolist() == [seed if index == COUNT - 1 else 0 for index, seed in zip(ids, seeds, strict=True)]
 
 
-class InPlace(Talkative):
-    """Writes its observation into the batch itself, and may end in the middle of that."""
+class InPlace(ResetInfoOnlyInLastEnv):
+    """An environment that writes its observation into the batch itself, and may end in the middle of that."""
 
     def observation_buffer(self, buffer: Any) -> None:
         self.buffer = buffer
@@ -509,10 +509,10 @@ class InPlace(Talkative):
 
 @pytest.mark.parametrize(("fault", "error"), [(DIE, WorkerDied), (RAISE, ValueError)], ids=["death", "exception"])
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_a_half_written_observation_is_not_handed_out(
+def test_half_written_observation_is_not_returned(
     launch: Launch, on_failure: str, fault: int, error: type[Exception]
 ) -> None:
-    """A reset of others leaves the environment out that failed while it wrote: its last whole observation, or zeros."""
+    """A reset of others returns the last whole observation, or zeros, of an environment that failed while it wrote."""
     envs = launch([functools.partial(InPlace, index) for index in range(COUNT)], num_workers=2, on_failure=on_failure)
     envs.reset(seed=[5, 6, 7, 8])
     if on_failure == "raise":
@@ -520,15 +520,15 @@ def test_a_half_written_observation_is_not_handed_out(
             envs.step([GO, fault, GO, GO])
         whole = [0, 0, 0]
     else:
-        envs.send([fault, GO], [1, 2])  # and nobody receives it
+        envs.send([fault, GO], [1, 2])  # and it is not received
         whole = [6, 6, 6]
     observations, _ = envs.reset(seed=20, options={"reset_mask": np.array([False, False, True, True])})
     assert observations[2:].tolist() == [[22] * 3, [23] * 3]
     assert observations[1].tolist() == whole
 
 
-class Unlike(Talkative):
-    """No two observations are alike. A reset fails, once, where there is a file of the name that its options give."""
+class NeverRepeats(ResetInfoOnlyInLastEnv):
+    """An environment with observations that never repeat. A reset fails once if the file named by its options exists."""
 
     def observe(self) -> Any:
         return np.frombuffer(os.urandom(24), np.int64) >> 44
@@ -546,14 +546,18 @@ class Unlike(Talkative):
         return self.observe(), 1.0, False, False, {}
 
 
-@pytest.mark.parametrize("mode", list(AutoresetMode), ids=lambda mode: mode.name)
-@pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "pickled"])
-@pytest.mark.parametrize("by_row", [True, False], ids=["first ready", "lock-step"])
-def test_the_last_observation_of_a_row_that_is_lost_is_the_one_that_was_handed_out_last(
+@pytest.mark.parametrize(
+    ("by_row", "shared_memory", "mode"),
+    each_once(
+        {"first ready": True, "lock-step": False}, {"shared": True, "pickled": False},
+        {mode.name: mode for mode in AutoresetMode},
+    ),
+)
+def test_lost_row_repeats_its_last_returned_observation(
     launch: Launch, by_row: bool, shared_memory: bool, mode: AutoresetMode, tmp_path: Path
 ) -> None:
     """Rows fail again and again, by death, by an exception, and in a reset."""
-    envs = launch([functools.partial(Unlike, index) for index in range(2)], autoreset_mode=mode, on_failure="restart",
+    envs = launch([functools.partial(NeverRepeats, index) for index in range(2)], autoreset_mode=mode, on_failure="restart",
                   shared_memory=shared_memory)  # fmt: skip
     latest = list(envs.reset(seed=1)[0])
 
@@ -591,11 +595,11 @@ def test_the_last_observation_of_a_row_that_is_lost_is_the_one_that_was_handed_o
                 take(answer)
 
 
-# --- Asking workers what they are doing does them no harm, however often, whatever their threads are doing meanwhile
+# --- Requests for stacks do workers no harm, however often, whatever their threads are doing meanwhile
 
 
-class Works(gymnasium.Env[Any, Any]):
-    """Steps that compute in Python, in several frames, and sleep, for as long as the action says."""
+class Computes(gymnasium.Env[Any, Any]):
+    """An environment with steps that compute in Python, in several frames, and sleep; the action sets the time."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
     action_space = gymnasium.spaces.Discrete(100)
@@ -631,13 +635,13 @@ class Works(gymnasium.Env[Any, Any]):
 
 
 WORKS = {
-    "env_threads": ([functools.partial(Works)] * 4, {"num_workers": 1, "env_threads": 4}),
-    "own_threads": ([functools.partial(Works, own_thread=True)] * 2, {"num_workers": 1}),
+    "env_threads": ([functools.partial(Computes)] * 4, {"num_workers": 1, "env_threads": 4}),
+    "own_threads": ([functools.partial(Computes, own_thread=True)] * 2, {"num_workers": 1}),
 }
 
 
-def ask(envs: Any, steps: int, hundredths: int, look: Callable[[], object]) -> None:
-    """Call ``look`` over and over while the environments step; every step is answered."""
+def step_while_observed(envs: Any, steps: int, hundredths: int, look: Callable[[], object]) -> None:
+    """Call ``look`` repeatedly while the environments step; every step is completed."""
     for _ in range(steps):
         envs.step_async(np.full(envs.num_envs, hundredths))
         until = time.monotonic() + hundredths / 100
@@ -650,25 +654,25 @@ def ask(envs: Any, steps: int, hundredths: int, look: Callable[[], object]) -> N
 @CHEAP
 @pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WORKS)
-def test_a_worker_that_is_asked_for_its_stack_goes_on(launch: Launch, kind: str, steps: int, hundredths: int) -> None:
-    """Walking the stacks of threads that run, from within a signal, ends workers by SIGSEGV, once in some hundred times."""
-    env_fns, how = WORKS[kind]
-    envs = launch(env_fns, **how)
+def test_worker_continues_after_requests_for_its_stack(launch: Launch, kind: str, steps: int, hundredths: int) -> None:
+    """Walking the stacks of running threads from a signal handler ends workers by SIGSEGV, once in some hundred times."""
+    env_fns, options = WORKS[kind]
+    envs = launch(env_fns, **options)
     envs.reset(seed=1)
     stacks: list[str] = []
-    ask(envs, steps, hundredths, lambda: stacks.append(envs._pool.workers[0].stack()))
+    step_while_observed(envs, steps, hundredths, lambda: stacks.append(envs._pool.workers[0].read_stack()))
     assert any("in step" in stack for stack in stacks), stacks[:3]
     assert len(stacks) > 500 or steps == 4
 
 
 @pytest.mark.linux
 @CHEAP
-def test_a_poll_asks_a_worker_for_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``timeout=0`` says how far it is, and sends no signal."""
+def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``timeout=0`` reports the progress, and sends no signal."""
     sent: list[int] = []
-    monkeypatch.setattr(ProcessWorker, "signal", lambda worker, number: sent.append(number))
-    env_fns, how = WORKS["env_threads"]
-    envs = launch(env_fns, **how)
+    monkeypatch.setattr(WorkerProcess, "signal", lambda worker, number: sent.append(number))
+    env_fns, options = WORKS["env_threads"]
+    envs = launch(env_fns, **options)
     envs.reset(seed=1)
     polls = 0
     envs.step_async(np.full(4, 99))
@@ -694,9 +698,9 @@ def test_a_poll_asks_a_worker_for_nothing(launch: Launch, monkeypatch: pytest.Mo
 @pytest.mark.linux
 @CHEAP
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
-def test_the_stack_of_an_old_question_is_no_last_stack(launch: Launch, tmp_path: Path, fault: str) -> None:
+def test_stack_of_an_earlier_timeout_is_not_the_last_stack(launch: Launch, tmp_path: Path, fault: str) -> None:
     """A worker that is killed later has left no stack, and none is shown."""
-    envs = launch(crew(2, {1: vandal(1, Announce(tmp_path / "stuck", fault), step=1)}))
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", fault), step=1)}))
     envs.reset(seed=1)
     envs.step_async([0, 0])
     wait_for(tmp_path / "stuck")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from observe import FAULTS, PATIENCE, alive, remaining, wait_for
+from observe import FAULTS, PATIENCE, alive, still_running, wait_for
 
 from vecenv.system import cores, descendants
 from vecenv.system.descendants import end_descendants, end_marked, end_own, mark, new_token
@@ -23,13 +23,13 @@ Start = Callable[..., "Worker"]
 
 
 class Worker:
-    """A process that starts a helper, says who it is, and waits to be told to end or to be killed."""
+    """A process that starts a helper, reports its pid, and waits until it is ended or killed."""
 
     def __init__(self, pid: int, helper: int, token: int, pipe: int) -> None:
         self.pid, self.helper, self.token, self._pipe = pid, helper, token, pipe
 
     def leave(self) -> None:
-        """Let it come to its own end."""
+        """Let it end by itself."""
         os.close(self._pipe)
         self._pipe = -1
         os.waitpid(self.pid, 0)
@@ -43,24 +43,24 @@ class Worker:
             self._pipe = -1
 
 
-def say(path: Path, pid: int) -> None:
+def report_json(path: Path, pid: int) -> None:
     path.with_suffix(".part").write_text(str(pid))
     path.with_suffix(".part").rename(path)
 
 
 def sleeps(path: Path) -> None:
-    """What a helper does that was only forked."""
-    say(path, os.getpid())
+    """Sleep, as a helper that was only forked."""
+    report_json(path, os.getpid())
     time.sleep(60)
     os._exit(0)
 
 
 def own_session(path: Path) -> None:
-    say(path, subprocess.Popen(["sleep", "60"], start_new_session=True).pid)
+    report_json(path, subprocess.Popen(["sleep", "60"], start_new_session=True).pid)
 
 
 def own_session_without_environment(path: Path) -> None:
-    say(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
+    report_json(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
 
 
 def orphan_of_a_shell(path: Path) -> None:
@@ -74,7 +74,7 @@ def fork_and_setsid(path: Path) -> None:
 
 
 def double_fork(path: Path) -> None:
-    """A daemon as in the books: it has no descriptors and no parent."""
+    """Start a textbook daemon: it has no descriptors and no parent."""
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -90,17 +90,17 @@ def double_fork_and_exec(path: Path) -> None:
     if child == 0:
         os.setsid()
         if os.fork() == 0:
-            say(path, os.getpid())
+            report_json(path, os.getpid())
             os.execvp("sleep", ["sleep", "60"])
         os._exit(0)
     os.waitpid(child, 0)
 
 
 def family(path: Path) -> None:
-    """A helper whose own child left the environment behind."""
+    """Start a helper with a child that has no environment variables of the worker."""
     if os.fork() == 0:
         os.setsid()
-        say(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
+        report_json(path, subprocess.Popen(["/bin/sleep", "60"], start_new_session=True, env={}).pid)
         time.sleep(60)
 
 
@@ -118,7 +118,7 @@ MARKED = [*DESCENDED, orphan_of_a_shell, double_fork, double_fork_and_exec, orph
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Fork a worker whose environment starts a helper."""
+    """Fork a worker with an environment that starts a helper."""
     workers: list[Worker] = []
 
     def launch(helps: Callable[[Path], None], *, ends: bool = False) -> Worker:
@@ -154,20 +154,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("helps", MARKED)
-def test_helpers_of_a_worker_that_was_killed_are_found_by_its_mark(start: Start, helps: Callable[[Path], None]) -> None:
+def test_helpers_of_a_killed_worker_are_found_by_its_mark(start: Start, helps: Callable[[Path], None]) -> None:
     worker = start(helps)
     worker.kill()
     assert alive(worker.helper)
     assert end_marked([new_token(), worker.token]) >= 1
-    assert not remaining([worker.helper], PATIENCE)
+    assert not still_running([worker.helper], PATIENCE)
     assert end_marked([worker.token]) == 0
 
 
 @pytest.mark.parametrize("helps", DESCENDED)
-def test_descendants_of_a_living_worker_end_and_it_lives(start: Start, helps: Callable[[Path], None]) -> None:
+def test_descendants_of_a_living_worker_can_be_ended(start: Start, helps: Callable[[Path], None]) -> None:
     worker = start(helps)
     assert end_descendants([worker.pid]) >= 1
-    assert not remaining([worker.helper], PATIENCE)
+    assert not still_running([worker.helper], PATIENCE)
     assert alive(worker.pid)
 
 
@@ -175,11 +175,11 @@ def test_descendants_of_a_living_worker_end_and_it_lives(start: Start, helps: Ca
 def test_a_worker_ends_its_own_helpers(start: Start, helps: Callable[[Path], None]) -> None:
     worker = start(helps, ends=True)
     worker.leave()
-    assert not remaining([worker.helper], PATIENCE)
+    assert not still_running([worker.helper], PATIENCE)
 
 
-def test_only_those_of_the_worker_in_question_end(start: Start) -> None:
-    """A worker that is replaced must not cost its siblings their helpers."""
+def test_only_helpers_of_the_given_worker_end(start: Start) -> None:
+    """A worker that is replaced must not take its siblings' helpers with it."""
     dead, sibling = start(own_session), start(double_fork)
     dead.kill()
     end_marked([dead.token])
@@ -187,8 +187,8 @@ def test_only_those_of_the_worker_in_question_end(start: Start) -> None:
     assert alive(sibling.helper)
 
 
-def test_an_engine_in_a_worker_belongs_to_both(start: Start) -> None:
-    """The worker inside marks its own helpers, and the worker around them still finds them."""
+def test_engine_in_a_worker_has_the_marks_of_both(start: Start) -> None:
+    """The inner worker marks its own helpers, and the outer worker still finds them."""
 
     def nested(path: Path) -> None:
         tokens = [new_token() for _ in range(2)]
@@ -204,7 +204,7 @@ def test_an_engine_in_a_worker_belongs_to_both(start: Start) -> None:
         first, second = (int(path.with_name(f"{number}").read_text()) for number in range(2))
         end_marked([tokens[0]])
         assert not alive(first)
-        say(path, second)
+        report_json(path, second)
 
     outer = start(nested)
     outer.kill()
@@ -213,27 +213,27 @@ def test_an_engine_in_a_worker_belongs_to_both(start: Start) -> None:
     assert not alive(outer.helper)
 
 
-def restless(path: Path) -> None:
-    """A helper that is always another process, for ten seconds; slowly, since a busy machine takes its time to look."""
+def keep_forking(path: Path) -> None:
+    """Become another process again and again for ten seconds; slowly, because a busy machine needs time to look."""
     if os.fork():
         return
     os.setsid()
-    say(path, os.getpid())
+    report_json(path, os.getpid())
     for _ in range(50):
         time.sleep(0.2)
         if os.fork():
             os._exit(0)
 
 
-def test_a_helper_that_forks_while_it_is_ended_does_not_escape(start: Start) -> None:
-    worker = start(restless)
+def test_helper_that_forks_while_it_is_ended_does_not_escape(start: Start) -> None:
+    worker = start(keep_forking)
     worker.kill()
     assert end_marked([worker.token]) >= 1
     assert end_marked([worker.token]) == 0
 
 
-def test_a_process_id_that_is_used_anew_is_never_signalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether held by a pidfd or, without one, known by when it was started."""
+def test_reused_process_id_is_never_signalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is held by a pidfd or, without one, recognized by its start time."""
     worker = start(own_session)
     seen = descendants._look_at(worker.helper)
     assert seen is not None
@@ -244,20 +244,20 @@ def test_a_process_id_that_is_used_anew_is_never_signalled(start: Start, monkeyp
     assert alive(worker.helper)
 
 
-def test_without_pidfds_they_are_ended_as_well(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_helpers_are_ended_without_pidfds(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     worker = start(double_fork)
     worker.kill()
     assert end_marked([worker.token]) >= 1
-    assert not remaining([worker.helper], PATIENCE)
+    assert not still_running([worker.helper], PATIENCE)
 
 
-def test_a_resource_tracker_may_finish_what_it_is_there_for(start: Start) -> None:
-    """It unlinks the shared memory of those it served once they are gone; killed, it could not."""
+def test_resource_tracker_may_finish(start: Start) -> None:
+    """It unlinks the shared memory of its processes once they have ended; if it were killed, it could not."""
     code = "import time; 'multiprocessing.resource_tracker'; time.sleep(60)"
 
     def tracker(path: Path) -> None:
-        say(path, subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid)
+        report_json(path, subprocess.Popen([sys.executable, "-c", code], start_new_session=True).pid)
 
     worker = start(tracker)
     time.sleep(0.1)  # until it has executed
@@ -268,8 +268,8 @@ def test_a_resource_tracker_may_finish_what_it_is_there_for(start: Start) -> Non
 
 
 @pytest.mark.long
-def test_a_mark_costs_no_descriptor_and_limits_nothing() -> None:
-    """In a process of its own, because a mark stays."""
+def test_mark_needs_no_descriptor_and_sets_no_limit() -> None:
+    """In a separate process, because a mark is permanent."""
     code = """
 import fcntl, os, tempfile
 from vecenv.system.descendants import mark, new_token
@@ -283,31 +283,31 @@ with tempfile.TemporaryFile() as file:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_looking_takes_little_where_there_is_nothing() -> None:
+def test_search_without_helpers_is_cheap() -> None:
     tokens = [new_token() for _ in range(1000)]
     times = []
     for _ in range(20):
-        began = time.process_time()
+        started_at = time.process_time()
         assert end_marked(tokens) == 0
         assert end_descendants([2**22 + 1]) == 0
-        times.append(time.process_time() - began)
+        times.append(time.process_time() - started_at)
     processes = len(descendants._look())
     assert min(times) < 0.005 + processes * 400e-6
 
 
-def test_nothing_to_look_for_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_search_without_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "listdir", lambda path: pytest.fail("looked"))
     assert end_marked([]) == end_marked([0]) == end_descendants([]) == 0
 
 
-def test_elsewhere_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_does_nothing_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descendants, "_LINUX", False)
     assert new_token() == 0
     mark(0)
     assert end_marked([1]) == end_descendants([os.getpid()]) == end_own() == 0
 
 
-def test_a_system_that_forbids_everything_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_without_permissions_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: object, **__: object) -> object:
         raise PermissionError
 
@@ -318,8 +318,8 @@ def test_a_system_that_forbids_everything_raises_nothing(monkeypatch: pytest.Mon
     mark(0)
 
 
-def test_helpers_stay_where_nobody_asks(start: Start) -> None:
-    """What these tests look for is there to be found."""
+def test_helpers_stay_unless_ended(start: Start) -> None:
+    """The helpers of these tests exist unless they are ended."""
     worker = start(double_fork)
     worker.kill()
-    assert remaining([worker.helper], 0.1) == [worker.helper]
+    assert still_running([worker.helper], 0.1) == [worker.helper]

@@ -19,7 +19,7 @@ def defined() -> set[str]:
 
 
 def test_every_row_has_its_tests() -> None:
-    """All 49, each with what Gymnasium does, what vecenv does, and tests that there are."""
+    """All 49 rows state Gymnasium's behaviour, vecenv's, and existing tests."""
     rows = ROW.findall(PAGE.read_text())
     assert sorted(int(number) for number, *_ in rows if number) == list(range(1, 50))
     tests = defined()

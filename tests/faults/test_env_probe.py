@@ -1,4 +1,4 @@
-"""The process that tries an environment: it closes it, nothing of it stays, and it is given actions that masks allow."""
+"""The probe process: it closes its environment, leaves nothing, and samples actions that masks allow."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from faulty_envs import EchoEnv
 from gymnasium import spaces
-from observe import FAULTS, METHODS, PACKAGE, PATIENCE, remaining, wait_for
-from vandals import Obedient
+from observe import FAULTS, METHODS, PACKAGE, PATIENCE, still_running, wait_for
 
 import vecenv
+from vecenv import Restart, WorkerOptions
 from vecenv.errors import StartupTimeout, WorkerDied
 from vecenv.planning import probe
 from vecenv.planning import probe as probing
 from vecenv.planning.probe import EnvDescription, EnvProbe
+from vecenv.planning.trial import time_steps
 from vecenv.system.cores import usable_cores
 from vecenv.testing.faulty import NestedEnv
 
 pytestmark = FAULTS
 
 
-# --- The process that tries an environment: it closes it, and nothing of it stays, however it or its caller ends
+# --- the probe process closes its environment and leaves nothing, however it or its caller ends
 
 
 def write(path: Path, text: object = "") -> None:
@@ -44,8 +46,8 @@ def write(path: Path, text: object = "") -> None:
     part.rename(path)
 
 
-class Closes(Obedient):
-    """Writes a file when it is closed."""
+class WritesOnClose(EchoEnv):
+    """An environment that writes a file when it is closed."""
 
     def __init__(self, path: Path, seconds: float = 0.0) -> None:
         super().__init__(0)
@@ -56,8 +58,8 @@ class Closes(Obedient):
         write(self._path)
 
 
-class Helped(Obedient):
-    """Has a helper that it never ends, in its own session or not; then does whatever it is told."""
+class HasHelper(EchoEnv):
+    """An environment with a helper that it never ends, in its own session or not; then it calls ``then``."""
 
     def __init__(self, path: Path, own_session: bool, then: Callable[[], object] = bool) -> None:
         super().__init__(0)
@@ -65,8 +67,8 @@ class Helped(Obedient):
         then()
 
 
-class HoldsThePipe(Obedient):
-    """Dies while a forked helper still holds everything it had open."""
+class HoldsThePipe(EchoEnv):
+    """An environment that dies while a forked helper still holds everything it had open."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(0)
@@ -79,36 +81,38 @@ class HoldsThePipe(Obedient):
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("step", [False, True])
-def test_the_environment_that_was_tried_is_closed(tmp_path: Path, method: str, step: bool) -> None:
+def test_probed_environment_is_closed(tmp_path: Path, method: str, step: bool) -> None:
     context = multiprocessing.get_context(method)
-    probe = EnvProbe([functools.partial(Closes, tmp_path / "closed")], context, here=False, step=step)
+    probe = EnvProbe([functools.partial(WritesOnClose, tmp_path / "closed")], context, here=False, step=step)
     assert isinstance(probe.describe(), EnvDescription)
-    assert (probe._times is not None) == step
+    assert (probe._measured is not None) == step
     assert (tmp_path / "closed").exists()
 
 
-@pytest.mark.parametrize("options", [{"num_workers": "auto"}, {"use_caller": True}, {"dummy_env": False}])
-def test_engines_that_try_an_environment_close_it(tmp_path: Path, options: dict[str, Any]) -> None:
-    envs = vecenv.AsyncVectorEnv([functools.partial(Closes, tmp_path / "closed")] * 2, **options)
+@pytest.mark.parametrize(
+    "options", [{"num_workers": "auto"}, {"use_caller": True}, {"worker_options": WorkerOptions(dummy_env=False)}]
+)
+def test_engines_close_the_probed_environment(tmp_path: Path, options: dict[str, Any]) -> None:
+    envs = vecenv.AsyncVectorEnv([functools.partial(WritesOnClose, tmp_path / "closed")] * 2, **options)
     assert (tmp_path / "closed").exists()
     envs.close()
 
 
-def test_a_close_that_takes_for_ever_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_that_hangs_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "_CLOSE_SECONDS", 0.3)
-    began = time.monotonic()
-    assert EnvProbe([functools.partial(Closes, tmp_path / "closed", 60.0)]).times().steps > 0
-    assert time.monotonic() - began < 30
+    started_at = time.monotonic()
+    assert EnvProbe([functools.partial(WritesOnClose, tmp_path / "closed", 60.0)]).measure()[0].steps > 0
+    assert time.monotonic() - started_at < 30
     assert not (tmp_path / "closed").exists()
 
 
-class ClosesBadly(Obedient):
+class RaisesInClose(EchoEnv):
     def close(self) -> None:
         raise SystemExit("no")
 
 
-def test_a_close_that_raises_costs_nothing() -> None:
-    assert EnvProbe([functools.partial(ClosesBadly, 0)]).times().steps > 0
+def test_close_that_raises_is_ignored() -> None:
+    assert EnvProbe([functools.partial(RaisesInClose, 0)]).measure()[0].steps > 0
 
 
 def stop() -> None:
@@ -134,20 +138,20 @@ ENDS: dict[str, tuple[Callable[[], object], type[Exception] | None]] = {
 @pytest.mark.long
 @pytest.mark.parametrize("own_session", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-def test_helpers_end_with_it(tmp_path: Path, end: str, own_session: bool) -> None:
+def test_helpers_end_with_the_probe(tmp_path: Path, end: str, own_session: bool) -> None:
     then, expected = ENDS[end]
-    env_fn = functools.partial(Helped, tmp_path / "helper", own_session, then)
+    env_fn = functools.partial(HasHelper, tmp_path / "helper", own_session, then)
     if expected is None:
-        EnvProbe([env_fn]).times()
+        EnvProbe([env_fn]).measure()[0]
     else:
         with pytest.raises(expected):
-            EnvProbe([env_fn], timeout=1.0).times()
+            EnvProbe([env_fn], timeout=1.0).measure()[0]
     helper = int((tmp_path / "helper").read_text())
-    assert not remaining([helper], PATIENCE)
+    assert not still_running([helper], PATIENCE)
 
 
-class Trips(Helped):
-    """Does whatever it is told in its third step, or by its first reset; has a helper."""
+class FaultInThirdStep(HasHelper):
+    """An environment with a helper that calls ``then`` in its third step, or in its first reset."""
 
     def __init__(self, path: Path, then: Callable[[], object], at: int = 3) -> None:
         super().__init__(path, True)
@@ -166,29 +170,29 @@ class Trips(Helped):
 
 
 @pytest.mark.parametrize(
-    ("end", "says"),
+    ("end", "text"),
     [
         ("raises", "ZeroDivisionError"), ("killed", "SIGKILL"),
         pytest.param("hangs", "1.0 seconds", marks=pytest.mark.long),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("at", [3, 0], ids=["step", "reset"])
-def test_an_environment_that_fails_while_it_is_stepped_is_one_to_be_careful_with(
-    tmp_path: Path, end: str, says: str, at: int
+def test_environment_that_fails_in_the_probe_is_isolated(
+    tmp_path: Path, end: str, text: str, at: int
 ) -> None:
-    env_fn = functools.partial(Trips, tmp_path / "helper", ENDS[end][0], at)
+    env_fn = functools.partial(FaultInThirdStep, tmp_path / "helper", ENDS[end][0], at)
     probe = EnvProbe([env_fn], timeout=1.0, here=False)
     assert isinstance(probe.describe(), EnvDescription)
-    assert probe.times().steps == 0
-    assert says in probe.times().failure
-    assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
+    assert probe.measure()[0].steps == 0
+    assert text in probe.measure()[0].failure
+    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
 
 
 @pytest.mark.parametrize("end", ["raises", pytest.param("killed", marks=pytest.mark.long)])
-def test_auto_goes_on_over_an_environment_that_fails_and_isolates_it(tmp_path: Path, end: str, closes: Any) -> None:
-    """The failure comes again where it can be dealt with."""
-    env_fn = functools.partial(Trips, tmp_path / "helper", ENDS[end][0])
-    envs: Any = closes(vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": "restart", "restart_limit": 100}))
+def test_auto_continues_over_a_failing_environment_and_isolates_it(tmp_path: Path, end: str, closes: Any) -> None:
+    """The failure happens again where it can be handled."""
+    env_fn = functools.partial(FaultInThirdStep, tmp_path / "helper", ENDS[end][0])
+    envs: Any = closes(vecenv.make_vec(env_fn, 2, vector_kwargs={"on_failure": Restart(100)}))
     assert envs.num_workers == min(2, usable_cores())
     assert "caller" not in repr(envs)
     assert "failed while it was tried" in envs.plan.reason
@@ -199,53 +203,53 @@ def test_auto_goes_on_over_an_environment_that_fails_and_isolates_it(tmp_path: P
     assert envs.stats()["restarts"] >= 2
 
 
-class Brittle(Obedient):
+class RaisesInStep(EchoEnv):
     def step(self, action: Any) -> Any:
         raise ZeroDivisionError
 
 
 def test_the_caller_takes_an_even_share_of_what_could_not_be_timed(closes: Any) -> None:
-    envs = closes(vecenv.AsyncVectorEnv([functools.partial(Brittle, 0)] * 4, num_workers=1, use_caller=True))
+    envs = closes(vecenv.AsyncVectorEnv([functools.partial(RaisesInStep, 0)] * 4, num_workers=1, use_caller=True))
     assert len(envs.local_envs) == 2
 
 
 def test_death_is_noticed_while_a_helper_holds_its_pipe(tmp_path: Path) -> None:
-    began = time.monotonic()
+    started_at = time.monotonic()
     with pytest.raises(WorkerDied, match="exit code 5"):
-        EnvProbe([functools.partial(HoldsThePipe, tmp_path / "helper")]).times()
-    assert time.monotonic() - began < 30
-    assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
+        EnvProbe([functools.partial(HoldsThePipe, tmp_path / "helper")]).measure()[0]
+    assert time.monotonic() - started_at < 30
+    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_without_daemon_an_environment_may_have_children(method: str) -> None:
-    """A vector environment inside an environment."""
+def test_probed_environment_may_have_children_without_daemon(method: str) -> None:
+    """An environment may contain a vector environment."""
     context = multiprocessing.get_context(method)
-    inner = functools.partial(vecenv.AsyncVectorEnv, [functools.partial(Obedient, k) for k in range(2)], context=method)
+    inner = functools.partial(vecenv.AsyncVectorEnv, [functools.partial(EchoEnv, k) for k in range(2)], context=method)
     env_fn = functools.partial(NestedEnv, inner)
     with pytest.raises(Exception, match="daemon"):
-        EnvProbe([env_fn], context, 15.0).times()
+        EnvProbe([env_fn], context, 15.0).measure()[0]
     probe = EnvProbe([env_fn], context, 15.0, here=False, daemon=False)
     assert probe.describe().metadata is not None
-    assert probe.times().steps > 0
-    assert EnvProbe([env_fn], context, 15.0, daemon=False).times().steps > 0
+    assert probe.measure()[0].steps > 0
+    assert EnvProbe([env_fn], context, 15.0, daemon=False).measure()[0].steps > 0
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 1e300])
-def test_any_timeout_can_be_waited_for(timeout: float) -> None:
-    assert EnvProbe([functools.partial(Obedient, 0)], timeout=timeout).times().steps > 0
+def test_probe_with_any_timeout(timeout: float) -> None:
+    assert EnvProbe([functools.partial(EchoEnv, 0)], timeout=timeout).measure()[0].steps > 0
 
 
-class Large(Obedient):
-    """Larger than a pipe when it is pickled."""
+class Large(EchoEnv):
+    """An environment that is larger than a pipe when it is pickled."""
 
     def __init__(self, ballast: bytes) -> None:
         super().__init__(len(ballast) % 7)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_is_built_may_be_larger_than_a_pipe(method: str) -> None:
+def test_probed_environment_may_be_larger_than_a_pipe(method: str) -> None:
     env_fn = functools.partial(Large, b"x" * 2_000_000)
     probe = EnvProbe([env_fn], multiprocessing.get_context(method), here=False, step=False)
     assert isinstance(probe.describe(), EnvDescription)
@@ -255,7 +259,7 @@ def test_what_is_built_may_be_larger_than_a_pipe(method: str) -> None:
 
 
 class Alarm(TimeoutError):
-    """What a time limit made of SIGALRM raises: an ``OSError``, as a broken pipe is."""
+    """The exception of a SIGALRM time limit: an ``OSError``, like that of a broken pipe."""
 
 
 @contextmanager
@@ -264,7 +268,7 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
         raise Alarm
 
     def in_a_finalizer(unraisable: Any) -> None:
-        if not isinstance(unraisable.exc_value, Alarm):  # out of which nothing can come
+        if not isinstance(unraisable.exc_value, Alarm):  # which no exception leaves
             told(unraisable)
 
     told, sys.unraisablehook = sys.unraisablehook, in_a_finalizer
@@ -284,18 +288,18 @@ def alarm_after(seconds: float, interval: float = 0.0) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_an_exception_while_the_caller_waits_ends_everything(tmp_path: Path) -> None:
-    env_fn = functools.partial(Helped, tmp_path / "helper", True, stop)
+def test_exception_while_the_caller_waits_ends_the_probe(tmp_path: Path) -> None:
+    env_fn = functools.partial(HasHelper, tmp_path / "helper", True, stop)
     with pytest.raises(Alarm), alarm_after(1.0):
-        EnvProbe([env_fn]).times()
-    assert not remaining([int((tmp_path / "helper").read_text())], PATIENCE)
+        EnvProbe([env_fn]).measure()[0]
+    assert not still_running([int((tmp_path / "helper").read_text())], PATIENCE)
     assert not multiprocessing.active_children()
 
 
 @pytest.mark.long
-def test_an_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
-    """Compared after each: a later trial could hide what an earlier one left."""
-    env_fn = functools.partial(Obedient, 0)
+def test_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
+    """Resources are compared after each trial, because a later trial could hide the leak of an earlier one."""
+    env_fn = functools.partial(EchoEnv, 0)
     EnvProbe([env_fn], here=False, step=False).describe()
     moments = random.Random(1)
     interrupted = 0
@@ -311,11 +315,11 @@ def test_an_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]
     assert interrupted > 5
 
 
-def test_one_exception_after_the_other_leaves_nothing(take_stock: Callable[[], Any]) -> None:
+def test_repeated_exceptions_leave_nothing(take_stock: Callable[[], Any]) -> None:
     before = take_stock()
     for _ in range(10):
         with pytest.raises(Alarm), alarm_after(0.002, 0.0005):
-            EnvProbe([functools.partial(Obedient, 0)], here=False, step=False).describe()
+            EnvProbe([functools.partial(EchoEnv, 0)], here=False, step=False).describe()
     gc.collect()
     assert not take_stock().beyond(before, ("processes", "descriptors"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -324,7 +328,7 @@ def test_one_exception_after_the_other_leaves_nothing(take_stock: Callable[[], A
 KILLED = """
 import functools, multiprocessing, os, subprocess, sys, time
 from pathlib import Path
-from vandals import Obedient
+from faulty_envs import EchoEnv
 from vecenv.planning.probe import EnvProbe
 
 def build(folder):
@@ -334,13 +338,13 @@ def build(folder):
     time.sleep(60)
 
 if __name__ == "__main__":
-    EnvProbe([functools.partial(build, Path(sys.argv[2]))], multiprocessing.get_context(sys.argv[1])).times()
+    EnvProbe([functools.partial(build, Path(sys.argv[2]))], multiprocessing.get_context(sys.argv[1])).measure()[0]
 """
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_a_program_that_is_killed_leaves_nothing(tmp_path: Path, method: str) -> None:
+def test_killed_program_leaves_nothing(tmp_path: Path, method: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(KILLED)
     path = os.pathsep.join([str(PACKAGE), str(Path(__file__).parent)])
@@ -351,11 +355,11 @@ def test_a_program_that_is_killed_leaves_nothing(tmp_path: Path, method: str) ->
         program.kill()
         program.wait()
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert not remaining(pids, PATIENCE)
+    assert not still_running(pids, PATIENCE)
 
 
-def test_it_lives_in_a_session_of_its_own_where_ctrl_c_does_not_reach() -> None:
-    class Tells(Obedient):
+def test_probe_runs_in_its_own_session() -> None:
+    class Tells(EchoEnv):
         def __init__(self) -> None:
             super().__init__(0)
             self.metadata = {"session": os.getsid(0), "pid": os.getpid(), "sigint": signal.getsignal(signal.SIGINT)}
@@ -366,11 +370,11 @@ def test_it_lives_in_a_session_of_its_own_where_ctrl_c_does_not_reach() -> None:
     assert found[2] == signal.SIG_IGN
 
 
-# --- The environment that is tried is given actions that its masks allow ------------------------
+# --- the probe samples actions that the environment's masks allow --------------------------------
 
 
-class Strict(gym.Env[Any, Any]):
-    """Allows one action a step, tells which in a mask, and raises on any other."""
+class AllowsOneAction(gym.Env[Any, Any]):
+    """An environment that allows one action per step, given in a mask, and raises for any other."""
 
     def __init__(self, where: str, start: int) -> None:
         self.where = where
@@ -402,13 +406,13 @@ class Strict(gym.Env[Any, Any]):
 
 @pytest.mark.parametrize("where", ["observation", "action_mask", "action_masks"])
 @pytest.mark.parametrize("start", [0, 3])
-def test_masks_are_honoured(where: str, start: int) -> None:
-    found = probe._time_steps(Strict(where, start), None)
-    assert found.steps > 10
+def test_masks_are_respected(where: str, start: int) -> None:
+    found = time_steps(AllowsOneAction(where, start), 3)
+    assert found.steps == 10
     assert not found.failure
 
 
-def test_where_there_are_no_processes_a_failed_trial_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_probe_without_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "why_no_processes", lambda: "for this test")
-    assert "illegal" in probe.EnvProbe([lambda: Strict("hidden", 0)]).times().failure
+    assert "illegal" in probe.EnvProbe([lambda: AllowsOneAction("hidden", 0)]).measure()[0].failure
 

@@ -1,4 +1,4 @@
-"""What takes too long: environments that hang, how soon it is known, giving up on some, and clocks that jump."""
+"""Environments that hang: reports, delays, ``abandon``, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import ended, opened, started
+from envs import killable_engine, open_engine, ready_engine
+from faulty_envs import Pause, RowChecker, WritePid, faulty_env_fn, healthy_env_fn, make_env_fns, write_pid_then
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
-from observe import CHEAP, FAULTS, PACKAGE, PATIENCE, Launch, alive, names, remaining, report, wait_for, worker_pids
-from vandals import Announce, Ledger, Pause, Touch, crew, vandal, witness
+from observe import CHEAP, FAULTS, PACKAGE, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
 
 import vecenv
-from vecenv.engine.handles import ProcessWorker
+from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import StepTimeout, WorkerDied
-from vecenv.system.supervision import BlackBox
+from vecenv.system.supervision import StackFile
 
 pytestmark = FAULTS
 
 
-# --- Environments that do not answer: rows 15 to 20 of the table in ``FAULTS.md`` ---------------
+# --- Environments that do not reply: rows 15 to 20 of the table in ``FAULTS.md`` ----------------
 
-GRACE = 0.3  # what the tests give close()
+GRACE = 0.3  # the tests' timeout of close()
 
 
-def closes(envs: Any, timeout: float = GRACE) -> None:
-    """``close(timeout)`` is a bound, whatever the workers do."""
+def check_close(envs: Any, timeout: float = GRACE) -> None:
+    """Check that ``close(timeout)`` is a bound, whatever the workers do."""
     pids = worker_pids(envs)
     begun = time.monotonic()
     envs.close(timeout=timeout)
     assert time.monotonic() - begun < timeout + PATIENCE
     assert envs.closed
-    assert not remaining(pids, PATIENCE)
+    assert not still_running(pids, PATIENCE)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["sleep", "gil"])
 def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
-    """The timeout says where in the environment's own code it hangs; waiting again and closing both work."""
+    """The timeout names the line of the environment's own code where it hangs; waiting again and closing both work."""
     fault = {"sleep": "sleep", "gil": "hold_gil"}[kind]
-    envs = launch(crew(4, {3: vandal(3, Announce(tmp_path / "stuck", fault), step=1)}), num_workers=2)
+    envs = launch(make_env_fns(4, {3: faulty_env_fn(3, write_pid_then(tmp_path / "stuck", fault), step=1)}), num_workers=2)
     envs.reset(seed=1)
     pid = worker_pids(envs)[1]
     envs.step_async([0] * 4)
@@ -69,30 +69,30 @@ def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
         names(caught.value, env=3, worker=1, pid=pid, command="step")
     with pytest.raises(AlreadyPendingCallError):
         envs.step_async([0] * 4)
-    closes(envs)
+    check_close(envs)
 
 
 @pytest.mark.linux
 @CHEAP
 @pytest.mark.parametrize("how", ["slowly", "late"])
-def test_hang_whose_stack_is_written(launch: Launch, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker may lose its core in the middle of a line, or wait for one before it begins: it is given the time."""
-    written, reads = BlackBox.read, itertools.count(1)
+def test_hang_with_a_slowly_written_stack(launch: Launch, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker may lose its core in the middle of a line, or wait for one before it begins: the caller waits for it."""
+    written, reads = StackFile.read, itertools.count(1)
 
-    def slowly(box: BlackBox) -> str:
+    def slowly(box: StackFile) -> str:
         text = written(box)
         return text[: max(len(text) * next(reads) // 10, 1)] if text else text
 
     first: list[float] = []
 
-    def late(box: BlackBox) -> str:
+    def late(box: StackFile) -> str:
         first.append(time.monotonic())
         return written(box) if first[-1] - first[0] > 0.15 else ""
 
     if how == "late":
-        monkeypatch.setattr(ProcessWorker, "_state", lambda worker: "R")
-    monkeypatch.setattr(BlackBox, "read", slowly if how == "slowly" else late)
-    envs = launch(crew(2, {1: vandal(1, Announce(tmp_path / "stuck", "sleep"), reset=2)}))
+        monkeypatch.setattr(WorkerProcess, "_state", lambda worker: "R")
+    monkeypatch.setattr(StackFile, "read", slowly if how == "slowly" else late)
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)}))
     envs.reset(seed=1)
     envs.reset_async()
     wait_for(tmp_path / "stuck")
@@ -105,40 +105,40 @@ def test_hang_whose_stack_is_written(launch: Launch, how: str, tmp_path: Path, m
 @CHEAP
 @pytest.mark.parametrize("call", ["reset", "call"])
 def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
-    """A reset and a call have timeouts just as well."""
-    stuck = vandal(1, Announce(tmp_path / "stuck", "sleep"), reset=2)
-    envs = launch(crew(2, {1: stuck}))
+    """A reset and a call have timeouts as well."""
+    stuck = faulty_env_fn(1, write_pid_then(tmp_path / "stuck", "sleep"), reset=2)
+    envs = launch(make_env_fns(2, {1: stuck}))
     envs.reset(seed=1)
     if call == "reset":
         envs.reset_async()
         wait_for(tmp_path / "stuck")
     else:
-        envs.call_async("do", "sleep", only=1)
+        envs.call_async("trigger", "sleep", only=1)
     with pytest.raises(StepTimeout) as caught:
         getattr(envs, f"{call}_wait")(timeout=0.3)
     assert "in sleep" in report(caught.value)
-    closes(envs)
+    check_close(envs)
 
 
 @pytest.mark.long
 def test_step_timeout_option(launch: Launch) -> None:
     """``step_timeout`` bounds plain ``step()``."""
-    envs = launch(crew(2, {1: vandal(1, "sleep", step=2)}), step_timeout=0.5)
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=2)}), step_timeout=0.5)
     envs.reset(seed=1)
     envs.step([0, 0])
     begun = time.monotonic()
     with pytest.raises(StepTimeout, match="env"):
         envs.step([0, 0])
     assert 0.45 < time.monotonic() - begun < 0.5 + PATIENCE
-    closes(envs)
+    check_close(envs)
 
 
 @pytest.mark.long
 def test_results_never_shift(launch: Launch) -> None:
-    """A late answer belongs to the step that asked for it, also when other calls come in between."""
-    slow = {index: vandal(index, Pause(0.25), step={2, 4, 5}) for index in (1, 3)}
-    envs = launch(crew(4, slow), num_workers=2)
-    ledger = Ledger.of(envs)
+    """A late reply belongs to the step that requested it, also when other calls come in between."""
+    slow = {index: faulty_env_fn(index, Pause(0.25), step={2, 4, 5}) for index in (1, 3)}
+    envs = launch(make_env_fns(4, slow), num_workers=2)
+    checker = RowChecker.start(envs)
     late = 0
     for step in range(1, 8):
         actions = [step, step + 1, step + 2, step + 3]
@@ -151,18 +151,18 @@ def test_results_never_shift(launch: Launch) -> None:
                 late += 1
                 with pytest.raises(AlreadyPendingCallError):
                     envs.call_async("echo", step)
-        ledger.step(actions, answer)
+        checker.check_step(actions, answer)
         assert envs.call("echo", step) == (step,) * 4
-        assert envs.get_attr("tick") == tuple(row["tick"] for row in ledger.rows)
+        assert envs.get_attr("tick") == tuple(row["tick"] for row in checker.rows)
     assert late >= 3
-    ledger.reset(envs.reset())
-    ledger.step([0] * 4, envs.step([0] * 4))
+    checker.check_reset(envs.reset())
+    checker.check_step([0] * 4, envs.step([0] * 4))
 
 
 def test_stopped(launch: Launch) -> None:
-    """A worker under SIGSTOP: a timeout, then either it is continued and answers, or close kills it."""
-    envs = launch(crew(2))
-    ledger = Ledger.of(envs)
+    """A worker under SIGSTOP: after a timeout it is continued and replies, or close kills it."""
+    envs = launch(make_env_fns(2))
+    checker = RowChecker.start(envs)
     pid = worker_pids(envs)[1]
     for ending in ("continued", "closed"):
         os.kill(pid, signal.SIGSTOP)
@@ -173,21 +173,21 @@ def test_stopped(launch: Launch) -> None:
         assert alive(pid)
         if ending == "continued":
             os.kill(pid, signal.SIGCONT)
-            ledger.step([1, 1], envs.step_wait(timeout=60))
-    closes(envs)
+            checker.check_step([1, 1], envs.step_wait(timeout=60))
+    check_close(envs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil", "ignore_sigterm", "stop"])
 def test_close_hangs(launch: Launch, fault: str, tmp_path: Path) -> None:
-    """An environment whose ``close`` never returns is ended in time; its sibling was closed properly."""
-    closers = {  # not the first: that one is also built and closed in this process, to learn the spaces
-        1: vandal(1, Announce(tmp_path / "closing", fault), close=True),
-        2: vandal(2, Touch(tmp_path / "closed"), close=True),
+    """An environment with a ``close`` that never returns is ended in time; its sibling is closed properly."""
+    closers = {  # not the first: that one is also built and closed in this process, for its spaces
+        1: faulty_env_fn(1, write_pid_then(tmp_path / "closing", fault), close=True),
+        2: faulty_env_fn(2, WritePid(tmp_path / "closed"), close=True),
     }
-    envs = launch(crew(3, closers))
+    envs = launch(make_env_fns(3, closers))
     envs.reset(seed=1)
-    closes(envs, timeout=0.5)
+    check_close(envs, timeout=0.5)
     assert (tmp_path / "closed").exists()
     assert (tmp_path / "closing").exists()
 
@@ -195,15 +195,15 @@ def test_close_hangs(launch: Launch, fault: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["raises", "sys_exit", "evil_error", "unpicklable_error"])
 def test_close_raises(launch: Launch, fault: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """All others are closed, in the same worker too; there is one warning and no traceback on the terminal."""
-    closers = {index: vandal(index, Touch(tmp_path / f"closed-{index}"), close=True) for index in range(4)}
-    closers[2] = vandal(2, fault, close=True)
-    envs = launch(crew(4, closers), num_workers=2)
+    closers = {index: faulty_env_fn(index, WritePid(tmp_path / f"closed-{index}"), close=True) for index in range(4)}
+    closers[2] = faulty_env_fn(2, fault, close=True)
+    envs = launch(make_env_fns(4, closers), num_workers=2)
     envs.reset(seed=1)
     for path in tmp_path.glob("closed-*"):
-        path.unlink()  # the first environment was also built and closed in this process, to learn the spaces
+        path.unlink()  # the first environment was also built and closed in this process, for its spaces
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        closes(envs, timeout=5)
+        check_close(envs, timeout=5)
     assert sorted(path.name for path in tmp_path.glob("closed-*")) == ["closed-0", "closed-1", "closed-3"]
     texts = [str(warning.message) for warning in caught]
     assert len(texts) == 1, texts
@@ -214,27 +214,27 @@ def test_close_raises(launch: Launch, fault: str, tmp_path: Path, capfd: pytest.
 
 
 @CHEAP
-def test_close_dead(launch: Launch, tmp_path: Path) -> None:
-    """A worker that dies in ``close`` does not keep the others from closing."""
+def test_death_in_close(launch: Launch, tmp_path: Path) -> None:
+    """A worker that dies in ``close`` does not prevent the others from closing."""
     closers = {
-        1: vandal(1, "segfault", close=True),
-        2: vandal(2, Touch(tmp_path / "closed"), close=True),
+        1: faulty_env_fn(1, "segfault", close=True),
+        2: faulty_env_fn(2, WritePid(tmp_path / "closed"), close=True),
     }
-    envs = launch(crew(3, closers))
+    envs = launch(make_env_fns(3, closers))
     envs.reset(seed=1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        closes(envs, timeout=5)
+        check_close(envs, timeout=5)
     assert (tmp_path / "closed").exists()
 
 
-# --- How soon it is noticed and over, when no other program is in the way: the best of several attempts
+# --- Delays until it is noticed and over, when no other program interferes: the best of several attempts
 
 ATTEMPTS = 8
 
 
 def best(attempt: Callable[[], float], enough: float) -> float:
-    """The least of a few durations; no more attempts than it takes."""
+    """Return the shortest of a few durations; stop when one is short enough."""
     least = float("inf")
     for _ in range(ATTEMPTS):
         least = min(least, attempt())
@@ -244,7 +244,7 @@ def best(attempt: Callable[[], float], enough: float) -> float:
 
 
 class Sleeps(gymnasium.Env[Any, Any]):
-    """A step takes a minute."""
+    """An environment with steps of a minute."""
 
     observation_space = gymnasium.spaces.Discrete(2)
     action_space = gymnasium.spaces.Discrete(2)
@@ -258,19 +258,19 @@ class Sleeps(gymnasium.Env[Any, Any]):
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_a_death_is_known_within_a_tenth_of_a_second(num_workers: int) -> None:
-    """While the caller waits for the step in which it happens."""
+def test_death_is_noticed_within_a_tenth_of_a_second(num_workers: int) -> None:
+    """The caller waits for the step in which the worker dies."""
 
     def attempt() -> float:
-        with ended([Sleeps] * 4, num_workers=num_workers) as envs:
+        with killable_engine([Sleeps] * 4, num_workers=num_workers) as envs:
             envs.reset()
             envs.step_async(np.zeros(4, np.int64))
             for process in envs.processes:
                 os.kill(process.pid, signal.SIGKILL)
-            began = time.monotonic()
+            started_at = time.monotonic()
             with pytest.raises(vecenv.errors.WorkerDied):
                 envs.step_wait()
-            return time.monotonic() - began
+            return time.monotonic() - started_at
 
     assert best(attempt, 0.1) < 0.1
 
@@ -283,9 +283,9 @@ def test_close_takes_less_than_a_second(dead: bool) -> None:
         if dead:
             for process in envs.processes:
                 os.kill(process.pid, signal.SIGKILL)
-        began = time.monotonic()
+        started_at = time.monotonic()
         envs.close()
-        return time.monotonic() - began
+        return time.monotonic() - started_at
 
     assert best(attempt, 1.0) < 1.0
 
@@ -302,7 +302,7 @@ print(time.monotonic(), flush=True)
 
 @pytest.mark.long
 def test_a_program_with_a_step_pending_ends_within_two_seconds() -> None:
-    """The clock is the machine's, so a program can say when its last line was over."""
+    """Programs report the time of their last line by the system clock, which all processes share."""
 
     def attempt() -> float:
         here = os.path.dirname(__file__)
@@ -320,32 +320,32 @@ def test_a_program_with_a_step_pending_ends_within_two_seconds() -> None:
     assert best(attempt, 2.0) < 2.0
 
 
-# --- ``abandon``: nobody waits any longer for some environments; and who is in flight, and where
+# --- ``abandon``: stop waiting for some environments; rows in flight, and their locations ---------
 
-HANGS = functools.partial(vandal, fault="sleep", step=1)
+HANGS = functools.partial(faulty_env_fn, fault="sleep", step=1)
 
 
-def test_the_rows_of_a_worker_that_hangs_are_answered_by_its_end() -> None:
-    with opened([witness(0), witness(1), HANGS(2), witness(3)], num_workers=2) as envs:
+def test_abandon_ends_the_rows_of_a_hanging_worker() -> None:
+    with open_engine([healthy_env_fn(0), healthy_env_fn(1), HANGS(2), healthy_env_fn(3)], num_workers=2) as envs:
         assert [list(rows) for rows in envs.worker_rows] == [[0, 1], [2, 3]]
         envs.reset(seed=1)
         assert envs.in_flight.tolist() == []
         envs.send(np.ones(4, np.int64), range(4))
         assert sorted(envs.in_flight.tolist()) == [0, 1, 2, 3]
         assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [0, 1]
-        began = time.monotonic()
+        started_at = time.monotonic()
         envs.abandon([2])
         with pytest.raises(WorkerDied, match="its answer was no longer wanted and was killed") as info:
             envs.recv(count=1)
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - started_at < 60
         assert info.value.envs == (2, 3)
         assert envs.in_flight.tolist() == []
         envs.reset_async(env_id=[2, 3], seed=[5, 6])
         assert sorted(envs.recv(count=2)[4]["env_id"].tolist()) == [2, 3]
 
 
-def test_who_owes_nothing_is_left_alone() -> None:
-    with opened([witness(0), witness(1)], num_workers=1, use_caller=True) as envs:
+def test_abandon_ignores_workers_without_pending_requests() -> None:
+    with open_engine([healthy_env_fn(0), healthy_env_fn(1)], num_workers=1, use_caller=True) as envs:
         assert [list(rows) for rows in envs.worker_rows] == [[0], [1]]
         envs.reset(seed=1)
         pids = [process.pid for process in envs.processes]
@@ -362,9 +362,9 @@ def test_who_owes_nothing_is_left_alone() -> None:
                 envs.abandon(wrong)
 
 
-def test_with_restarts_its_rows_come_from_new_environments() -> None:
-    envs_of: list[Any] = [HANGS(0), witness(1)]
-    with started(envs_of, num_workers=2, on_failure="restart") as envs:
+def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
+    envs_of: list[Any] = [HANGS(0), healthy_env_fn(1)]
+    with ready_engine(envs_of, num_workers=2, on_failure="restart") as envs:
         envs.send(np.ones(2, np.int64), [0, 1])
         assert envs.recv(count=1)[4]["env_id"].tolist() == [1]
         envs.abandon([0])
@@ -377,12 +377,12 @@ def test_with_restarts_its_rows_come_from_new_environments() -> None:
 SOURCES = sorted(Path(vecenv.__file__).parent.rglob("*.py"))
 
 
-SHOWN = {"errors": {"datetime.now"}, "file": {"datetime.now"}}  # to people: when something failed; nothing waits for it
+SHOWN = {"errors": {"datetime.now"}, "file": {"datetime.now"}}  # for the log: when something failed; no wait uses it
 SETTABLE = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
 
 
 def settable_clocks(tree: ast.Module) -> set[str]:
-    """Uses of a clock that somebody can set."""
+    """Return the uses of a clock that can be set."""
     used = {
         f"{node.value.id}.{node.attr}"
         for node in ast.walk(tree)
@@ -394,24 +394,24 @@ def settable_clocks(tree: ast.Module) -> set[str]:
     return SETTABLE & (used | imported)
 
 
-def test_the_search_finds_what_it_looks_for() -> None:
-    """So that the next test means something."""
+def test_search_finds_settable_clocks() -> None:
+    """Otherwise the next test could not fail."""
     assert settable_clocks(ast.parse("import time\ntime.monotonic(); time.time()")) == {"time.time"}
     assert settable_clocks(ast.parse("from time import time_ns")) == {"time.time_ns"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_only_monotonic_clocks(path: Path) -> None:
-    """Nothing waits by a clock that can be set."""
+    """No wait uses a clock that can be set."""
     assert settable_clocks(ast.parse(path.read_text())) == SHOWN.get(path.stem, set())
 
 
 @pytest.mark.long
 @CHEAP
-def test_a_jump_of_the_clock_changes_no_timeout(launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """An hour forwards, a day back: neither ends a wait early, nor keeps it for ever."""
-    envs = launch(crew(2, delay=0.3))
-    ledger = Ledger.of(envs)
+def test_clock_jump_changes_no_timeout(launch: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour forwards, a day back: neither ends a wait early, nor extends it."""
+    envs = launch(make_env_fns(2, delay=0.3))
+    checker = RowChecker.start(envs)
     for jump in (3600.0, -86400.0):
         real = time.time  # noqa: TID251 - it is what jumps
         monkeypatch.setattr(time, "time", lambda real=real, jump=jump: real() + jump)
@@ -420,5 +420,5 @@ def test_a_jump_of_the_clock_changes_no_timeout(launch: Callable[..., Any], monk
         with pytest.raises(StepTimeout):
             envs.step_wait(timeout=0.1)
         assert 0.09 < time.monotonic() - begun < 60
-        ledger.step([1, 1], envs.step_wait(timeout=60))
+        checker.check_step([1, 1], envs.step_wait(timeout=60))
 

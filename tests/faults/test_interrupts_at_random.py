@@ -1,6 +1,6 @@
-"""Signals at random moments: a timer whose handler raises, and Ctrl-C. Nothing is wrong afterwards and nothing hangs.
+"""Signals at random moments: a timer with a handler that raises, and Ctrl-C. Nothing is wrong afterwards and nothing hangs.
 
-Each test runs ``at_random.py``, a program of its own, and prints its figures (``pytest -rP`` shows them). By default 40
+Each test runs ``at_random.py`` and prints its figures (``pytest -rP`` shows them). By default 40
 trials of each call; ``pytest -m slow`` makes it 1,000, in all configurations; ``VECENV_TRIALS`` sets another number,
 ``VECENV_SEED`` other moments.
 """
@@ -12,10 +12,10 @@ import random
 from pathlib import Path
 
 import pytest
+from interrupted_calls import CALLS, SETTINGS
 from observe import last_line
 from sampling import each_once
 from streams import FIRST_READY
-from witnesses import SETTINGS
 
 PROGRAM = Path(__file__).with_name("at_random.py")
 TRIALS = os.environ.get("VECENV_TRIALS")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300, method="signal")
 
 
 def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], limit: float) -> None:
-    """Run it, end it after ``limit`` seconds with all that it started, and demand that nothing was wrong."""
+    """Run the program, end it after ``limit`` seconds with all that it started, and assert that nothing was wrong."""
     seed = os.environ.get("VECENV_SEED", str(random.randrange(10**6)))
     asked = int(TRIALS or trials)
     found = last_line(PROGRAM, kind, setting, asked, seed, *calls, within=limit)
@@ -38,8 +38,8 @@ def run_program(kind: str, setting: str, trials: int, calls: tuple[str, ...], li
     print("\n".join(report))
     assert not any(figures["wrong"] or figures["hung"] for figures in found.values()), f"seed {seed}\n" + "\n".join(report)
     raised = sum(figures["raised"] for figures in found.values())
-    # The program makes more trials until a tenth of those asked for were in time, but not for ever: on a busy machine a call
-    # of microseconds is over before most signals come. One call's tenth shows that the signals do fall into calls.
+    # The program makes more trials until a tenth of them was interrupted in time, up to a limit: on a busy machine a call
+    # of microseconds is over before most signals arrive. A tenth shows that the signals do interrupt calls.
     assert raised >= asked / 10, f"only {raised} signals came in time"
 
 
@@ -66,7 +66,7 @@ def test_close(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])
 @pytest.mark.parametrize("setting", [pytest.param(name, marks=slow) for name in SETTINGS])
 def test_a_thousand_of_each_call(setting: str, kind: str) -> None:
-    run_program(kind, setting, 1000, (*SETTINGS[setting].calls, "close"), 7000)
+    run_program(kind, setting, 1000, (*CALLS, "close"), 7000)
 
 
 @pytest.mark.parametrize("kind", ["ALARM", "SIGINT"])

@@ -1,4 +1,4 @@
-"""Too little memory, said before anything starts: row 35 of the table in ``FAULTS.md`` (row 34: test_lifetimes.py)."""
+"""Too little memory is an error before anything starts: row 35 of the table in ``FAULTS.md`` (row 34: test_lifetimes.py)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from envs import started
+from envs import ready_engine
+from faulty_envs import make_env_fns
 from observe import FAULTS
-from vandals import crew
 
 import vecenv
 from vecenv.errors import ArenaError
@@ -27,18 +27,18 @@ MIB = 2**20
 
 
 class Images(gym.Env):
-    """One MiB an observation."""
+    """An environment with observations of one MiB."""
 
     observation_space = gym.spaces.Box(0, 255, (MIB,), np.uint8)
     action_space = gym.spaces.Discrete(2)
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
-    """Let the system say something else in these files; a file that is not named does not exist."""
+def fake_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
+    """Replace the contents of these system files; all other files appear to be missing."""
     monkeypatch.setattr(arena, "kernel_file", lambda path: files.get(str(path), ""))
 
 
-LITTLE = {
+LOW_MEMORY = {
     "machine": {"/proc/meminfo": "MemTotal:  9000 kB\nMemAvailable:    5000 kB\n"},
     "cgroup v2": {
         "/proc/meminfo": "MemAvailable:    5000000 kB\n",
@@ -46,7 +46,7 @@ LITTLE = {
         "/sys/fs/cgroup/memory.max": "9000000\n",
         "/sys/fs/cgroup/memory.current": "3880000\n",
     },
-    "group around the own one": {
+    "parent cgroup": {
         "/proc/meminfo": "MemAvailable:    5000000 kB\n",
         "/proc/self/cgroup": "0::/outer/inner\n",
         "/sys/fs/cgroup/outer/inner/memory.max": "max\n",
@@ -62,33 +62,33 @@ LITTLE = {
 }
 
 
-@pytest.mark.parametrize("limit", LITTLE)
+@pytest.mark.parametrize("limit", LOW_MEMORY)
 def test_arena_too_large(limit: str, method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]) -> None:
-    """Eight MiB where five are left: both numbers in the message, and not a process was started."""
-    pretend(monkeypatch, LITTLE[limit])
+    """The message has both numbers, eight MiB needed and five available, and no process was started."""
+    fake_files(monkeypatch, LOW_MEMORY[limit])
     before = take_stock()
     with pytest.raises(ArenaError) as caught:
         vecenv.AsyncVectorEnv([Images] * 8, context=method)
     assert not take_stock().beyond(before)
     assert isinstance(caught.value, MemoryError)
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", str(caught.value))]
-    assert any(8 * MIB <= number < 17 * MIB for number in numbers), caught.value  # what it needs
-    assert any(5_000_000 < number < 5_200_000 for number in numbers), caught.value  # what there is
+    assert any(8 * MIB <= number < 17 * MIB for number in numbers), caught.value  # the need
+    assert any(5_000_000 < number < 5_200_000 for number in numbers), caught.value  # the available memory
 
 
 def test_available_memory_is_the_smallest_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine's, and the control group's if there is one; unlimited groups do not count."""
-    pretend(monkeypatch, LITTLE["cgroup v2"])
+    """The limit of the machine, and of the control group if there is one; unlimited groups do not count."""
+    fake_files(monkeypatch, LOW_MEMORY["cgroup v2"])
     assert arena.available_memory() == 9_000_000 - 3_880_000
-    pretend(monkeypatch, {**LITTLE["cgroup v2"], "/sys/fs/cgroup/memory.max": "max\n"})
+    fake_files(monkeypatch, {**LOW_MEMORY["cgroup v2"], "/sys/fs/cgroup/memory.max": "max\n"})
     assert arena.available_memory() == 5_000_000 * 1024
-    pretend(monkeypatch, {})
+    fake_files(monkeypatch, {})
     assert arena.available_memory() is None
 
 
 @pytest.mark.parametrize("call", [pytest.param("posix_fallocate", marks=pytest.mark.linux), "pwrite"])
-def test_what_the_kernel_cannot_allocate_is_an_error_too(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimate was too hopeful: the allocation itself fails, as an ArenaError with the size."""
+def test_failed_allocation_is_an_arena_error(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the estimate was too optimistic and the allocation itself fails, ArenaError has the size."""
 
     def no_space(descriptor: int, *args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -102,14 +102,14 @@ def test_what_the_kernel_cannot_allocate_is_an_error_too(call: str, monkeypatch:
 
 @pytest.mark.linux
 def test_the_arena_cannot_be_truncated(closes: Any) -> None:
-    """A worker that could shrink it could end the trainer with SIGBUS."""
+    """A worker that truncated the arena would kill the caller's process with SIGBUS."""
     block = closes(arena.Arena(MIB))
     for size in (0, mmap.PAGESIZE, 2 * MIB):
         with pytest.raises(PermissionError):
             os.ftruncate(block.fileno(), size)
 
 
-def test_memory_that_the_system_cannot_reserve_is_written_beforehand(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
+def test_memory_is_allocated_by_writing_if_it_cannot_be_reserved(monkeypatch: pytest.MonkeyPatch, closes: Any) -> None:
     monkeypatch.delattr(os, "posix_fallocate", raising=False)
     monkeypatch.delattr(os, "memfd_create", raising=False)
     size = 3 * MIB + 5
@@ -119,10 +119,10 @@ def test_memory_that_the_system_cannot_reserve_is_written_beforehand(monkeypatch
 
 
 def test_without_memfd(method: str, monkeypatch: pytest.MonkeyPatch, take_stock: Callable[[], Any]) -> None:
-    """The fallback, an unlinked file, does the same."""
+    """The fallback, an unlinked file, works in the same way."""
     monkeypatch.delattr(os, "memfd_create", raising=False)
     before = take_stock()
-    with started(crew(2), context=method) as envs:
+    with ready_engine(make_env_fns(2), context=method) as envs:
         rows = [WitnessEnv.read(row) for row in envs.step([1, 2])[0]]
         assert [(row["witness_id"], row["tick"], row["last_action"]) for row in rows] == [(0, 1, 1), (1, 1, 2)]
         assert not take_stock().beyond(before, ["shared_memory"])

@@ -1,4 +1,4 @@
-"""Wrong answers, calls in the wrong phase, and wrong calls."""
+"""Wrong results of environments, calls in the wrong phase, and wrong calls."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from envs import opened
+from envs import open_engine
+from faulty_envs import RowChecker, faulty_env_fn, make_env_fns, write_pid_then
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 from gymnasium.vector import AsyncVectorEnv as Stock
-from observe import CHEAP, FAULTS, PATIENCE, Launch, remaining, report, wait_for, worker_pids
+from observe import CHEAP, FAULTS, PATIENCE, Launch, report, still_running, wait_for, worker_pids
 from sampling import each_pair
-from vandals import Announce, Ledger, crew, vandal
 
 import vecenv
-from vecenv.errors import BusyError, EnvError, ObservationError
+from vecenv.errors import BusyError, EnvError
 from vecenv.testing.faulty import HUGE_INFO_BYTES, WitnessEnv
 
 pytestmark = FAULTS
 
 
-# --- Wrong answers of environments and wrong calls of programs: rows 25 to 29 and 39 to 46 of ``FAULTS.md``
+# --- Wrong results of environments and wrong calls of programs: rows 25 to 29 and 39 to 46 of ``FAULTS.md``
 
 
 class Floats(gym.Env):
-    """float32 observations, in a dictionary, so that a field has a name; ``large``: what float32 turns into infinity."""
+    """An environment with float32 observations in a dict, so that a field has a name; ``large`` overflows float32."""
 
     observation_space = gym.spaces.Dict({"camera": gym.spaces.Box(-1, 1, (4,), np.float32)})
     action_space = gym.spaces.Discrete(2)
@@ -48,21 +48,15 @@ class Floats(gym.Env):
         return {"camera": self.value}, 0.0, False, False, {}
 
 
-# --- wrong answers ------------------------------------------------------------------------------
+# --- wrong results ------------------------------------------------------------------------------
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("strict", [False, True])
-def test_bad_observation_dtype(launch: Launch, strict: bool) -> None:
-    """One warning in the caller, with environment and field; with ``strict=True`` an error, and a reset rebuilds it."""
-    envs = launch([Floats, Floats, Floats, functools.partial(Floats, True)], num_workers=2, strict=strict)
+def test_bad_observation_dtype(launch: Launch) -> None:
+    """There is one warning in the caller, with environment and field."""
+    envs = launch([Floats, Floats, Floats, functools.partial(Floats, True)], num_workers=2)
     envs.reset(seed=1)
     text = r"env 3: .*camera.*float64 values became infinite .*float32"
-    if strict:
-        with pytest.raises(ObservationError, match=text):
-            envs.step([0] * 4)
-        envs.reset(seed=1)
-        return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
@@ -73,8 +67,8 @@ def test_bad_observation_dtype(launch: Launch, strict: bool) -> None:
 
 @pytest.mark.parametrize(("fault", "key"), [("unpicklable_info", "lock"), ("evil_info", "evil")])
 def test_bad_info(launch: Launch, fault: str, key: str) -> None:
-    """An info that cannot travel is named: environment and key. An evil one never reaches the caller alive."""
-    envs = launch(crew(4, {3: vandal(3, fault, step=1)}), num_workers=2)
+    """An info that cannot be pickled is named: environment and key. A malicious one never reaches the caller."""
+    envs = launch(make_env_fns(4, {3: faulty_env_fn(3, fault, step=1)}), num_workers=2)
     envs.reset(seed=1)
     pids = worker_pids(envs)
     with pytest.raises(Exception, match=r".") as caught:
@@ -88,35 +82,35 @@ def test_bad_info(launch: Launch, fault: str, key: str) -> None:
 
 @pytest.mark.long
 def test_big_infos(launch: Launch) -> None:
-    """100 MiB from each of three environments at once, in one step: nobody waits for the other to read first."""
-    envs = launch([vandal(index, "huge_info", step=1) for index in range(3)])
-    ledger = Ledger.of(envs)
-    answer = envs.step([1, 2, 3])
-    ledger.step([1, 2, 3], answer)
-    assert [len(blob) for blob in answer[-1]["blob"]] == [HUGE_INFO_BYTES] * 3
-    del answer
-    ledger.step([1, 2, 3], envs.step([1, 2, 3]))
+    """100 MiB from each of three environments in one step: no process waits for another to read first."""
+    envs = launch([faulty_env_fn(index, "huge_info", step=1) for index in range(3)])
+    checker = RowChecker.start(envs)
+    result = envs.step([1, 2, 3])
+    checker.check_step([1, 2, 3], result)
+    assert [len(blob) for blob in result[-1]["blob"]] == [HUGE_INFO_BYTES] * 3
+    del result
+    checker.check_step([1, 2, 3], envs.step([1, 2, 3]))
 
 
 @pytest.mark.long
 def test_big_both_ways(launch: Launch) -> None:
-    """Arguments and results that both exceed what a pipe holds."""
-    envs = launch(crew(4), num_workers=2)
+    """Arguments and results both exceed the capacity of a pipe."""
+    envs = launch(make_env_fns(4), num_workers=2)
     envs.reset(seed=1)
     blob = bytes(range(256)) * (2**16)  # 16 MiB
-    assert all(answer == blob for answer in envs.call("echo", blob))
+    assert all(each == blob for each in envs.call("echo", blob))
     assert envs.call("echo", 1) == (1,) * 4
 
 
 def test_stdio(launch: Launch, method: str, capfd: pytest.CaptureFixture[str]) -> None:
-    """What an environment prints is printed; what it reads is empty; neither has to do with the protocol."""
-    envs = launch([vandal(index, "stdio", step={1, 2}) for index in range(2)])
-    ledger = Ledger.of(envs)
+    """Output of an environment is printed and its input is empty; neither affects the protocol."""
+    envs = launch([faulty_env_fn(index, "stdio", step={1, 2}) for index in range(2)])
+    checker = RowChecker.start(envs)
     for step in range(4):
-        answer = envs.step([step, step])
-        ledger.step([step, step], answer)
+        result = envs.step([step, step])
+        checker.check_step([step, step], result)
         if step < 2:
-            assert answer[-1]["stdin"].tolist() == ["", ""]
+            assert result[-1]["stdin"].tolist() == ["", ""]
     envs.close()
     shown = capfd.readouterr()
     if method == "forkserver":
@@ -134,44 +128,44 @@ def _fail() -> None:
 
 
 def test_call_errors_do_not_kill(launch: Launch) -> None:
-    """Whatever goes wrong in a call, every environment is the same as before."""
-    envs = launch(crew(4), num_workers=2)
-    ledger = Ledger.of(envs)
-    ledger.step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
+    """Whatever fails in a call, every environment is the same as before."""
+    envs = launch(make_env_fns(4), num_workers=2)
+    checker = RowChecker.start(envs)
+    checker.check_step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
     pids = worker_pids(envs)
     wrong: list[tuple[Any, Callable[[], Any]]] = [
         (AttributeError, lambda: envs.call("nosuch")),
         (AttributeError, lambda: envs.get_attr("nosuch")),
         (TypeError, lambda: envs.call("echo")),
-        (ValueError, lambda: envs.call("do", "raises", only=2)),
-        (EnvError, lambda: envs.call("do", "sys_exit", only=2)),
+        (ValueError, lambda: envs.call("trigger", "raises", only=2)),
+        (EnvError, lambda: envs.call("trigger", "sys_exit", only=2)),
         (ValueError, lambda: envs.call("reset")),
         (ValueError, lambda: envs.set_attr("secret", [1])),
         (ZeroDivisionError, lambda: envs.exec_func(lambda env: 1 / 0)),
-        (Exception, lambda: envs.call("echo", threading.Lock())),  # cannot go there
-        (Exception, lambda: envs.call("do", "unpicklable_info")),  # cannot come back
-        (Exception, lambda: envs.call("do", "evil_info")),  # must not come back
+        (Exception, lambda: envs.call("echo", threading.Lock())),  # cannot be sent
+        (Exception, lambda: envs.call("trigger", "unpicklable_info")),  # cannot be returned
+        (Exception, lambda: envs.call("trigger", "evil_info")),  # must not be returned
     ]
     for expected, call in wrong:
         with pytest.raises(expected):
             call()
         assert worker_pids(envs) == pids
         assert envs.get_attr("witness_id") == (0, 1, 2, 3)
-    ledger.step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
+    checker.check_step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
 
 
 @CHEAP
 def test_set_attr_errors_do_not_kill(launch: Launch) -> None:
-    """An attribute that refuses to be set raises, and no more."""
-    envs = launch(crew(4), num_workers=2)
-    ledger = Ledger.of(envs)
+    """An attribute that cannot be set raises, and has no other effect."""
+    envs = launch(make_env_fns(4), num_workers=2)
+    checker = RowChecker.start(envs)
     with pytest.raises(AttributeError):
         envs.set_attr("unwrapped", 3)
     with pytest.raises(Exception, match=r"."):
         envs.set_attr("secret", threading.Lock())
     envs.set_attr("secret", [5, 6, 7, 8])
     assert envs.get_attr("secret") == (5, 6, 7, 8)
-    ledger.step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
+    checker.check_step([1, 2, 3, 4], envs.step([1, 2, 3, 4]))
 
 
 # --- close, threads, forks ----------------------------------------------------------------------
@@ -179,9 +173,9 @@ def test_set_attr_errors_do_not_kill(launch: Launch) -> None:
 
 @pytest.mark.parametrize("when", ["twice", "thread", "pending", "during_step", "both_at_once"])
 def test_close_anytime(launch: Launch, when: str, tmp_path: Path) -> None:
-    """Close is the one call that is always allowed."""
-    slow = {1: vandal(1, Announce(tmp_path / "begun", "sleep"), step=1)}
-    envs = launch(crew(2, slow))
+    """Close is the only call that is always allowed."""
+    slow = {1: faulty_env_fn(1, write_pid_then(tmp_path / "begun", "sleep"), step=1)}
+    envs = launch(make_env_fns(2, slow))
     envs.reset(seed=1)
     pids = worker_pids(envs)
     ends: list[BaseException | None] = []
@@ -223,7 +217,7 @@ def test_close_anytime(launch: Launch, when: str, tmp_path: Path) -> None:
             other.join(10)
         assert ends == [None] * 4
     assert envs.closed
-    assert not remaining(pids, PATIENCE)
+    assert not still_running(pids, PATIENCE)
     for call in (lambda: envs.step([0, 0]), envs.reset, lambda: envs.call("echo", 1)):
         with pytest.raises(ClosedEnvironmentError):
             call()
@@ -231,9 +225,9 @@ def test_close_anytime(launch: Launch, when: str, tmp_path: Path) -> None:
 
 
 @CHEAP
-def test_two_callers_racing(launch: Launch) -> None:
-    """Four threads that step as fast as they can: every call either steps everybody once or nobody."""
-    envs = launch(crew(2, length=10**9))
+def test_racing_callers(launch: Launch) -> None:
+    """Four threads step as fast as they can: every call steps all environments once or none."""
+    envs = launch(make_env_fns(2, length=10**9))
     envs.reset(seed=1)
     ticks: list[list[int]] = []
     refused: list[Exception] = []
@@ -259,24 +253,24 @@ def test_two_callers_racing(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize("method", ["fork"], indirect=True)
-def test_children_of_the_trainer_do_not_end_its_workers(launch: Launch) -> None:
+def test_forked_children_do_not_end_workers(launch: Launch) -> None:
     """A process that multiprocessing forks from the trainer runs its exit handlers; the engine's are not among them."""
-    envs = launch(crew(2))
-    ledger = Ledger.of(envs)
+    envs = launch(make_env_fns(2))
+    checker = RowChecker.start(envs)
     process = multiprocessing.get_context("fork").Process(target=gc.collect)
     process.start()
     process.join(10)
     process.close()
     for step in range(3):
-        ledger.step([step, 1], envs.step([step, 1]))
+        checker.check_step([step, 1], envs.step([step, 1]))
 
 
-# --- memory that outlives -----------------------------------------------------------------------
+# --- memory that outlives the engine ------------------------------------------------------------
 
 
 def test_views(launch: Launch) -> None:
-    """``copy=False``: the same writeable array every time; it may be kept and touched after ``close``."""
-    envs = launch(crew(2, length=10**9), copy=False)
+    """``copy=False``: the same writeable array every time; it may be kept and used after ``close``."""
+    envs = launch(make_env_fns(2, length=10**9), copy=False)
     first, _ = envs.reset(seed=1)
     second = envs.step([1, 1])[0]
     third = envs.step([1, 1])[0]
@@ -295,7 +289,7 @@ def test_views(launch: Launch) -> None:
 
 
 # --- Calls out of order: row 28 of the table in ``FAULTS.md`` -----------------------------------
-# The 35 answers are Gymnasium's, and Gymnasium itself is asked for them here.
+# The 35 errors are Gymnasium's, and are taken from the installed version.
 
 PHASES = ("default", "reset", "step", "call", "closed")
 ACTIONS = np.array([1, 2])
@@ -317,30 +311,30 @@ LEGAL = {
 }
 
 
-def is_echoed(envs: Any, ledger: Ledger) -> None:
+def returns_pending_result(envs: Any, checker: RowChecker) -> None:
     assert envs.call_wait() == (1, 1)
 
 
-FINISH: dict[str, Callable[[Any, Ledger], None]] = {
-    "reset": lambda envs, ledger: ledger.reset(envs.reset_wait()),
-    "step": lambda envs, ledger: ledger.step(ACTIONS, envs.step_wait()),
-    "call": is_echoed,
+FINISH: dict[str, Callable[[Any, RowChecker], None]] = {
+    "reset": lambda envs, checker: checker.check_reset(envs.reset_wait()),
+    "step": lambda envs, checker: checker.check_step(ACTIONS, envs.step_wait()),
+    "call": returns_pending_result,
 }
-"""Fetch the answer that is pending, which must be right."""
+"""Return the pending result, which must be right."""
 
 
 def enter(envs: Any, phase: str) -> Any:
-    """Bring a fresh engine into a phase; the answer to its first reset."""
-    began = envs.reset(seed=1)
+    """Bring a fresh engine into a phase; return the result of its first reset."""
+    first = envs.reset(seed=1)
     if phase == "closed":
         envs.close()
     elif phase != "default":
         CALLS[f"{phase}_async"](envs)
-    return began
+    return first
 
 
-def answer(envs: Any, call: str) -> tuple[type[Exception], str, str | None] | None:
-    """What the person who makes this call gets to see: nothing, or an error."""
+def call_error(envs: Any, call: str) -> tuple[type[Exception], str, str | None] | None:
+    """Return the error of this call, or ``None``."""
     try:
         CALLS[call](envs)
     except Exception as error:
@@ -349,45 +343,45 @@ def answer(envs: Any, call: str) -> tuple[type[Exception], str, str | None] | No
 
 
 @pytest.fixture(scope="module")
-def stock_answers() -> dict[tuple[str, str], Any]:
-    """Gymnasium's own 35."""
+def gymnasium_errors() -> dict[tuple[str, str], Any]:
+    """Return Gymnasium's own 35 errors."""
     answers = {}
     for phase in PHASES:
         for call in CALLS:
-            envs = Stock(crew(2), context="fork")
+            envs = Stock(make_env_fns(2), context="fork")
             enter(envs, phase)
-            answers[phase, call] = answer(envs, call)
+            answers[phase, call] = call_error(envs, call)
             envs.close(terminate=True)
     return answers
 
 
-@pytest.mark.xdist_group("phases")  # Gymnasium is asked once
+@pytest.mark.xdist_group("phases")  # Gymnasium's errors are collected once
 @pytest.mark.parametrize(("phase", "call", "workers"), each_pair(PHASES, list(CALLS), [0, 1, None]))
-def test_phase_table(phase: str, call: str, workers: int | None, stock_answers: dict[tuple[str, str], Any]) -> None:
-    """Every call in every phase answers as Gymnasium does: same class, text and name; an illegal one changes nothing."""
-    with opened(crew(2), context="fork", num_workers=workers) as envs:
-        ledger = Ledger(2, length=10)
-        ledger.reset(enter(envs, phase))
-        given = answer(envs, call)
-        assert given == stock_answers[phase, call]
+def test_phase_table(phase: str, call: str, workers: int | None, gymnasium_errors: dict[tuple[str, str], Any]) -> None:
+    """Every call in every phase raises like Gymnasium's: same class, text and name; an illegal one changes nothing."""
+    with open_engine(make_env_fns(2), context="fork", num_workers=workers) as envs:
+        checker = RowChecker(2, length=10)
+        checker.check_reset(enter(envs, phase))
+        given = call_error(envs, call)
+        assert given == gymnasium_errors[phase, call]
         assert (given is None) == (call in LEGAL[phase])
         assert envs.closed == (phase == "closed")
         if phase == "closed":
             return
         if given is not None and phase != "default":
-            FINISH[phase](envs, ledger)
+            FINISH[phase](envs, checker)
         elif given is None and call.endswith("_async"):
-            FINISH[call.removesuffix("_async")](envs, ledger)
-        elif given is None and call.endswith("_wait"):  # its answer was taken above
+            FINISH[call.removesuffix("_async")](envs, checker)
+        elif given is None and call.endswith("_wait"):  # its result was received above
             for env, row in enumerate(envs.observations):
-                ledger.resume(env, row)
-        ledger.step(ACTIONS, envs.step(ACTIONS))
+                checker.accept_row(env, row)
+        checker.check_step(ACTIONS, envs.step(ACTIONS))
 
 
-@pytest.mark.xdist_group("phases")  # Gymnasium is asked once
+@pytest.mark.xdist_group("phases")  # Gymnasium's errors are collected once
 @pytest.mark.parametrize("alias", ["reset_send", "reset_fetch", "step_send", "step_fetch", "call_send", "call_fetch"])
-def test_other_names_are_the_same_methods(alias: str) -> None:
-    """One implementation, two names."""
+def test_aliases_are_the_same_methods(alias: str) -> None:
+    """One implementation has two names."""
     verb, kind = alias.split("_")
     same = getattr(vecenv.AsyncVectorEnv, f"{verb}_{'async' if kind == 'send' else 'wait'}")
     assert getattr(vecenv.AsyncVectorEnv, alias) is same

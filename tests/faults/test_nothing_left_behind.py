@@ -1,4 +1,4 @@
-"""The fixture around every test sees what it is there to see."""
+"""The fixture around every test detects what it should."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from observe import FAULTS, METHODS, PATIENCE, remaining
+from observe import FAULTS, METHODS, PATIENCE, still_running
 
 pytestmark = FAULTS
 
 Stock = Callable[[], Any]
 
 
-def test_a_process(take_stock: Stock) -> None:
+def test_process_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     child = subprocess.Popen(["sleep", "30"])
     assert any(f"pid {child.pid}: " in text for text in take_stock().beyond(before)["processes"])
@@ -29,29 +29,29 @@ def test_a_process(take_stock: Stock) -> None:
     assert not take_stock().beyond(before)
 
 
-def test_a_grandchild_in_a_session_of_its_own(take_stock: Stock) -> None:
-    """Its parent is gone, its session is another: it would be nobody's, if this process did not adopt it."""
+def test_grandchild_in_its_own_session_is_detected(take_stock: Stock) -> None:
+    """Its parent has ended and its session is another: it would be lost if this process did not adopt it."""
     before = take_stock()
     subprocess.run(["sh", "-c", "setsid sleep 30 & exit 0"], check=True)
     (text,) = take_stock().beyond(before)["processes"]
     pid = int(text.removeprefix("pid ").partition(":")[0])
     os.kill(pid, signal.SIGKILL)
-    assert not remaining([pid], PATIENCE)
+    assert not still_running([pid], PATIENCE)
     assert not take_stock().beyond(before)
 
 
-def test_a_child_that_nobody_waited_for(take_stock: Stock) -> None:
+def test_zombie_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     child = multiprocessing.get_context("fork").Process(target=os.getpid)
     child.start()
-    assert not remaining([child.pid], PATIENCE)
+    assert not still_running([child.pid], PATIENCE)
     assert any("never joined" in text for text in take_stock().beyond(before)["processes"])
     child.join()
     child.close()
     assert not take_stock().beyond(before)
 
 
-def test_a_descriptor(take_stock: Stock) -> None:
+def test_descriptor_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     ends = os.pipe()
     assert len(take_stock().beyond(before)["descriptors"]) == 2
@@ -60,7 +60,7 @@ def test_a_descriptor(take_stock: Stock) -> None:
     assert not take_stock().beyond(before)
 
 
-def test_a_thread(take_stock: Stock) -> None:
+def test_thread_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     enough = threading.Event()
     thread = threading.Thread(target=enough.wait, name="forgotten")
@@ -75,7 +75,7 @@ def test_a_thread(take_stock: Stock) -> None:
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm on this system")
-def test_an_entry_of_shared_memory(take_stock: Stock) -> None:
+def test_entry_of_shared_memory_is_detected(take_stock: Stock) -> None:
     before = take_stock()
     path = Path(f"/dev/shm/vecenv-test-{os.getpid()}")
     path.touch()
@@ -87,8 +87,8 @@ def test_an_entry_of_shared_memory(take_stock: Stock) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_multiprocessing_itself_is_tolerated(method: str, take_stock: Stock) -> None:
-    """Its fork server and its resource tracker stay, by design, and so do their descriptors."""
+def test_multiprocessing_processes_are_tolerated(method: str, take_stock: Stock) -> None:
+    """Its fork server and its resource tracker stay by design, and so do their descriptors."""
     before = take_stock()
     context = multiprocessing.get_context(method)
     child = context.Process(target=os.getpid)

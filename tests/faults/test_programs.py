@@ -1,4 +1,4 @@
-"""Programs that run apart: without standard descriptors, in containers, with collected engines, with own classes."""
+"""Separate programs: without standard descriptors, in containers, with collected engines, with their own classes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSED_OUTPUT = Path(__file__).parent / "closed_output.py"
 @pytest.mark.long
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
 def test_a_program_without_standard_descriptors(method: str, closed: str, tmp_path: Path) -> None:
-    """Workers end cleanly, and nothing that is printed gets into a message or into shared memory."""
+    """Workers end cleanly, and printed output gets neither into a message nor into shared memory."""
     log = tmp_path / "log"
     command = f'exec "$0" "$1" {method} "$2" {closed}'
     shell = ["sh", "-c", command, sys.executable, CLOSED_OUTPUT, log]
@@ -54,7 +54,7 @@ def printed(*command: object) -> str:
 @needs_namespaces
 @CHEAP
 def test_process_1_of_a_container_leaves_no_zombies(method: str) -> None:
-    """Orphans become its children, and nothing else would reap them."""
+    """Orphans become its children, and no other process would reap them."""
     found = printed("unshare", "--kill-child", "--pid", "--fork", "--mount-proc", sys.executable, CONTAINED, method)
     assert found.startswith("pid 1, left: ")
     assert "sleep" not in found, found
@@ -65,12 +65,12 @@ def test_process_1_of_a_container_leaves_no_zombies(method: str) -> None:
 @pytest.mark.long
 @needs_namespaces
 def test_without_proc(method: str) -> None:
-    """Nothing is lost but what only ``/proc`` tells."""
+    """Only information from ``/proc`` is lost."""
     hidden = f'mount -t tmpfs none /proc && exec "$0" "$1" {method}'
     assert "left: unknown" in printed("unshare", "--mount", "sh", "-c", hidden, sys.executable, CONTAINED)
 
 
-# --- Engines that nobody closed are collected without touching what belongs to others -----------
+# --- Unclosed engines are collected without touching resources of others -------------------------
 
 COLLECTED = Path(__file__).with_name("collected.py")
 
@@ -78,7 +78,7 @@ COLLECTED = Path(__file__).with_name("collected.py")
 @pytest.mark.long
 @pytest.mark.timeout(1300, method="signal")
 @pytest.mark.parametrize(("count", "limit"), [(60, 90.0), pytest.param(1000, 1200.0, marks=pytest.mark.slow)])
-def test_collected_engines_touch_nothing_of_others(count: int, limit: float) -> None:
+def test_collected_engines_touch_no_foreign_resources(count: int, limit: float) -> None:
     """Many unclosed engines, each part of a reference cycle, beside a thread that opens and closes all the time."""
     found = last_line(COLLECTED, count, within=limit)
     print(found)
@@ -90,7 +90,7 @@ def test_collected_engines_touch_nothing_of_others(count: int, limit: float) -> 
     assert found["descriptors"] <= 0, found
 
 
-# --- What a program defines in its main file comes back from its environments as that, not as a copy
+# --- Classes of the main file come back from environments as themselves, not as copies -----------
 
 OWN_CLASSES = Path(__file__).parent / "own_classes.py"
 
@@ -104,15 +104,15 @@ def findings(method: str, engine: str) -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_classes_of_the_program_are_its_own(method: str) -> None:
-    """``except MyError`` around a call catches what an environment raises; and so on for all that travels."""
+def test_classes_of_the_program_are_preserved(method: str) -> None:
+    """``except MyError`` around a call catches the error of an environment; the same holds for every other value."""
     found = findings(method, "vecenv")
     assert len(found) == 14, found  # every line of the program
     assert set(found.values()) == {"True"}, found
 
 
-def test_they_are_under_fork_what_they_are_with_gymnasiums_engine() -> None:
-    """Under other start methods its engine hangs, or refuses them."""
+def test_classes_under_fork_are_as_with_gymnasiums_engine() -> None:
+    """Under other start methods Gymnasium's engine hangs, or refuses them."""
     theirs, ours = findings("fork", "gymnasium"), findings("fork", "vecenv")
     assert set(theirs.values()) == {"True"}, theirs
     assert {name: ours[name] for name in theirs} == theirs

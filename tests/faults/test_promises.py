@@ -1,4 +1,4 @@
-"""Promises that were broken once: nothing hangs, nothing shifts, nothing stays, and messages are true."""
+"""Regression tests of promises that were once broken: nothing hangs, shifts or stays, and messages are true."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import ended, started
+from envs import killable_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from observe import LINUX
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.timeout(240)
 
 
 class Counting(gymnasium.Env[Any, Any]):
-    """Counts its steps: the observation is (index, resets, steps), the reward is the step's number, the info says both.
+    """An environment with observations (index, resets, steps); the reward is the number of the step, and the info has both.
 
-    A step takes ``action`` milliseconds. What happens in step ``at`` is ``fault``.
+    A step takes ``action`` milliseconds. ``fault`` happens in step ``at``.
     """
 
     observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
@@ -65,66 +65,66 @@ class Counting(gymnasium.Env[Any, Any]):
 def makers(
     count: int, fault: Callable[[Counting], Any] | None = None, *, env: int = 0, at: int = 1
 ) -> list[Callable[[], Any]]:
-    """Functions that build ``count`` environments, of which one has a fault."""
+    """Return functions that build ``count`` environments, of which one has a fault."""
     return [(lambda i=i: Counting(i, fault if i == env else None, at)) for i in range(count)]
 
 
 class TimeIsUp(Exception):
-    """What a time limit's signal handler raises."""
+    """The exception of a time limit's signal handler."""
 
 
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raise :class:`TimeIsUp` after so many seconds, wherever the program is."""
+    """Raise :class:`TimeIsUp` after this many seconds, wherever the program is."""
     with handled(signal.SIGALRM, TimeIsUp):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
 
 
-def quick(count: int) -> Any:
+def fast_env_fns(count: int) -> Any:
     return np.zeros(count)
 
 
-# --- a time limit falls into a wait ---------------------------------------------------------------
+# --- time limits during a wait --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("timeout", [math.inf, 1e7, 3e6, 10**400])
-def test_a_timeout_longer_than_any_wait_is_none(timeout: float) -> None:
+def test_huge_timeout_means_none(timeout: float) -> None:
     envs = vecenv.AsyncVectorEnv(makers(2), num_workers=1, step_timeout=timeout if timeout < 1e300 else None)
     try:
         envs.reset(seed=0)
-        envs.step_async(quick(2))
+        envs.step_async(fast_env_fns(2))
         assert envs.step_wait(timeout=timeout)[1].tolist() == [1, 1]
-        envs.send(quick(2), [0, 1])
+        envs.send(fast_env_fns(2), [0, 1])
         assert len(envs.recv(timeout=timeout)[1]) == 2
     finally:
         envs.close(timeout=timeout)
 
 
-def test_a_reset_that_waits_for_rows_has_the_time_of_a_step() -> None:
-    with ended(makers(2), num_workers=2, step_timeout=0.3) as envs:
+def test_reset_that_waits_for_rows_has_the_step_timeout() -> None:
+    with killable_engine(makers(2), num_workers=2, step_timeout=0.3) as envs:
         envs.reset(seed=0)
         envs.send(np.array([60_000.0, 0.0]), [0, 1])
-        began = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(StepTimeout):
             envs.reset()
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - started_at < 20
 
 
-def test_a_reset_that_waits_for_rows_ends_what_hangs_under_restart() -> None:
-    with ended(makers(2), num_workers=2, step_timeout=0.3, on_failure="restart") as envs:
+def test_reset_that_waits_for_rows_restarts_hanging_ones() -> None:
+    with killable_engine(makers(2), num_workers=2, step_timeout=0.3, on_failure="restart") as envs:
         envs.reset(seed=0)
         envs.send(np.array([60_000.0, 0.0]), [0, 1])
         observations, _ = envs.reset()
         assert observations[:, 2].tolist() == [0, 0]
-        assert envs.step(quick(2))[1].tolist() == [1, 1]
+        assert envs.step(fast_env_fns(2))[1].tolist() == [1, 1]
 
 
 # --- longer than a pipe ---------------------------------------------------------------------------
 
 
 class Bulky(Counting):
-    """What it says does not fit into a pipe, nor does its action."""
+    """An environment with results and actions that do not fit into a pipe."""
 
     action_space = spaces.Box(0, 0.001, (40_000,), np.float64)
 
@@ -134,9 +134,9 @@ class Bulky(Counting):
 
 
 @pytest.mark.long
-def test_a_worker_waits_for_a_caller_that_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long: a minute was taken for the end. (Its constant is gone, so a second has to do.)"""
-    with started([lambda: Bulky(0)], num_workers=1) as envs:
+def test_worker_waits_for_an_idle_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker once took a minute without a request for the end. (Its constant is gone, so a second has to do.)"""
+    with ready_engine([lambda: Bulky(0)], num_workers=1) as envs:
         envs.step_async(np.zeros((1, 40_000)))
         time.sleep(1.0)
         assert len(envs.step_wait()[4]["blob"][0]) == 300_000
@@ -147,27 +147,27 @@ def test_a_worker_waits_for_a_caller_that_thinks(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.long
 def test_sending_to_a_busy_worker_does_not_block() -> None:
-    """320 KB of actions, as a list, for a worker in the middle of a step."""
-    with ended([lambda i=i: Bulky(i) for i in range(2)], num_workers=1) as envs:
+    """320 KB of actions, as a list, go to a worker in the middle of a step."""
+    with killable_engine([lambda i=i: Bulky(i) for i in range(2)], num_workers=1) as envs:
         envs.reset()
         busy = np.zeros(40_000)
         busy[0] = 3000.0
         envs.send([busy], [0])
-        began = time.monotonic()
+        started_at = time.monotonic()
         envs.send([np.zeros(40_000)], [1])
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - started_at < 2.5
         assert sorted(int(envs.recv(count=1)[4]["env_id"][0]) for _ in range(2)) == [0, 1]
         assert not envs.errors
 
 
-def test_a_stopped_worker_is_a_timeout_whatever_is_sent_to_it() -> None:
-    with ended([lambda: Bulky(0)], num_workers=1, step_timeout=0.5) as envs:
+def test_stopped_worker_times_out_whatever_is_sent() -> None:
+    with killable_engine([lambda: Bulky(0)], num_workers=1, step_timeout=0.5) as envs:
         envs.reset()
         os.kill(envs.processes[0].pid, signal.SIGSTOP)
-        began = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(StepTimeout, match="SIGSTOP" if LINUX else "worker 0"):
             envs.step([np.zeros(40_000)])
-        assert time.monotonic() - began < 20
+        assert time.monotonic() - started_at < 20
         os.kill(envs.processes[0].pid, signal.SIGCONT)
         assert envs.step_wait()[1].tolist() == [1]
 
@@ -176,21 +176,21 @@ def test_a_stopped_worker_is_a_timeout_whatever_is_sent_to_it() -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_idle_environments_of_a_dead_worker_say_that_they_are_new(mode: str) -> None:
-    with ended(
+def test_idle_environments_of_a_dead_worker_are_marked_as_restarted(mode: str) -> None:
+    with killable_engine(
         makers(3, lambda env: os.kill(os.getpid(), signal.SIGKILL), env=0, at=3), num_workers=1, on_failure="restart",
         autoreset_mode=mode, batch_size=1,
     ) as envs:  # fmt: skip
         envs.reset(seed=0)
         for _ in range(2):
-            envs.send(quick(3), np.arange(3))
+            envs.send(fast_env_fns(3), np.arange(3))
             envs.recv(count=3)
-        envs.send(quick(1), [0])
+        envs.send(fast_env_fns(1), [0])
         *_, truncated, infos = envs.recv()
         assert truncated.tolist() == [True]
         assert infos["restarted"].tolist() == [True]
-        for row in (1, 2):  # nobody asked them anything when their worker died
-            envs.send(quick(1), [row])
+        for row in (1, 2):  # they had no pending request when their worker died
+            envs.send(fast_env_fns(1), [row])
             observation, reward, terminated, truncated, infos = envs.recv()
             assert (reward.tolist(), terminated.tolist(), truncated.tolist()) == ([0.0], [False], [True])
             assert infos["restarted"].tolist() == [True]
@@ -204,8 +204,8 @@ class Unpicklable:
         raise TypeError("this never travels")
 
 
-class Wordy(Counting):
-    """Its observation travels by pickle, or does not."""
+class PickledObservation(Counting):
+    """An environment with an observation that is pickled, or cannot be."""
 
     observation_space = spaces.Text(20)
 
@@ -214,12 +214,13 @@ class Wordy(Counting):
 
 
 @pytest.mark.parametrize("what", ["observation", "info"])
-def test_what_cannot_travel_is_not_hidden_by_a_restart(what: str) -> None:
-    fns = [lambda: Wordy(0, at=2)] if what == "observation" else makers(1, lambda env: {"bad": Unpicklable()}, at=2)
-    with ended(fns, num_workers=1, on_failure="restart") as envs:
+def test_unpicklable_results_are_not_hidden_by_a_restart(what: str) -> None:
+    bad_info = makers(1, lambda env: {"bad": Unpicklable()}, at=2)
+    fns = [lambda: PickledObservation(0, at=2)] if what == "observation" else bad_info
+    with killable_engine(fns, num_workers=1, on_failure="restart") as envs:
         envs.reset(seed=0)
-        envs.step(quick(1))
-        observations, _, _, truncated, infos = envs.step(quick(1))
+        envs.step(fast_env_fns(1))
+        observations, _, _, truncated, infos = envs.step(fast_env_fns(1))
         assert truncated.tolist() == [True]
         assert infos["restarted"].tolist() == [True]
         assert observations[0] is not None
@@ -227,39 +228,39 @@ def test_what_cannot_travel_is_not_hidden_by_a_restart(what: str) -> None:
 
 
 @pytest.mark.long
-def test_the_last_stack_is_the_last_one() -> None:
-    """Not the one that a timeout asked for long before."""
+def test_last_stack_is_the_latest() -> None:
+    """The last stack is not that of an earlier timeout."""
 
     def crash(env: Counting) -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
-    with ended(makers(1, crash, at=2), num_workers=1) as envs:
+    with killable_engine(makers(1, crash, at=2), num_workers=1) as envs:
         envs.reset(seed=0)
         envs.step_async(np.array([2000.0]))
         sizes = []
         for _ in range(3):
             with pytest.raises(StepTimeout, match="in step"):
                 envs.step_wait(timeout=0.3)
-            sizes.append(os.fstat(envs._pool.workers[0].black_box._file.number).st_size)
+            sizes.append(os.fstat(envs._pool.workers[0].stack_file.fd).st_size)
         assert max(sizes) == 0
         envs.step_wait()
         with pytest.raises(WorkerDied, match="SIGSEGV") as caught:
-            envs.step(quick(1))
+            envs.step(fast_env_fns(1))
         assert "in crash" in str(caught.value)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("handler", ["default", "own"])
-def test_asking_for_a_stack_needs_no_signal_of_the_environments(handler: str, tmp_path: Path) -> None:
-    """One that has SIGUSR1 for itself is neither killed by a timeout nor does its handler run."""
+def test_stack_request_uses_no_signal_of_the_environment(handler: str, tmp_path: Path) -> None:
+    """If the environment handles SIGUSR1, a timeout neither kills it nor calls its handler."""
     called = tmp_path / "called"
 
     def change(env: Counting) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_DFL if handler == "default" else lambda *_: called.touch())
 
-    with ended(makers(1, change, at=1), num_workers=1) as envs:
+    with killable_engine(makers(1, change, at=1), num_workers=1) as envs:
         envs.reset(seed=0)
-        envs.step(quick(1))
+        envs.step(fast_env_fns(1))
         envs.step_async(np.array([1000.0]))
         with pytest.raises(StepTimeout, match="in step"):
             envs.step_wait(timeout=0.2)
@@ -281,26 +282,26 @@ def descriptors() -> dict[str, str]:
 
 
 @pytest.mark.long
-def test_closing_that_was_interrupted_goes_on() -> None:
+def test_interrupted_close_continues() -> None:
     before = descriptors()
-    envs = vecenv.AsyncVectorEnv([lambda i=i: Lingering(i) for i in range(2)], num_workers=2)
+    envs = vecenv.AsyncVectorEnv([lambda i=i: SlowClose(i) for i in range(2)], num_workers=2)
     pids = [process.pid for process in envs.processes]
     envs.reset(seed=0)
     with pytest.raises(TimeIsUp), alarm(0.3):
         envs.close()
     assert not envs.closed
     with pytest.raises(ClosedEnvironmentError):
-        envs.step(quick(2))
-    began = time.monotonic()
+        envs.step(fast_env_fns(2))
+    started_at = time.monotonic()
     envs.close()
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - started_at < 20
     assert envs.closed
     assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}/exe") and os.access(f"/proc/{pid}/exe", os.R_OK)]
     assert len(descriptors()) <= len(before)
 
 
-class Lingering(Counting):
-    """Its ``close`` takes its time, in a worker."""
+class SlowClose(Counting):
+    """An environment with a slow ``close``, in a worker."""
 
     def close(self) -> None:
         if multiprocessing.parent_process() is not None:
@@ -309,7 +310,7 @@ class Lingering(Counting):
 
 @pytest.mark.long
 @pytest.mark.parametrize("ending", ["return", "exit"])
-def test_a_signal_handler_may_close(ending: str) -> None:
+def test_signal_handler_may_close(ending: str) -> None:
     program = f"""
 import os, signal, sys, threading, time
 sys.path[:0] = {sys.path!r}
@@ -347,9 +348,9 @@ finally:
 
 
 @pytest.mark.long
-def test_closing_in_a_forked_child_leaves_the_owner_alone() -> None:
-    """Also where another thread is in a call when the fork happens."""
-    with ended(makers(2), num_workers=2) as envs:
+def test_close_in_a_forked_child_does_not_affect_the_owner() -> None:
+    """Another thread may be in a call when the fork happens."""
+    with killable_engine(makers(2), num_workers=2) as envs:
         envs.reset(seed=0)
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append(envs.step(np.full(2, 1500.0))))
@@ -360,7 +361,7 @@ def test_closing_in_a_forked_child_leaves_the_owner_alone() -> None:
             code = 1
             try:
                 try:
-                    envs.step(quick(2))
+                    envs.step(fast_env_fns(2))
                 except ForkedError:
                     envs.close()
                     code = 0
@@ -369,11 +370,11 @@ def test_closing_in_a_forked_child_leaves_the_owner_alone() -> None:
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         thread.join(20)
         assert answers[0][1].tolist() == [1, 1]
-        assert envs.step(quick(2))[1].tolist() == [2, 2]
+        assert envs.step(fast_env_fns(2))[1].tolist() == [2, 2]
 
 
-def test_closing_frees_memory_at_once() -> None:
-    """Not when the garbage collector comes by."""
+def test_close_frees_memory_at_once() -> None:
+    """It does not wait for the garbage collector."""
 
     def mapped() -> int:
         maps = Path("/proc/self/maps").read_text()
@@ -385,17 +386,17 @@ def test_closing_frees_memory_at_once() -> None:
         before, mappings = len(descriptors()), mapped()
         for options in ({"num_workers": 2}, {"num_workers": 0}, {"num_workers": 1, "use_caller": True}):
             for fault in (None, lambda env: 1 / 0):
-                if fault and "use_caller" in options:  # the process that tries an environment would find it
+                if fault and "use_caller" in options:  # the probe process would find it
                     continue
                 envs = vecenv.AsyncVectorEnv(makers(4, fault, at=2), **options)
                 envs.reset(seed=0)
                 for _ in range(3):
                     try:
-                        envs.step(quick(4))
+                        envs.step(fast_env_fns(4))
                     except ZeroDivisionError:
                         envs.reset()
                 envs.reset()
-                envs.send(quick(4), np.arange(4))
+                envs.send(fast_env_fns(4), np.arange(4))
                 envs.recv()
                 envs.close()
                 assert mapped() == mappings, (options, fault)
@@ -404,14 +405,14 @@ def test_closing_frees_memory_at_once() -> None:
         gc.enable()
 
 
-def test_records_of_failures_do_not_keep_the_programs_frames() -> None:
-    with ended(makers(1, lambda env: 1 / 0, at=1), num_workers=1) as envs:
+def test_failure_records_do_not_keep_frames() -> None:
+    with killable_engine(makers(1, lambda env: 1 / 0, at=1), num_workers=1) as envs:
 
         def fail() -> Any:
             large = Large()
             envs.reset(seed=0)
             try:
-                envs.step(quick(1))
+                envs.step(fast_env_fns(1))
             except ZeroDivisionError:
                 return None
             return large
@@ -427,7 +428,7 @@ def test_records_of_failures_do_not_keep_the_programs_frames() -> None:
         def die() -> Any:
             large = Large()
             try:
-                envs.step(quick(1))
+                envs.step(fast_env_fns(1))
             except WorkerDied:
                 return None
             return large
@@ -438,7 +439,7 @@ def test_records_of_failures_do_not_keep_the_programs_frames() -> None:
 
 
 class Large:
-    """Something whose life is counted."""
+    """An object that counts its instances."""
 
     alive = 0
 
@@ -449,24 +450,24 @@ class Large:
         Large.alive -= 1
 
 
-def test_a_thread_that_an_environment_left_is_named_and_does_not_delay_closing() -> None:
+def test_leftover_thread_is_named_and_does_not_delay_close() -> None:
     def leave(env: Counting) -> None:
         threading.Thread(target=time.sleep, args=(50,), name="left over").start()
 
     envs = vecenv.AsyncVectorEnv(makers(1, leave, at=1), num_workers=1)
     envs.reset(seed=0)
-    envs.step(quick(1))
-    began = time.monotonic()
+    envs.step(fast_env_fns(1))
+    started_at = time.monotonic()
     with pytest.warns(UserWarning, match="left over"):
         envs.close()
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - started_at < 15
 
 
-def test_closing_is_quick_where_the_program_ignores_its_children() -> None:
+def test_close_is_quick_if_the_program_ignores_sigchld() -> None:
     with handled(signal.SIGCHLD, signal.SIG_IGN):
         envs = vecenv.AsyncVectorEnv(makers(6), context="fork")
         envs.reset(seed=0)
-        began = time.monotonic()
+        started_at = time.monotonic()
         envs.close()
-        assert time.monotonic() - began < 2.9  # it was half a second a worker
+        assert time.monotonic() - started_at < 2.9  # it was half a second per worker
     assert multiprocessing.active_children() == []

@@ -1,7 +1,8 @@
-"""Failures that an engine survives: restarts, and faults between send and recv."""
+"""``on_failure="restart"``, and failures between ``send`` and ``recv``."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -13,27 +14,25 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from envs import started
+from envs import ready_engine
+from faulty_envs import Chain, EchoEnv, Pause, RowChecker, faulty_env_fn, healthy_env_fn, make_env_fns
 from gymnasium.vector import AutoresetMode
-from observe import CHEAP, FAULTS, PATIENCE, Launch, alive, names, remaining, report, worker_pids
-from vandals import Chain, Ledger, Obedient, Pause, crew, vandal, witness
+from observe import CHEAP, FAULTS, PATIENCE, Launch, alive, names, report, still_running, worker_pids
 
-from vecenv.engine.recovery import RestartBudget
+from vecenv import Restart
 from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
+from vecenv.system.restart_budget import RestartBudget
 from vecenv.testing import assert_identical
 from vecenv.testing.faulty import FaultyConstructor, FaultyEnv, WitnessEnv
 
 pytestmark = FAULTS
 
 
-# --- ``on_failure="restart"``: what is lost, what comes instead, and when it is enough ----------
-# Rows 47 and 48 of the table in ``FAULTS.md``.
+# --- step and reset with on_failure="restart": rows 47 and 48 of FAULTS.md ----------------------
 
 ACTIONS = [1, 2, 3, 4]
 MODES = list(AutoresetMode)
-
-
-LOST = {  # fault -> the environments that come back new: a raise costs one, a death all of the worker
+LOST_ENVS = {  # fault of env 3 -> environments to rebuild: only its own, or all of a dead worker
     "raises": {3},
     "evil_elsewhere_error": {3},
     "sys_exit": {3},
@@ -44,34 +43,29 @@ LOST = {  # fault -> the environments that come back new: a raise costs one, a d
 }
 
 
-def step(envs: Any, count: int) -> None:
-    for _ in range(count):
-        envs.step([1] * envs.num_envs)
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("fault", LOST)
-def test_a_lost_step_is_a_truncated_episode(launch: Launch, fault: str, tmp_path: Path) -> None:
-    """Rows that are lost come back truncated, new and marked; everybody else's are what they should be."""
-    faulty = vandal(3, fault, step=3, once=tmp_path / "once")
+@pytest.mark.parametrize("fault", LOST_ENVS)
+def test_failed_step_ends_episode_as_truncated(launch: Launch, fault: str, tmp_path: Path) -> None:
+    """The rows of lost environments are truncated and marked as restarted; the other rows are unaffected."""
+    faulty = faulty_env_fn(3, fault, step=3, once=tmp_path / "once")
     timeout = {"step_timeout": 1.0} if fault == "sleep" else {}
-    envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart", **timeout)
-    ledger = Ledger.of(envs, seed=7)
+    envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart", **timeout)
+    checker = RowChecker.start(envs, seed=7)
     for _ in range(2):
-        ledger.step(ACTIONS, envs.step(ACTIONS))
+        checker.check_step(ACTIONS, envs.step(ACTIONS))
     pids = worker_pids(envs)
-    answer = envs.step(ACTIONS)
-    assert set(np.flatnonzero(answer[-1]["_restarted"])) == LOST[fault]
-    ledger.step(ACTIONS, answer)
-    assert (worker_pids(envs)[1] != pids[1]) == (LOST[fault] == {2, 3})
+    result = envs.step(ACTIONS)
+    assert set(np.flatnonzero(result[-1]["_restarted"])) == LOST_ENVS[fault]
+    checker.check_step(ACTIONS, result)
+    assert (worker_pids(envs)[1] != pids[1]) == (LOST_ENVS[fault] == {2, 3})
     assert worker_pids(envs)[0] == pids[0]
     for _ in range(25):
-        answer = envs.step(ACTIONS)
-        assert "restarted" not in answer[-1]
-        ledger.step(ACTIONS, answer)
+        result = envs.step(ACTIONS)
+        assert "restarted" not in result[-1]
+        checker.check_step(ACTIONS, result)
     assert len(envs.errors) >= 1
     assert envs.errors[-1].worker == 1
-    ledger.reset(envs.reset(seed=50), seeds=[50, 51, 52, 53])
+    checker.check_reset(envs.reset(seed=50), seeds=[50, 51, 52, 53])
     envs.close()
     assert not any(map(alive, pids))
 
@@ -84,111 +78,113 @@ def test_a_lost_step_is_a_truncated_episode(launch: Launch, fault: str, tmp_path
 def test_restart_in_all_autoreset_modes(
     launch: Launch, fault: str, shared_memory: bool, mode: AutoresetMode, tmp_path: Path
 ) -> None:
-    """A restart in the middle of an episode, at its end, and during the automatic reset."""
+    """One environment fails in the middle of an episode, one at its end, one in the automatic reset."""
     faulty = {
-        0: vandal(0, fault, {"length": 4}, step=2, once=tmp_path / "middle"),
-        1: vandal(1, fault, {"length": 4}, step=4, once=tmp_path / "end"),
-        2: vandal(2, fault, {"length": 4}, reset=2, once=tmp_path / "reset"),
+        0: faulty_env_fn(0, fault, {"length": 4}, step=2, once=tmp_path / "middle"),
+        1: faulty_env_fn(1, fault, {"length": 4}, step=4, once=tmp_path / "end"),
+        2: faulty_env_fn(2, fault, {"length": 4}, reset=2, once=tmp_path / "reset"),
     }
-    envs = launch(crew(4, faulty, length=4), on_failure="restart", autoreset_mode=mode, shared_memory=shared_memory)
-    ledger = Ledger.of(envs, seed=7, length=4, mode=mode)
+    env_fns = make_env_fns(4, faulty, length=4)
+    envs = launch(env_fns, on_failure="restart", autoreset_mode=mode, shared_memory=shared_memory)
+    checker = RowChecker.start(envs, seed=7, length=4, mode=mode)
     restarts = np.zeros(4, dtype=int)
     for _ in range(14):
-        answer = envs.step(ACTIONS)
-        ledger.step(ACTIONS, answer)
-        restarts += answer[-1].get("_restarted", np.zeros(4, dtype=bool))
-        ended = np.logical_or(answer[2], answer[3])
+        result = envs.step(ACTIONS)
+        checker.check_step(ACTIONS, result)
+        restarts += result[-1].get("_restarted", np.zeros(4, dtype=bool))
+        ended = np.logical_or(result[2], result[3])
         if mode is AutoresetMode.DISABLED and ended.any():
-            # a restarted row is new already; resetting it once more is what a program in this mode will do
-            answer = envs.reset(options={"reset_mask": ended})
-            ledger.reset(answer, mask=ended)
-            restarts += answer[-1].get("_restarted", np.zeros(4, dtype=bool))
+            # this also resets restarted rows, which are new already, because programs in this mode do the same
+            result = envs.reset(options={"reset_mask": ended})
+            checker.check_reset(result, mask=ended)
+            restarts += result[-1].get("_restarted", np.zeros(4, dtype=bool))
     assert restarts.tolist() == [1, 1, 1, 0]
 
 
-def test_restart_during_reset(launch: Launch, tmp_path: Path) -> None:
-    """A worker that dies in ``reset`` is replaced, and the reset's answer is that of the new one, with its seed."""
-    faulty = vandal(1, "kill", reset=2, once=tmp_path / "once")
-    envs = launch(crew(2, {1: faulty}), on_failure="restart")
-    ledger = Ledger.of(envs)
-    answer = envs.reset(seed=5)
-    assert answer[-1]["_restarted"].tolist() == [False, True]
-    ledger.reset(answer, seeds=[5, 6], rebuilt={1})
-    ledger.step([1, 1], envs.step([1, 1]))
+def test_worker_killed_in_reset_is_replaced(launch: Launch, tmp_path: Path) -> None:
+    """The new worker's environment is reset with the seed of the call."""
+    faulty = faulty_env_fn(1, "kill", reset=2, once=tmp_path / "once")
+    envs = launch(make_env_fns(2, {1: faulty}), on_failure="restart")
+    checker = RowChecker.start(envs)
+    result = envs.reset(seed=5)
+    assert result[-1]["_restarted"].tolist() == [False, True]
+    checker.check_reset(result, seeds=[5, 6], rebuilt={1})
+    checker.check_step([1, 1], envs.step([1, 1]))
 
 
 @CHEAP
 def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: Path) -> None:
-    """What the caller asked of the reset is asked of the new environments, siblings of the culprit included."""
-    faulty = vandal(3, "kill", reset=2, once=tmp_path / "once")
-    envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart")
-    ledger = Ledger.of(envs)
-    answer = envs.reset(seed=[50, 60, 70, 80], options={"level": 7})
-    assert set(np.flatnonzero(answer[-1]["_restarted"])) == {2, 3}
-    ledger.reset(answer, seeds=[50, 60, 70, 80], rebuilt={2, 3})
+    """Every rebuilt environment gets its seed and options, also one that shared a worker with the faulty one."""
+    faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
+    envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart")
+    checker = RowChecker.start(envs)
+    result = envs.reset(seed=[50, 60, 70, 80], options={"level": 7})
+    assert set(np.flatnonzero(result[-1]["_restarted"])) == {2, 3}
+    checker.check_reset(result, seeds=[50, 60, 70, 80], rebuilt={2, 3})
     assert envs.get_attr("options") == ({"level": 7},) * 4
 
 
 @CHEAP
-def test_restart_during_reset_keeps_each_rows_own_options(launch: Launch, tmp_path: Path) -> None:
-    """The new environments get the dict that was theirs, not their neighbour's."""
-    faulty = vandal(3, "kill", reset=2, once=tmp_path / "once")
-    envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart")
+def test_restart_during_reset_keeps_options_per_row(launch: Launch, tmp_path: Path) -> None:
+    faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
+    envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart")
     envs.reset(seed=1)
     options = [{"level": row} for row in range(4)]
     assert set(np.flatnonzero(envs.reset(options=options)[-1]["_restarted"])) == {2, 3}
     assert envs.get_attr("options") == tuple(options)
 
 
-def test_killed_while_idle_is_restarted(launch: Launch) -> None:
-    """The OOM killer came between two steps."""
-    envs = launch(crew(4), num_workers=2, on_failure="restart")
-    ledger = Ledger.of(envs)
-    ledger.step(ACTIONS, envs.step(ACTIONS))
-    for victim in (1, 0, 1):
-        os.kill(worker_pids(envs)[victim], signal.SIGKILL)
+def test_worker_killed_while_idle_is_restarted(launch: Launch) -> None:
+    """The OOM killer may end a worker between two steps."""
+    envs = launch(make_env_fns(4), num_workers=2, on_failure="restart")
+    checker = RowChecker.start(envs)
+    checker.check_step(ACTIONS, envs.step(ACTIONS))
+    for worker in (1, 0, 1):
+        os.kill(worker_pids(envs)[worker], signal.SIGKILL)
         restarted: set[int] = set()
         for _ in range(3):
-            answer = envs.step(ACTIONS)
-            ledger.step(ACTIONS, answer)
-            restarted |= set(np.flatnonzero(answer[-1].get("_restarted", [])).tolist())
-        assert restarted == {2 * victim, 2 * victim + 1}
+            result = envs.step(ACTIONS)
+            checker.check_step(ACTIONS, result)
+            restarted |= set(np.flatnonzero(result[-1].get("_restarted", [])).tolist())
+        assert restarted == {2 * worker, 2 * worker + 1}
 
 
-def test_restart_budget(launch: Launch) -> None:
-    """A worker that dies again and again: so many restarts and no more; the causes are listed."""
-    envs = launch(crew(2, {1: vandal(1, "segfault", step=range(2, 10**6))}), on_failure="restart", restart_limit=3)
-    ledger = Ledger.of(envs)
+# --- the limit of restarts ----------------------------------------------------------------------
+
+
+def test_worker_that_keeps_dying_exhausts_restart_limit(launch: Launch) -> None:
+    """The exception names the limit, the period and the cause of each death."""
+    faulty = faulty_env_fn(1, "segfault", step=range(2, 10**6))
+    envs = launch(make_env_fns(2, {1: faulty}), on_failure=Restart(3))
+    checker = RowChecker.start(envs)
     restarts: list[bool] = []
 
-    def go_on() -> None:
+    def step_until_error() -> None:
         while len(restarts) < 50:
-            answer = envs.step([1, 1])
-            ledger.step([1, 1], answer)
-            restarts.append(bool(answer[-1].get("_restarted", np.zeros(2))[1]))
+            result = envs.step([1, 1])
+            checker.check_step([1, 1], result)
+            restarts.append(bool(result[-1].get("_restarted", np.zeros(2))[1]))
 
     with pytest.raises(WorkerDied) as caught:
-        go_on()
+        step_until_error()
     assert sum(restarts) == 3
     text = report(caught.value)
     assert text.count("SIGSEGV") >= 3, text
     assert re.search(r"\b3\b", str(caught.value))
-    assert re.search(r"\b60(\.0)? ?s", str(caught.value)), "the period belongs in the message"
+    assert re.search(r"\b60(\.0)? ?s", str(caught.value)), "the message must contain the period"
     assert (caught.value.worker, tuple(caught.value.envs)) == (1, (1,))
     envs.close()
 
 
 @CHEAP
-def test_restart_limit_of_zero(launch: Launch) -> None:
-    """No restart at all is a budget too."""
-    envs = launch(crew(2, {1: vandal(1, "kill", step=1)}), on_failure="restart", restart_limit=0)
+def test_restart_limit_zero_raises_the_first_failure(launch: Launch) -> None:
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "kill", step=1)}), on_failure=Restart(0))
     envs.reset(seed=1)
     with pytest.raises(WorkerDied, match="SIGKILL"):
         envs.step([1, 1])
 
 
-def test_the_budget_is_intensity_and_period() -> None:
-    """So many in so many seconds, by a clock that only goes forward."""
+def test_restart_budget_allows_limit_per_period() -> None:
     now = 100.0
     budget = RestartBudget(limit=3, period=10.0, clock=lambda: now)
     assert [budget.spend(f"cause {index}") for index in range(4)] == [True, True, True, False]
@@ -201,43 +197,48 @@ def test_the_budget_is_intensity_and_period() -> None:
 
 @pytest.mark.long
 @CHEAP
-def test_a_constructor_that_fails_at_the_restart(launch: Launch, tmp_path: Path) -> None:
-    """The environment cannot be built again: that, too, is an end with a cause, and not an endless loop."""
-    env_fn = functools.partial(_only_once, os.fspath(tmp_path / "built"))
-    envs = launch(crew(2, {1: env_fn}), on_failure="restart", restart_limit=2)
+def test_constructor_that_fails_on_restart_raises(launch: Launch, tmp_path: Path) -> None:
+    """An environment that cannot be rebuilt ends in an error with the cause, not in an endless loop."""
+    env_fn = functools.partial(_build_only_once, os.fspath(tmp_path / "built"))
+    envs = launch(make_env_fns(2, {1: env_fn}), on_failure=Restart(2))
     envs.reset(seed=1)
     with pytest.raises(Exception, match=r".") as caught:
-        step(envs, 10)
+        _step_times(envs, 10)
     assert "out of order" in report(caught.value)
     envs.close()
 
 
-def _only_once(path: str) -> gymnasium.Env:
+def _build_only_once(path: str) -> gymnasium.Env:
     if os.path.exists(path):
-        return FaultyConstructor(witness(1), "raises")()
+        return FaultyConstructor(healthy_env_fn(1), "raises")()
     Path(path).touch()
-    return FaultyEnv(Obedient(1), "kill", step=2)
+    return FaultyEnv(EchoEnv(1), "kill", step=2)
+
+
+def _step_times(envs: Any, count: int) -> None:
+    for _ in range(count):
+        envs.step([1] * envs.num_envs)
 
 
 @CHEAP
-def test_a_timeout_given_to_wait_restarts_nothing(launch: Launch, tmp_path: Path) -> None:
-    """``step_timeout`` is the engine's limit; a ``timeout`` in a call is the caller's patience; the answer stays pending."""
-    faulty = vandal(1, Chain("raises"), step=10**9)
-    envs = launch(crew(2, {1: faulty}, delay=0.3), on_failure="restart")
-    ledger = Ledger.of(envs)
+def test_step_wait_timeout_does_not_restart(launch: Launch, tmp_path: Path) -> None:
+    """Only ``step_timeout`` restarts workers; after the timeout of one call, its result is still pending."""
+    faulty = faulty_env_fn(1, Chain("raises"), step=10**9)
+    envs = launch(make_env_fns(2, {1: faulty}, delay=0.3), on_failure="restart")
+    checker = RowChecker.start(envs)
     pids = worker_pids(envs)
     envs.step_async([1, 1])
     with pytest.raises(StepTimeout):
         envs.step_wait(timeout=0.05)
-    ledger.step([1, 1], envs.step_wait())
+    checker.check_step([1, 1], envs.step_wait())
     assert worker_pids(envs) == pids
 
 
 # --- determinism --------------------------------------------------------------------------------
 
 
-def test_determinism_of_restarts(launch: Launch, tmp_path: Path) -> None:
-    """A restart takes its seed from the engine's own sequence: the same run, faults included, twice gives the same twice."""
+def test_same_seeds_and_faults_give_the_same_run(launch: Launch, tmp_path: Path) -> None:
+    """The seeds of restarts come from a sequence of the engine."""
     actions = np.random.default_rng(0).integers(0, 2, (40, 4))
     runs = []
     for run in range(2):
@@ -255,10 +256,9 @@ def _crashing_cart_pole(once: str) -> gymnasium.Env:
 
 
 @CHEAP
-def test_fresh_seeds_are_fresh(launch: Launch) -> None:
-    """Every restart has a seed of its own, and no environment shares one."""
-    crashing = {index: vandal(index, "raises", step=2) for index in range(3)}
-    envs = launch(crew(3, crashing), on_failure="restart", restart_limit=100)
+def test_every_restart_gets_a_new_seed(launch: Launch) -> None:
+    faulty = {index: faulty_env_fn(index, "raises", step=2) for index in range(3)}
+    envs = launch(make_env_fns(3, faulty), on_failure=Restart(100))
     envs.reset(seed=1)
     seeds = {1, 2, 3}
     for count in range(1, 5):
@@ -270,11 +270,11 @@ def test_fresh_seeds_are_fresh(launch: Launch) -> None:
         assert len(seeds) == 3 + 3 * count
 
 
-# --- Faults between ``send`` and ``recv``: what holds for ``step`` holds for batches of whoever was first
+# --- failures between send and recv -------------------------------------------------------------
 
 
-class Counts:
-    """What each environment must say next, by index: rows come in any order, and each environment counts for itself."""
+class RecvChecker:
+    """A checker like ``RowChecker``, for batches with rows in any order."""
 
     def __init__(self, envs: Any, batch: int) -> None:
         self.envs = envs
@@ -288,6 +288,7 @@ class Counts:
                 self.last[env] = row
 
     def receive(self, timeout: float | None = None) -> list[tuple[int, dict[str, int], float, bool, bool]]:
+        """Receive a batch as rows of env, observation, reward, terminated, truncated."""
         observations, rewards, terminations, truncations, infos = self.envs.recv(timeout)
         ids = infos["env_id"].tolist()
         assert len(set(ids)) == self.batch
@@ -297,16 +298,16 @@ class Counts:
         return list(zip(ids, rows, rewards.tolist(), terminations.tolist(), truncations.tolist(), strict=True))
 
     def check(self, received: list[tuple[int, dict[str, int], float, bool, bool]]) -> list[int]:
-        """Every row is the successor of that environment's last; which environments they were."""
+        """Check that each row follows the last one of its environment; return the environments."""
         for env, row, reward, terminated, truncated in received:
             last = self.last[env]
             if env in self.restarted:
                 assert (reward, terminated, truncated) == (0.0, False, True)
                 assert row == last
-                self.last[env] = {"reborn": last["life"]}
+                self.last[env] = {"replaced_life": last["life"]}
                 continue
-            if "reborn" in last:
-                assert row["life"] != last["reborn"]
+            if "replaced_life" in last:
+                assert row["life"] != last["replaced_life"]
                 assert (row["tick"], row["steps"]) == (0, 0)
             else:
                 assert row["life"] == last["life"]
@@ -315,73 +316,74 @@ class Counts:
             self.last[env] = row
         return [env for env, *_ in received]
 
-    def go_on(self, rounds: int, ids: list[int] | None = None) -> None:
-        for _ in range(rounds):
+    def step(self, times: int, ids: list[int] | None = None) -> None:
+        """Send, receive and check, each time to the environments of the last batch."""
+        for _ in range(times):
             self.envs.send([1] * self.batch, ids)
             ids = self.check(self.receive())
 
 
 @CHEAP
 @pytest.mark.parametrize("fault", ["raises", "kill"])
-def test_a_failure_is_told_and_the_others_are_kept(launch: Launch, fault: str, tmp_path: Path) -> None:
-    """``recv`` raises what the environment raised; the rows of the others are not lost with it."""
-    faulty = vandal(3, fault, {"length": 10**6}, step=2, once=tmp_path / "once")
-    counts = Counts(launch(crew(4, {3: faulty}, length=10**6), batch_size=1), batch=1)
-    pid = worker_pids(counts.envs)[3]
-    counts.envs.send([1] * 4, [0, 1, 2, 3])
+def test_recv_raises_a_failure_and_keeps_the_other_rows(launch: Launch, fault: str, tmp_path: Path) -> None:
+    faulty = faulty_env_fn(3, fault, {"length": 10**6}, step=2, once=tmp_path / "once")
+    checker = RecvChecker(launch(make_env_fns(4, {3: faulty}, length=10**6), batch_size=1), batch=1)
+    pid = worker_pids(checker.envs)[3]
+    checker.envs.send([1] * 4, [0, 1, 2, 3])
     for _ in range(4):
-        counts.check(counts.receive())
-    counts.envs.send([1] * 4, [0, 1, 2, 3])
-    seen: list[int] = []
+        checker.check(checker.receive())
+    checker.envs.send([1] * 4, [0, 1, 2, 3])
+    received: list[int] = []
 
-    def receive_until(enough: int) -> None:
-        while len(seen) < enough:
-            seen.extend(counts.check(counts.receive()))
+    def receive_until(count: int) -> None:
+        while len(received) < count:
+            received.extend(checker.check(checker.receive()))
 
     with pytest.raises((ValueError, WorkerDied)) as caught:
         receive_until(4)
     names(caught.value, env=3, worker=3, pid=pid, command="step")
     receive_until(3)
-    assert sorted(seen) == [0, 1, 2]
+    assert sorted(received) == [0, 1, 2]
     with pytest.raises(EnvFailed, match=r"\b3\b"):
-        counts.envs.send([1], [3])
-    counts.go_on(5, [1])
-    beginnings = [WitnessEnv.read(row) for row in counts.envs.reset(seed=5)[0]]
-    assert [(row["witness_id"], row["seed"], row["tick"]) for row in beginnings] == [(env, 5 + env, 0) for env in range(4)]
+        checker.envs.send([1], [3])
+    checker.step(5, [1])
+    first_rows = [WitnessEnv.read(row) for row in checker.envs.reset(seed=5)[0]]
+    assert [(row["witness_id"], row["seed"], row["tick"]) for row in first_rows] == [(env, 5 + env, 0) for env in range(4)]
 
 
 @CHEAP
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_the_last_one_in_flight_dies(launch: Launch, on_failure: str, tmp_path: Path) -> None:
-    """Nobody else owes anything: the death is the answer, and no timeout."""
-    faulty = vandal(3, Chain(Pause(0.1), "kill"), {"length": 10**6}, step=1, once=tmp_path / "once")
-    counts = Counts(launch(crew(4, {3: faulty}, length=10**6), batch_size=1, on_failure=on_failure), batch=1)
-    counts.envs.send([1], [3])
+def test_recv_reports_the_death_of_the_only_env_in_flight(launch: Launch, on_failure: str, tmp_path: Path) -> None:
+    """``recv`` must not wait for a reply that no worker is left to send."""
+    faulty = faulty_env_fn(3, Chain(Pause(0.1), "kill"), {"length": 10**6}, step=1, once=tmp_path / "once")
+    envs = launch(make_env_fns(4, {3: faulty}, length=10**6), batch_size=1, on_failure=on_failure)
+    checker = RecvChecker(envs, batch=1)
+    checker.envs.send([1], [3])
     if on_failure == "restart":
-        assert counts.check(counts.receive()) == [3]
-        assert counts.restarted == [3]
+        assert checker.check(checker.receive()) == [3]
+        assert checker.restarted == [3]
     else:
         with pytest.raises(WorkerDied, match="SIGKILL"):
-            counts.receive()
-    counts.go_on(3, [1])
+            checker.receive()
+    checker.step(3, [1])
 
 
 @pytest.mark.long
 @CHEAP
 @pytest.mark.parametrize("fault", ["raises", "segfault", "sleep"])
-def test_restarts(launch: Launch, fault: str, tmp_path: Path) -> None:
-    """The lost row comes like any other, marked; a hang counts as lost when ``step_timeout`` is over."""
-    faulty = vandal(3, fault, {"length": 10**6}, step=3, once=tmp_path / "once")
+def test_recv_returns_a_restarted_row(launch: Launch, fault: str, tmp_path: Path) -> None:
+    """A row that failed is returned like any other, marked; a hang fails after ``step_timeout``."""
+    faulty = faulty_env_fn(3, fault, {"length": 10**6}, step=3, once=tmp_path / "once")
     timeout = {"step_timeout": 1.0} if fault == "sleep" else {}
-    envs = launch(crew(4, {3: faulty}, length=10**6), batch_size=4, on_failure="restart", **timeout)
-    counts = Counts(envs, batch=4)
-    lost = []
+    envs = launch(make_env_fns(4, {3: faulty}, length=10**6), batch_size=4, on_failure="restart", **timeout)
+    checker = RecvChecker(envs, batch=4)
+    restarted = []
     ids = [0, 1, 2, 3]
     for _ in range(8):
         envs.send([1] * 4, ids)
-        ids = counts.check(counts.receive())
-        lost += counts.restarted
-    assert lost == [3]
+        ids = checker.check(checker.receive())
+        restarted += checker.restarted
+    assert restarted == [3]
     assert len(envs.errors) == 1
     if fault == "sleep":
         assert "in sleep" in report(envs.errors[0].error)
@@ -389,44 +391,44 @@ def test_restarts(launch: Launch, fault: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @CHEAP
-def test_timeout_names_who_is_late(launch: Launch) -> None:
-    """As for ``step``: where it hangs, and nothing is lost."""
-    envs = launch(crew(2, {1: vandal(1, "sleep", step=1)}), batch_size=2)
-    counts = Counts(envs, batch=2)
+def test_recv_timeout_names_the_late_worker(launch: Launch) -> None:
+    """The error contains the environment, the worker and the line at which it hangs."""
+    envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "sleep", step=1)}), batch_size=2)
+    checker = RecvChecker(envs, batch=2)
     envs.send([1, 1], [0, 1])
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(StepTimeout) as caught:
-        counts.receive(timeout=0.3)
-    assert time.monotonic() - begun < PATIENCE
+        checker.receive(timeout=0.3)
+    assert time.monotonic() - start < PATIENCE
     names(caught.value, env=1, worker=1, pid=worker_pids(envs)[1], command="recv|step")
     assert re.search("in sleep", report(caught.value))
-    begun = time.monotonic()
+    start = time.monotonic()
     envs.close(timeout=0.3)
-    assert time.monotonic() - begun < PATIENCE
+    assert time.monotonic() - start < PATIENCE
 
 
 @CHEAP
-def test_two_workers_of_two_batches(launch: Launch) -> None:
-    """Sending and receiving halves in turns, a hundred times: each half is stepped once a round."""
-    counts = Counts(launch(crew(4, length=10**6), num_workers=2, batch_size=2), batch=2)
-    halves = [[0, 1], [2, 3]]
-    for half in halves:
-        counts.envs.send([1, 1], half)
+def test_two_batches_in_flight_take_turns(launch: Launch) -> None:
+    """With two workers and two batches, every environment takes the same number of steps."""
+    checker = RecvChecker(launch(make_env_fns(4, length=10**6), num_workers=2, batch_size=2), batch=2)
+    batches = [[0, 1], [2, 3]]
+    for batch in batches:
+        checker.envs.send([1, 1], batch)
     for _ in range(100):
-        ids = counts.check(counts.receive())
-        assert sorted(ids) in halves
-        counts.envs.send([1, 1], ids)
-    for _ in halves:
-        counts.check(counts.receive())
-    steps = {env: row["steps"] for env, row in counts.last.items()}
+        ids = checker.check(checker.receive())
+        assert sorted(ids) in batches
+        checker.envs.send([1, 1], ids)
+    for _ in batches:
+        checker.check(checker.receive())
+    steps = {env: row["steps"] for env, row in checker.last.items()}
     assert sum(steps.values()) == 2 * 102
     assert steps[0] == steps[1]
     assert steps[2] == steps[3]
     assert np.min(list(steps.values())) > 0
 
 
-class Brittle(gymnasium.Env[Any, Any]):
-    """Raises at action 1."""
+class RaisingEnv(gymnasium.Env[Any, Any]):
+    """An environment that raises for action 1."""
 
     observation_space = action_space = gymnasium.spaces.Discrete(2)
 
@@ -435,17 +437,17 @@ class Brittle(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[int, float, bool, bool, dict[str, Any]]:
         if action == 1:
-            raise ValueError("not this one")
+            raise ValueError("action 1")
         return 0, 0.0, False, False, {}
 
 
 @pytest.mark.filterwarnings("ignore:.*ERROR.*:UserWarning")
 @pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 0}], ids=["one worker", "in process"])
-def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: dict[str, int]) -> None:
-    """A worker uses its outcome again as long as there is nothing in it: what was said once is not said with each answer."""
-    with started([Brittle] * 4, batch_size=1, **options) as envs:
+def test_failure_is_not_repeated_in_later_replies(options: dict[str, int]) -> None:
+    """A worker reuses the object of its reply, and must remove a failure from it."""
+    with ready_engine([RaisingEnv] * 4, batch_size=1, **options) as envs:
         envs.send([1], [0])
-        with pytest.raises(ValueError, match="not this one"):
+        with pytest.raises(ValueError, match="action 1"):
             envs.recv()
         for row in (1, 2, 3, 1):
             envs.send([0], [row])
@@ -453,8 +455,8 @@ def test_a_failure_is_told_once_and_later_answers_have_nothing_of_it(options: di
         assert len(envs.errors) == 1
 
 
-def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
-    with started([Brittle] * 4, num_workers=1) as envs:
+def test_result_of_a_call_is_not_repeated_in_later_replies() -> None:
+    with ready_engine([RaisingEnv] * 4, num_workers=1) as envs:
         assert len(envs.call("__class__")) == 4
         sent = envs.stats()["bytes_pickled"]
         for _ in range(3):
@@ -463,19 +465,19 @@ def test_an_answer_to_a_call_does_not_travel_again_with_every_step() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
-@pytest.mark.parametrize("noticed", ["by the reset", "by the way"])
-def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed: str) -> None:
-    """The neighbour's reset starts their worker anew: both environments are new then, and one of them has no episode."""
-    with started([Brittle] * 4, num_workers=2, batch_size=1) as envs:
+@pytest.mark.parametrize("detected_by", ["reset", "another row"])
+def test_each_row_of_a_dead_worker_needs_its_own_reset(detected_by: str) -> None:
+    """A reset of one row restarts the worker, but starts no episode in the other row."""
+    with ready_engine([RaisingEnv] * 4, num_workers=2, batch_size=1) as envs:
         os.kill(envs.processes[0].pid, signal.SIGKILL)
         envs.processes[0].join()
-        if noticed == "by the way":
+        if detected_by == "another row":
             while envs._pool.workers[0].death is None:
                 envs.send([0], [2])
                 envs.recv()
         else:
             envs.reset_async(env_id=[0])
-            with pytest.raises(WorkerDied):
+            with contextlib.suppress(WorkerDied):  # unless the reset itself has noticed it
                 envs.recv()
         envs.reset_async(env_id=[0])
         assert envs.recv()[4]["env_id"].tolist() == [0]
@@ -489,13 +491,14 @@ def test_a_row_that_died_with_its_neighbour_waits_for_a_reset_of_its_own(noticed
         assert envs.recv()[4]["env_id"].tolist() == [1]
 
 
-# --- rows that had failed before a call: what is asked of them, counted and recorded -----------
+# --- rows that failed before the call -----------------------------------------------------------
+
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["step", "send and recv"])
-def test_a_row_that_had_failed_before_is_rebuilt_and_not_asked(launch: Launch, by_row: bool) -> None:
-    """A row that was given up fails no second time: the next call rebuilds it, and counts the steps of the others."""
-    faulty = vandal(3, "raises", step=2)
-    envs = launch(crew(4, {3: faulty}), num_workers=2, on_failure="restart", restart_limit=0, restart_period=0.2)
+def test_failed_row_is_rebuilt_by_the_next_step(launch: Launch, by_row: bool) -> None:
+    """The row is marked as restarted, not stepped, and does not count as a second failure."""
+    faulty = faulty_env_fn(3, "raises", step=2)
+    envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure=Restart(0, 0.2))
     envs.reset(seed=7)
 
     def step() -> dict[str, np.ndarray]:
@@ -510,39 +513,107 @@ def test_a_row_that_had_failed_before_is_rebuilt_and_not_asked(launch: Launch, b
         step()
     if by_row:
         envs.recv(count=3)  # the rows of the others are kept
-    envs._driver.budget.limit = 1
-    counted, records = envs.stats()["steps"], len(envs.errors)
+    driver = envs._driver
+    getattr(driver, "restarting", driver).budget.limit = 1
+    steps_before, errors_before = envs.stats()["steps"], len(envs.errors)
     assert step()["_restarted"].tolist() == [False, False, False, True]
-    assert envs.stats()["steps"] == counted + 3
-    assert len(envs.errors) == records == 1
+    assert envs.stats()["steps"] == steps_before + 3
+    assert len(envs.errors) == errors_before == 1
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
-def test_rows_whose_worker_died_in_a_call_come_back_with_the_next_step(launch: Launch, num_workers: int) -> None:
-    """A call rebuilds nothing. The step after it has nothing to ask of these rows, and must not take that for an answer."""
-    envs = launch(crew(4), num_workers=num_workers, on_failure="restart")
-    ledger = Ledger.of(envs, seed=7)
+def test_rows_lost_in_a_call_are_rebuilt_by_the_next_step(launch: Launch, num_workers: int) -> None:
+    """``call`` rebuilds nothing, so the step has no request for these rows and must not take that for success."""
+    envs = launch(make_env_fns(4), num_workers=num_workers, on_failure="restart")
+    checker = RowChecker.start(envs, seed=7)
     with pytest.raises(WorkerDied):
-        envs.call("do", "kill", only=3)
-    answer = envs.step(ACTIONS)
+        envs.call("trigger", "kill", only=3)
+    result = envs.step(ACTIONS)
     lost = [0, 1, 2, 3] if num_workers == 1 else [2, 3]
-    assert np.flatnonzero(answer[-1]["_restarted"]).tolist() == lost
-    ledger.step(ACTIONS, answer)
-    ledger.step(ACTIONS, envs.step(ACTIONS))
+    assert np.flatnonzero(result[-1]["_restarted"]).tolist() == lost
+    checker.check_step(ACTIONS, result)
+    checker.check_step(ACTIONS, envs.step(ACTIONS))
     assert len(envs.errors) == 1
 
 
-def test_a_death_that_two_requests_tell_of_is_recorded_once(launch: Launch) -> None:
-    """A worker dies with two messages to answer: each ``recv`` says so, and the record is one."""
-    envs = launch(crew(2), num_workers=1, batch_size=1)
+def test_death_during_two_requests_is_recorded_once(launch: Launch) -> None:
+    """Each ``recv`` raises, but there is one record."""
+    envs = launch(make_env_fns(2), num_workers=1, batch_size=1)
     envs.reset(seed=7)
     (pid,) = worker_pids(envs)
     os.kill(pid, signal.SIGSTOP)
     for row in (0, 1):
         envs.send([1], [row])
     os.kill(pid, signal.SIGKILL)
-    assert not remaining([pid], 5.0)
+    assert not still_running([pid], 5.0)
     for _ in range(2):
         with pytest.raises(WorkerDied):
             envs.recv()
     assert len(envs.errors) == 1
+
+
+class NeverBegins(EchoEnv):
+    """An environment with resets that kill its process, or raise, for one seed or for all."""
+
+    def __init__(self, index: int, kind: str, seed: int | None) -> None:
+        super().__init__(index)
+        self._how, self._seed = kind, seed
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        if self._seed in (None, seed):
+            if self._how == "dies":
+                os._exit(3)
+            raise ValueError("no such level")
+        return super().reset(seed=seed, options=options)
+
+
+@CHEAP
+@pytest.mark.parametrize("kind", ["dies", "raises"])
+def test_a_reset_that_always_fails_exhausts_the_budget(launch: Launch, kind: str) -> None:
+    envs = launch([functools.partial(NeverBegins, 0, kind, None), healthy_env_fn(1)], on_failure=Restart(3))
+    with pytest.raises(RestartsExhausted, match="more than 3 restarts"):
+        envs.reset(seed=1)
+    assert envs.stats()["restarts"] == 3
+
+
+@CHEAP
+@pytest.mark.parametrize("kind", ["dies", "raises"])
+def test_a_reset_is_repeated_once_with_its_seed_and_then_with_another(launch: Launch, kind: str) -> None:
+    envs = launch([functools.partial(NeverBegins, 0, kind, 5), healthy_env_fn(1)], on_failure="restart")
+    envs.reset(seed=[5, 6])
+    assert envs.stats()["restarts"] == 2
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_reset_that_replaces_a_worker_leaves_it_no_deadline(
+    launch: Launch, on_failure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``start_timeout`` limits the start of the new process, not its later steps."""
+    slow = [faulty_env_fn(index, Pause(0.2), step=1) for index in range(2)]
+    envs = launch(slow, num_workers=2, on_failure=on_failure)
+    envs.reset(seed=1)
+    killed = worker_pids(envs)[0]
+    os.kill(killed, signal.SIGKILL)
+    while alive(killed):
+        time.sleep(0.01)
+    envs.reset(seed=2)
+    pids, now = worker_pids(envs), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 10_000)  # long after any deadline of the start
+    *_, truncations, _ = envs.step(ACTIONS[:2])
+    assert worker_pids(envs) == pids
+    assert not truncations.any()
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_log_of_a_restart_names_the_line_that_raised(
+    launch: Launch, context: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also that of an environment of the main program, which workers receive as code and not by name."""
+    program = "def fail(result):\n    raise KeyError('stone')\n"
+    main: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(program, "/somewhere/training.py", "exec"), main)
+    env_fns = [faulty_env_fn(0, main["fail"], step=1), healthy_env_fn(1)]
+    envs = launch(env_fns, num_workers=1, on_failure="restart", context=context)
+    envs.reset(seed=1)
+    envs.step(ACTIONS[:2])
+    assert "env 0: KeyError: 'stone', at training.py:2 in fail" in caplog.text

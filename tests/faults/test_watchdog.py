@@ -1,4 +1,4 @@
-"""Where no timeout is set, a request that takes very long is told of in the log, by the process that waits for it."""
+"""Without a timeout, the waiting process logs a request that takes very long."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ import numpy as np
 import pytest
 from observe import CHEAP, FAULTS, Launch, worker_pids
 
-from vecenv.engine import pool
+from vecenv.engine import watchdog
 from vecenv.errors import StepTimeout
 
 pytestmark = [*FAULTS, pytest.mark.linux]
 
 
 class Naps(gymnasium.Env[Any, Any]):
-    """Whose step sleeps for so many hundredths of a second as the action says; likewise its reset and its method."""
+    """An environment with a step, a reset and a method that sleep for ``action`` hundredths of a second."""
 
     observation_space = gymnasium.spaces.Box(0, 1, (1,))
-    action_space = gymnasium.spaces.Discrete(2)  # what is sampled is a short nap
+    action_space = gymnasium.spaces.Discrete(2)  # samples are short naps
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         super().reset(seed=seed)
@@ -43,20 +43,20 @@ class Naps(gymnasium.Env[Any, Any]):
 
 
 @pytest.fixture(autouse=True)
-def impatient() -> Iterator[None]:
-    """A minute is a second and a half, and ten minutes are three."""
-    before = list(pool._REPORT_AFTER), list(pool._LOOK_EVERY)
-    pool._REPORT_AFTER[:], pool._LOOK_EVERY[:] = [1.5, 3.0], [0.1]
+def short_delays() -> Iterator[None]:
+    """Shorten the delays of the watchdog: a minute becomes 1.5 seconds, and ten minutes 3."""
+    before = list(watchdog.REPORT_AFTER_SECONDS), list(watchdog.CHECK_INTERVAL_SECONDS)
+    watchdog.REPORT_AFTER_SECONDS[:], watchdog.CHECK_INTERVAL_SECONDS[:] = [1.5, 3.0], [0.1]
     yield
-    pool._REPORT_AFTER[:], pool._LOOK_EVERY[:] = before
+    watchdog.REPORT_AFTER_SECONDS[:], watchdog.CHECK_INTERVAL_SECONDS[:] = before
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     ours = [record for record in caplog.records if record.name == "vecenv" and record.levelno == logging.WARNING]
     return [record.getMessage() for record in ours]
 
 
-def opened(launch: Launch, count: int = 4, **how: Any) -> Any:
+def open_engine(launch: Launch, count: int = 4, **how: Any) -> Any:
     envs = launch([functools.partial(Naps) for _ in range(count)], **how)
     envs.reset(seed=1)
     return envs
@@ -66,11 +66,11 @@ PLACE = r"at test_watchdog\.py:\d+ in nap"
 
 
 @pytest.mark.long
-def test_a_step_that_takes_long_is_told_of_once_and_once_more(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """By the process that waits: with the environment, the worker, the line it is at, and what would end it."""
-    envs = opened(launch)
+def test_long_step_is_logged_twice(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """The waiting process logs environment, worker, line and the options that would end it."""
+    envs = open_engine(launch)
     envs.step([0, 0, 600, 0])
-    first, second = told(caplog)
+    first, second = log_lines(caplog)
     pid = worker_pids(envs)[2]
     form = rf"env 2 has been stepping for {{}} s, {PLACE} \(worker 2, pid {pid}\); step_timeout= ends it"
     assert re.fullmatch(form.format(r"\d"), first), first
@@ -78,23 +78,23 @@ def test_a_step_that_takes_long_is_told_of_once_and_once_more(launch: Launch, ca
     caplog.clear()
     for _ in range(20):  # many short ones are not a long one
         envs.step([20, 0, 0, 0])
-    assert not told(caplog)
+    assert not log_lines(caplog)
 
 
 @pytest.mark.long
 @CHEAP
-def test_of_a_worker_with_several_environments_all_are_named(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    envs = opened(launch, num_workers=2)
+def test_all_environments_of_a_late_worker_are_named(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    envs = open_engine(launch, num_workers=2)
     envs.step([0, 0, 250, 0])
-    (line,) = told(caplog)
-    assert re.match(rf"envs 2, 3 have been stepping for \d s, {PLACE}", line), line
+    (line,) = log_lines(caplog)
+    assert re.match(rf"env 2, of envs 2, 3, has been stepping for \d s, {PLACE}", line), line
 
 
 @pytest.mark.long
 @CHEAP
-def test_a_hang_among_first_ready_batches_is_told_of(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """Though others answer all the time, so that no wait is long."""
-    envs = opened(launch)
+def test_hang_among_first_ready_batches_is_logged(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """Other rows arrive all the time, so that no single wait is long."""
+    envs = open_engine(launch)
     envs.send([400, 1, 1, 1], range(4))
     ready: set[int] = set()
     until = time.monotonic() + 2.5
@@ -104,15 +104,15 @@ def test_a_hang_among_first_ready_batches_is_told_of(launch: Launch, caplog: pyt
         if time.monotonic() < until:
             envs.send(np.full(len(rows), 1), rows)
     assert 0 not in ready
-    assert [line for line in told(caplog) if line.startswith("env 0 has been stepping")] == told(caplog)
-    assert len(told(caplog)) == 1
+    assert [line for line in log_lines(caplog) if line.startswith("env 0 has been stepping")] == log_lines(caplog)
+    assert len(log_lines(caplog)) == 1
 
 
 @pytest.mark.long
 @CHEAP
-def test_what_was_answered_long_ago_is_not_told_of(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """The program computed meanwhile; and an answer behind that of a late worker has come all the same."""
-    envs = opened(launch)
+def test_finished_requests_are_not_logged(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """The program computed meanwhile; a reply that follows that of a late worker has arrived, too."""
+    envs = open_engine(launch)
     envs.send([30, 1, 1, 1], range(4))
     envs.recv(count=1)
     time.sleep(2.5)
@@ -120,16 +120,16 @@ def test_what_was_answered_long_ago_is_not_told_of(launch: Launch, caplog: pytes
     envs.step_async([0, 0, 0, 0])
     time.sleep(2.5)
     envs.step_wait()
-    assert not told(caplog)
+    assert not log_lines(caplog)
     envs.step([0, 0, 0, 250])
-    assert [line[:9] for line in told(caplog)] == ["env 3 has"]
+    assert [line[:9] for line in log_lines(caplog)] == ["env 3 has"]
 
 
 @pytest.mark.long
 @CHEAP
 @pytest.mark.parametrize("command", ["reset", "call", "save", "exec_func"])
-def test_other_requests_are_told_of(launch: Launch, command: str, caplog: pytest.LogCaptureFixture) -> None:
-    envs = opened(launch, 2)
+def test_other_long_requests_are_logged(launch: Launch, command: str, caplog: pytest.LogCaptureFixture) -> None:
+    envs = open_engine(launch, 2)
     if command == "reset":
         envs.reset(options={"nap": 200})
     elif command == "call":
@@ -140,7 +140,7 @@ def test_other_requests_are_told_of(launch: Launch, command: str, caplog: pytest
         os.kill(worker_pids(envs)[1], signal.SIGSTOP)
         threading.Timer(2.5, os.kill, (worker_pids(envs)[1], signal.SIGCONT)).start()
         envs.save()
-    lines = told(caplog)
+    lines = log_lines(caplog)
     words = {"reset": "resetting", "save": "busy with save"}.get(command, f"busy with {command}")
     assert lines
     assert all(f" has been {words} for " in line for line in lines), lines
@@ -154,18 +154,18 @@ def _nap(env: Any) -> None:
 
 @pytest.mark.long
 @CHEAP
-def test_with_a_step_timeout_that_is_what_tells(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    envs = opened(launch, 2, step_timeout=2.5)
+def test_step_timeout_replaces_the_log_line(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    envs = open_engine(launch, 2, step_timeout=2.5)
     with pytest.raises(StepTimeout, match="in nap"):
         envs.step([600, 0])
-    assert not told(caplog)
+    assert not log_lines(caplog)
 
 
 @pytest.mark.long
 @CHEAP
-def test_polls_are_no_wait(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
-    """But they look, now and then, and tell."""
-    envs = opened(launch, 2)
+def test_polls_are_not_waits(launch: Launch, caplog: pytest.LogCaptureFixture) -> None:
+    """But they check from time to time, and log."""
+    envs = open_engine(launch, 2)
     envs.step_async([250, 0])
     for _ in range(1000):
         try:
@@ -174,4 +174,4 @@ def test_polls_are_no_wait(launch: Launch, caplog: pytest.LogCaptureFixture) -> 
             time.sleep(0.01)
         else:
             break
-    assert [line[:25] for line in told(caplog)] == ["env 0 has been stepping f"]
+    assert [line[:25] for line in log_lines(caplog)] == ["env 0 has been stepping f"]

@@ -1,4 +1,4 @@
-"""What a newcomer gets wrong is answered by what came, what was wanted, and what to do."""
+"""Errors for common mistakes state what came, what was expected, and what to do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 from gymnasium import spaces
 
 import vecenv
+from vecenv import WorkerOptions
 from vecenv.errors import how_to_install
 
 
@@ -65,7 +66,7 @@ class Large(Plain):
 
 
 class Thing:
-    """No environment."""
+    """A class that is not an environment."""
 
 
 class Unclosed:
@@ -74,7 +75,7 @@ class Unclosed:
 
 
 class Game:
-    """As PettingZoo's: spaces are methods."""
+    """A game like PettingZoo's: spaces are methods."""
 
     possible_agents = ("left", "right")
 
@@ -93,8 +94,8 @@ ENGINES = pytest.mark.parametrize("workers", [0, 2], ids=["in process", "two wor
         (0, TypeError, "actions: got int 0, wanted 3, one per environment; nothing was sent"),
         (None, TypeError, "actions: got NoneType None, wanted 3, one per environment; nothing was sent"),
         (np.array(0.5), TypeError, "actions: got a scalar, wanted 3, one per environment; nothing was sent"),
-        (np.zeros(3, np.float32), ValueError, "actions: got shape (3,), wanted (3, 1); nothing was sent"),
-        (np.zeros((3, 2)), ValueError, "actions: got shape (3, 2), wanted (3, 1); nothing was sent"),
+        (np.zeros(3, np.float32), ValueError, "actions: got shape (3,), expected (3, 1); nothing was sent"),
+        (np.zeros((3, 2)), ValueError, "actions: got shape (3, 2), expected (3, 1); nothing was sent"),
         (np.zeros((2, 1)), ValueError, "actions: got 2, wanted 3, one per environment; nothing was sent"),
     ],
 )
@@ -104,12 +105,12 @@ def test_actions(workers: int, actions: Any, kind: type[Exception], text: str) -
         for begin in (envs.step, lambda wrong: envs.send(wrong, np.arange(3))):
             with pytest.raises(kind, match=re.escape(text)):
                 begin(actions)
-        for handed_on in ([[0.5], (0.5,), np.array([0.5])], [0.5, 0.5, 0.5]):  # lists, as Gymnasium's own tests ask
+        for handed_on in ([[0.5], (0.5,), np.array([0.5])], [0.5, 0.5, 0.5]):  # lists, as Gymnasium's own tests require
             assert envs.step(handed_on)[1].tolist() == [0.5] * 3
 
 
 class Indexed:
-    """A sequence by its items alone, which ``iter`` takes."""
+    """A sequence with ``__getitem__`` only, which ``iter`` accepts."""
 
     def __len__(self) -> int:
         return 3
@@ -119,7 +120,7 @@ class Indexed:
 
 
 @ENGINES
-def test_a_sequence_without_iter_is_taken_as_by_gymnasium(workers: int) -> None:
+def test_sequence_without_iter_is_accepted_as_by_gymnasium(workers: int) -> None:
     with contextlib.closing(vecenv.AsyncVectorEnv([Plain] * 3, num_workers=workers)) as envs:
         envs.reset()
         assert envs.step(Indexed())[1].tolist() == [0.5, 1.0, 0.25]
@@ -129,10 +130,10 @@ def test_a_sequence_without_iter_is_taken_as_by_gymnasium(workers: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "call", "text"),
     [
-        (OldReset, "reset", "env 0: reset returned one ndarray, wanted (observation, info)"),
-        (OldStep, "step", "env 0: step returned 4 values, wanted (observation, reward, terminated, truncated, info)"),
-        (NoStep, "step", "env 0: step returned one NoneType, wanted (observation, reward, terminated, truncated, info)"),
-        (OldAutoreset, "two steps", "env 0: reset returned one ndarray, wanted (observation, info)"),
+        (OldReset, "reset", "env 0: reset returned one ndarray, expected (observation, info)"),
+        (OldStep, "step", "env 0: step returned 4 values, expected (observation, reward, terminated, truncated, info)"),
+        (NoStep, "step", "env 0: step returned one NoneType, expected (observation, reward, terminated, truncated, info)"),
+        (OldAutoreset, "two steps", "env 0: reset returned one ndarray, expected (observation, info)"),
     ],
 )
 def test_returns_of_old_interfaces(workers: int, kind: Any, call: str, text: str) -> None:
@@ -148,21 +149,25 @@ def test_returns_of_old_interfaces(workers: int, kind: Any, call: str, text: str
             envs.step(np.zeros((2, 1)))
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 0}, {"dummy_env": False}, {"num_workers": "auto"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"num_workers": 0}, {"worker_options": WorkerOptions(dummy_env=False)}, {"num_workers": "auto"}],
+    ids=str,
+)
 @pytest.mark.parametrize(
     ("made", "text"),
     [
-        (Thing, "env_fns[0]() gave a Thing without reset, wanted a gymnasium.Env"),
-        (Unclosed, "env_fns[0]() gave a Unclosed without close, wanted a gymnasium.Env"),
-        (Game, "env_fns[0]() gave an environment of PettingZoo: vecenv.MultiAgentVecEnv takes these"),
+        (Thing, "env_fns[0]() returned Thing, which has no `reset`: expected a gymnasium.Env"),
+        (Unclosed, "env_fns[0]() returned Unclosed, which has no `close`: expected a gymnasium.Env"),
+        (Game, "env_fns[0]() returned a PettingZoo environment: use vecenv.MultiAgentVecEnv instead"),
     ],
 )
-def test_what_is_no_environment(made: Any, text: str, options: dict[str, Any]) -> None:
+def test_non_environments_are_refused(made: Any, text: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=re.escape(text)):
         vecenv.AsyncVectorEnv([made] * 2, **options)
 
 
-def test_a_class_that_only_looks_like_an_environment_is_one() -> None:
+def test_duck_typed_environment_is_accepted() -> None:
     class Duck:
         observation_space, action_space, metadata, render_mode, spec = (
             Plain.observation_space,
@@ -188,7 +193,7 @@ def test_a_class_that_only_looks_like_an_environment_is_one() -> None:
 def test_spaces_that_no_mode_can_batch(workers: int) -> None:
     with pytest.raises(RuntimeError, match="Their shapes or dtypes differ: no mode can batch these") as caught:
         vecenv.AsyncVectorEnv([Plain, Wide], num_workers=workers)
-    assert "observation_mode='different'" not in str(caught.value)  # advice that fails, too
+    assert "observation_mode='different'" not in str(caught.value)  # another advice that would fail, too
     with pytest.raises(RuntimeError, match="If this is intentional, use `observation_mode='different'` instead"):
         vecenv.AsyncVectorEnv([Plain, Large], num_workers=workers)
     with pytest.raises(ValueError, match="the observation spaces of these environments cannot be batched: "):
@@ -199,8 +204,7 @@ def test_an_extra_is_installed_from_the_checkout_first() -> None:
     assert how_to_install("ray").startswith("pip install -e '.[ray]' in a checkout")
 
 
-@pytest.mark.parametrize("env_id", ["ALE/Nosuch-v5", "NosuchNoFrameskip-v4"])
-@pytest.mark.parametrize("installed", [True, False])
+@pytest.mark.parametrize(("env_id", "installed"), [("ALE/Nosuch-v5", True), ("NosuchNoFrameskip-v4", False)])
 def test_ids_of_atari(env_id: str, installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     stand_in: Callable[..., Any] = lambda name, *rest: (  # noqa: E731
@@ -223,7 +227,7 @@ def test_names_of_other_libraries_and_swapped_arguments() -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 15), reason="no EnvPool")
-def test_envpool_names_what_is_like_a_name_and_nothing_else() -> None:
+def test_envpool_suggests_only_similar_names() -> None:
     pytest.importorskip("envpool")
     with pytest.raises(gym.error.UnregisteredEnv, match=r"no task 'Foo-v1': see EnvPoolVectorEnv.task_ids"):
         vecenv.make_vec("Foo-v1", 2, "envpool")

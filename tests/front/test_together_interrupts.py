@@ -1,4 +1,4 @@
-"""Engines whose environments step together: an exception loses no answer, wherever it falls in the front or the driver."""
+"""Backends that step all environments together: an interrupted call is pending, not submitted, or needs a reset."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from double import DoubleVectorEnv
+from gymnasium.error import ResetNeeded
+from interrupted_calls import pythons_own_ctrl_c
 from interruption import Interruption, Stopped, moments
-from witnesses import pythons_own_ctrl_c
 
 import vecenv
 from vecenv.testing import assert_identical
@@ -21,7 +22,7 @@ WITHIN = str(Path(vecenv.__file__).parent / "front"), str(Path(__file__).parents
 ROWS = 3
 
 CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
-    # the whole call, and what gives its answer where it is pending
+    # the whole call, and the call that returns its result while it is pending
     "reset": (lambda envs, arg: envs.reset(seed=int(arg.sum())), "reset_wait"),
     "step": (lambda envs, arg: envs.step(arg), "step_wait"),
     "send": (lambda envs, arg: envs.send(arg), "recv"),
@@ -38,35 +39,56 @@ def ctrl_c() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["line", "call", "opcode"])
 @pytest.mark.parametrize("name", CALLS)
-def test_the_call_was_not_made_or_its_answer_is_pending(name: str, kind: str) -> None:
+def test_interrupted_call_is_pending_or_not_submitted_or_needs_a_reset(name: str, kind: str) -> None:
     whole, wait = CALLS[name]
-    chance = random.Random(4)
-    envs, same = DoubleVectorEnv(ROWS), DoubleVectorEnv(ROWS)
-    for each in (envs, same):
+    rng = random.Random(4)
+    envs, reference = DoubleVectorEnv(ROWS), DoubleVectorEnv(ROWS)
+    for each in (envs, reference):
         each.reset(seed=1)
+    lost = made = 0
     for interruption in moments(kind, within=WITHIN):
-        action = np.array([chance.randrange(5), 4, chance.randrange(5)])
-        wanted = whole(same, action)
+        action = np.array([rng.randrange(5), 4, rng.randrange(5)])
+        wanted = whole(reference, action)
         if name == "send":
-            wanted = same.recv()
+            wanted = reference.recv()
         found = None
         with interruption:
             found = whole(envs, action)
         assert not interruption.swallowed, f"{interruption} was swallowed"
-        again = Interruption(kind, chance.randrange(60), Stopped, WITHIN)
-        while found is None:
-            pending = envs.stats()["in_flight"] > 0
-            with again:
-                if not pending:
-                    found = whole(envs, action)
-                    if name == "send":
-                        found = None
-                else:
-                    found = getattr(envs, wait)()
-            again = Interruption(kind, 10**9, Stopped, WITHIN)
-        assert_identical(found, wanted, f"after {interruption}")
-        for each in (envs, same):
+        second = again = Interruption(kind, rng.randrange(60), Stopped, WITHIN)
+        try:
+            while found is None:
+                pending = envs.stats()["in_flight"] > 0
+                with again:
+                    if not pending:
+                        found = whole(envs, action)
+                        if name == "send":
+                            found = None
+                    else:
+                        found = getattr(envs, wait)()
+                again = Interruption(kind, 10**9, Stopped, WITHIN)
+            assert_identical(found, wanted, f"after {interruption}")
+        except ResetNeeded:
+            assert interruption.fired or second.fired
+            lost += 1
+            assert_identical(envs.reset(seed=5), reference.reset(seed=5), f"the reset after {interruption}")
+        for each in (envs, reference):
             assert each.stats()["in_flight"] == 0
-        assert_identical(envs.step(action), same.step(action), f"the step after {interruption}")
-    assert envs.stats()["steps"] == same.stats()["steps"]
-    assert envs.stats()["resets"] == same.stats()["resets"]
+        assert_identical(envs.step(action), reference.step(action), f"the step after {interruption}")
+        made += 1
+    assert lost < made / 2
+    steps, resets = ([each.stats()[key] for each in (envs, reference)] for key in ("steps", "resets"))
+    if not lost:
+        assert steps[0] == steps[1]
+        # a reset that drops the result of an interrupted one counts too
+        assert resets[0] == resets[1] or (name == "reset" and resets[0] > resets[1])
+
+
+def test_reset_after_an_interrupted_change_leaves_nothing_pending() -> None:
+    envs = DoubleVectorEnv(ROWS)
+    envs.reset(seed=1)
+    envs._driver.state.changing = True  # as an exception in the middle of `finish` leaves it
+    with pytest.raises(ResetNeeded):
+        envs.step(np.ones(ROWS, np.int64))
+    envs.reset(seed=1)
+    assert envs.step(np.ones(ROWS, np.int64))[1].tolist() == [1.0] * ROWS

@@ -1,7 +1,7 @@
-"""Run by test_bridge_deadlock.py in a process of its own: ``threads``, bytes of the action, transport.
+"""A program of test_bridge_deadlock.py: ``threads``, bytes of the action.
 
-Each thread runs a program of eight steps whose inputs are not ready when it starts, so that XLA runs it, and the host calls
-in it, on its own threads, of which there are as many as cores.
+Each thread runs a program of eight steps with inputs that are not ready when it starts, so that XLA runs it, and its host
+calls, on its own threads, of which there are as many as cores.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import gymnasium as gym
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bridge_envs import Logged
+from bridge_envs import CallLog
 
 import vecenv.jax as vj
 
 
-def main(threads: int, size: int, transport: str) -> None:
+def main(threads: int, size: int) -> None:
     threading.Thread(target=give_up, daemon=True).start()
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
         try:
-            steps(number, size, transport)
+            steps(number, size)
         except BaseException as error:
             failures.append(error)
             raise
@@ -41,9 +41,9 @@ def main(threads: int, size: int, transport: str) -> None:
 
 
 def give_up() -> None:
-    """End a process that makes no progress, and say whether it hangs or was never given the processor.
+    """End a process that makes no progress, and report whether it hangs or got no processor time.
 
-    What hangs uses none. A machine with too much else to do can stop this process for as long, while it compiles, say.
+    A process that hangs uses none. A busy machine can stop this process for as long, for example while it compiles.
     """
     began, used = time.monotonic(), time.process_time()
     while time.monotonic() - began < 240:
@@ -53,12 +53,12 @@ def give_up() -> None:
     os._exit(1)
 
 
-def steps(number: int, size: int, transport: str) -> None:
-    envs = Logged(2)
+def steps(number: int, size: int) -> None:
+    envs = CallLog(2)
     width = size // 8  # two rows of float32
     envs.single_action_space = gym.spaces.Box(-np.inf, np.inf, (width,), np.float32)
     envs.action_space = gym.spaces.Box(-np.inf, np.inf, (2, width), np.float32)
-    with vj.bridge(envs, transport=transport) as env:
+    with vj.bridge(envs) as env:
         state = env.reset(jax.random.key(number))
         slow = jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: y @ x / 300.0, x))
 
@@ -69,10 +69,10 @@ def steps(number: int, size: int, transport: str) -> None:
 
         for _ in range(3):
             state = program(state, slow(jnp.ones((300, 300))))
-            jax.block_until_ready(slow(jnp.ones((300, 300))))  # something else in between
+            jax.block_until_ready(slow(jnp.ones((300, 300))))  # some other work in between
         assert jax.block_until_ready(state).steps.tolist() == [24, 24]
         assert envs.calls == "R" + 24 * "S"
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -28,7 +28,7 @@ SPACES: dict[str, Callable[[], spaces.Space[Any]]] = {
 
 
 def leaves(value: Any) -> list[Any]:
-    """The arrays of a nested observation or action, dicts in the order of their sorted keys."""
+    """Return the arrays of a nested observation or action, dicts in the order of their sorted keys."""
     if isinstance(value, dict):
         return [leaf for key in sorted(value) for leaf in leaves(value[key])]
     if isinstance(value, tuple):
@@ -37,9 +37,9 @@ def leaves(value: Any) -> list[Any]:
 
 
 class Track(gym.Env[Any, Any]):
-    """Random observations of any space, rewards that depend on the action, episodes of 3 to 6 steps, infos now and then.
+    """An environment with random observations of any space, episodes of 3 to 6 steps, and occasional infos.
 
-    Everything is decided by the seed. An episode ends terminated, truncated, or both.
+    The seed decides everything, and rewards depend on the action. An episode ends terminated, truncated, or both.
     """
 
     def __init__(self, observation: str = "box", action: str = "discrete") -> None:
@@ -71,7 +71,7 @@ def tracks(count: int, observation: str = "box", action: str = "discrete") -> li
 
 
 class Faulty(Track):
-    """Fails in its third step, if it is number ``which``."""
+    """An environment that fails in its third step if its number is ``which``."""
 
     def __init__(self, fault: str, index: int, which: int = 1) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ def faulty(fault: str, count: int = 2) -> list[Callable[[], Faulty]]:
     return [lambda i=i: Faulty(fault, i) for i in range(count)]
 
 
-class Logged(VectorEnv[Any, Any, Any]):
-    """Writes down what was called, and answers with the number of the call. Nothing ends unless ``episode`` says when."""
+class CallLog(VectorEnv[Any, Any, Any]):
+    """A vector environment that logs its calls; its observations are their numbers. Only ``episode`` ends episodes."""
 
     def __init__(self, num_envs: int = 2, size: int = 1, episode: int = 0) -> None:
         self.num_envs = num_envs
@@ -113,7 +113,7 @@ class Logged(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
         self.log: list[str] = []
-        self.observations = np.zeros((num_envs, size), np.float32)  # one buffer, handed out every time
+        self.observations = np.zeros((num_envs, size), np.float32)  # one buffer, returned every time
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         self.log.append("R")
@@ -128,5 +128,5 @@ class Logged(VectorEnv[Any, Any, Any]):
 
     @property
     def calls(self) -> str:
-        """As ``"RSSR"``."""
+        """The calls as a string like ``"RSSR"``."""
         return "".join(self.log)

@@ -1,4 +1,4 @@
-"""Skip the whole folder, with a word, where JAX is missing; keep compiled programs on disk from one run to the next."""
+"""Skips the whole folder, with a reason, without JAX, and keeps compiled programs on disk from one run to the next."""
 
 from __future__ import annotations
 
@@ -9,34 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling import sample_parameter
 
-# Asked of jaxlib: this very folder could pass for a package called jax.
+# jaxlib, because this very folder could pass for a package called jax
 HAS_JAX = importlib.util.find_spec("jaxlib") is not None
 
 if HAS_JAX:
     import jax
 
-    # Physics programs take seconds to compile, and are the same in every run.
+    # physics programs take seconds to compile, and are the same in every run
     _CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(Path(tempfile.gettempdir()) / "vecenv-test-jax-cache"))
     jax.config.update("jax_compilation_cache_dir", _CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-HERE = Path(__file__).parent
-TRANSPORT_MATTERS = ("test_bridge_call_log.py", "test_bridge_faults.py")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two files have the transports as their subject. Elsewhere one for each case will do; compiling takes seconds."""
-    here = [item for item in items if item.path.parent == HERE]
-    sample_parameter([item for item in here if item.path.name in TRANSPORT_MATTERS], "transport")
-    sample_parameter([item for item in here if item.path.name not in TRANSPORT_MATTERS], "transport", all_values=False)
-
-
 class WithoutJax(pytest.Module):
-    """A test module that is not even imported."""
+    """A test module that is not imported."""
 
     def collect(self) -> Any:
         pytest.skip("needs JAX: pip install 'vecenv[jax]'", allow_module_level=True)
@@ -46,15 +33,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: Any) -> Any:
     return None if HAS_JAX else WithoutJax.from_parent(parent, path=module_path)
 
 
-@pytest.fixture(params=["primitive", "io_callback"])
-def transport(request: pytest.FixtureRequest) -> str:
-    """How compiled programs call the host."""
-    return str(request.param)
-
-
 @pytest.fixture(scope="session")
 def pendulum() -> Any:
-    """Brax's inverted_pendulum on the spring backend, adapted: the cheapest real physics."""
+    """Build Brax's inverted_pendulum on the spring backend, adapted: the cheapest real physics."""
     pytest.importorskip("brax", reason="needs Brax: pip install 'vecenv[brax]'")
     from vecenv.jax import adapt
 
@@ -81,10 +62,10 @@ def counters() -> Any:
 
 @pytest.fixture(scope="session")
 def asymmetric() -> Any:
-    """A Playground environment with dict observations.
+    """Build a Playground environment with dict observations.
 
     Those that come with Playground need model files from elsewhere, so this is its cart-pole with an observation for the
-    actor and one for the critic, in the form that Playground's locomotion environments use.
+    actor and one for the critic, in the form of Playground's locomotion environments.
     """
     playground = pytest.importorskip("mujoco_playground", reason="needs MuJoCo Playground")
     env = playground.registry.load("CartpoleBalance", config_overrides={"impl": "jax"})

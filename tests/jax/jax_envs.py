@@ -1,4 +1,4 @@
-"""Small JAX environments whose every number is known, and stand-ins with the interfaces of other libraries."""
+"""Small JAX environments with known numbers, and stand-ins with the interfaces of other libraries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vecenv.jax import GymEnv
+from vecenv.jax import adapt
+from vecenv.jax.env import Fixed
+from vecenv.jax.interop import keys_from, to_numpy
 
 
 class Counter:
-    """Starts at a random place in [0, 1); adds its action, pays what it stands at, and ends beyond 3.
+    """An environment that starts in [0, 1) and adds its action; the reward is its place, and it ends beyond 3.
 
     The observation is ``{"place": float32[2], "step": int32}``: the place twice, and the number of steps taken. Each step
     adds noise below 0.01 from its key, so that keys show.
@@ -44,7 +46,7 @@ class Counter:
 
 
 class Flat(Counter):
-    """A :class:`Counter` that observes an array, as trainers want it, and pays 1 a step."""
+    """A :class:`Counter` with array observations, as trainers need them, and reward 1 per step."""
 
     name = "Flat"
     single_observation_space = gym.spaces.Box(-np.inf, np.inf, (2,), np.float32)
@@ -58,7 +60,7 @@ class Flat(Counter):
 
 
 class Switch:
-    """Discrete actions and observations: the observation is the last action; action 2 ends the episode."""
+    """An environment with discrete actions and observations: the last action is observed; action 2 ends the episode."""
 
     name = "Switch"
     differentiable = "none"
@@ -74,8 +76,94 @@ class Switch:
         return action, action, 1.0, action == 2, False, {}
 
 
+class GymEnv(gym.Env[Any, Any]):
+    """A ``gymnasium.Env`` over a JAX-native environment: the reference for ``JaxVectorEnv``.
+
+    Args:
+        env: Anything :func:`~vecenv.jax.adapt` takes.
+        max_episode_steps: As for :class:`~vecenv.jax.FunctionalVectorEnv`.
+        lanes: Width of the compiled batch, of which this environment is every row. XLA rounds differently in programs of
+            different width (ant: 3e-5 after 40 steps against no batch at all); for results equal bit for bit to an n-row
+            vector, use n lanes.
+        render_mode: ``"rgb_array"`` or ``None``.
+
+    Raises:
+        Exception: As :func:`~vecenv.jax.adapt`.
+    """
+
+    def __init__(
+        self, env: Any, max_episode_steps: int | None = None, lanes: int = 1, render_mode: str | None = None
+    ) -> None:
+        adapted = adapt(env, max_episode_steps=max_episode_steps)
+        self.single_env = Fixed(adapted)
+        self.max_episode_steps = adapted.max_episode_steps
+        self.observation_space = adapted.single_observation_space
+        self.action_space = adapted.single_action_space
+        self.render_mode = render_mode
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": getattr(adapted, "frames_per_second", 0) or 30}
+        self.lanes = lanes
+        self._init = jax.jit(jax.vmap(lambda key: self.single_env.init(jax.random.fold_in(key, 0))))
+        self._step = jax.jit(jax.vmap(lambda s, a, key, t: self.single_env.step(s, a, jax.random.fold_in(key, t))))
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._key: Any = None
+        self._state: Any = None
+        self._episode = self._steps = 0
+
+    def twin(self) -> GymEnv:
+        """Return another environment that shares the compiled functions with this one: ``SyncVectorEnv([env.twin] * n)``."""
+        twin = object.__new__(GymEnv)
+        twin.__dict__.update(self.__dict__)
+        twin._begin_anew()
+        return twin
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode: the first of ``seed``, or the next of the current stream."""
+        super().reset(seed=seed)
+        if seed is None and self._key is not None:
+            self._episode += 1
+        else:
+            self._key, self._episode = keys_from(seed, 1)[0], 0
+        self._steps = 0
+        self._state, obs = self._init(self._wide(self._episode_key()))
+        return to_numpy(self.observation_space, _first(obs)), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Step the environment.
+
+        Raises:
+            gymnasium.error.ResetNeeded: Before the first ``reset``.
+        """
+        if self._state is None:
+            raise gym.error.ResetNeeded("Call reset before step.")
+        self._steps += 1
+        self._state, *out = self._step(
+            self._state, self._wide(action), self._wide(self._episode_key()), self._wide(np.int32(self._steps))
+        )
+        obs, reward, terminated, truncated, info = _first(out)
+        limit = self.max_episode_steps
+        cut = bool(truncated) or (limit is not None and self._steps >= limit)
+        return to_numpy(self.observation_space, obs), float(reward), bool(terminated), cut, jax.tree.map(np.asarray, info)
+
+    def render(self) -> Any:
+        """Return the current frame, ``uint8[height, width, 3]``, or ``None`` without a ``render_mode``."""
+        return None if self.render_mode is None else self.single_env.render(jax.tree.map(lambda leaf: leaf[0], self._state))
+
+    def _episode_key(self) -> Any:
+        return jax.random.fold_in(self._key, self._episode)
+
+    def _wide(self, tree: Any) -> Any:
+        """Repeat a tree in ``lanes`` rows. Outside of the compiled function, because XLA would compute one row only."""
+        return jax.tree.map(lambda x: np.repeat(np.asarray(x)[None], self.lanes, 0), tree)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[0], tree)
+
+
 def sync(env: GymEnv, num_envs: int, **options: Any) -> gym.vector.SyncVectorEnv:
-    """Gymnasium's own vector over single environments that share their compiled functions."""
+    """Build Gymnasium's own vector over single environments that share their compiled functions."""
     return gym.vector.SyncVectorEnv([env.twin] * num_envs, **options)
 
 
@@ -87,14 +175,14 @@ class _Params(NamedTuple):
 
 
 class Discrete:
-    """Named as gymnax's class is; adapters go by the name."""
+    """A space with the name of gymnax's class, by which adapters recognize it."""
 
     def __init__(self, n: int) -> None:
         self.n = n
 
 
 class Box:
-    """As :class:`Discrete`."""
+    """A space with the name of gymnax's class, like :class:`Discrete`."""
 
     def __init__(self, low: float, high: float, shape: tuple[int, ...], dtype: Any = jnp.float32) -> None:
         self.low, self.high, self.shape, self.dtype = low, high, shape, dtype
@@ -106,7 +194,7 @@ class _GymnaxState(NamedTuple):
 
 
 class Gymnax:
-    """The interface of gymnax: the time limit is asked for separately."""
+    """A stand-in with the interface of gymnax: the time limit is a separate method."""
 
     name = "Gymnax"
     default_params = _Params()
@@ -154,7 +242,9 @@ class _TimeStep(NamedTuple):
 
 
 class Jumanji:
-    """The interface of jumanji: named-tuple observations, and a ``last`` that is truncation where the discount is 1."""
+    """A stand-in with the interface of jumanji: named-tuple observations, and a ``last`` that is truncation if the discount
+    is 1.
+    """
 
     observation_spec = _Spec(
         _specs={

@@ -1,8 +1,8 @@
-"""What the host really executes, one test for each way in which JAX may drop, merge, hoist, repeat or reorder a callback."""
+"""The host calls of compiled programs, with a test for each way in which JAX may drop, merge, hoist, repeat or reorder them.
+"""
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,20 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_envs import Logged
+from bridge_envs import CallLog
 from jax.random import key as new_key
 
 import vecenv.jax as vj
 from vecenv.errors import StaleStateError
-from vecenv.jax import bridging
-from vecenv.jax.bridging import host_call, primitive_problem
+from vecenv.jax.bridging import host_call
 
 ACTION = np.zeros((2, 1), np.float32)
 
 
 @pytest.fixture
-def env(transport: str) -> Iterator[vj.Bridge]:
-    with vj.bridge(Logged(), transport=transport) as env:
+def env() -> Iterator[vj.Bridge]:
+    with vj.bridge(CallLog()) as env:
         yield env
 
 
@@ -34,69 +33,14 @@ def calls(env: vj.Bridge) -> str:
     return str(env.envs.calls)
 
 
-def test_the_fast_transport_passes_its_self_test() -> None:
-    assert primitive_problem("cpu") is None
-    with vj.bridge(Logged()) as env:
-        assert env.transport == "primitive"
-
-
-def test_the_fast_transport_is_left_alone_where_its_self_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vecenv.jax.bridging.primitive_problem", lambda platform: "a test says so")
-    with vj.bridge(Logged()) as env:
-        assert env.transport == "io_callback"
-    with pytest.raises(RuntimeError, match="a test says so"):
-        vj.bridge(Logged(), transport="primitive")
-
-
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The parts of JAX that are not public are looked for again, and once more after the test."""
-    def forget() -> None:
-        bridging.private_parts.cache_clear()
-        bridging._primitive.cache_clear()
-        bridging.primitive_problem.cache_clear()
-
-    forget()
-    yield
-    monkeypatch.undo()
-    forget()
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "instead"),
-    [
-        ("jax._src.callback", "_callback_op_sharding", None),
-        ("jax._src.callback", "_callback_op_sharding", lambda axis_context: None),
-        ("jax.interpreters.mlir", "emit_python_callback", None),
-        ("jax.interpreters.mlir", "emit_python_callback", lambda ctx, callback: None),
-        ("jax.interpreters.mlir", "TokenSet", None),
-    ],
-    ids=["gone", "changed", "emit gone", "emit changed", "tokens gone"],
-)
-def test_a_private_part_of_jax_that_is_gone_is_told_with_the_versions(
-    anew: None, monkeypatch: pytest.MonkeyPatch, module: str, name: str, instead: Any
-) -> None:
-    place = importlib.import_module(module)
-    if instead is None:
-        monkeypatch.delattr(place, name)
-    else:
-        monkeypatch.setattr(place, name, instead)
-    versions = rf"jax {re.escape(jax.__version__)} with jaxlib .* tested with jax [\d.]+"
-    with pytest.raises(ImportError, match=versions):
-        bridging.private_parts()
-    assert bridging.choose_transport("auto") == "io_callback"
-    with pytest.raises(RuntimeError, match=versions):
-        bridging.choose_transport("primitive")
-
-
-def test_private_parts_of_jax_are_named_in_one_module() -> None:
+def test_bridge_uses_no_private_part_of_jax() -> None:
     package = Path(vj.__file__).parent.parent
     named = [
         file.name
         for file in package.rglob("*.py")
         if re.search(r"jax\._src|DO_NOT_USE|\b(jax|jnp|dtype)\._[a-z]", file.read_text())
     ]
-    assert named == ["bridging.py"]
+    assert not named
 
 
 @pytest.mark.long
@@ -117,10 +61,8 @@ def test_without_compilation_every_call_is_made_once_and_in_order(env: vj.Bridge
 
 
 @pytest.mark.long
-def test_the_fast_transport_is_chosen_without_compilation_too() -> None:
-    bridging.primitive_problem.cache_clear()
-    with jax.disable_jit(), vj.bridge(Logged()) as env:
-        assert env.transport == "primitive"
+def test_a_used_state_is_refused_without_compilation_too() -> None:
+    with jax.disable_jit(), vj.bridge(CallLog()) as env:
         state = env.reset(new_key(0))
         env.step(state, ACTION)
         with pytest.raises(StaleStateError):
@@ -159,7 +101,7 @@ def looped(env: vj.Bridge, state: Any) -> Any:
 
 
 def returns(env: vj.Bridge, state: Any) -> Any:
-    """Two rows of rewards 2, 3, 4, 5, and the gradient of their sum by a weight that is no part of the actions."""
+    """Return two rows of rewards 2, 3, 4, 5, and the gradient of their sum by a weight that is not part of the actions."""
 
     def total(weight: Any) -> Any:
         action = jax.lax.stop_gradient(jnp.full((2, 1), weight))
@@ -183,7 +125,7 @@ def mapped(env: vj.Bridge, state: Any) -> Any:
 
 
 PROGRAMS: dict[str, tuple[Any, str, Any]] = {
-    # what JAX might do to it: the program, the calls after the reset, what it gives
+    # possible transformations by JAX: the program, the calls after the reset, the results
     "a step whose results are unused": (lambda env, state: (env.step(state, ACTION), 0)[1], "S", 0),
     "a step of which only the count is read": (lambda env, state: env.step(state, ACTION).steps, "S", [1, 1]),
     "a reset whose observations are unused": (lambda env, state: env.reset(new_key(0)).steps, "R", [0, 0]),
@@ -249,8 +191,8 @@ def test_a_mapped_condition_around_a_step_is_refused(env: vj.Bridge, loop: str) 
     assert calls(env) == "R"
 
 
-def test_large_arguments_arrive_whole(transport: str) -> None:
-    """Also where they are cut into pieces, beyond 32 KiB."""
+def test_large_arguments_are_complete() -> None:
+    """Arguments beyond 32 KiB, which are split into pieces, are covered, too."""
     arrived: list[Any] = []
 
     def keep(*arrays: Any) -> list[Any]:
@@ -259,13 +201,13 @@ def test_large_arguments_arrive_whole(transport: str) -> None:
 
     large, small = np.arange(40_000, dtype=np.float32).reshape(2, 20_000), np.arange(3)
     result: Any = jax.ShapeDtypeStruct((), np.float32)
-    jax.block_until_ready(jax.jit(lambda *arrays: host_call(keep, [result], arrays, transport))(large, small))
+    jax.block_until_ready(jax.jit(lambda *arrays: host_call(keep, [result], arrays))(large, small))
     np.testing.assert_array_equal(arrived[0], large)
     np.testing.assert_array_equal(arrived[1], small)
 
 
 @pytest.mark.long
-def test_what_environments_hand_out_is_copied(env: vj.Bridge) -> None:
+def test_results_of_environments_are_copied(env: vj.Bridge) -> None:
     """The vector env writes into the same array every time."""
     one = env.reset(new_key(0))
     two = env.step(one, ACTION)
@@ -274,8 +216,8 @@ def test_what_environments_hand_out_is_copied(env: vj.Bridge) -> None:
 
 
 @pytest.mark.long
-def test_a_sharded_program_makes_every_step_once(transport: str) -> None:
-    with vj.bridge(Logged(), transport=transport) as env:
+def test_sharded_program_makes_every_step_once() -> None:
+    with vj.bridge(CallLog()) as env:
         devices = jax.devices()
         mesh = jax.sharding.Mesh(devices, ("rows",))
         action = jax.device_put(jnp.zeros((2, 1)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))

@@ -1,4 +1,4 @@
-"""The bridge asks a vector env what it can do, by its capabilities, and uses no more than that."""
+"""The bridge uses the features that a vector env's capabilities announce, and no others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_envs import Logged, faulty, tracks
+from bridge_envs import CallLog, faulty, tracks
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
 import vecenv
@@ -20,8 +20,8 @@ from vecenv.jax.host import Requests
 SEED = 0
 
 
-class Engine(Logged):
-    """An engine of another library, which says what it can do; rows are sent and received."""
+class Engine(CallLog):
+    """An engine of another library, with given capabilities; rows are sent and received."""
 
     def __init__(self, capabilities: Capabilities | None, mode: AutoresetMode = AutoresetMode.DISABLED) -> None:
         super().__init__(3)
@@ -35,13 +35,13 @@ class Engine(Logged):
         return super().reset(seed=seed, options=options)
 
     def reset_async(self, seed: Any = None, options: Any = None) -> None:
-        self.answer: Any = self.reset(seed=seed, options=options)
+        self.result: Any = self.reset(seed=seed, options=options)
 
     def step_async(self, actions: Any) -> None:
-        self.answer = self.step(actions)
+        self.result = self.step(actions)
 
     def step_wait(self, timeout: float | None = None) -> Any:
-        return self.answer
+        return self.result
 
     reset_wait = step_wait
 
@@ -66,7 +66,7 @@ class Engine(Logged):
     ],
     ids=str,
 )
-def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capabilities | None, log: list[str]) -> None:
+def test_some_rows_are_sent_only_to_capable_engines(capabilities: Capabilities | None, log: list[str]) -> None:
     envs = Engine(capabilities)
     requests = Requests(envs, 1.0)
     rows = np.array([0, 2])
@@ -78,7 +78,7 @@ def test_some_rows_are_sent_only_to_engines_that_say_they_can(capabilities: Capa
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_engines_that_cannot_seed_some_rows_are_not_given_seeds_for_them(wrapped: bool) -> None:
+def test_engines_that_cannot_seed_rows_get_no_seeds(wrapped: bool) -> None:
     engine = Engine(Capabilities("theirs", masked_seeds=False))
     with vj.bridge(VectorWrapper(engine) if wrapped else engine) as env:
         env.reset_mask(env.reset(jax.random.key(SEED)), jnp.array([True, False, False]), jax.random.key(SEED))
@@ -86,7 +86,7 @@ def test_engines_that_cannot_seed_some_rows_are_not_given_seeds_for_them(wrapped
     assert engine.seeds[1:] == [None]
 
 
-def test_engines_that_say_they_run_jax_are_refused() -> None:
+def test_engines_with_the_runs_jax_capability_are_refused() -> None:
     can = Capabilities("theirs", in_this_process=True, runs_jax=True)
     for envs in (Engine(can), VectorWrapper(Engine(can))):
         with pytest.raises(ValueError, match=r"Engine runs JAX in this process.*FunctionalVectorEnv"):
@@ -94,7 +94,7 @@ def test_engines_that_say_they_run_jax_are_refused() -> None:
 
 
 class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
-    """Refuses an assignment of its batch size."""
+    """A wrapper with a batch size that must not be assigned."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         assert name != "batch_size" or "batch_size" not in self.__dict__
@@ -103,7 +103,7 @@ class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
 
 @pytest.mark.long
 @pytest.mark.parametrize("batch_size", [None, 2])
-def test_only_rows_whose_episodes_go_on_are_stepped_whatever_the_batch_size(batch_size: int | None) -> None:
+def test_only_unfinished_rows_are_stepped(batch_size: int | None) -> None:
     envs = Fixed(tracks(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
     with vj.bridge(envs) as env:
         state, done, stepped = env.reset(jax.random.key(SEED)), np.zeros(4, bool), 0
@@ -120,8 +120,8 @@ def test_only_rows_whose_episodes_go_on_are_stepped_whatever_the_batch_size(batc
     ("mode", "engines", "given"),
     [("Disabled", 0.3, {}), ("NextStep", 0.3, {}), ("NextStep", 200, {"timeout": 0.3}), ("Disabled", 200, {"timeout": 0.3})],
 )
-def test_a_step_hangs_after_the_timeout_that_is_given_or_else_the_engines(mode: str, engines: Any, given: Any) -> None:
-    """In a step, and in the reset after it, which waits once more for what is still pending."""
+def test_timeout_is_the_given_one_or_the_engines(mode: str, engines: Any, given: Any) -> None:
+    """This holds in a step, and in the reset after it, which waits once more for the pending step."""
     fns = faulty("stuck")
     hang = vecenv.AsyncVectorEnv(fns, num_workers=2, context="forkserver", autoreset_mode=mode, step_timeout=engines)
     with vj.bridge(hang, **given) as env:
@@ -135,7 +135,7 @@ def test_a_step_hangs_after_the_timeout_that_is_given_or_else_the_engines(mode: 
 
 
 @pytest.mark.long
-def test_what_hangs_is_restarted_where_the_engine_does_so() -> None:
+def test_hanging_row_is_restarted_by_the_engine() -> None:
     envs = vecenv.AsyncVectorEnv(
         faulty("stuck"), num_workers=2, context="forkserver", on_failure="restart", step_timeout=5.0
     )

@@ -1,4 +1,4 @@
-"""What goes wrong in an environment or in a program arrives as itself, and the process goes on."""
+"""Errors of environments and of programs are raised unchanged, and the process continues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from bridge_envs import Logged, faulty, tracks
+from bridge_envs import CallLog, faulty, tracks
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
@@ -43,8 +43,8 @@ def no_log_of_failed_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def logged(transport: str) -> Iterator[vj.Bridge]:
-    with vj.bridge(Logged(), transport=transport) as env:
+def call_log() -> Iterator[vj.Bridge]:
+    with vj.bridge(CallLog()) as env:
         yield env
 
 
@@ -53,12 +53,12 @@ def workers(fns: Any, **options: Any) -> vecenv.AsyncVectorEnv:
 
 
 def five(env: vj.Bridge) -> Any:
-    """A compiled program of five steps."""
+    """Return a compiled program of five steps."""
     action = jnp.zeros(env.action_space.shape, jnp.int32)
     return jax.jit(lambda state: jax.lax.scan(lambda s, _: (env.step(s, action), None), state, None, length=5)[0])
 
 
-def still(env: vj.Bridge) -> Any:
+def constant_actions(env: vj.Bridge) -> Any:
     return jnp.zeros(env.action_space.shape, jax.dtypes.canonicalize_dtype(env.action_space.dtype))
 
 
@@ -66,25 +66,25 @@ def still(env: vj.Bridge) -> Any:
 
 
 @pytest.mark.long
-def test_a_state_can_be_stepped_once(logged: vj.Bridge) -> None:
-    state = logged.reset(new_key(0))
-    newest = logged.step(state, jnp.zeros((2, 1)))
+def test_a_state_can_be_stepped_once(call_log: vj.Bridge) -> None:
+    state = call_log.reset(new_key(0))
+    newest = call_log.step(state, jnp.zeros((2, 1)))
     with pytest.raises(StaleStateError, match="used before"):
-        logged.step(state, jnp.zeros((2, 1)))
+        call_log.step(state, jnp.zeros((2, 1)))
     with pytest.raises(StaleStateError, match="used before"):
-        vj.run(jax.jit(logged.step), state, jnp.zeros((2, 1)))
-    assert logged.envs.calls == "RS"
-    logged.step(newest, jnp.zeros((2, 1)))  # a refusal costs nothing
+        vj.run(jax.jit(call_log.step), state, jnp.zeros((2, 1)))
+    assert call_log.envs.calls == "RS"
+    call_log.step(newest, jnp.zeros((2, 1)))  # a refusal changes nothing
 
 
 @pytest.mark.long
-def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(logged: vj.Bridge) -> None:
-    old, new = logged.reset(new_key(0)), logged.reset(new_key(0))
+def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(call_log: vj.Bridge) -> None:
+    old, new = call_log.reset(new_key(0)), call_log.reset(new_key(0))
     with pytest.raises(StaleStateError, match="earlier reset"):
-        logged.step(old, jnp.zeros((2, 1)))
-    with vj.bridge(Logged()) as other, pytest.raises(StaleStateError, match="before the first reset"):
+        call_log.step(old, jnp.zeros((2, 1)))
+    with vj.bridge(CallLog()) as other, pytest.raises(StaleStateError, match="before the first reset"):
         other.step(new, jnp.zeros((2, 1)))
-    with vj.bridge(Logged()) as other:
+    with vj.bridge(CallLog()) as other:
         other.reset(new_key(0))
         with pytest.raises(StaleStateError, match="another bridge"):
             other.step(new, jnp.zeros((2, 1)))
@@ -92,56 +92,56 @@ def test_a_state_of_an_earlier_reset_or_of_another_bridge_is_refused(logged: vj.
 
 @pytest.mark.long
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
-def test_two_bridges_over_one_vector_env_do_not_take_each_others_resets_for_their_own(transport: str, wrapped: bool) -> None:
-    envs = Logged()
+def test_two_bridges_over_one_vector_env_keep_resets_apart(wrapped: bool) -> None:
+    envs = CallLog()
     over = gym.wrappers.vector.ClipReward(envs, -1.0, 1.0) if wrapped else envs
-    first, second = vj.bridge(envs, transport=transport), vj.bridge(over, transport=transport)
-    old = first.step(first.reset(new_key(0)), still(first))
+    first, second = vj.bridge(envs), vj.bridge(over)
+    old = first.step(first.reset(new_key(0)), constant_actions(first))
     new = second.reset(new_key(0))
     made = str(envs.calls)
     with pytest.raises(StaleStateError, match="another bridge over the same vector env has reset them"):
-        first.step(old, still(first))
+        first.step(old, constant_actions(first))
     assert str(envs.calls) == made  # nothing was stepped
-    assert second.step(new, still(second)).valid.all()
+    assert second.step(new, constant_actions(second)).valid.all()
     again = first.reset(new_key(0))
     with pytest.raises(StaleStateError, match="another bridge over the same vector env"):
-        second.step(new, still(second))
-    newest = first.step(again, still(first))
+        second.step(new, constant_actions(second))
+    newest = first.step(again, constant_actions(first))
     assert newest.valid.all()
     second.reset(new_key(0))
     del second, new
     gc.collect()
-    with pytest.raises(StaleStateError, match="another bridge"):  # which is gone, and yet has reset them
-        first.step(newest, still(first))
+    with pytest.raises(StaleStateError, match="another bridge"):  # which was dropped after it had reset them
+        first.step(newest, constant_actions(first))
     first.close()
 
 
 @pytest.mark.long
-def test_a_bridge_takes_over_from_one_whose_step_is_underway(transport: str) -> None:
+def test_bridge_takes_over_during_another_bridges_step() -> None:
     envs = workers(tracks(2))
-    with vj.bridge(envs, transport=transport) as first:
-        pending = first.send(first.reset(new_key(0)), still(first))
-        second = vj.bridge(envs, transport=transport)
+    with vj.bridge(envs) as first:
+        pending = first.send(first.reset(new_key(0)), constant_actions(first))
+        second = vj.bridge(envs)
         state = second.reset(new_key(0))
         with pytest.raises(StaleStateError, match="another bridge"):
             first.recv(pending)
-        assert second.step(state, still(second)).steps.tolist() == [1, 1]
+        assert second.step(state, constant_actions(second)).steps.tolist() == [1, 1]
 
 
 @pytest.mark.long
-def test_a_pending_state_can_only_be_received(logged: vj.Bridge) -> None:
-    state = logged.reset(new_key(0))
+def test_a_pending_state_can_only_be_received(call_log: vj.Bridge) -> None:
+    state = call_log.reset(new_key(0))
     with pytest.raises(NoAsyncCallError):
-        logged.recv(state)
-    pending = logged.send(state, jnp.zeros((2, 1)))
+        call_log.recv(state)
+    pending = call_log.send(state, jnp.zeros((2, 1)))
     with pytest.raises(AlreadyPendingCallError):
-        logged.step(pending, jnp.zeros((2, 1)))
+        call_log.step(pending, jnp.zeros((2, 1)))
     with pytest.raises(AlreadyPendingCallError):
-        logged.send(pending, jnp.zeros((2, 1)))
-    assert logged.recv(pending).reward.tolist() == [2.0, 2.0]
+        call_log.send(pending, jnp.zeros((2, 1)))
+    assert call_log.recv(pending).reward.tolist() == [2.0, 2.0]
 
 
-def test_a_reset_forgets_a_step_that_is_underway() -> None:
+def test_reset_drops_a_running_step() -> None:
     with vj.bridge(workers(tracks(2))) as env:
         env.send(env.reset(new_key(0)), jnp.zeros(2, jnp.int32))
         state = env.reset(new_key(0))
@@ -153,8 +153,8 @@ def test_a_reset_forgets_a_step_that_is_underway() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::UserWarning")  # the engine's report of the error
-def test_what_an_environment_raises_arrives_and_a_reset_goes_on(transport: str) -> None:
-    with vj.bridge(workers(faulty("raise")), transport=transport) as env:
+def test_error_of_an_environment_is_raised_and_reset_recovers() -> None:
+    with vj.bridge(workers(faulty("raise"))) as env:
         state, program = env.reset(new_key(0)), five(env)
         with pytest.raises(ZeroDivisionError, match="three"):
             vj.run(program, state)
@@ -167,8 +167,8 @@ def test_what_an_environment_raises_arrives_and_a_reset_goes_on(transport: str) 
 
 
 @pytest.mark.long
-def test_without_run_the_error_is_jaxs_with_the_text_in_it(transport: str) -> None:
-    with vj.bridge(SyncVectorEnv(faulty("raise")), transport=transport) as env:
+def test_without_run_the_error_is_jaxs_with_the_text() -> None:
+    with vj.bridge(SyncVectorEnv(faulty("raise"))) as env:
         state = env.reset(new_key(0))
         with pytest.raises(jax.errors.JaxRuntimeError, match="ZeroDivisionError: three"):
             jax.block_until_ready(five(env)(state))
@@ -177,8 +177,8 @@ def test_without_run_the_error_is_jaxs_with_the_text_in_it(transport: str) -> No
 
 
 @pytest.mark.long
-def test_a_dead_worker_is_reported_and_replaced_at_the_next_reset(transport: str) -> None:
-    with vj.bridge(workers(faulty("die")), transport=transport) as env:
+def test_a_dead_worker_is_reported_and_replaced_at_the_next_reset() -> None:
+    with vj.bridge(workers(faulty("die"))) as env:
         state, program = env.reset(new_key(0)), five(env)
         with pytest.raises(WorkerDied) as caught:
             vj.run(program, state)
@@ -190,14 +190,14 @@ def test_a_dead_worker_is_reported_and_replaced_at_the_next_reset(transport: str
 
 @pytest.mark.long
 @pytest.mark.parametrize("split", [False, True])
-def test_an_answer_that_does_not_come_ends_at_the_timeout(transport: str, split: bool) -> None:
-    with vj.bridge(workers(faulty("hang")), transport=transport, timeout=0.5) as env:
+def test_hanging_step_ends_at_the_timeout(split: bool) -> None:
+    with vj.bridge(workers(faulty("hang")), timeout=0.5) as env:
         state, action = env.reset(new_key(0)), jnp.zeros(2, jnp.int32)
         state = env.step(env.step(state, action), action)
-        began = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(StepTimeout):
             vj.run(jax.jit(lambda s: env.recv(env.send(s, action)) if split else env.step(s, action)), state)
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - started_at < 60
         with pytest.raises(StepTimeout):  # it still hangs
             env.reset(new_key(0))
         time.sleep(2.5)
@@ -206,7 +206,7 @@ def test_an_answer_that_does_not_come_ends_at_the_timeout(transport: str, split:
 
 
 @pytest.mark.long
-def test_gymnasiums_own_processes_are_not_used_again_after_a_timeout() -> None:
+def test_gymnasiums_processes_are_not_reused_after_a_timeout() -> None:
     envs = gym.vector.AsyncVectorEnv(faulty("hang"), context="forkserver")
     with vj.bridge(envs, timeout=0.5) as env:
         state, program = env.reset(new_key(0)), five(env)
@@ -219,9 +219,9 @@ def test_gymnasiums_own_processes_are_not_used_again_after_a_timeout() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("ready", [True, False])
-def test_ctrl_c_arrives_as_itself(transport: str, ready: bool) -> None:
-    """With inputs that are still being computed, too: ``run`` waits for them first."""
-    with vj.bridge(workers(faulty("hang")), transport=transport) as env:
+def test_ctrl_c_is_raised_as_keyboard_interrupt(ready: bool) -> None:
+    """It works with inputs that are still being computed, too: ``run`` waits for them first."""
+    with vj.bridge(workers(faulty("hang"))) as env:
         action = jnp.zeros(2, jnp.int32)
         state = env.step(env.step(env.reset(new_key(0)), action), action)
         program = jax.jit(lambda state, x: env.step(state, action + (x[0, 0] > 1e30)))
@@ -235,16 +235,16 @@ def test_ctrl_c_arrives_as_itself(transport: str, ready: bool) -> None:
         with pytest.raises(KeyboardInterrupt):
             vj.run(program, state, busy)
         timer.join()
-        state = env.step(env.reset(new_key(0)), action)  # waits for the late answer
+        state = env.step(env.reset(new_key(0)), action)  # waits for the late result
         assert state.steps.tolist() == [1, 1]
 
 
-def test_run_leaves_other_exceptions_alone(logged: vj.Bridge) -> None:
-    def boom() -> None:
+def test_run_does_not_change_other_exceptions(call_log: vj.Bridge) -> None:
+    def fail() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        vj.run(boom)
+        vj.run(fail)
     assert vj.run(lambda x: x + 1, 1) == 2
 
 
@@ -277,10 +277,9 @@ def test_infos_that_break_their_specification_are_an_error() -> None:
             vj.run(five(env), env.reset(new_key(0)))
 
 
-def test_options_without_meaning_are_refused() -> None:
+def test_invalid_options_are_refused() -> None:
     envs = SyncVectorEnv(tracks(4))
     for error, text, options in (
-        (ValueError, "transport must be one of", {"transport": "pipe"}),
         (ValueError, "float64 must be one of", {"float64": "drop"}),
         (ValueError, "timeout must be positive", {"timeout": 0.0}),
         (ValueError, "equal groups", {"lanes": 3}),
@@ -301,15 +300,15 @@ def test_options_without_meaning_are_refused() -> None:
 
 
 @pytest.mark.long
-def test_states_and_masks_of_the_wrong_kind_are_refused(logged: vj.Bridge) -> None:
-    state, action, mask = logged.reset(new_key(0)), jnp.zeros((2, 1)), jnp.ones(2, bool)
+def test_states_and_masks_of_the_wrong_kind_are_refused(call_log: vj.Bridge) -> None:
+    state, action, mask = call_log.reset(new_key(0)), jnp.zeros((2, 1)), jnp.ones(2, bool)
     many = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
     with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=AutoresetMode.DISABLED)) as env:
         for error, text, call in (
-            (TypeError, "not tuple", lambda: logged.step((), action)),  # type: ignore[arg-type]
-            (TypeError, "on the device", lambda: logged.step(state.replace(token=None), action)),
-            (ValueError, r"\(3, 2\) environments", lambda: logged.step(many, action)),
-            (ValueError, "DISABLED", lambda: logged.reset_mask(state, mask, new_key(0))),
+            (TypeError, "not tuple", lambda: call_log.step((), action)),  # type: ignore[arg-type]
+            (TypeError, "on the device", lambda: call_log.step(state.replace(token=None), action)),
+            (ValueError, r"\(3, 2\) environments", lambda: call_log.step(many, action)),
+            (ValueError, "DISABLED", lambda: call_log.reset_mask(state, mask, new_key(0))),
             (ValueError, r"mask must be bool\[2\], got bool\[3\]",
              lambda: env.reset_mask(env.reset(new_key(0)), jnp.ones(3, bool), new_key(0))),
         ):  # fmt: skip
@@ -318,8 +317,8 @@ def test_states_and_masks_of_the_wrong_kind_are_refused(logged: vj.Bridge) -> No
 
 
 @pytest.mark.long
-def test_use_after_close(transport: str) -> None:
-    env = vj.bridge(Logged(), transport=transport)
+def test_calls_after_close_raise() -> None:
+    env = vj.bridge(CallLog())
     state = env.reset(new_key(0))
     program = jax.jit(env.step)
     program.lower(state, jnp.zeros((2, 1))).compile()
@@ -367,7 +366,7 @@ def test_environments_that_run_jax_in_this_process_are_refused(cls: type[gym.Env
 
 
 @pytest.mark.long
-def test_the_same_processes_for_every_reset_and_none_after_close() -> None:
+def test_processes_are_reused_by_resets_and_end_with_close() -> None:
     envs = workers(tracks(2))
     with vj.bridge(envs) as env:
         pids = [process.pid for process in envs.processes]
@@ -381,8 +380,8 @@ def test_the_same_processes_for_every_reset_and_none_after_close() -> None:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-def test_nothing_is_left_when_a_bridge_is_forgotten(transport: str) -> None:
-    env: Any = vj.bridge(workers(tracks(2)), transport=transport)
+def test_unreferenced_bridge_leaves_nothing() -> None:
+    env: Any = vj.bridge(workers(tracks(2)))
     pids = [process.pid for process in env.envs.processes]
     gone = weakref.ref(env)
     program = five(env)
@@ -397,7 +396,7 @@ def test_nothing_is_left_when_a_bridge_is_forgotten(transport: str) -> None:
 
 
 @pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="no fork here")
-def test_workers_started_by_fork_are_warned_of() -> None:
+def test_workers_started_by_fork_give_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,4 +1,4 @@
-"""Rollouts over bridges: lanes, numbers that arrive, and trajectories."""
+"""Rollouts over bridges: lanes, dtypes, and trajectories."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bridge_envs import SPACES, Logged, leaves, tracks
+from bridge_envs import SPACES, CallLog, leaves, tracks
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from jax.random import key as new_key
 from sampling import each_pair
@@ -19,40 +19,41 @@ from sampling import each_pair
 import vecenv
 import vecenv.jax as vj
 
-# --- Rollouts and evaluations over bridged environments, where a step too many, too few or out of order cannot be undone
+# --- Rollouts and evaluations over bridged environments, where a wrong number or order of steps cannot be undone
 
 N, T = 4, 15
 
 
 @vj.stateless
 def policy(params: Any, obs: Any, key: Any) -> Any:
-    """Random actions of ``Discrete(5, start=-2)``, of each row by itself."""
+    """Draw random actions of ``Discrete(5, start=-2)``, for each row by itself."""
     action = jax.random.randint(key, (obs.shape[0],), -2, 3) * params
     return action, {"seen": obs[:, 0]}
 
 
 def counting(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
-    """A policy that remembers how many steps its episode has had."""
+    """Count the steps of the episode in the carry of the policy."""
     carry = vj.reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
     return carry, jnp.zeros(obs.shape[0], jnp.int32), {"memory": carry}
 
 
-def still(env: vj.Bridge) -> Any:
-    """A policy for :class:`Logged`."""
+def constant_actions(env: vj.Bridge) -> Any:
+    """Return the actions for :class:`CallLog`."""
     return vj.stateless(lambda params, obs, key: (jnp.zeros((env.num_envs, 1)) + params, {}))
 
 
 @pytest.mark.long
-def test_how_often_an_environment_is_called(transport: str) -> None:
+def test_number_of_host_calls() -> None:
     def after_reset(run: Any, episode: int = 0) -> str:
-        with vj.bridge(Logged(episode=episode), transport=transport) as env:
-            jax.block_until_ready(jax.jit(lambda key: run(env, still(env), 1.0, env.reset(key), (), new_key(8)))(new_key(7)))
+        with vj.bridge(CallLog(episode=episode)) as env:
+            program = jax.jit(lambda key: run(env, constant_actions(env), 1.0, env.reset(key), (), new_key(8)))
+            jax.block_until_ready(program(new_key(7)))
             jax.effects_barrier()
             assert env.envs.calls[0] == "R"
             return env.envs.calls[1:]
 
     def rollout(*args: Any) -> Any:
-        return vj.rollout(*args, 6)[1].token  # nothing of the trajectory is asked for
+        return vj.rollout(*args, 6)[1].token  # the trajectory is not used
 
     assert after_reset(rollout) == "S" * 6
     assert after_reset(lambda *args: vj.eval_rollout_episode(*args, 6)) == "S" * 6
@@ -63,7 +64,7 @@ def test_how_often_an_environment_is_called(transport: str) -> None:
 
 
 @pytest.mark.long
-def test_evaluations_in_lanes_are_those_of_each_lane_alone(transport: str) -> None:
+def test_evaluations_in_lanes_equal_each_lane_alone() -> None:
     keys, scales = jax.random.split(new_key(7), 2), jnp.array([1, 0])
 
     def both(env: vj.Bridge, key: Any, scale: Any) -> Any:
@@ -72,22 +73,22 @@ def test_evaluations_in_lanes_are_those_of_each_lane_alone(transport: str) -> No
         whole = vj.eval_rollout_episode(env, policy, scale, env.reset(key), (), new_key(8), T)[1]
         return fast, dataclasses.replace(whole, env_steps=0)
 
-    with vj.bridge(SyncVectorEnv(tracks(2 * N)), transport=transport, lanes=2) as env:
+    with vj.bridge(SyncVectorEnv(tracks(2 * N)), lanes=2) as env:
         together = jax.jit(jax.vmap(lambda key, scale: both(env, key, scale)))(keys, scales)
     for lane in range(2):
-        with vj.bridge(SyncVectorEnv(tracks(N)), transport=transport) as env:
+        with vj.bridge(SyncVectorEnv(tracks(N))) as env:
             alone = jax.jit(lambda key, scale, env=env: both(env, key, scale))(keys[lane], scales[lane])
         mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), mine, alone)
 
 
 @pytest.mark.long
-def test_evaluations_in_lanes_stop_when_the_last_lane_is_ready(transport: str) -> None:
-    with vj.bridge(Logged(4, episode=3), transport=transport, lanes=2) as env:
+def test_evaluations_in_lanes_stop_when_the_last_lane_is_ready() -> None:
+    with vj.bridge(CallLog(4, episode=3), lanes=2) as env:
 
         def both(key: Any) -> Any:
-            fast, state = vj.fast_eval_rollout_episode(env, still(env), 1.0, env.reset(key), (), key, 9)
-            whole = vj.eval_rollout_episode(env, still(env), 1.0, env.reset(key), (), key, 6)[1]
+            fast, state = vj.fast_eval_rollout_episode(env, constant_actions(env), 1.0, env.reset(key), (), key, 9)
+            whole = vj.eval_rollout_episode(env, constant_actions(env), 1.0, env.reset(key), (), key, 6)[1]
             return fast, whole, state.steps
 
         fast, whole, steps = jax.jit(jax.vmap(both))(jax.random.split(new_key(7), 2))
@@ -108,134 +109,7 @@ def test_wrong_arguments_are_refused() -> None:
             vj.fast_eval_rollout_episode(env, policy, 1, state, (), new_key(8), 2, 0)
 
 
-# -- overlap -------------------------------------------------------------------------------------------------------------
-
-
-class Halves(Logged):
-    """Writes into a log that both halves share: its name where a step begins, and in capitals where it is waited for."""
-
-    def __init__(self, name: str, shared: list[str], num_envs: int = 2) -> None:
-        super().__init__(num_envs)
-        self.name, self.shared = name, shared
-
-    def step_async(self, actions: Any) -> None:
-        self.shared.append(self.name)
-        self.actions = actions
-
-    def step_wait(self, timeout: float | None = None) -> Any:
-        self.shared.append(self.name.upper())
-        return self.step(self.actions)
-
-    def reset_async(self, *, seed: Any = None, options: Any = None) -> None:
-        pass
-
-    def reset_wait(self, timeout: float | None = None, seed: Any = None, options: Any = None) -> Any:
-        return self.reset()
-
-
-def overlapped(envs: Any, policy: Any, carry: Any, length: int, extras: Any = (), params: Any = 1) -> Any:
-    states = tuple(env.reset(jax.random.fold_in(new_key(7), half)) for half, env in enumerate(envs))
-    return vj.rollout(envs, policy, params, states, carry, new_key(8), length, extras, overlap=True)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("mode", "length"),
-    [
-        (AutoresetMode.NEXT_STEP, T),
-        pytest.param(AutoresetMode.SAME_STEP, T, marks=pytest.mark.slow),
-        (AutoresetMode.SAME_STEP, 1),
-        pytest.param(AutoresetMode.DISABLED, T, marks=pytest.mark.slow),
-    ],
-)
-def test_overlapped_halves_give_what_two_rollouts_give(mode: AutoresetMode, length: int) -> None:
-    def start(count: int) -> vj.Bridge:
-        envs = vecenv.AsyncVectorEnv(tracks(count), num_workers=0, autoreset_mode=mode)
-        return vj.bridge(envs, {"left": np.int32})
-
-    carries = tuple(jnp.full(count, 9, jnp.int32) for count in (3, 2))
-
-    def acting(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
-        carry, _, extras = counting(params, carry, obs, first, key)
-        _, action, more = policy(params, (), obs, first, key)
-        return carry, action, extras | more
-
-    with start(3) as one, start(2) as two:
-        found, states, memory = jax.jit(lambda: overlapped((one, two), acting, carries, length, ("steps", "left")))()
-        for half, (env, carry) in enumerate(zip((one, two), carries, strict=True)):
-            key = jax.random.fold_in(new_key(8), half)
-            alone, state, alone_memory = jax.jit(
-                lambda reset, key, carry, env=env: vj.rollout(
-                    env, acting, 1, env.reset(reset), carry, key, length, ("steps", "left")
-                )
-            )(jax.random.fold_in(new_key(7), half), key, carry)
-            mine = jax.tree.map(lambda leaf, half=half: leaf[:, 3 * half : 3 + 2 * half], found)
-            jax.tree.map(np.testing.assert_array_equal, mine, alone)
-            np.testing.assert_array_equal(memory[half], alone_memory)
-            jax.tree.map(np.testing.assert_array_equal, states[half].replace(token=None), state.replace(token=None))
-
-
-@pytest.mark.long
-def test_while_one_half_steps_the_other_acts(transport: str) -> None:
-    log: list[str] = []
-    with vj.bridge(Halves("a", log), transport=transport) as one, vj.bridge(Halves("b", log), transport=transport) as two:
-
-        def acts(params: Any, obs: Any, key: Any) -> Any:
-            return obs * params, {}
-
-        run = jax.jit(lambda: overlapped((one, two), vj.stateless(acts), ((), ()), 4)[0])
-        found = run()
-    assert "".join(log) == "ab" + "AaBb" * 3 + "AB"  # between a and A, b's policy; between b and B, a's
-    assert found.reward.shape == (4, 4)
-    np.testing.assert_array_equal(found.action, found.obs)
-
-
-def test_a_gradient_of_an_overlapped_rollout_steps_once(transport: str) -> None:
-    log: list[str] = []
-    with vj.bridge(Halves("a", log), transport=transport) as one, vj.bridge(Halves("b", log), transport=transport) as two:
-
-        def loss(weight: Any) -> Any:
-            return weight * overlapped((one, two), still(one), ((), ()), 4, params=weight)[0].reward.sum()
-
-        gradient = jax.jit(jax.grad(loss))(1.0)
-    assert "".join(log) == "ab" + "AaBb" * 3 + "AB"
-    assert float(gradient) == 4 * sum(range(2, 6))
-
-
-@pytest.mark.long
-def test_what_cannot_be_overlapped_is_refused(counters: Any) -> None:
-    native = counters()
-    with vj.bridge(Logged()) as one, vj.bridge(Logged()) as two:
-        acts, states = still(one), (one.reset(new_key(7)), two.reset(new_key(7)))
-
-        def roll(env: Any, state: Any = states, carry: Any = ((), ()), length: int = 2, **options: Any) -> None:
-            vj.rollout(env, acts, 1.0, state, carry, new_key(8), length, **{"overlap": True, **options})
-
-        with pytest.raises(ValueError, match=r"takes a pair as env.*got Bridge"):
-            roll(one)
-        with pytest.raises(ValueError, match=r"takes a pair as state.*got EnvState"):
-            roll((one, two), states[0])
-        with pytest.raises(ValueError, match=r"takes a pair as carry.*got 0 of them"):
-            roll((one, two), carry=())
-        with pytest.raises(ValueError, match="got one twice"):
-            roll((one, one))
-        with pytest.raises(TypeError, match=r"send and recv.*FunctionalVectorEnv has none"):
-            roll((native, counters(num_envs=3)))
-        with pytest.raises(ValueError, match="length of at least 1, got 0"):
-            roll((one, two), length=0)
-        with pytest.raises(ValueError, match="checkpoint=False"):
-            roll((one, two), checkpoint=True)
-        with pytest.raises(ValueError, match="env and state: a pair is for overlap=True"):
-            roll((one, two), overlap=False)
-        with pytest.raises(ValueError, match="'speed'"):
-            roll((one, two), extras=("speed",))
-        scalar = vj.stateless(lambda params, obs, key: (jnp.zeros((2, 1)), {"heat": jnp.float32(1)}))
-        with pytest.raises(ValueError, match=r"policy_extras\['heat'\] has no axis of rows"):
-            jax.eval_shape(lambda: vj.rollout((one, two), scalar, 1.0, states, ((), ()), new_key(8), 2, overlap=True))
-        assert one.envs.calls == two.envs.calls == "R"
-
-
-# --- Trajectories through the bridge are those of a plain Python loop over ``SyncVectorEnv`` ----
+# --- Trajectories through the bridge equal those of a plain Python loop over ``SyncVectorEnv`` --
 
 STEPS = 17
 ROWS = 3
@@ -275,7 +149,7 @@ def stack(rows: list[Any]) -> Any:
 
 
 def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict[str, Any]]:
-    """The plain loop, with the masks and counts of EnvState worked out row by row."""
+    """Run the plain loop, with the masks and counts of EnvState worked out row by row."""
     envs = SyncVectorEnv(fns, autoreset_mode=mode)
     disabled = mode is AutoresetMode.DISABLED
     obs_leaves = leaves(envs.reset(seed=seeds_of(new_key(7)))[0])
@@ -283,7 +157,7 @@ def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict
     length, total, last_length, last_total = np.zeros(ROWS, int), np.zeros(ROWS), np.zeros(ROWS, int), np.zeros(ROWS)
     for action in actions:
         before = over.copy()
-        if disabled:  # step by hand those that go on
+        if disabled:  # step by hand those that continue
             rows, infos, reward = list(gym.vector.utils.iterate(envs.action_space, action)), {}, np.zeros(ROWS)
             obs_leaves = [leaf.copy() for leaf in obs_leaves]
             for i in np.flatnonzero(~over):
@@ -318,8 +192,8 @@ def expected(fns: Any, mode: AutoresetMode, actions: list[Any]) -> Iterator[dict
 
 
 def check(states: Any, fns: Any, mode: AutoresetMode, actions: list[Any]) -> int:
-    """Compare a stacked trajectory with the plain loop; how many episodes ended."""
-    ended = told = 0
+    """Compare a stacked trajectory with the plain loop; return the number of episodes that ended."""
+    ended = reported = 0
     for t, want in enumerate(expected(fns, mode, actions)):
         state = jax.tree.map(lambda leaf, t=t: leaf[t], states)
         for name in ("obs", "next_obs"):
@@ -331,14 +205,14 @@ def check(states: Any, fns: Any, mode: AutoresetMode, actions: list[Any]) -> int
             np.testing.assert_allclose(getattr(state, name), want[name], rtol=1e-6, err_msg=f"{name} at {t}")
         ended += int((want["terminated"] | want["truncated"]).sum())
         if mode is not AutoresetMode.DISABLED:
-            told += check_infos(state.info, want["infos"], mode)
-    assert told > 3 * ROWS or mode is AutoresetMode.DISABLED
+            reported += check_infos(state.info, want["infos"], mode)
+    assert reported > 3 * ROWS or mode is AutoresetMode.DISABLED
     return ended
 
 
 def check_infos(found: Any, wanted: dict[str, Any], mode: AutoresetMode) -> int:
-    """With masks, and from ``final_info`` where an episode ended; how many numbers there were."""
-    told = 0
+    """Compare infos with their masks, and with ``final_info`` at the ends of episodes; return the count of numbers."""
+    reported = 0
     for i in range(ROWS):
         infos = wanted
         if mode is AutoresetMode.SAME_STEP and infos.get("_final_info", np.zeros(ROWS, bool))[i]:
@@ -348,8 +222,8 @@ def check_infos(found: Any, wanted: dict[str, Any], mode: AutoresetMode) -> int:
             there = bool(source.get(f"_{key}", np.zeros(ROWS, bool))[i])
             assert place[f"_{key}"][i] == there, (i, key)
             np.testing.assert_allclose(place[key][i], source[key][i] if there else 0, rtol=1e-6)
-            told += there
-    return told
+            reported += there
+    return reported
 
 
 def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
@@ -363,9 +237,9 @@ def roll(env: vj.Bridge, actions: list[Any], split: bool = False) -> Any:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("engine", "mode", "split"), each_pair(ENGINES, AutoresetMode, [False, True]))
-def test_trajectories_are_those_of_a_plain_loop(engine: Any, mode: AutoresetMode, split: bool, transport: str) -> None:
+def test_trajectories_equal_a_plain_loop(engine: Any, mode: AutoresetMode, split: bool) -> None:
     fns = tracks(ROWS)
-    with vj.bridge(engine(fns, autoreset_mode=mode), INFOS, transport=transport) as env:
+    with vj.bridge(engine(fns, autoreset_mode=mode), INFOS) as env:
         actions = actions_of(env.action_space)
         assert check(roll(env, actions, split), fns, mode, actions) >= ROWS
 
@@ -392,9 +266,9 @@ def test_discounted_returns() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ["sync", "vecenv", "gymnasium-async"])
-def test_reset_mask_restarts_some_and_leaves_the_others(engine: str, transport: str) -> None:
+def test_reset_mask_resets_only_its_rows(engine: str) -> None:
     fns = tracks(ROWS)
-    with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.DISABLED), transport=transport) as env:
+    with vj.bridge(ENGINES[engine](fns, autoreset_mode=AutoresetMode.DISABLED)) as env:
         action = jnp.asarray(actions_of(env.action_space)[0])
         state = env.reset(new_key(7))
         while not bool(state.done.any()):
@@ -449,11 +323,11 @@ def test_envpool() -> None:
                 assert state.valid.tolist() == [True, False, True]
 
 
-def test_a_key_may_be_a_constant_of_the_program(transport: str, closes: Any) -> None:
+def test_a_key_may_be_a_constant_of_the_program(closes: Any) -> None:
     fns = tracks(ROWS)
     sync = closes(SyncVectorEnv(fns))
     expected_observations, _ = sync.reset(seed=seeds_of(new_key(7)))
-    env = closes(vj.bridge(SyncVectorEnv(fns), transport=transport))
+    env = closes(vj.bridge(SyncVectorEnv(fns)))
 
     @jax.jit
     def program(scale: Any) -> Any:
@@ -463,11 +337,11 @@ def test_a_key_may_be_a_constant_of_the_program(transport: str, closes: Any) -> 
         np.testing.assert_array_equal(leaf, wanted)
 
 
-# --- Dtypes on the way: JAX's 32-bit and 64-bit modes, and what becomes of float64 and int64 ----
+# --- Dtypes: JAX's 32-bit and 64-bit modes, and the conversion of float64 and int64 --------------
 
 
 class Wide(gym.Env[Any, Any]):
-    """float64 and int64 through and through."""
+    """An environment with float64 and int64 everywhere."""
 
     observation_space = gym.spaces.Dict(
         {"x": gym.spaces.Box(-np.inf, np.inf, (2,), np.float64), "n": gym.spaces.Box(0, 2**40, (1,), np.int64)}
@@ -491,8 +365,8 @@ class Wide(gym.Env[Any, Any]):
 
 @pytest.mark.long
 @pytest.mark.parametrize("x64", [False, True])
-def test_dtypes_follow_jaxs_mode(transport: str, x64: bool) -> None:
-    with jax.enable_x64(x64), vj.bridge(SyncVectorEnv([Wide] * 2), {"third": np.float64}, transport=transport) as env:
+def test_dtypes_follow_jaxs_mode(x64: bool) -> None:
+    with jax.enable_x64(x64), vj.bridge(SyncVectorEnv([Wide] * 2), {"third": np.float64}) as env:
         program = jax.jit(lambda s, a: jax.lax.scan(lambda s, _: (env.step(s, a), None), s, None, length=3)[0])
         state = program(env.reset(jax.random.key(0)), jnp.zeros((2, 2)))
         number = np.float64 if x64 else np.float32
@@ -522,7 +396,7 @@ def test_an_integer_that_does_not_fit_is_an_error_and_not_another_integer() -> N
 
 
 @pytest.mark.long
-def test_the_programs_own_numbers_are_not_changed_by_the_mode() -> None:
+def test_programs_numbers_do_not_depend_on_the_mode() -> None:
     """Seeds are the same in both modes."""
     observations = []
     for x64 in (False, True):
@@ -531,7 +405,7 @@ def test_the_programs_own_numbers_are_not_changed_by_the_mode() -> None:
     np.testing.assert_array_equal(*observations)
 
 
-# --- ``lanes``: environments of their own for every lane of a ``vmap``, stepped by one host call
+# --- ``lanes``: separate environments for every lane of a ``vmap``, stepped by one host call -----
 
 
 def three_keys() -> Any:
@@ -539,8 +413,8 @@ def three_keys() -> Any:
 
 
 @pytest.mark.long
-def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
-    with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
+def test_a_mapped_scan_is_one_host_call_a_step() -> None:
+    with vj.bridge(CallLog(6), lanes=3) as env:
         assert env.num_envs == 2
         assert env.action_space.shape == (2, 1)
 
@@ -558,7 +432,7 @@ def test_a_mapped_scan_is_one_host_call_a_step(transport: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_every_lane_is_a_bridge_of_its_own(transport: str, mode: AutoresetMode) -> None:
+def test_every_lane_is_a_separate_bridge(mode: AutoresetMode) -> None:
     actions = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (3, 12, 2)))
 
     def roll(env: vj.Bridge, key: Any, actions: Any) -> Any:
@@ -568,10 +442,10 @@ def test_every_lane_is_a_bridge_of_its_own(transport: str, mode: AutoresetMode) 
 
         return jax.lax.scan(body, env.reset(key), actions)[1].replace(token=None)
 
-    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=mode), transport=transport, lanes=3) as env:
+    with vj.bridge(SyncVectorEnv(tracks(6), autoreset_mode=mode), lanes=3) as env:
         together = jax.jit(jax.vmap(lambda key, actions: roll(env, key, actions)))(three_keys(), actions)
     for lane in range(3):
-        with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=mode), transport=transport) as env:
+        with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=mode)) as env:
             alone = jax.jit(lambda key, actions, env=env: roll(env, key, actions))(three_keys()[lane], actions[lane])
         mine = jax.tree.map(lambda leaf, lane=lane: leaf[lane], together)
         jax.tree.map(np.testing.assert_array_equal, alone, mine)
@@ -590,8 +464,8 @@ def test_reset_mask_in_lanes() -> None:
 
 
 @pytest.mark.long
-def test_gradients_pass_over_mapped_steps(transport: str) -> None:
-    with vj.bridge(Logged(6), transport=transport, lanes=3) as env:
+def test_gradients_pass_over_mapped_steps() -> None:
+    with vj.bridge(CallLog(6), lanes=3) as env:
         states = jax.vmap(env.reset)(three_keys())
 
         def loss(weight: Any, state: Any) -> Any:
@@ -607,7 +481,7 @@ def test_gradients_pass_over_mapped_steps(transport: str) -> None:
 
 
 @pytest.mark.long
-def test_lanes_may_be_axes_of_nested_maps(transport: str) -> None:
+def test_lanes_may_be_axes_of_nested_maps() -> None:
     keys = jax.random.split(jax.random.key(4), 6)
 
     def roll(env: vj.Bridge, key: Any, action: Any) -> Any:
@@ -615,7 +489,7 @@ def test_lanes_may_be_axes_of_nested_maps(transport: str) -> None:
         return state.replace(token=None)
 
     actions = jnp.array([-2, -1, 0, 1, 2, 0])
-    with vj.bridge(SyncVectorEnv(tracks(12)), transport=transport, lanes=6) as env:
+    with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:
         flat = jax.jit(jax.vmap(lambda key, action: roll(env, key, action)))(keys, actions)
         program = jax.jit(jax.vmap(jax.vmap(lambda key, action: roll(env, key, action))))
         nested = program(keys.reshape(2, 3), actions.reshape(2, 3))
@@ -626,10 +500,10 @@ def test_lanes_may_be_axes_of_nested_maps(transport: str) -> None:
 
 
 @pytest.mark.long
-def test_wrong_use_of_lanes_is_refused_and_the_error_says_how_to_have_them() -> None:
+def test_wrong_use_of_lanes_is_refused_with_advice() -> None:
     keys = jax.random.split(jax.random.key(3), 6)
     make = r" For 6 lanes of 2, make 12 .* bridge\(\.\.\., lanes=6\)"
-    wrong = {  # how it is called -> what the error says
+    wrong = {  # the call -> the text of its error
         r"must be called under jax.vmap over 3 lanes": (lambda env: env.reset, keys[0]),
         r"must be called under jax.vmap over 3 lanes\.": (lambda env: jax.jit(env.reset), keys[0]),
         r"lanes=3; it is called under jax.vmap over 2": (lambda env: jax.vmap(env.reset), keys[:2]),
@@ -638,14 +512,14 @@ def test_wrong_use_of_lanes_is_refused_and_the_error_says_how_to_have_them() -> 
         ),
         rf"lanes=3; it is called under jax.vmap over 6\.{make}": (lambda env: jax.vmap(env.reset), keys),
     }  # fmt: skip
-    with vj.bridge(Logged(6), lanes=3) as env:
-        for words, (call, argument) in wrong.items():
-            with pytest.raises(ValueError, match=words):
+    with vj.bridge(CallLog(6), lanes=3) as env:
+        for text, (call, argument) in wrong.items():
+            with pytest.raises(ValueError, match=text):
                 call(env)(argument)
-        states = jax.vmap(env.reset)(keys[:3])  # the bridge is as it was
+        states = jax.vmap(env.reset)(keys[:3])  # the bridge is unchanged
         with pytest.raises(ValueError, match=r"under jax.vmap over the lanes"):
             env.step(states, jnp.zeros((2, 1)))
         assert env.envs.calls == "R"
-    with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:  # as the error said
+    with vj.bridge(SyncVectorEnv(tracks(12)), lanes=6) as env:  # as the error recommends
         assert jax.vmap(env.reset)(keys).obs.shape[:2] == (6, 2)
 

@@ -1,4 +1,4 @@
-"""``examples/ppo.py``: advantages against their definition, transitions against the environments, and that it learns."""
+"""``examples/ppo.py``: advantages against their definition, transitions against the environments, and learning."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ppo() -> Iterator[ModuleType]:
 
 
 def by_definition(transitions: list[dict[str, Any]], last_value: float, discount: float, gae_lambda: float) -> list[float]:
-    """The sum over later steps of the same episode, for one environment."""
+    """Return the sum over later steps of the same episode, for one environment."""
     values = [t["value"] for t in transitions[1:]] + [last_value]
     pairs = zip(transitions, values, strict=True)
     deltas = [t["reward"] + discount * value * (not t["terminated"]) - t["value"] for t, value in pairs]
@@ -48,7 +48,7 @@ def by_definition(transitions: list[dict[str, Any]], last_value: float, discount
 
 
 @pytest.mark.parametrize("first_ready", [False, True])
-def test_advantages_are_those_of_the_definition_in_whatever_order_rows_come(ppo: ModuleType, first_ready: bool) -> None:
+def test_advantages_follow_their_definition_in_any_order_of_rows(ppo: ModuleType, first_ready: bool) -> None:
     rng = np.random.default_rng(0)
     n, batches, rows = 6, 40, 3 if first_ready else 6
     ids = np.stack([rng.permutation(n)[:rows] if first_ready else np.arange(n) for _ in range(batches)])
@@ -71,8 +71,8 @@ def test_advantages_are_those_of_the_definition_in_whatever_order_rows_come(ppo:
 
 @pytest.mark.long
 @pytest.mark.parametrize("first_ready", [False, True])
-def test_transitions_are_those_of_the_environments(ppo: ModuleType, first_ready: bool) -> None:
-    """Each environment's rows, one after the other: no reset among those that count, and none that is missing."""
+def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_ready: bool) -> None:
+    """Each environment's rows are in order: no counted row is a reset, and none is missing."""
     import gymnasium
     import jax
 
@@ -115,7 +115,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_program_learns_and_draws_its_curve(ppo: ModuleType, tmp_path: Path) -> None:
+def test_program_learns_and_draws_its_curve(ppo: ModuleType, tmp_path: Path) -> None:
     done = run("CartPole-v1", "--target", "60", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "(target reached)" in done.stdout
@@ -136,7 +136,7 @@ def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, mor
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "text"),
     [
         (["CartPol-v1"], "CartPole-v1"),
         (["CartPole-v1", "--backend", "proces"], "did you mean 'process'"),
@@ -148,16 +148,16 @@ def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, mor
         pytest.param(["FrozenLake-v1"], "wants observations that are a flat array of numbers", marks=pytest.mark.slow),
     ],
 )
-def test_mistakes_are_said_in_one_line(ppo: ModuleType, arguments: list[str], says: str, tmp_path: Path) -> None:
+def test_usage_errors_are_one_line(ppo: ModuleType, arguments: list[str], text: str, tmp_path: Path) -> None:
     done = run(*arguments, cwd=tmp_path)
     assert done.returncode == 1
-    assert says in done.stderr
+    assert text in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("program", "library"), each_once(["ppo", "ppo_jax"], ["flax", "optax", "rich", "matplotlib"]))
-def test_a_missing_library_is_said_with_what_installs_it(program: str, library: str) -> None:
+def test_missing_library_names_the_install_command(program: str, library: str) -> None:
     path = str(PROGRAM.with_stem(program))
     done = subprocess.run(
         [sys.executable, str(WITHOUT), library, path], capture_output=True, text=True, timeout=250, check=False
@@ -169,7 +169,7 @@ def test_a_missing_library_is_said_with_what_installs_it(program: str, library: 
 
 @pytest.mark.long
 @pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
-def test_help_says_how_to_run_it_and_what_can_be_set(ppo: ModuleType, program: str) -> None:
+def test_help_shows_usage_and_options(ppo: ModuleType, program: str) -> None:
     command = [sys.executable, str(PROGRAM.with_stem(program)), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

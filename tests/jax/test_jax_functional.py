@@ -1,4 +1,4 @@
-"""``FunctionalVectorEnv``, and the spaces that JAX environments get."""
+"""``FunctionalVectorEnv``, and the spaces of JAX environments."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from jax_envs import Counter
 from vecenv.jax import FunctionalVectorEnv, bridge, jax_space
 from vecenv.jax.env import EnvState
 
-# --- ``FunctionalVectorEnv``: modes, limits, fresh starts, batch shapes, devices; against what :class:`Counter` must do
+# --- ``FunctionalVectorEnv``: modes, limits, fresh starts, batch shapes, devices; compared with :class:`Counter`
 
 PUSH = np.full((5, 1), 0.6, np.float32)
 
 
 def run(env: FunctionalVectorEnv, steps: int, key: Any = None, action: Any = PUSH) -> list[EnvState]:
-    """The state after a reset and after each of ``steps`` equal steps, in numpy."""
+    """Return the states after a reset and after each of ``steps`` equal steps, in numpy."""
     state = env.reset(new_key(0) if key is None else key)
     states = [state]
     for _ in range(steps):
@@ -40,12 +40,12 @@ def run(env: FunctionalVectorEnv, steps: int, key: Any = None, action: Any = PUS
     return [jax.tree.map(np.asarray, each) for each in states]
 
 
-# -- what a state says ---------------------------------------------------------------------------------------------
+# -- the fields of a state -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
-def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: AutoresetMode) -> None:
+def test_next_obs_always_follows_the_action(counters: Any, mode: AutoresetMode) -> None:
     states = run(counters(autoreset_mode=mode), 25)
     ended = 0
     for before, after in itertools.pairwise(states):
@@ -53,7 +53,7 @@ def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: Autore
         assert ((moved > 0.59) & (moved < 0.62) | ~after.valid).all()
         done = after.done & after.valid
         ended += done.sum()
-        # What pays is where the action led to, so an end is never paid by the start of the next episode.
+        # The reward belongs to the place that the action reached, so the start of the next episode never pays for an end.
         np.testing.assert_array_equal(after.reward[after.valid], after.next_obs["place"][after.valid, 0])
         assert (after.next_obs["step"][done] == after.last_length[done]).all()
     assert ended >= 5
@@ -62,7 +62,7 @@ def test_next_obs_is_always_what_followed_the_action(counters: Any, mode: Autore
 @pytest.mark.long
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_statistics_are_sums_over_episodes(counters: Any, mode: AutoresetMode) -> None:
-    """Of the episode so far, and of the one that ended last."""
+    """The statistics are those of the episode so far, and of the one that ended last."""
     total, discounted, length, ended = np.zeros(5), np.zeros(5), np.zeros(5, int), 0
     last = np.zeros((3, 5))
     for state in run(counters(autoreset_mode=mode, discount=0.5), 25)[1:]:
@@ -88,7 +88,7 @@ def test_statistics_are_sums_over_episodes(counters: Any, mode: AutoresetMode) -
 
 
 @pytest.mark.long
-def test_termination_and_truncation_may_come_together() -> None:
+def test_termination_and_truncation_can_coincide() -> None:
     env = FunctionalVectorEnv(Counter(), 3, "Disabled", max_episode_steps=2)
     state = env.step(env.reset(new_key(0)), np.array([[0.0], [2.0], [2.0]], np.float32))
     assert state.truncated.tolist() == [False, False, False]
@@ -98,7 +98,7 @@ def test_termination_and_truncation_may_come_together() -> None:
 
 
 @pytest.mark.long
-def test_disabled_rows_stay_as_they_ended(counters: Any) -> None:
+def test_disabled_rows_stay_unchanged_after_their_end(counters: Any) -> None:
     states = run(counters(autoreset_mode="Disabled"), 12)
     over = next(s for s in states if s.done.all())
     last = states[-1]
@@ -121,7 +121,7 @@ def test_no_limit_is_minus_one() -> None:
 
 
 def starts(env: FunctionalVectorEnv, steps: int, key: Any = None) -> list[list[float]]:
-    """For each row, where each of its episodes began."""
+    """Return for each row where each of its episodes began."""
 
     def one(state: Any, _: Any) -> Any:
         state = env.step(state, PUSH[:1].repeat(env.num_envs, 0))
@@ -149,7 +149,7 @@ def test_cached_episodes_all_begin_alike(counters: Any) -> None:
 
 
 @pytest.mark.long
-def test_pooled_episodes_begin_in_one_of_so_many_ways(counters: Any) -> None:
+def test_pooled_episodes_begin_in_a_limited_number_of_ways(counters: Any) -> None:
     rows = starts(counters(reset="pool", pool_size=3), 200)
     assert all(len(set(row)) == 3 for row in rows)
     assert len({start for row in rows for start in row}) == 15
@@ -157,13 +157,13 @@ def test_pooled_episodes_begin_in_one_of_so_many_ways(counters: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("reset", [*(pytest.param(reset, marks=pytest.mark.slow) for reset in ("fresh", "cached")), "pool"])
-def test_a_rows_stream_depends_neither_on_their_number_nor_on_the_others(reset: str) -> None:
+def test_stream_of_a_row_is_independent_of_the_others(reset: str) -> None:
     few = FunctionalVectorEnv(Counter(), 3, reset=reset)
     many = FunctionalVectorEnv(Counter(), 20, reset=reset)
     assert starts(few, 40) == starts(many, 40)[:3]
 
 
-def test_raw_and_typed_keys_are_taken(counters: Any) -> None:
+def test_raw_and_typed_keys_are_accepted(counters: Any) -> None:
     env = counters()
     typed = env.reset(jax.random.key(3)).obs["place"]
     np.testing.assert_array_equal(env.reset(jax.random.PRNGKey(3)).obs["place"], typed)
@@ -189,7 +189,7 @@ def test_stagger_spreads_the_first_time_out() -> None:
 
 
 @pytest.mark.long
-def test_masked_resets_go_on_or_begin_anew(counters: Any) -> None:
+def test_masked_resets_continue_or_restart_streams(counters: Any) -> None:
     env = counters()
     state = env.step(env.reset(new_key(0)), PUSH)
     mask = np.array([True, False, True, False, False])
@@ -224,7 +224,7 @@ def test_frame_skip_sums_rewards_and_stops_at_the_end() -> None:
 
 
 @pytest.mark.long
-def test_micro_batches_give_the_same() -> None:
+def test_micro_batches_do_not_change_results() -> None:
     whole, parts = FunctionalVectorEnv(Counter(), 7), FunctionalVectorEnv(Counter(), 7, micro_batch=3)
     action = np.full((7, 1), 0.6, np.float32)
     for one, other in zip(run(whole, 20, action=action), run(parts, 20, action=action), strict=True):
@@ -313,7 +313,7 @@ def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "text"),
     [
         ({"num_envs": 0}, "num_envs"),
         ({"reset": "stale"}, "'fresh', 'cached', 'pool'"),
@@ -324,12 +324,12 @@ def test_memory_does_not_grow_over_a_thousand_episodes(counters: Any) -> None:
         ({"autoreset_mode": "Never"}, "AutoresetMode"),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_options_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         FunctionalVectorEnv(Counter(), **options)
 
 
-def test_what_is_no_state_is_refused(counters: Any) -> None:
+def test_non_states_are_refused(counters: Any) -> None:
     env = counters()
     state = env.reset(new_key(0))
     for wrong in (None, state.obs, state.replace(inner=None)):
@@ -355,16 +355,16 @@ class Faulty(Counter):
 
 
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "text"),
     [("structure", "another structure"), ("shape", r"\['place'\] of shape \(3,\)"), ("reward", r"reward of shape \(2,\)")],
 )
-def test_environments_that_break_the_protocol_are_named(fault: str, words: str) -> None:
+def test_environments_that_break_the_protocol_are_named(fault: str, text: str) -> None:
     env = FunctionalVectorEnv(Faulty(fault), 5)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=text):
         env.step(env.reset(new_key(0)), PUSH)
 
 
-# --- Spaces inside compiled programs: drawn by a key, asked for arrays of JAX, and never one constant for ever
+# --- Spaces inside compiled programs: drawn by a key, with JAX arrays, and never a constant ------
 
 SPACES: list[spaces.Space[Any]] = [
     spaces.Box(-2.0, 3.0, (2,), np.float32),
@@ -379,7 +379,7 @@ SPACES.append(spaces.Dict({"a": spaces.Tuple(SPACES[:2]), "b": spaces.Discrete(3
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_samples_of_a_key_are_elements_of_all_the_space(space: Any) -> None:
+def test_samples_of_a_key_cover_the_space(space: Any) -> None:
     known = jax_space(space)
     drawn = jax.jit(jax.vmap(known.sample))(jax.random.split(jax.random.key(1), 300))
     rows = [jax.tree.map(lambda leaf, i=i: np.asarray(leaf)[i], drawn) for i in range(300)]
@@ -402,13 +402,13 @@ def _like(space: Any, row: Any) -> Any:
     return np.int64(row) if isinstance(space, spaces.Discrete) else np.asarray(row, space.dtype)
 
 
-def test_what_is_outside_is_not_contained() -> None:
+def test_values_outside_are_not_contained() -> None:
     box, choice = jax_space(SPACES[0]), jax_space(SPACES[4])
     inside = jax.jit(box.contains)
     assert inside(jnp.array([0.0, 3.0]))
     assert not inside(jnp.array([0.0, 3.1]))
     assert not inside(jnp.zeros(3))
-    assert not jax_space(SPACES[3]).contains(jnp.zeros(2))  # floats are no integers
+    assert not jax_space(SPACES[3]).contains(jnp.zeros(2))  # floats are not integers
     assert [bool(choice.contains(jnp.asarray(i))) for i in range(-2, 4)] == [False, True, True, True, True, False]
     both = jax_space(SPACES[-1])
     assert not both.contains({"b": jnp.asarray(0)})
@@ -416,7 +416,7 @@ def test_what_is_outside_is_not_contained() -> None:
 
 
 @pytest.mark.parametrize("space", SPACES, ids=str)
-def test_it_is_the_same_space_to_all_other_code(space: Any) -> None:
+def test_jax_space_behaves_like_the_original(space: Any) -> None:
     known = jax_space(space)
     assert known == space == pickle.loads(pickle.dumps(known)) == copy.deepcopy(known)
     known.seed(3)
@@ -437,7 +437,7 @@ def test_a_sample_without_a_key_inside_a_program_is_refused() -> None:
     assert draw(jax.random.key(0)).shape == (3, 1)
 
 
-def test_a_bridge_has_them_too(closes: Any) -> None:
+def test_bridge_has_jax_spaces(closes: Any) -> None:
     env = closes(bridge(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)))
     drawn = jax.jit(env.action_space.sample)(jax.random.key(0))
     env.step(env.reset(jax.random.key(0)), drawn)
@@ -445,7 +445,7 @@ def test_a_bridge_has_them_too(closes: Any) -> None:
         jax.jit(env.single_action_space.sample)()
 
 
-def test_a_space_of_ones_own_is_left_alone() -> None:
+def test_custom_space_is_not_replaced() -> None:
     class Own(spaces.Box):
         pass
 

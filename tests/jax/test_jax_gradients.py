@@ -18,7 +18,7 @@ steady = stateless(lambda params, obs, key: (jnp.broadcast_to(params, (5, 1)), {
 
 
 def check(function: Any, at: Any, step: float, rtol: float) -> None:
-    """Reverse, forward and central differences agree along one direction."""
+    """Assert that reverse, forward and central differences agree along one direction."""
     direction = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape), at)
     function = jax.jit(function)
     reverse = sum(jnp.vdot(g, d) for g, d in zip(*map(jax.tree.leaves, (jax.grad(function)(at), direction)), strict=True))
@@ -44,7 +44,7 @@ def test_gradients_through_fresh_starts(counters: Any, mode: str, checkpoint: bo
 
 
 @pytest.mark.long
-def test_a_restart_forgets_the_gradient(counters: Any) -> None:
+def test_restart_cuts_the_gradient(counters: Any) -> None:
     env = counters(autoreset_mode="SameStep")
 
     def place(push: Any, steps: int) -> Any:
@@ -60,7 +60,7 @@ def test_a_restart_forgets_the_gradient(counters: Any) -> None:
 
 
 class Cliff(Counter):
-    """Ends at 1; beyond, a step has no value, nor a derivative by state or action, unless there is a ``fence``."""
+    """An environment that ends at 1; beyond, a step has no value and no derivative, unless there is a ``fence``."""
 
     def __init__(self, fence: bool) -> None:
         self.fence = fence
@@ -74,7 +74,7 @@ class Cliff(Counter):
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_what_lies_beyond_the_end_of_an_episode_never_reaches_a_gradient(mode: str) -> None:
+def test_values_beyond_the_end_never_reach_a_gradient(mode: str) -> None:
     def slope(fence: bool) -> Any:
         env = FunctionalVectorEnv(Cliff(fence), 5, mode)
 
@@ -129,7 +129,7 @@ class _Shown(NamedTuple):
 
 
 class Scanned:
-    """A step scans over a carry that the action replaces, as Playground's does."""
+    """An environment with a step that scans over a carry which the action replaces, like Playground's."""
 
     mjx_model = None
     observation_size = action_size = 1
@@ -148,7 +148,7 @@ class Scanned:
 
 
 @pytest.mark.parametrize("double", [False, True])
-def test_playground_has_its_derivative_in_64_bits_too(double: bool) -> None:
+def test_playground_derivative_in_64_bits(double: bool) -> None:
     with jax.enable_x64(double):
         env = FunctionalVectorEnv(adapt(Scanned()), 3, "Disabled")
         assert differentiability(env) == "reverse"
@@ -184,7 +184,7 @@ def test_truncated_gradients_are_the_mean_over_pieces(counters: Any) -> None:
         truncated_bptt(env, steady, 0, loss)
 
 
-def test_the_probe_tells_the_three_kinds_apart() -> None:
+def test_probe_distinguishes_the_three_kinds() -> None:
     class Looping(Counter):
         def step(self, state: Any, action: Any, key: Any) -> Any:
             state, obs, reward, *rest = super().step(state, action, key)
@@ -202,11 +202,11 @@ def test_the_probe_tells_the_three_kinds_apart() -> None:
     from vecenv.jax.env import probe
 
     assert [probe(env()) for env in (Counter, Looping, Blind, Stopped, Switch)] == [
-        "reverse", "forward", "none", "none", "none",
+        "reverse", "forward", "zero", "zero", "none",
     ]  # fmt: skip
 
 
-def test_asking_for_a_gradient_that_is_not_there_says_so() -> None:
+def test_missing_gradient_raises() -> None:
     env = FunctionalVectorEnv(Switch(), 2)
     assert differentiability(env) == "none"
     with pytest.raises(ValueError, match="Switch has no derivative"):

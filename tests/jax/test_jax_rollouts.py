@@ -38,7 +38,7 @@ def make(request: pytest.FixtureRequest, counters: Any) -> Iterator[Any]:
 
 
 def policy(params: Any, carry: Any, obs: Any, first: Any, key: Any) -> Any:
-    """Random actions, of each row by itself; it remembers how many steps its episode has had."""
+    """Draw random actions for each row by itself, and count the steps of the episode."""
     carry = reset_carry(first, carry, jnp.zeros((), jnp.int32)) + 1
     if isinstance(obs, dict):
         return carry, params + 0.3 * jax.random.normal(key, (5, 1)), {"seen": obs["step"], "memory": carry}
@@ -49,12 +49,12 @@ NO_MEMORY = np.full(5, 99, np.int32)
 
 
 def args(env: Any) -> tuple[Any, ...]:
-    """What comes after ``env`` in every call below."""
+    """Return the arguments after ``env`` of every call below."""
     return policy, PARAMS, env.reset(new_key(0)), NO_MEMORY, new_key(1)
 
 
 def loop(env: Any, steps: int) -> list[tuple[Any, Any, Any]]:
-    """``(state, action, state after)`` of a Python loop under the same keys."""
+    """Return ``(state, action, state after)`` of a Python loop with the same keys."""
     state, carry, out = env.reset(new_key(0)), NO_MEMORY, []
     for t in range(steps):
         carry, action, _ = policy(PARAMS, carry, state.obs, state.first, jax.random.fold_in(new_key(1), t))
@@ -65,7 +65,7 @@ def loop(env: Any, steps: int) -> list[tuple[Any, Any, Any]]:
 
 
 def first_episodes(steps: list[tuple[Any, Any, Any]]) -> list[tuple[float, int, bool]]:
-    """Return and length of the first episode of every row, and whether it ended."""
+    """Return return and length of the first episode of every row, and whether it ended."""
     rows = []
     for row in range(5):
         rewards, finished = [], False
@@ -77,13 +77,13 @@ def first_episodes(steps: list[tuple[Any, Any, Any]]) -> list[tuple[float, int, 
     return rows
 
 
-def same(one: Any, other: Any, rtol: float = 1e-5) -> None:
+def assert_close(one: Any, other: Any, rtol: float = 1e-5) -> None:
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=rtol), one, other)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rollout_is_a_loop_and_a_recurrent_policy_forgets_where_an_episode_begins(make: Any, mode: str) -> None:
+def test_rollout_equals_a_loop_and_resets_recurrent_state(make: Any, mode: str) -> None:
     env = make(mode)
     info = "odd" if hasattr(env, "single_env") else "left"
     program = jax.jit(lambda *some: rollout(env, policy, *some, 20, ("steps", "done", info)))
@@ -92,10 +92,10 @@ def test_a_rollout_is_a_loop_and_a_recurrent_policy_forgets_where_an_episode_beg
     for t, (before, action, after) in enumerate(loop(env, 20)):
         found = jax.tree.map(lambda leaf, t=t: leaf[t], trajectory)
         memory = np.where(before.first, 1, memory + 1)
-        same((found.action, found.obs, found.next_obs), (action, before.obs, after.next_obs))
-        same((found.first, found.reward, found.done), (before.first, after.reward, after.done))
-        same((found.terminated, found.truncated, found.valid), (after.terminated, after.truncated, after.valid))
-        same(found.env_extras, {"steps": after.steps, "done": after.done, info: after.info[info]})
+        assert_close((found.action, found.obs, found.next_obs), (action, before.obs, after.next_obs))
+        assert_close((found.first, found.reward, found.done), (before.first, after.reward, after.done))
+        assert_close((found.terminated, found.truncated, found.valid), (after.terminated, after.truncated, after.valid))
+        assert_close(found.env_extras, {"steps": after.steps, "done": after.done, info: after.info[info]})
         np.testing.assert_array_equal(found.policy_extras["memory"], memory)
         np.testing.assert_array_equal(memory[after.valid & ~after.done & (mode != "SameStep")],
                                       after.steps[after.valid & ~after.done & (mode != "SameStep")])  # fmt: skip
@@ -106,7 +106,7 @@ def test_a_rollout_is_a_loop_and_a_recurrent_policy_forgets_where_an_episode_beg
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_all_evaluations_agree_with_a_plain_loop_and_make_no_step_too_many(make: Any, mode: str) -> None:
+def test_evaluations_equal_a_plain_loop_without_extra_steps(make: Any, mode: str) -> None:
     env = make(mode, 0.5)
     wanted = first_episodes(loop(env, 12))
     whole = jax.jit(lambda *some: eval_rollout_episode(env, policy, *some, 12))
@@ -120,41 +120,41 @@ def test_all_evaluations_agree_with_a_plain_loop_and_make_no_step_too_many(make:
     if state.token is not None:
         assert state.token[1] == last.token[1] == max(lengths)  # the calls since the reset
     for found in (metrics, fast):
-        same((found.episode_return, found.episode_length, found.finished), (returns, lengths, finished))
+        assert_close((found.episode_return, found.episode_length, found.finished), (returns, lengths, finished))
         assert (found.terminated | found.truncated).tolist() == found.finished.tolist()
-    same(metrics, fast)
+    assert_close(metrics, fast)
     over = np.arange(12)[:, None] >= lengths
     weights = 0.5 ** np.arange(12)[:, None]
     np.testing.assert_array_equal(trajectory.valid, ~over)
     np.testing.assert_allclose(trajectory.reward.sum(0), returns, rtol=1e-5)
     np.testing.assert_allclose((weights * trajectory.reward).sum(0), metrics.discounted_return, rtol=1e-5)
-    np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)  # told until the end
+    np.testing.assert_array_equal(trajectory.done, np.arange(12)[:, None] >= lengths - 1)  # reported until the end
     assert (kept.obs, kept.action, kept.next_obs, kept.valid) == (None,) * 4
-    same((kept.reward, kept.done), (trajectory.reward, trajectory.done))
+    assert_close((kept.reward, kept.done), (trajectory.reward, trajectory.done))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_many_episodes_are_shared_out_evenly(make: Any, mode: str) -> None:
+def test_many_episodes_are_distributed_evenly(make: Any, mode: str) -> None:
     """Rows that do not reset themselves are reset while they have episodes left."""
     env = make(mode)
     program = jax.jit(lambda *some: fast_eval_rollout_episode(env, policy, *some, 12, 13))
     (metrics, _), (again, _) = program(*args(env)[1:]), program(*args(env)[1:])
     assert metrics.finished.tolist() == [True] * 13
-    same(metrics, again)
+    assert_close(metrics, again)
     assert len(np.unique(metrics.episode_return)) == 13
     ended: list[list[tuple[float, int]]] = [[] for _ in range(5)]
     for _, _, after in loop(env, int(metrics.env_steps)):
         for row in np.flatnonzero(after.done & after.valid).tolist():
             ended[row].append((float(after.last_return[row]), int(after.last_length[row])))
-    for index in range(13 if mode != "Disabled" else 5):  # (what is reset by a mask begins elsewhere than in the loop)
+    for index in range(13 if mode != "Disabled" else 5):  # (a reset by mask begins elsewhere than the loop)
         total, length = ended[index % 5][index // 5]
         assert int(metrics.episode_length[index]) == length
         assert abs(float(metrics.episode_return[index]) - total) < 1e-4
 
 
 @pytest.mark.long
-def test_two_rollouts_in_a_row_are_one_long_one(counters: Any) -> None:
+def test_two_rollouts_equal_one_long_one(counters: Any) -> None:
     env = counters()
     still = stateless(lambda params, obs, key: (jnp.full((5, 1), params), {}))
     whole, _, _ = rollout(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 20)
@@ -165,7 +165,7 @@ def test_two_rollouts_in_a_row_are_one_long_one(counters: Any) -> None:
 
 
 @pytest.mark.long
-def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
+def test_too_short_evaluation_raises(counters: Any) -> None:
     env = counters(discount=0.5)
     for metrics in (eval_rollout_episode(env, *args(env), 2)[1], fast_eval_rollout_episode(env, *args(env), 2)[0]):
         assert not metrics.finished.any()
@@ -175,7 +175,7 @@ def test_an_evaluation_that_is_too_short_says_so(counters: Any) -> None:
 
 
 @pytest.mark.long
-def test_evaluations_may_be_mapped_over_parameters(counters: Any) -> None:
+def test_evaluations_can_be_mapped_over_parameters(counters: Any) -> None:
     env = counters()
     _, _, *rest = args(env)
 

@@ -1,4 +1,4 @@
-"""``vecenv.torch``: gradients equal to JAX's over several steps; tensors that may be written to."""
+"""``vecenv.torch``: gradients equal to JAX's over several steps, and writeable tensors."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_gradients_over_many_steps_and_restarts_equal_those_of_jax(counters: Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ant_every_action_has_its_gradient() -> None:
-    """Only the last of three is what one gets where nested parts of the state lose their cotangents."""
+def test_ant_gradient_of_every_action() -> None:
+    """If nested parts of the state lose their cotangents, only the last of the three has one."""
     pytest.importorskip("brax", reason="needs Brax")
     env = FunctionalVectorEnv(adapt("ant", backend="spring"), 3, "SameStep")
     actions = random_actions(env, 3)
@@ -82,7 +82,7 @@ def test_metrics_are_differentiable_and_flags_are_not(counters: Any) -> None:
         state.speed  # noqa: B018
 
 
-def test_backward_may_run_twice_and_actions_may_be_overwritten(counters: Any) -> None:
+def test_backward_twice_and_overwritten_actions(counters: Any) -> None:
     env = vecenv.torch.differentiable(counters())
     start = torch.full((5, 1), 0.3, requires_grad=True)
     action = start * 1.0
@@ -106,7 +106,7 @@ def test_states_go_to_jax_and_back(counters: Any) -> None:
     np.testing.assert_allclose(a.obs["place"], b.obs["place"])
 
 
-def test_what_has_no_gradient_is_refused(counters: Any) -> None:
+def test_environments_without_gradient_are_refused(counters: Any) -> None:
     with pytest.raises(ValueError, match="no derivative"):
         vecenv.torch.differentiable(Switch(), 2)
     with pytest.raises(ValueError, match="options already"):
@@ -117,7 +117,7 @@ def test_what_has_no_gradient_is_refused(counters: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep", "Disabled"])
-def test_torch_results_hold_what_numpy_results_hold_and_may_be_written_to(counters: Any, mode: str) -> None:
+def test_torch_results_equal_numpy_results_and_are_writeable(counters: Any, mode: str) -> None:
     host, device = JaxVectorEnv(counters(autoreset_mode=mode)), JaxVectorEnv(counters(autoreset_mode=mode), to="torch")
     host.reset(seed=0)
     observations, _ = device.reset(seed=0)
@@ -136,7 +136,7 @@ def test_torch_results_hold_what_numpy_results_hold_and_may_be_written_to(counte
 
 
 @pytest.mark.long
-def test_a_named_environment_takes_its_options_and_states_are_copied_and_pickled() -> None:
+def test_named_environment_with_options_and_copied_states() -> None:
     pytest.importorskip("brax", reason="needs Brax")
     env = vecenv.torch.differentiable("inverted_pendulum", 2, backend="spring", max_episode_steps=5)
     assert env.functional.max_episode_steps == 5

@@ -1,4 +1,4 @@
-"""The vector environment over JAX-native environments, how policies are evaluated in it, and what it keeps."""
+"""The vector environment over JAX-native environments, evaluation of policies in it, and its snapshots."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from contract.jax_env import Walk
 from forks import in_a_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
-from jax_envs import Counter, Gymnax, Jumanji, Switch, sync
+from jax_envs import Counter, GymEnv, Gymnax, Jumanji, Switch, sync
 from signals import handled
 
 import vecenv
 from vecenv.backends import JaxVectorEnv
-from vecenv.errors import ForkedError, StaleStateError, StepTimeout
-from vecenv.jax import FunctionalVectorEnv, GymEnv, adapt, available_envs
+from vecenv.errors import ForkedError, SnapshotMismatch, StaleStateError, StepTimeout
+from vecenv.jax import FunctionalVectorEnv, adapt, available_envs
 from vecenv.state.snapshots import Snapshot
 from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
 
@@ -37,7 +37,7 @@ PUSH = np.full((5, 1), 0.6, np.float32)
 
 @pytest.mark.long
 class TestContractOverCounter(VectorEnvContract):
-    """Dict observations, nested infos, random start states, random steps, ends of both kinds."""
+    """Dict observations, nested infos, random start states, random steps, and both kinds of ends."""
 
     _compiled: ClassVar[dict[Any, FunctionalVectorEnv]] = {}
 
@@ -65,7 +65,7 @@ def of(library: str, name: str, why: str) -> Any:
 
 NO_GYMNAX = "needs gymnax, which asks for an older Gymnasium: nox -s gymnax"
 SMALL: list[Any] = [Counter, Switch, Gymnax, Jumanji]
-REAL = {  # what it is, and its time limit
+REAL = {  # the environment, and its time limit
     "inverted_pendulum": (lambda asymmetric: brax("inverted_pendulum"), 20),
     "ant": (lambda asymmetric: brax("ant"), 15),
     "playground": (lambda asymmetric: adapt(asymmetric()), 15),
@@ -99,7 +99,7 @@ def test_real_environments_equal_sync_vector_env(request: Any, name: str, mode: 
 
 
 @pytest.mark.long
-def test_the_time_limit_is_that_of_gymnasiums_own_wrapper() -> None:
+def test_time_limit_equals_gymnasiums_wrapper() -> None:
     ours = JaxVectorEnv(Counter(), 3, max_episode_steps=4)
     single = GymEnv(Counter(), max_episode_steps=-1)
     limited = [lambda: gym.wrappers.TimeLimit(single.twin(), 4)] * 3
@@ -112,7 +112,7 @@ def test_the_time_limit_is_that_of_gymnasiums_own_wrapper() -> None:
 
 @pytest.fixture
 def make(counters: Any) -> Callable[..., JaxVectorEnv]:
-    """``make(num_envs=5, mode=..., seed=..., **options)``: over :class:`Counter`, and reset where there is a seed."""
+    """``make(num_envs=5, mode=..., seed=..., **options)``: over :class:`Counter`, reset if a seed is given."""
 
     def build(num_envs: int = 5, *, mode: Any = "NextStep", seed: int | None = 0, **options: Any) -> JaxVectorEnv:
         envs = JaxVectorEnv(counters(num_envs, autoreset_mode=mode), **options)
@@ -124,11 +124,11 @@ def make(counters: Any) -> Callable[..., JaxVectorEnv]:
 
 
 def trajectory(envs: Any, steps: int, row: int) -> list[Any]:
-    """Row ``row`` under the same actions in every row and every vector."""
+    """Return row ``row`` of a trajectory with the same actions in every row and every vector."""
     return [copy.deepcopy(envs.step(np.full((envs.num_envs, 1), 0.4, np.float32))[0]["place"][row]) for _ in range(steps)]
 
 
-def test_reset_without_a_seed_goes_on_to_the_next_episode(make: Any) -> None:
+def test_reset_without_a_seed_starts_the_next_episode(make: Any) -> None:
     one, other, another = make(seed=1), make(seed=1), make(seed=None)
     second = one.reset()[0]
     assert_identical(other.reset()[0], second)
@@ -136,7 +136,7 @@ def test_reset_without_a_seed_goes_on_to_the_next_episode(make: Any) -> None:
     assert not np.array_equal(make(seed=None).reset()[0]["place"], another.reset()[0]["place"])
 
 
-def test_seeds_are_those_of_their_own_rows_and_large_ones_differ_from_their_low_halves(make: Any) -> None:
+def test_seeds_per_row_and_large_seeds(make: Any) -> None:
     envs = make(seed=0)
     envs.reset(seed=10, options={"reset_mask": np.array([True, False, True, False, False])})
     assert envs.np_random_seed == (10, 1, 12, 3, 4)
@@ -157,7 +157,7 @@ def test_seeds_are_those_of_their_own_rows_and_large_ones_differ_from_their_low_
         lambda e: e.reset(seed=3, options={"reset_mask": np.arange(5) < 2}),
     ],
 )
-def test_what_needs_a_reset_of_all_says_so(make: Any, call: Any) -> None:
+def test_calls_that_need_a_full_reset_raise(make: Any, call: Any) -> None:
     envs = make(seed=None)
     with pytest.raises(ResetNeeded):
         call(envs)
@@ -168,7 +168,7 @@ def test_what_needs_a_reset_of_all_says_so(make: Any, call: Any) -> None:
 # -- state, chunks, warmup -----------------------------------------------------------------------------------------
 
 
-def test_a_state_is_a_checkpoint_for_any_vector_and_any_number_of_times(make: Any) -> None:
+def test_state_is_a_reusable_checkpoint_for_any_vector(make: Any) -> None:
     envs, other = make(), make(seed=None)
     trajectory(envs, 5, 0)
     kept, saved = envs.state, jax.tree.map(np.asarray, envs.state)
@@ -180,7 +180,7 @@ def test_a_state_is_a_checkpoint_for_any_vector_and_any_number_of_times(make: An
     assert_identical(trajectory(other, 20, 1), once)
 
 
-def test_a_state_whose_arrays_are_gone_is_refused(make: Any) -> None:
+def test_state_with_deleted_arrays_is_refused(make: Any) -> None:
     envs = make()
     state = envs.state
     envs.functional.step_donating(state, PUSH)
@@ -193,7 +193,7 @@ def test_a_state_whose_arrays_are_gone_is_refused(make: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("to", ["numpy", "jax"])
-def test_a_chunk_is_so_many_steps(make: Any, to: str) -> None:
+def test_chunk_equals_that_many_steps(make: Any, to: str) -> None:
     one, many = make(), make(to=to)
     actions = np.random.default_rng(0).uniform(-1, 2, (30, 5, 1)).astype(np.float32)
     chunk = many.step_chunk(actions)
@@ -232,7 +232,7 @@ def test_render_draws_the_chosen_environments(make: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("mode", MODES)
-def test_jax_arrays_hold_what_numpy_arrays_hold(make: Any, mode: AutoresetMode) -> None:
+def test_jax_arrays_equal_numpy_arrays(make: Any, mode: AutoresetMode) -> None:
     host, device = make(mode=mode), make(mode=mode, to="jax")
     first = device.reset(seed=0)[0]["place"]
     kept = np.array(first)
@@ -248,7 +248,7 @@ def test_jax_arrays_hold_what_numpy_arrays_hold(make: Any, mode: AutoresetMode) 
             for row in np.flatnonzero(mine[4]["_final_obs"]):
                 final = jax.tree.map(lambda x, row=row: np.asarray(x)[row], infos["final_obs"])
                 jax.tree.map(np.testing.assert_array_equal, mine[4]["final_obs"][row], final)
-    np.testing.assert_array_equal(first, kept)  # steps do not write into what was handed out
+    np.testing.assert_array_equal(first, kept)  # steps do not write into returned arrays
 
 
 @pytest.mark.long
@@ -271,7 +271,7 @@ def test_wrappers_of_gymnasium_give_masks_of_jax_and_find_them_after_the_reset(m
 
 
 @pytest.mark.parametrize(
-    ("actions", "error", "words"),
+    ("actions", "error", "text"),
     [
         (np.zeros((4, 1), np.float32), ValueError, "(4, 1)"),
         (np.zeros((5, 2), np.float32), ValueError, "(5, 1)"),
@@ -281,16 +281,16 @@ def test_wrappers_of_gymnasium_give_masks_of_jax_and_find_them_after_the_reset(m
         ([[0.0]] * 4, ValueError, "(4, 1)"),
     ],
 )
-def test_wrong_actions_are_refused_before_anything_is_stepped(make: Any, actions: Any, error: Any, words: str) -> None:
+def test_wrong_actions_are_refused_before_anything_is_stepped(make: Any, actions: Any, error: Any, text: str) -> None:
     envs = make()
     with pytest.raises(error) as caught:
         envs.step(actions)
-    assert words in str(caught.value)
+    assert text in str(caught.value)
     assert np.asarray(envs.state.steps).tolist() == [0] * 5
 
 
 @pytest.mark.long
-def test_doubles_and_lists_are_taken_for_floats_but_floats_for_no_choice(make: Any) -> None:
+def test_doubles_and_lists_are_valid_floats_but_not_choices(make: Any) -> None:
     one, other = make(), make()
     assert_identical(one.step([[0.5]] * 5), other.step(np.full((5, 1), 0.5)))
     envs = JaxVectorEnv(Switch(), 2)
@@ -301,7 +301,7 @@ def test_doubles_and_lists_are_taken_for_floats_but_floats_for_no_choice(make: A
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "error", "text"),
     [
         ({"to": "cupy"}, ValueError, "'numpy', 'jax' or 'torch'"),
         ({"num_envs": 0}, ValueError, "num_envs"),
@@ -309,11 +309,11 @@ def test_doubles_and_lists_are_taken_for_floats_but_floats_for_no_choice(make: A
         ({"render_mode": "human"}, ValueError, "render_mode"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_and_what_was_not_built_is_closed(
-    counters: Any, options: Any, error: Any, words: str
+def test_invalid_options_are_refused_and_close_works(
+    counters: Any, options: Any, error: Any, text: str
 ) -> None:
     envs = JaxVectorEnv.__new__(JaxVectorEnv)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=text):
         envs.__init__(Counter(), **options)  # type: ignore[misc]
     envs.close()
     assert repr(envs) == "JaxVectorEnv(closed)"
@@ -322,7 +322,7 @@ def test_options_that_make_no_sense_are_refused_and_what_was_not_built_is_closed
 
 
 @pytest.mark.parametrize("missing", ["jax", "torch"])
-def test_gradients_in_torch_say_what_to_install(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_in_torch_name_the_missing_package(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vecenv.torch", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"no {missing}: pip install -e '.\[jax\]' torch"):
@@ -335,7 +335,7 @@ def test_tensors_without_torch_are_refused_at_once(monkeypatch: pytest.MonkeyPat
         JaxVectorEnv(Counter(), to="torch")
 
 
-# -- its own calls are guarded as those of every backend are (tests/contract) ----------------------------------------
+# -- its own calls are guarded like those of every backend (tests/contract) ----------------------------------------
 
 OWN_CALLS: dict[str, Callable[[Any], Any]] = {
     "state": lambda e: e.state, "step_chunk": lambda e: e.step_chunk(PUSH[None]), "warmup": lambda e: e.warmup(),
@@ -347,12 +347,12 @@ OWN_CALLS: dict[str, Callable[[Any], Any]] = {
 def test_calls_of_its_own_are_refused_while_a_step_is_pending_and_change_nothing(make: Any, begin: str) -> None:
     one, other = make(render_mode="rgb_array"), make()
     getattr(one, begin)(PUSH)
-    words = "while waiting for a pending call to `step`" if begin == "step_async" else r"for envs 0\.\.4, which are still"
+    text = "while waiting for a pending call to `step`" if begin == "step_async" else r"for envs 0\.\.4, which are still"
     for name, call in OWN_CALLS.items():
-        with pytest.raises(AlreadyPendingCallError, match=f"Calling `{name}` {words}"):
+        with pytest.raises(AlreadyPendingCallError, match=f"Calling `{name}` {text}"):
             call(one)
-    answer = one.step_wait() if begin == "step_async" else one.recv()
-    assert_identical(answer[:4], other.step(PUSH)[:4])
+    result = one.step_wait() if begin == "step_async" else one.recv()
+    assert_identical(result[:4], other.step(PUSH)[:4])
 
 
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning", "ignore:.*fork.*:DeprecationWarning")
@@ -371,7 +371,7 @@ def test_calls_of_its_own_are_refused_in_a_forked_child_and_after_close(make: An
     assert "closed" in repr(envs)
 
 
-def test_it_says_what_it_can_do_and_counts_the_steps_of_a_chunk(make: Any) -> None:
+def test_capabilities_and_step_count_of_a_chunk(make: Any) -> None:
     envs = make()
     able = "jax: timeouts, row_seeds, reset_mask, masked_seeds, snapshots, in_this_process, runs_jax"
     assert str(envs.capabilities) == able
@@ -387,7 +387,7 @@ class Slow(Counter):
 
 
 @pytest.mark.long
-def test_the_time_that_it_waits_for_the_device_counts() -> None:
+def test_waiting_for_the_device_counts_as_step_time() -> None:
     envs = JaxVectorEnv(Slow(), 2)
     envs.reset(seed=0)
     envs.step_async(PUSH[:2])
@@ -398,7 +398,7 @@ def test_the_time_that_it_waits_for_the_device_counts() -> None:
 
 
 class Raising(Counter):
-    """Raises in the step after the one that put it beyond 1.5."""
+    """An environment that raises in the step after the one that moved it beyond 1.5."""
 
     def step(self, state: Any, action: Any, key: Any) -> Any:
         def look(x: Any) -> Any:
@@ -411,11 +411,11 @@ class Raising(Counter):
 
 
 @pytest.mark.long
-def test_an_environment_that_raises_leaves_a_vector_that_can_be_reset() -> None:
+def test_vector_can_be_reset_after_an_error() -> None:
     envs = JaxVectorEnv(Raising(), 2)
     envs.reset(seed=0)
     envs.step(np.full((2, 1), 2, np.float32))
-    with pytest.raises((RuntimeError, ValueError), match="beyond"):  # JAX says it in either
+    with pytest.raises((RuntimeError, ValueError), match="beyond"):  # JAX reports it as either
         envs.step(np.zeros((2, 1), np.float32))
     with pytest.raises(ResetNeeded):
         envs.step(np.zeros((2, 1), np.float32))
@@ -438,11 +438,11 @@ def test_make_by_name(pendulum: Any) -> None:
     assert repr(envs) == "JaxVectorEnv(InvertedPendulum, num_envs=2, to='jax', autoreset_mode=NEXT_STEP, before reset)"
 
 
-# --- ``vecenv.evaluate`` over environments that are JAX functions, and of policies that are -----
+# --- ``vecenv.evaluate`` over JAX-native environments, and with policies that are JAX functions --
 
 
 @jax.jit
-def tired(observations: Any) -> Any:
+def stop_early(observations: Any) -> Any:
     return jnp.tanh(observations[:, :1]) * 0.5
 
 
@@ -451,7 +451,7 @@ def test_results_are_the_same_for_every_number_of_rows(to: str) -> None:
     found = []
     for num_envs in (1, 3):
         envs = JaxVectorEnv(FunctionalVectorEnv(Walk(0), num_envs), to=to)
-        results = vecenv.evaluate(envs, tired, 5, seed=3, batch="padded", arrays="jax")
+        results = vecenv.evaluate(envs, stop_early, 5, seed=3, batch="padded", arrays="jax")
         found.append([(each.index, each.seed, each.episode_return, each.length) for each in results])
         envs.close()
     assert found[0] == found[1]
@@ -462,14 +462,14 @@ def test_results_are_the_same_for_every_number_of_rows(to: str) -> None:
 @pytest.mark.parametrize(
     ("to", "mode"), [("numpy", AutoresetMode.NEXT_STEP), ("jax", AutoresetMode.SAME_STEP), ("jax", AutoresetMode.DISABLED)]
 )
-def test_an_episode_goes_on_from_a_snapshot(to: str, mode: AutoresetMode) -> None:
-    """Two steps of each episode are made before; the rest is what is missing of the whole."""
+def test_episode_continues_from_a_snapshot(to: str, mode: AutoresetMode) -> None:
+    """Two steps of each episode are made before; the evaluation runs the remaining ones."""
     source = JaxVectorEnv(FunctionalVectorEnv(Walk(0), 5, autoreset_mode=mode), to=to)
-    whole = vecenv.evaluate(source, tired, 5, seed=3, batch="padded", arrays="jax")
+    whole = vecenv.evaluate(source, stop_early, 5, seed=3, batch="padded", arrays="jax")
     observations, _ = source.reset(seed=3)
     before = np.zeros(5)
     for _ in range(2):
-        observations, rewards, *over, _ = source.step(np.asarray(tired(observations)))
+        observations, rewards, *over, _ = source.step(np.asarray(stop_early(observations)))
         before += np.asarray(rewards)
         assert not np.any(over), "the walks are too short for this"
     snapshots = source.save()
@@ -477,7 +477,7 @@ def test_an_episode_goes_on_from_a_snapshot(to: str, mode: AutoresetMode) -> Non
     for num_envs in (1, 3):
         envs = JaxVectorEnv(FunctionalVectorEnv(Walk(0), num_envs, autoreset_mode=mode), to=to)
         episodes = [*snapshots, vecenv.Episode(seed=whole[1].seed)]
-        *rest, again = vecenv.evaluate(envs, tired, episodes, seed=3, batch="padded", arrays="jax")
+        *rest, again = vecenv.evaluate(envs, stop_early, episodes, seed=3, batch="padded", arrays="jax")
         assert [each.length + 2 for each in rest] == [each.length for each in whole]
         assert [each.seed for each in rest] == [None] * 5
         assert np.allclose([each.episode_return for each in rest] + before, [each.episode_return for each in whole])
@@ -485,11 +485,11 @@ def test_an_episode_goes_on_from_a_snapshot(to: str, mode: AutoresetMode) -> Non
         envs.close()
 
 
-# --- Snapshots of environments that are JAX functions fit others of their kind, whatever their states are made of
+# --- Snapshots of JAX-native environments fit others of their kind, whatever their states contain
 
 
 class Constants:
-    """Compared by content, shown by address: so MJX keeps arrays that are no part of a state."""
+    """Constants compared by content and shown by address, like the arrays that MJX keeps outside the state."""
 
     def __init__(self, content: tuple[int, ...]) -> None:
         self.content = content
@@ -521,7 +521,7 @@ class Placed(Walk):
         return (Place(place, Constants((1, 2))), *rest)
 
 
-def test_a_state_with_constants_beside_its_arrays_fits_another_engine() -> None:
+def test_state_with_constants_fits_another_engine() -> None:
     one, other = (JaxVectorEnv(FunctionalVectorEnv(Placed(), 2)) for _ in range(2))
     one.reset(seed=3)
     other.reset(seed=4)
@@ -533,12 +533,40 @@ def test_a_state_with_constants_beside_its_arrays_fits_another_engine() -> None:
     other.close()
 
 
-class Stopped(Exception):
-    """As a time limit raises it out of a signal handler."""
+class Faster(Walk):
+    """An environment with its speed as an attribute."""
+
+    def __init__(self, speed: float) -> None:
+        super().__init__()
+        self.speed = speed
+
+    def step(self, state: Any, action: Any, key: Any) -> Any:
+        return super().step(state, action * self.speed, key)
 
 
-class Ringing:
-    """Read as a number, and the first time a signal comes."""
+@pytest.mark.parametrize(
+    ("one", "other", "text"),
+    [
+        ({"env": Faster(1.0)}, {"env": Faster(2.0)}, r"made with Faster.speed=1.0, and this one with Faster.speed=2.0"),
+        ({"max_episode_steps": 5}, {"max_episode_steps": 9}, r"max_episode_steps=5, and this one with max_episode_steps=9"),
+    ],
+)
+def test_load_names_the_difference_between_environments(one: Any, other: Any, text: str) -> None:
+    first, second = (JaxVectorEnv(FunctionalVectorEnv(**{"env": Walk(), "num_envs": 2, **how})) for how in (one, other))
+    first.reset(seed=3)
+    second.reset(seed=4)
+    with pytest.raises(SnapshotMismatch, match=text):
+        second.load(first.save())
+    first.close()
+    second.close()
+
+
+class TimeIsUp(Exception):
+    """The exception of a time limit's signal handler."""
+
+
+class RaisesSignal:
+    """A number that raises a signal the first time it is read."""
 
     rung = False
 
@@ -550,21 +578,21 @@ class Ringing:
 
 
 def _read(number: Any) -> Any:
-    if not Ringing.rung:
-        Ringing.rung = True
+    if not RaisesSignal.rung:
+        RaisesSignal.rung = True
         signal.raise_signal(signal.SIGUSR2)
     return number
 
 
-def test_a_load_that_a_signal_handler_interrupts_says_so_and_can_be_made_again(closes: Any) -> None:
+def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
     envs = closes(JaxVectorEnv(FunctionalVectorEnv(Walk(), 2)))
     envs.reset(seed=3)
     kept = envs.save()
     (seed, leaves), known = pickle.loads(kept[1].body), kept[1].row
-    kept = (kept[0], Snapshot.of(known.kind, pickle.dumps((Ringing(seed), leaves))))
+    kept = (kept[0], Snapshot.of(known.kind, pickle.dumps((RaisesSignal(seed), leaves))))
     actions = jnp.full((2, 1), 0.5)
     wanted = np.asarray(envs.step(actions)[0])
-    with handled(signal.SIGUSR2, Stopped), pytest.raises(Stopped):
+    with handled(signal.SIGUSR2, TimeIsUp), pytest.raises(TimeIsUp):
         envs.load(kept)
     envs.load(kept)
     assert np.array_equal(envs.step(actions)[0], wanted)

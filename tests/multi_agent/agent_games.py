@@ -1,4 +1,4 @@
-"""Small parallel environments in which agents come, go, differ and mask, all from the seed of a reset."""
+"""Small parallel environments with agents that join, leave, differ and have masks, drawn from the seed of a reset."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from vecenv.multi_agent import MultiAgentVecEnv
 
 
 @contextmanager
-def playing(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
-    """A vector environment of these games that was reset with seed 0."""
+def started_games(games: Any, **options: Any) -> Iterator[MultiAgentVecEnv]:
+    """Yield a vector environment of these games, after a reset with seed 0."""
     with MultiAgentVecEnv(games, **options) as envs:
         envs.reset(seed=0)
         yield envs
 
 
 class RandomGame:
-    """Agents whose births, deaths, observations, rewards and infos are drawn from the seed.
+    """A game with births, deaths, observations, rewards and infos drawn from the seed.
 
     Args:
         count: Number of agents.
-        births: The others of the first are born within the first steps, instead of all being there at once.
-        together: Everybody ends at the same time.
-        differ: Every second agent has other spaces.
-        masks: ``"obs"`` or ``"info"``: there are action masks; an agent that takes a forbidden action raises.
+        births: All agents but the first are born within the first steps, instead of at the reset.
+        together: All agents end at the same time.
+        differ: Every second agent has different spaces.
+        masks: Agents have action masks, in the observation (``"obs"``) or the info (``"info"``); a forbidden action raises.
         infos: Agents have infos, and so has the environment.
-        length: Nobody lives longer.
-        strict: Actions of agents that are not there raise.
+        length: Upper bound of an agent's life in steps.
+        strict: ``step`` raises unless exactly the live agents have actions.
     """
 
     def __init__(
@@ -53,16 +53,18 @@ class RandomGame:
         self.births, self.together, self.masks = births, together, masks
         self.infos, self.length, self.strict = infos, length, strict
         self.closed = False
-        self.seen: list[Any] = []
+        self.observations: list[Any] = []
         self.rng = np.random.default_rng()
-        self._observed = {agent: self._space(index, differ) for index, agent in enumerate(self.possible_agents)}
-        self._acted = {
+        self._observation_spaces = {
+            agent: self._make_observation_space(index, differ) for index, agent in enumerate(self.possible_agents)
+        }
+        self._action_spaces = {
             agent: spaces.Box(-1, 1, (2,), np.float32) if differ and index % 2 else spaces.Discrete(4)
             for index, agent in enumerate(self.possible_agents)
         }
         self.state_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
 
-    def _space(self, index: int, differ: bool) -> spaces.Space[Any]:
+    def _make_observation_space(self, index: int, differ: bool) -> spaces.Space[Any]:
         space: spaces.Space[Any] = spaces.Box(-np.inf, np.inf, (3,), np.float32)
         if differ and index % 2:
             space = spaces.Dict({"picture": spaces.Box(0, 255, (2, 2), np.uint8), "place": spaces.Discrete(9)})
@@ -71,55 +73,55 @@ class RandomGame:
         return space
 
     def observation_space(self, agent: str) -> spaces.Space[Any]:
-        return self._observed[agent]
+        return self._observation_spaces[agent]
 
     def action_space(self, agent: str) -> spaces.Space[Any]:
-        return self._acted[agent]
+        return self._action_spaces[agent]
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         if seed is not None:
             self.rng = np.random.default_rng(seed)
         count = len(self.possible_agents)
         self.time = 0
-        self.born = np.zeros(count, int)
+        self.birth_times = np.zeros(count, int)
         if self.births:
-            self.born[1:] = self.rng.integers(0, 3, count - 1)
-        self.dies = self.born + self.rng.integers(1, self.length, count)
+            self.birth_times[1:] = self.rng.integers(0, 3, count - 1)
+        self.death_times = self.birth_times + self.rng.integers(1, self.length, count)
         if self.together:
-            self.dies[:] = self.dies.max()
-        if self.births:  # somebody is there all the time
-            self.dies[0] = max(self.dies[0], self.born.max() + 1)
-        self.how = self.rng.integers(0, 3, count)
-        self.agents = [agent for index, agent in enumerate(self.possible_agents) if self.born[index] == 0]
+            self.death_times[:] = self.death_times.max()
+        if self.births:  # at least one agent is alive all the time
+            self.death_times[0] = max(self.death_times[0], self.birth_times.max() + 1)
+        self.endings = self.rng.integers(0, 3, count)
+        self.agents = [agent for index, agent in enumerate(self.possible_agents) if self.birth_times[index] == 0]
         self.options = options
-        return self._look(self.agents), self._notes(self.agents)
+        return self._look(self.agents), self._infos(self.agents)
 
     def step(self, actions: dict[str, Any]) -> Any:
         if self.strict and set(actions) != set(self.agents):
-            raise ValueError(f"actions of {sorted(actions)}, and there are {sorted(self.agents)}")
+            raise ValueError(f"got actions of {sorted(actions)}, but the live agents are {sorted(self.agents)}")
         self._check_masks(actions)
         self.time += 1
         before = list(self.agents)
         index_of = self.possible_agents.index
-        ends = [agent for agent in before if self.dies[index_of(agent)] <= self.time]
-        newborn = [agent for index, agent in enumerate(self.possible_agents) if self.born[index] == self.time]
-        told = before + newborn
-        rewards = {a: float(self.rng.normal()) + float(np.sum(actions.get(a, 0))) for a in told}
-        terminations = {agent: agent in ends and self.how[index_of(agent)] != 1 for agent in told}
-        truncations = {agent: agent in ends and self.how[index_of(agent)] != 0 for agent in told}
-        self.agents = [agent for agent in told if agent not in ends]
-        return self._look(told), rewards, terminations, truncations, self._notes(told)
+        ends = [agent for agent in before if self.death_times[index_of(agent)] <= self.time]
+        newborn = [agent for index, agent in enumerate(self.possible_agents) if self.birth_times[index] == self.time]
+        reported = before + newborn
+        rewards = {a: float(self.rng.normal()) + float(np.sum(actions.get(a, 0))) for a in reported}
+        terminations = {agent: agent in ends and self.endings[index_of(agent)] != 1 for agent in reported}
+        truncations = {agent: agent in ends and self.endings[index_of(agent)] != 0 for agent in reported}
+        self.agents = [agent for agent in reported if agent not in ends]
+        return self._look(reported), rewards, terminations, truncations, self._infos(reported)
 
     def _check_masks(self, actions: dict[str, Any]) -> None:
         for agent, action in actions.items():
             if self.masks and not self.allowed[agent][int(action)]:
-                raise ValueError(f"{agent} may not do {action}")
+                raise ValueError(f"{agent}: action {action} is masked")
 
     def _look(self, agents: list[str]) -> dict[str, Any]:
         self.allowed = {}
-        seen = {}
+        observations = {}
         for agent in agents:
-            space = self._observed[agent]
+            space = self._observation_spaces[agent]
             inner = space["observation"] if self.masks == "obs" else space
             if isinstance(inner, spaces.Dict):
                 value: Any = {
@@ -132,23 +134,23 @@ class RandomGame:
                 self.allowed[agent][self.rng.integers(4)] = True
             if self.masks == "obs":
                 value = {"observation": value, "action_mask": self.allowed[agent].astype(np.int8)}
-            seen[agent] = value
-        return seen
+            observations[agent] = value
+        return observations
 
-    def _notes(self, agents: list[str]) -> dict[str, Any]:
-        notes: dict[str, Any] = {agent: {} for agent in agents}
+    def _infos(self, agents: list[str]) -> dict[str, Any]:
+        infos: dict[str, Any] = {agent: {} for agent in agents}
         if self.masks == "info":
             for agent in agents:
-                notes[agent]["action_mask"] = self.allowed[agent].astype(np.int8)
+                infos[agent]["action_mask"] = self.allowed[agent].astype(np.int8)
         if self.infos:
             for agent in agents:
-                notes[agent]["time"] = self.time
-                notes[agent]["vector"] = np.full(2, float(self.time))
+                infos[agent]["time"] = self.time
+                infos[agent]["vector"] = np.full(2, float(self.time))
                 if agent == "agent_1":
-                    notes[agent]["word"] = f"t{self.time}"
-            notes["common"] = {"score": self.time * 0.5}
-            notes["weather"] = self.time % 2
-        return notes
+                    infos[agent]["word"] = f"t{self.time}"
+            infos["common"] = {"score": self.time * 0.5}
+            infos["weather"] = self.time % 2
+        return infos
 
     def state(self) -> Any:
         return np.array([self.time, len(self.agents)], np.float64)
@@ -161,12 +163,13 @@ class RandomGame:
 
 
 class Scripted:
-    """One agent's observation is the time; lives and births are given; episodes are all alike.
+    """A game with fixed births and deaths, equal episodes, and the time as the observation.
 
     Args:
-        lives: Agent -> (born at, dies at); reward is 1 a step.
-        truncated: Who is truncated instead of terminated.
-        silent: Whose last observation is left out.
+        lives: Agent -> (born at, dies at); reward is 1 per step.
+        truncated: Agents that are truncated instead of terminated.
+        silent: Agents without a last observation.
+        size: Length of an observation.
     """
 
     def __init__(
@@ -205,15 +208,15 @@ class Scripted:
         self.actions.append(dict(actions))
         self.time += 1
         newborn = [agent for agent, (born, _) in self.lives.items() if born == self.time]
-        told = [*self.agents, *newborn]
-        ends = {agent: self.lives[agent][1] == self.time for agent in told}
-        self.agents = [agent for agent in told if not ends[agent]]
+        reported = [*self.agents, *newborn]
+        ends = {agent: self.lives[agent][1] == self.time for agent in reported}
+        self.agents = [agent for agent in reported if not ends[agent]]
         return (
-            self._look([agent for agent in told if not (ends[agent] and agent in self.silent)]),
-            dict.fromkeys(told, 1.0),
-            {agent: ends[agent] and agent not in self.truncated for agent in told},
-            {agent: ends[agent] and agent in self.truncated for agent in told},
-            {agent: {} for agent in told},
+            self._look([agent for agent in reported if not (ends[agent] and agent in self.silent)]),
+            dict.fromkeys(reported, 1.0),
+            {agent: ends[agent] and agent not in self.truncated for agent in reported},
+            {agent: ends[agent] and agent in self.truncated for agent in reported},
+            {agent: {} for agent in reported},
         )
 
     def close(self) -> None:
@@ -221,7 +224,7 @@ class Scripted:
 
 
 class Broken(Scripted):
-    """Does something wrong at its third step, where ``fault`` says what."""
+    """A game with a fault in its third step; ``fault`` names it."""
 
     def __init__(self, fault: str) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -259,10 +262,10 @@ class Broken(Scripted):
 
 
 class ForAll(Scripted):
-    """Says in its third step that it is over for ``"__all__"``, by the flags that ``which`` names, and nothing else of it.
+    """A game that sets ``"__all__"`` in its third step, in the flags that ``which`` names, and no other flag.
 
-    Agent ``a`` dies in the first step, ``d`` is never born in time; ``last`` says whether the last step has observations and
-    rewards, and ``leaves`` whether nobody is in ``agents`` afterwards.
+    Agent ``a`` dies in the first step; ``d`` would be born after the end. With ``last`` the last step has observations and
+    rewards, and with ``leaves`` ``agents`` is empty afterwards.
     """
 
     def __init__(self, which: tuple[str, ...], last: bool = True, leaves: bool = True) -> None:

@@ -1,4 +1,5 @@
-"""What ``MultiAgentVecEnv`` must give, by a plain Python loop over the same environments: dicts of agents, no batches."""
+"""The reference for ``MultiAgentVecEnv``: a plain Python loop over the same environments, with dicts of agents, no batches.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from gymnasium.vector import AutoresetMode
 
 
 @dataclass
-class Seen:
-    """One environment at one time; every dict is of those agents only that it speaks of."""
+class Snapshot:
+    """One environment at one time; each dict has only the agents that it is about."""
 
     observations: dict[Any, Any]
     rewards: dict[Any, float] = field(default_factory=dict)
@@ -28,39 +29,39 @@ class Seen:
 
 
 class PlainLoop:
-    """Steps environments one after the other. ``turns``: only the agents to move act."""
+    """A loop that steps environments one after the other. ``turns``: only the agents to move act."""
 
     def __init__(self, env_fns: Sequence[Callable[[], Any]], mode: AutoresetMode = AutoresetMode.NEXT_STEP) -> None:
         self.envs = [env_fn() for env_fn in env_fns]
         self.mode = mode
         self.over = [False] * len(self.envs)
-        self.truncated = [False] * len(self.envs)  # an agent was, in this episode
+        self.truncated = [False] * len(self.envs)  # agents that have been present in this episode
 
     def _acting(self, env: Any) -> list[Any]:
         return list(env.agents_to_act if hasattr(env, "agents_to_act") else env.agents)
 
-    def reset(self, seeds: Sequence[Any], mask: Sequence[bool] | None = None) -> list[Seen | None]:
-        seen: list[Seen | None] = []
+    def reset(self, seeds: Sequence[Any], mask: Sequence[bool] | None = None) -> list[Snapshot | None]:
+        seen: list[Snapshot | None] = []
         for index, env in enumerate(self.envs):
             if mask is not None and not mask[index]:
                 seen.append(None)
                 continue
             observations, infos = env.reset(seed=seeds[index])
             self.over[index] = False
-            seen.append(Seen(dict(observations), acting=self._acting(env), infos=infos))
+            seen.append(Snapshot(dict(observations), acting=self._acting(env), infos=infos))
         return seen
 
-    def step(self, actions: Sequence[dict[Any, Any]]) -> list[Seen]:
+    def step(self, actions: Sequence[dict[Any, Any]]) -> list[Snapshot]:
         return [self._step(index, env, actions[index]) for index, env in enumerate(self.envs)]
 
-    def _step(self, index: int, env: Any, actions: dict[Any, Any]) -> Seen:
+    def _step(self, index: int, env: Any, actions: dict[Any, Any]) -> Snapshot:
         if self.over[index]:
             self.over[index] = False
             observations, infos = env.reset()
-            return Seen(dict(observations), acting=self._acting(env), infos=infos)
+            return Snapshot(dict(observations), acting=self._acting(env), infos=infos)
         acted = self._acting(env)
         observations, rewards, terminations, truncations, infos = env.step({agent: actions[agent] for agent in acted})
-        seen = Seen(dict(observations), dict(rewards), dict(terminations), dict(truncations), acted, infos=infos)
+        seen = Snapshot(dict(observations), dict(rewards), dict(terminations), dict(truncations), acted, infos=infos)
         seen.done = not env.agents
         self.truncated[index] |= any(truncations.values())
         seen.terminated = seen.done and not self.truncated[index]
@@ -80,10 +81,10 @@ class PlainLoop:
             env.close()
 
 
-def same(one: Any, other: Any) -> bool:
-    """Bit for bit, of one dtype."""
+def identical(one: Any, other: Any) -> bool:
+    """True if two values are equal bit for bit, with the same dtype."""
     if isinstance(other, dict):
-        return set(one) == set(other) and all(same(one[key], other[key]) for key in other)
+        return set(one) == set(other) and all(identical(one[key], other[key]) for key in other)
     one, other = np.asarray(one), np.asarray(other)
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
@@ -95,7 +96,7 @@ def is_padding(value: Any, pad: float = 0) -> bool:
 
 
 def agents_view(envs: Any, batch: Any, row: int, agent: Any) -> Any:
-    """One agent's part of a batch in the layout of ``envs``."""
+    """Return one agent's part of a batch in the layout of ``envs``."""
     if envs.layout == "stack":
         return _take(batch, row, envs.agent_index[agent])
     if envs.layout == "agents":
@@ -112,25 +113,25 @@ def _take(value: Any, *index: int) -> Any:
     return value[index]
 
 
-def assert_seen(envs: Any, row: int, seen: Seen, result: tuple[Any, ...], pad: float = 0) -> None:
-    """Assert that row ``row`` of what ``step`` or ``reset`` of a ``MultiAgentVecEnv`` returned is what the loop saw."""
+def assert_row_equals(envs: Any, row: int, seen: Snapshot, result: tuple[Any, ...], pad: float = 0) -> None:
+    """Assert that row ``row`` of a result of ``MultiAgentVecEnv`` equals the values of the loop."""
     obs, infos = result[0], result[-1]
     for column, agent in enumerate(envs.possible_agents):
         where = f"env {row}, {agent}"
         view = agents_view(envs, obs, row, agent)
         if agent in seen.observations:
-            assert same(view, seen.observations[agent]), f"{where}: {view} != {seen.observations[agent]}"
+            assert identical(view, seen.observations[agent]), f"{where}: {view} != {seen.observations[agent]}"
         else:
             assert is_padding(view, pad), f"{where}: {view} is no padding"
         assert infos["agent_mask"][row, column] == (agent in seen.acting), where
         assert infos["transition_mask"][row, column] == (agent in seen.acted), where
         if len(result) == 5:
-            assert same(result[1][row, column], np.float64(seen.rewards.get(agent, 0.0))), where
+            assert identical(result[1][row, column], np.float64(seen.rewards.get(agent, 0.0))), where
             assert result[2][row, column] == seen.terminations.get(agent, False), where
             assert result[3][row, column] == seen.truncations.get(agent, False), where
         if seen.final is not None:
             last = agents_view(envs, infos["final_obs"], row, agent)
-            assert same(last, seen.final[agent]) if agent in seen.final else is_padding(last, pad), where
+            assert identical(last, seen.final[agent]) if agent in seen.final else is_padding(last, pad), where
     if len(result) == 5:
         assert (infos["env_done"][row], infos["env_terminated"][row]) == (seen.done, seen.terminated)
         assert bool(infos.get("_final_obs", np.zeros(row + 1))[row]) == (seen.final is not None)

@@ -1,4 +1,4 @@
-"""What is wrong is said in the parent, with the environment and the agent, for every environment that is wrong."""
+"""Mistakes are reported in the caller, with environment and agent, for every environment that makes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import Broken, ForAll, RandomGame, Scripted, playing
+from agent_games import Broken, ForAll, RandomGame, Scripted, started_games
 from gymnasium import spaces
 
 import vecenv
@@ -49,7 +49,7 @@ class NoAgents:
 
 
 @pytest.mark.parametrize("kind", [NoAgents, object])
-def test_an_environment_without_agents_says_what_is_needed(kind: Any) -> None:
+def test_environment_without_agents_is_refused(kind: Any) -> None:
     with pytest.raises(TypeError, match=r"possible_agents.*from_aec"):
         MultiAgentVecEnv([kind], num_workers=0)
 
@@ -65,7 +65,7 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
     [
         ("unknown agent", ValueError, r"env 1: unknown agents \['stranger'\].*\['a', 'b'\]"),
         ("unknown reward", ValueError, r"env 1: unknown agents \['stranger'\]"),
-        ("wrong shape", vecenv.errors.ObservationError, r"env 1, agent 'b'.*shape \(7,\).*wanted shape \(2,\)"),
+        ("wrong shape", vecenv.errors.ObservationError, r"env 1, agent 'b'.*shape \(7,\).*expected shape \(2,\)"),
         ("blind", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive and has no observation"),
         ("unpaid", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: there is none.*rewards of \['a'\]"),
         ("unpaid at its end", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: there is none"),
@@ -75,14 +75,14 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
         ("revival", ValueError, "env 1, agent 'a': came back"),
     ],
 )
-def test_what_an_environment_does_wrong_is_named(fault: str, error: Any, match: str, num_workers: int) -> None:
+def test_mistakes_of_environments_are_named(fault: str, error: Any, match: str, num_workers: int) -> None:
     fns = [
         functools.partial(Scripted, {"a": (0, 9), "b": (0, 9)}),
         functools.partial(Broken, fault),
         functools.partial(Scripted, {"a": (0, 9), "b": (0, 9)}),
         functools.partial(Broken, fault),
     ]
-    with playing(fns, num_workers=num_workers) as envs:
+    with started_games(fns, num_workers=num_workers) as envs:
         actions = np.zeros((4, 2), np.int64)
         with pytest.raises(error, match=match) as caught:
             step_often(envs, actions, 4)
@@ -97,8 +97,8 @@ def test_what_an_environment_does_wrong_is_named(fault: str, error: Any, match: 
         assert rewards.tolist() == [[1, 1]] * 4
 
 
-class Miser(Scripted):
-    """Pays only those who may not be left out: not the newborn, not who has vanished, not who died before."""
+class PaysOnlyRequired(Scripted):
+    """A game that pays only the agents with required rewards: not newborn, vanished or dead ones."""
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, terminations, truncations, infos = super().step(actions)
@@ -112,23 +112,23 @@ class Miser(Scripted):
 
 
 @WORKERS
-def test_who_has_not_acted_or_has_vanished_need_not_be_paid(num_workers: int) -> None:
+def test_rewards_of_idle_or_vanished_agents_are_optional(num_workers: int) -> None:
     lives = {"a": (0, 2), "b": (1, 4), "c": (0, 6)}
-    with playing([functools.partial(Miser, lives)] * 2, num_workers=num_workers) as envs:
+    with started_games([functools.partial(PaysOnlyRequired, lives)] * 2, num_workers=num_workers) as envs:
         paid = [envs.step(np.zeros((2, 3), np.int64))[1][1].tolist() for _ in range(6)]
         assert paid == [[1, 0, 1], [0, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 1], [0, 0, 0]]
 
 
-class Defaults(Scripted):
-    """Rewards are a defaultdict with those that are not 0, as conversions of PettingZoo make them."""
+class DefaultdictRewards(Scripted):
+    """A game with rewards in a defaultdict without zeros, as conversions of PettingZoo make them."""
 
     def step(self, actions: dict[Any, Any]) -> Any:
         observations, rewards, *rest = super().step(actions)
         return observations, collections.defaultdict(int, {"a": rewards["a"]} if "a" in rewards else {}), *rest
 
 
-def test_a_defaultdict_has_a_reward_for_everybody() -> None:
-    with playing([Defaults], num_workers=0) as envs:
+def test_defaultdict_of_rewards_covers_all_agents() -> None:
+    with started_games([DefaultdictRewards], num_workers=0) as envs:
         assert [envs.step(np.zeros((1, 3), np.int64))[1].tolist() for _ in range(3)] == [
             [[1, 0, 0]],
             [[1, 0, 0]],
@@ -140,16 +140,16 @@ def test_a_defaultdict_has_a_reward_for_everybody() -> None:
 @pytest.mark.parametrize("leaves", [True, False], ids=["nobody-left", "still-listed"])
 @pytest.mark.parametrize("last", [True, False], ids=["told", "silent"])
 @pytest.mark.parametrize("which", [("terminations",), ("truncations",), ("terminations", "truncations")], ids="+".join)
-def test_what_is_said_of_all_is_the_end_of_everybody(
+def test_all_flag_ends_every_agent(
     which: tuple[str, ...], last: bool, leaves: bool, num_workers: int
 ) -> None:
     fns = [functools.partial(ForAll, which, last, leaves), functools.partial(Scripted, ForAll(()).lives)]
-    with playing(fns, num_workers=num_workers) as envs:
+    with started_games(fns, num_workers=num_workers) as envs:
         actions = np.zeros((2, 4), np.int64)
         assert envs.step(actions)[2].tolist() == [[True, False, False, False]] * 2
         envs.step(actions)
         _, rewards, terminations, truncations, infos = envs.step(actions)
-        everybody = [False, True, True, False]  # a was dead, and d was not there
+        everybody = [False, True, True, False]  # a was dead, and d was not present
         nobody = [False] * 4
         assert terminations.tolist() == [everybody if "terminations" in which else nobody, nobody]
         assert truncations.tolist() == [everybody if "truncations" in which else nobody, nobody]
@@ -162,12 +162,12 @@ def test_what_is_said_of_all_is_the_end_of_everybody(
 
 
 def test_an_agent_may_be_called_all() -> None:
-    with playing([functools.partial(Scripted, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
+    with started_games([functools.partial(Scripted, {"__all__": (0, 1), "b": (0, 9)})], num_workers=0) as envs:
         assert envs.step(np.zeros((1, 2), np.int64))[2].tolist() == [[True, False]]
 
 
 class Pays(Scripted):
-    """Everybody gets ``reward`` in the second step and after it."""
+    """A game in which all agents get ``reward`` in the second step and after it."""
 
     def __init__(self, reward: Any) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -189,12 +189,12 @@ class Pays(Scripted):
     ],
     ids=lambda value: f"{type(value).__name__}-{value}",
 )  # fmt: skip
-def test_the_short_and_the_long_way_take_the_same_rewards(
+def test_both_code_paths_accept_the_same_rewards(
     reward: Any, taken: float | None, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if long:
         monkeypatch.setattr(AgentsEnv, "_take_uneventful", lambda *_: False)
-    with playing([functools.partial(Pays, reward)], num_workers=0) as envs:
+    with started_games([functools.partial(Pays, reward)], num_workers=0) as envs:
         envs.step(np.zeros((1, 2), np.int64))
         if taken is None:
             with pytest.raises(vecenv.errors.ObservationError, match=r"env 0, agent 'a': reward: got .*, wanted one number"):
@@ -203,7 +203,7 @@ def test_the_short_and_the_long_way_take_the_same_rewards(
             assert envs.step(np.zeros((1, 2), np.int64))[1].tolist() == [[taken, taken]]
 
 
-def test_stack_of_unequal_spaces_says_which_layouts_fit() -> None:
+def test_stack_of_unequal_spaces_names_possible_layouts() -> None:
     game = functools.partial(RandomGame, 4, differ=True)
     with pytest.raises(ValueError, match="layout='stack' needs equal spaces") as caught:
         MultiAgentVecEnv([game], layout="stack", num_workers=0)
@@ -241,7 +241,7 @@ def test_layouts_that_do_not_fit_are_refused(layout: Any, match: str) -> None:
         ({"state": True}, ValueError, "state_space"),
     ],
 )
-def test_options_without_a_meaning_are_refused(options: dict[str, Any], error: Any, match: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], error: Any, match: str) -> None:
     with pytest.raises(error, match=match):
         MultiAgentVecEnv([Scripted], **{"num_workers": 0, **options})
 
@@ -275,7 +275,7 @@ def test_a_space_without_a_fixed_size_is_refused() -> None:
 )
 @WORKERS
 def test_wrong_actions_are_refused_before_anything_is_sent(actions: Any, error: Any, match: str, num_workers: int) -> None:
-    with playing([Scripted] * 2, num_workers=num_workers) as envs:
+    with started_games([Scripted] * 2, num_workers=num_workers) as envs:
         with pytest.raises(error, match=match):
             envs.step(actions)
         obs, *_ = envs.step(np.zeros((2, 3, 1), np.int64))
@@ -283,7 +283,7 @@ def test_wrong_actions_are_refused_before_anything_is_sent(actions: Any, error: 
 
 
 def test_missing_actions_of_live_agents_are_all_named() -> None:
-    with playing([Scripted] * 2, layout="agents", num_workers=0) as envs:
+    with started_games([Scripted] * 2, layout="agents", num_workers=0) as envs:
         with pytest.raises(ValueError, match=r"agent 'b' in envs \[0, 1\]; agent 'c' in envs \[0, 1\]"):
             envs.step({"a": [0, 0]})
         with pytest.raises(ValueError, match=r"unknown keys \['x'\]"):
@@ -294,7 +294,7 @@ def test_missing_actions_of_live_agents_are_all_named() -> None:
             envs.step({"a": [0, 0], "b": [0, 0, 0], "c": [0, 0]})
 
 
-def test_nobody_there_after_a_reset_is_an_error() -> None:
+def test_reset_without_agents_is_an_error() -> None:
     with (
         MultiAgentVecEnv([functools.partial(Scripted, {"a": (1, 2)})], num_workers=0) as envs,
         pytest.raises(ValueError, match="env 0: no agent is there"),

@@ -1,4 +1,4 @@
-"""Games of several agents in worker processes: their trajectories, their state, and what they hold inside."""
+"""Games of several agents in worker processes: their trajectories, their state, and their inner environments."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-from agent_games import RandomGame, Scripted, playing
+from agent_games import RandomGame, Scripted, started_games
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 from test_agents_stacked import Stacked
-from test_rllib_game import Turns
+from test_rllib_game import TakesTurns
 
 from vecenv.multi_agent import MultiAgentVecEnv, StackedAgents
 
-# --- What the engine can do, with agents: calls, attributes, processes that die or hang, restarts, closing
+# --- The engine with agents: calls, attributes, processes that die or hang, restarts, closing ----
 
 SOME_WORKERS = pytest.mark.parametrize("num_workers", [0, 2])
 
 
 @SOME_WORKERS
-def test_calls_and_attributes_are_those_of_the_environment_itself(num_workers: int) -> None:
-    with playing([RandomGame] * 3, num_workers=num_workers) as envs:
+def test_calls_and_attributes_reach_the_environment(num_workers: int) -> None:
+    with started_games([RandomGame] * 3, num_workers=num_workers) as envs:
         assert [state.tolist() for state in envs.call("state")] == [[0, 3]] * 3
         assert envs.get_attr("length") == (6, 6, 6)
         envs.set_attr("length", [3, 4, 5])
@@ -63,8 +63,8 @@ def test_attributes_are_set_on_the_wrapper_that_has_them() -> None:
         )
 
 
-class Mortal(Scripted):
-    """Ends its process, hangs or raises at the third step of its first life. ``flag`` tells lives apart."""
+class FaultInFirstLife(Scripted):
+    """A game that ends its process, hangs or raises at the third step of its first life. ``flag`` marks that life."""
 
     def __init__(self, how: str, flag: str) -> None:
         super().__init__({"a": (0, 2), "b": (0, 9)})
@@ -83,9 +83,10 @@ class Mortal(Scripted):
 
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("how", ["exit", "raise"])
-def test_a_restarted_environment_truncates_whoever_was_alive(mode: AutoresetMode, how: str, tmp_path: Any) -> None:
-    fns = [functools.partial(Scripted, {"a": (0, 2), "b": (0, 9)}), functools.partial(Mortal, how, str(tmp_path / "flag"))]
-    with playing(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
+def test_restart_truncates_all_live_agents(mode: AutoresetMode, how: str, tmp_path: Any) -> None:
+    healthy = functools.partial(Scripted, {"a": (0, 2), "b": (0, 9)})
+    fns = [healthy, functools.partial(FaultInFirstLife, how, str(tmp_path / "flag"))]
+    with started_games(fns, autoreset_mode=mode, on_failure="restart", num_workers=2) as envs:
         actions = np.zeros((2, 2), np.int64)
         for _ in range(2):
             envs.step(actions)
@@ -109,7 +110,7 @@ def test_a_restarted_environment_truncates_whoever_was_alive(mode: AutoresetMode
         assert envs.stats()["restarts"] == 1
 
 
-def test_layouts_have_the_spaces_of_what_they_give() -> None:
+def test_layouts_have_the_spaces_of_their_batches() -> None:
     game = functools.partial(RandomGame, 4, differ=True)
     groups = {"x": ["agent_0", "agent_2"], "y": ["agent_3", "agent_1"]}
     for layout in ("agents", groups):
@@ -129,15 +130,15 @@ def test_layouts_have_the_spaces_of_what_they_give() -> None:
         assert envs.groups == {}
 
 
-def test_agents_may_be_named_by_numbers() -> None:
+def test_agents_can_have_integer_names() -> None:
     lives = {7: (0, 3), 2: (0, 3)}
     for layout in ("stack", "agents"):
-        with playing([functools.partial(Scripted, lives)] * 2, layout=layout, num_workers=0) as envs:
+        with started_games([functools.partial(Scripted, lives)] * 2, layout=layout, num_workers=0) as envs:
             actions: Any = np.zeros((2, 2), np.int64) if layout == "stack" else {7: [0, 0], 2: [0, 0]}
             assert envs.step(actions)[1].tolist() == [[1, 1]] * 2
 
 
-def test_what_the_engine_shows_is_shown() -> None:
+def test_attributes_of_the_engine_are_visible() -> None:
     functions = [Scripted] * 2
     envs = MultiAgentVecEnv(functions, num_workers=2, step_timeout=60)
     assert len(envs.processes) == len(envs.parent_pipes) == len(envs.worker_rows) == 2
@@ -149,7 +150,7 @@ def test_what_the_engine_shows_is_shown() -> None:
     assert envs.closed is True
 
 
-# --- Calls into environments with ``agent_num`` reach the environments themselves, and nested observations arrive
+# --- Calls with ``agent_num`` reach the environments themselves; nested observations --------------
 
 LEAF = spaces.Box(-99, 99, (2,), np.float32)
 NESTED: dict[str, spaces.Space[Any]] = {
@@ -161,19 +162,19 @@ NESTED: dict[str, spaces.Space[Any]] = {
 }
 
 
-def filled(space: spaces.Space[Any], time: int) -> Any:
-    """What the convention has for ``space``: a leaf has an axis of agents, and ``Discrete`` is one-hot."""
+def space_value(space: spaces.Space[Any], time: int) -> Any:
+    """Return the value of ``space`` in that convention: a leaf has an axis of agents, and ``Discrete`` is one-hot."""
     if isinstance(space, spaces.Dict):
-        return {key: filled(inner, time) for key, inner in space.spaces.items()}
+        return {key: space_value(inner, time) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(filled(inner, time) for inner in space.spaces)
+        return tuple(space_value(inner, time) for inner in space.spaces)
     if isinstance(space, spaces.Discrete):
         return np.eye(5)[[time, time + 1]]
     return np.array([[time, 0], [time, 1]], np.float32)
 
 
 class Nested:
-    """Two agents whose observations say the time, in a structure."""
+    """A game of two agents with the time as observation, in a structure."""
 
     agent_num = 2
     metadata: dict[str, Any] = {}  # noqa: RUF012
@@ -184,12 +185,12 @@ class Nested:
 
     def reset(self, seed: int | None = None) -> Any:
         self.time = 0
-        seen = filled(self.observation_space, 0)
+        seen = space_value(self.observation_space, 0)
         return (seen, {}) if self.with_info else seen
 
     def step(self, actions: Any) -> Any:
         self.time += 1
-        return filled(self.observation_space, self.time), np.zeros((2, 1)), np.zeros(2, bool), {}
+        return space_value(self.observation_space, self.time), np.zeros((2, 1)), np.zeros(2, bool), {}
 
     def close(self) -> None:
         pass
@@ -211,7 +212,7 @@ def check(space: spaces.Space[Any], batch: Any, time: int) -> None:
 
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("kind", NESTED)
-def test_structured_observations_arrive_leaf_by_leaf(kind: str, with_info: bool) -> None:
+def test_structured_observations_are_returned_leaf_by_leaf(kind: str, with_info: bool) -> None:
     with MultiAgentVecEnv([functools.partial(Nested, kind, with_info)] * 3, num_workers=0) as envs:
         space = NESTED[kind]
         obs, _ = envs.reset(seed=1)
@@ -226,16 +227,16 @@ def lengthen(env: Any, length: int) -> str:
     return type(env).__name__
 
 
-@pytest.mark.parametrize("env_fn", [Stacked, lambda: StackedAgents(Stacked()), Turns])
+@pytest.mark.parametrize("env_fn", [Stacked, lambda: StackedAgents(Stacked()), TakesTurns])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_a_function_writes_into_an_environment_stays(env_fn: Any, num_workers: int) -> None:
+def test_changes_by_exec_func_persist(env_fn: Any, num_workers: int) -> None:
     with MultiAgentVecEnv([env_fn] * 2, num_workers=num_workers) as envs:
-        assert envs.exec_func(lengthen, None, 7) == ("Turns" if env_fn is Turns else "Stacked",) * 2
+        assert envs.exec_func(lengthen, None, 7) == ("TakesTurns" if env_fn is TakesTurns else "Stacked",) * 2
         assert envs.exec_func(lambda env: vars(env)["length"]) == (7, 7)
         assert envs.get_attr("length") == (7, 7)
         envs.set_attr("metadata", {"name": "another"})
         assert envs.exec_func(lambda env: env.metadata) == ({"name": "another"},) * 2
-        if env_fn is Turns:
+        if env_fn is TakesTurns:
             return
         assert envs.get_attr("observation_space") == (spaces.Box(-99, 99, (1,), np.float32),) * 2
         assert envs.get_attr("possible_agents") == (["agent_0", "agent_1"],) * 2

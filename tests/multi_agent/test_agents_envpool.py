@@ -10,11 +10,11 @@ pytest.importorskip("envpool")
 from vecenv.multi_agent import MultiAgentVecEnv
 
 
-def legal(envs: MultiAgentVecEnv, infos: dict[str, np.ndarray]) -> np.ndarray:
+def legal_actions(envs: MultiAgentVecEnv, infos: dict[str, np.ndarray]) -> np.ndarray:
     return infos["action_mask"].argmax(axis=-1)
 
 
-def test_tic_tac_toe_is_played_in_turns_and_pays_both() -> None:
+def test_tic_tac_toe_has_turns_and_rewards_both_players() -> None:
     with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, num_threads=1) as envs:
         assert envs.possible_agents == ["player_0", "player_1"]
         obs, infos = envs.reset(seed=0)
@@ -29,7 +29,7 @@ def test_tic_tac_toe_is_played_in_turns_and_pays_both() -> None:
             mask = infos["action_mask"]
             assert mask.shape == (4, 2, 9)
             assert mask[~before].all()
-            obs, rewards, terminations, truncations, infos = envs.step(legal(envs, infos))
+            obs, rewards, terminations, truncations, infos = envs.step(legal_actions(envs, infos))
             assert np.array_equal(infos["transition_mask"], before)
             assert not truncations.any()
             assert np.array_equal(infos["env_done"], terminations.all(axis=1))
@@ -47,13 +47,13 @@ def test_each_player_makes_its_own_moves() -> None:
         assert infos["agent_mask"][:, 0].any()
         assert infos["agent_mask"][:, 1].any()
         for move in (4, 0, 8, 7):
-            mine = np.where(infos["agent_mask"], move, 5)  # 5 is what the other would do
+            mine = np.where(infos["agent_mask"], move, 5)  # 5 is the move of the other
             *_, infos = envs.step(mine)
         assert infos["board"].reshape(4, 9).tolist() == [[1, -1, -1, -1, 0, -1, -1, 1, 0]] * 4
         assert not infos["env_done"].any()
 
 
-def test_players_of_one_road_act_at_once_and_the_same_seed_is_the_same_game() -> None:
+def test_highway_players_act_at_once_and_seeds_repeat_games() -> None:
     games = []
     for _ in range(2):
         with MultiAgentVecEnv.from_envpool("IntersectionMultiAgent-v0", 3, num_threads=1) as envs:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import gymnasium
 import numpy as np
 import pytest
-from agent_games import RandomGame, Scripted, playing
-from failing import patiently
+from agent_games import RandomGame, Scripted, started_games
+from failing import reset_until_ready
 from gymnasium import spaces
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import iterate
-from plain_loop import agents_view, same
+from plain_loop import agents_view, identical
 
 import vecenv
 from vecenv.errors import StepTimeout
@@ -24,7 +24,7 @@ from vecenv.front.arguments import HAS_MAX_CONCURRENCY
 from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv, list_of_dicts
 from vecenv.testing import VectorEnvContract, assert_identical
 
-# --- Who is there, who acted, whose episode is over: the rules of masks and flags, step by step -
+# --- Masks and flags step by step: agents that are present, that act, and ends of episodes --------
 
 T, F = True, False
 
@@ -37,8 +37,8 @@ def play(envs: MultiAgentVecEnv, steps: int) -> list[Any]:
     return [envs.step(np.zeros((envs.num_envs, envs.num_agents), np.int64)) for _ in range(steps)]
 
 
-def test_an_agent_without_a_last_observation_gets_padding_and_no_error() -> None:
-    with playing(scripted(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
+def test_agent_without_a_last_observation_gets_padding() -> None:
+    with started_games(scripted(1, silent=("a",)), pad_value=-3, num_workers=0) as envs:
         results = play(envs, 2)
     assert results[1][0][0, 0].tolist() == [-3, -3]
     assert results[1][2][0, 0]
@@ -46,8 +46,8 @@ def test_an_agent_without_a_last_observation_gets_padding_and_no_error() -> None
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_any_end_is_the_end_of_the_episode_where_asked(mode: AutoresetMode) -> None:
-    with playing(scripted(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
+def test_episode_end_any_ends_with_the_first_agent(mode: AutoresetMode) -> None:
+    with started_games(scripted(2), episode_end="any", autoreset_mode=mode, num_workers=0) as envs:
         results = play(envs, 2)
         _, rewards, terminations, truncations, infos = results[-1]
         assert terminations.tolist() == [[T, F, F]] * 2
@@ -61,9 +61,9 @@ def test_any_end_is_the_end_of_the_episode_where_asked(mode: AutoresetMode) -> N
             assert infos["final_obs"][0, :, 0].tolist() == [102, 102, 102]
 
 
-def test_without_autoreset_a_finished_environment_asks_for_a_reset_and_others_go_on() -> None:
+def test_finished_environment_needs_a_reset_without_autoreset() -> None:
     fns = [*scripted(1, lives={"a": (0, 1)}), *scripted(1, lives={"a": (0, 3)})]
-    with playing(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
+    with started_games(fns, autoreset_mode=AutoresetMode.DISABLED, num_workers=0) as envs:
         (result,) = play(envs, 1)
         with pytest.raises(ResetNeeded, match=r"envs \[0\]"):
             play(envs, 1)
@@ -87,7 +87,7 @@ def test_a_step_before_the_first_reset_is_refused() -> None:
 
 
 def test_only_live_agents_actions_reach_the_environment() -> None:
-    with playing(scripted(1), layout="agents", num_workers=0) as envs:
+    with started_games(scripted(1), layout="agents", num_workers=0) as envs:
         for _ in range(2):
             envs.step({"a": [1], "b": [2], "c": np.array([[3]])})
         envs.step({"b": [2], "c": [3]})  # a is dead and may be left out
@@ -98,7 +98,7 @@ def test_only_live_agents_actions_reach_the_environment() -> None:
 
 @pytest.mark.parametrize("where", ["obs", "info"])
 @pytest.mark.parametrize("layout", ["stack", "agents"])
-def test_action_masks_are_given_in_one_form_wherever_they_come_from(where: str, layout: str) -> None:
+def test_action_masks_have_one_form_for_every_source(where: str, layout: str) -> None:
     game = functools.partial(RandomGame, masks=where, births=True, strict=False)
     alone = game()
     with MultiAgentVecEnv([game] * 2, layout=layout, num_workers=0) as envs:
@@ -137,7 +137,7 @@ def test_action_masks_of_different_sizes_are_a_dict_of_agents() -> None:
         assert {agent: mask.shape for agent, mask in infos["action_mask"].items()} == {"a": (2, 2), "b": (2, 3), "c": (2, 4)}
 
 
-def test_the_state_is_given_where_asked_and_the_last_one_too() -> None:
+def test_state_and_final_state_are_optional() -> None:
     game = functools.partial(RandomGame, length=4)
     with MultiAgentVecEnv([game] * 2, state=True, autoreset_mode="SameStep", num_workers=1) as envs:
         _, infos = envs.reset(seed=0)
@@ -155,8 +155,8 @@ def test_the_state_is_given_where_asked_and_the_last_one_too() -> None:
     pytest.fail("no episode ended")
 
 
-def test_rewards_have_the_dtype_that_was_asked_for() -> None:
-    with playing(scripted(1), reward_dtype=np.float32, num_workers=0) as envs:
+def test_reward_dtype_option() -> None:
+    with started_games(scripted(1), reward_dtype=np.float32, num_workers=0) as envs:
         assert play(envs, 1)[0][1].dtype == np.float32
 
 
@@ -208,50 +208,50 @@ def test_same_step_gives_the_infos_of_the_last_step_too() -> None:
     pytest.fail("no episode ended")
 
 
-class Notes(Scripted):
-    """Two agents with infos as given."""
+class GivenInfos(Scripted):
+    """A game of two agents with the given infos."""
 
     def __init__(self, a: dict[Any, Any], b: dict[Any, Any]) -> None:
         super().__init__({"a": (0, 5), "b": (0, 5)})
-        self.notes = {"a": a, "b": b}
+        self.given_infos = {"a": a, "b": b}
 
     def reset(self, seed: int | None = None, options: Any = None) -> Any:
-        return super().reset(seed, options)[0], self.notes
+        return super().reset(seed, options)[0], self.given_infos
 
 
-def notes(a: dict[Any, Any], b: dict[Any, Any], n: int = 2) -> dict[str, Any]:
-    with MultiAgentVecEnv([functools.partial(Notes, a, b)] * n, num_workers=0) as envs:
+def given_infos(a: dict[Any, Any], b: dict[Any, Any], n: int = 2) -> dict[str, Any]:
+    with MultiAgentVecEnv([functools.partial(GivenInfos, a, b)] * n, num_workers=0) as envs:
         return envs.reset(seed=0)[1]
 
 
 def test_numbers_of_two_agents_get_the_dtype_that_holds_both() -> None:
-    infos = notes({"x": 1}, {"x": 2.5})
+    infos = given_infos({"x": 1}, {"x": 2.5})
     assert infos["x"].dtype == np.float64
     assert infos["x"].tolist() == [[1.0, 2.5]] * 2
 
 
 def test_arrays_of_different_shapes_stand_in_an_object_array() -> None:
-    infos = notes({"x": np.zeros(2)}, {"x": np.zeros(3)})
+    infos = given_infos({"x": np.zeros(2)}, {"x": np.zeros(3)})
     assert infos["x"].dtype == object
     assert [value.shape for value in infos["x"][0]] == [(2,), (3,)]
 
 
 def test_nested_infos_have_masks_at_every_level() -> None:
-    infos = notes({"d": {"x": 1}}, {})
+    infos = given_infos({"d": {"x": 1}}, {})
     assert infos["d"]["x"].tolist() == [[1, 0]] * 2
     assert infos["d"]["_x"].tolist() == [[True, False]] * 2
     assert infos["_d"].tolist() == [[True, False]] * 2
 
 
-def test_an_environments_key_that_vecenv_needs_gets_an_underscore() -> None:
-    infos = notes({"env_done": 5}, {"agent_mask": 6})
+def test_reserved_info_key_gets_an_underscore() -> None:
+    infos = given_infos({"env_done": 5}, {"agent_mask": 6})
     assert infos["agent_mask"].all()
     assert infos["agent_mask_"].tolist() == [[0, 6]] * 2
     assert infos["env_done_"].tolist() == [[5, 0]] * 2
     assert infos["_env_done_"].tolist() == [[True, False]] * 2
 
 
-def test_a_list_of_dicts_says_the_same() -> None:
+def test_list_of_dicts_has_the_same_infos() -> None:
     game = functools.partial(RandomGame, infos=True, length=3)
     with MultiAgentVecEnv([game] * 2, autoreset_mode="SameStep", num_workers=0) as envs:
         envs.reset(seed=1)
@@ -269,13 +269,13 @@ def test_a_list_of_dicts_says_the_same() -> None:
                 assert np.array_equal(info["_time"], infos["_time"][row])
 
 
-# --- Observations and actions in dicts and tuples, in every layout, and what is wrong with them -
+# --- Observations and actions in dicts and tuples, in every layout, and their errors --------------
 
 LAYOUTS = pytest.mark.parametrize("layout", ["stack", "agents", {"one": ["c", "a"], "two": ["b"]}], ids=str)
 
 
 class Nested(Scripted):
-    """Sees, and does, structured things; what it saw and was told to do is kept."""
+    """A game with structured observations and actions, which it records."""
 
     def __init__(self) -> None:
         super().__init__({"a": (0, 2), "b": (0, 4), "c": (1, 4)})
@@ -303,38 +303,38 @@ class Nested(Scripted):
         return seen
 
 
-def flattened(value: Any) -> Any:
-    """Tuples as dicts, so that one comparison is enough."""
+def tuples_to_dicts(value: Any) -> Any:
+    """Convert tuples to dicts, so that one comparison is enough."""
     if isinstance(value, (dict, tuple)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
-        return {key: flattened(inner) for key, inner in pairs}
+        return {key: tuples_to_dicts(inner) for key, inner in pairs}
     return value
 
 
 @LAYOUTS
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_structured_observations_and_actions_arrive_as_they_were(layout: Any, num_workers: int) -> None:
+def test_structured_observations_and_actions_are_unchanged(layout: Any, num_workers: int) -> None:
     with MultiAgentVecEnv([Nested] * 2, layout=layout, num_workers=num_workers) as envs:
         envs.action_space.seed(0)
         result: Any = envs.reset(seed=3)
         for _ in range(12):
             for row, last in enumerate(envs.get_attr("last")):
                 for agent, seen in last.items():
-                    assert same(agents_view(envs, flattened(result[0]), row, agent), flattened(seen))
+                    assert identical(agents_view(envs, tuples_to_dicts(result[0]), row, agent), tuples_to_dicts(seen))
             before = envs.agent_mask
             actions = envs.action_space.sample()
             result = envs.step(actions)
-            told = envs.get_attr("actions")
+            received = envs.get_attr("actions")
             for row, column in zip(*np.nonzero(before), strict=True):
                 agent = envs.possible_agents[column]
-                given = agents_view(envs, flattened(actions), int(row), agent)
-                assert same(flattened(told[row][-1][agent]), given)
+                given = agents_view(envs, tuples_to_dicts(actions), int(row), agent)
+                assert identical(tuples_to_dicts(received[row][-1][agent]), given)
 
 
-def test_structured_rows_are_flat_too(closes: Any) -> None:
+def test_structured_rows_can_be_flat(closes: Any) -> None:
     rows = closes(MultiAgentVecEnv([Nested] * 2, autoreset_mode="SameStep", num_workers=0).flatten_agents())
     obs, infos = rows.reset(seed=0)
-    for _ in range(6):  # padding need not lie in the space
+    for _ in range(6):  # padding need not be an element of the space
         for row in np.flatnonzero(infos["agent_mask"]):
             one = list(iterate(rows.observation_space, obs))[row]
             assert one in rows.single_observation_space
@@ -345,8 +345,8 @@ def test_structured_rows_are_flat_too(closes: Any) -> None:
         rows.step({"x": np.zeros(5, np.int64), "y": (np.zeros((6, 2), np.float32),)})
 
 
-def test_a_structure_that_is_not_the_spaces_is_refused() -> None:
-    with playing([Nested] * 2, num_workers=0) as envs:
+def test_wrong_structure_is_refused() -> None:
+    with started_games([Nested] * 2, num_workers=0) as envs:
         good = envs.action_space.sample()
         with pytest.raises(ValueError, match=r"actions: got ndarray, wanted a dict with \['x', 'y'\]"):
             envs.step(np.zeros((2, 3)))
@@ -358,8 +358,8 @@ def test_a_structure_that_is_not_the_spaces_is_refused() -> None:
             envs.step({"x": good["x"], "y": (good["y"][0][..., 0],)})
 
 
-class Odd(Scripted):
-    """Says something odd at a reset or a step."""
+class Invalid(Scripted):
+    """A game with an invalid value in a reset or a step."""
 
     def __init__(self, what: str) -> None:
         super().__init__({"a": (0, 9), "b": (0, 9)})
@@ -395,25 +395,25 @@ class Odd(Scripted):
         ("blind", vecenv.errors.ObservationError, "env 0, agent 'b': is alive and has no observation"),
     ],
 )
-def test_what_a_reset_returns_is_checked(what: str, error: Any, match: str) -> None:
-    with MultiAgentVecEnv([lambda: Odd(what)], num_workers=0) as envs, pytest.raises(error, match=match):
+def test_result_of_reset_is_checked(what: str, error: Any, match: str) -> None:
+    with MultiAgentVecEnv([lambda: Invalid(what)], num_workers=0) as envs, pytest.raises(error, match=match):
         envs.reset(seed=0)
 
 
 def test_an_agents_reward_under_another_name_is_refused_on_ordinary_steps_too() -> None:
     wanted = r"unknown agents \['who'\]"
-    with playing([lambda: Odd("swapped")], num_workers=0) as envs, pytest.raises(ValueError, match=wanted):
+    with started_games([lambda: Invalid("swapped")], num_workers=0) as envs, pytest.raises(ValueError, match=wanted):
         envs.step(np.zeros((1, 2), np.int64))
 
 
-def test_a_float_that_becomes_infinite_in_the_spaces_dtype_is_said() -> None:
-    with playing([lambda: Odd("large")], num_workers=0) as envs:
+def test_overflow_in_the_spaces_dtype_warns() -> None:
+    with started_games([lambda: Invalid("large")], num_workers=0) as envs:
         with pytest.warns(RuntimeWarning, match="env 0, agent 'a': observation.*became infinite"):
             obs, *_ = envs.step(np.zeros((1, 2), np.int64))
         assert np.isinf(obs[0, 0]).all()
 
 
-# --- Agents as rows of a Gymnasium vector environment: its contract, zero copies, and right episode statistics
+# --- Agents as rows of a Gymnasium vector environment: its contract, zero copies, and episode statistics
 
 
 def flat(env_fns: list[Any], padding_done: bool = True, **options: Any) -> FlattenAgents:
@@ -425,8 +425,8 @@ class TestRowsOfOneAgentEach(VectorEnvContract):
         return flat([functools.partial(RandomGame, 1, infos=True)] * num_envs, autoreset_mode=autoreset_mode, num_workers=0)
 
 
-class TestRowsOfAgentsWhoDieApart(VectorEnvContract):
-    """Each dies two steps after the other, so that padding has a step of its own to end in."""
+class TestRowsOfAgentsThatDieApart(VectorEnvContract):
+    """Agents that die two steps apart, so that padding has a step of its own to end in."""
 
     supports_reset_mask: ClassVar[bool] = False
 
@@ -447,7 +447,7 @@ def test_rows_are_the_same_memory_in_another_shape() -> None:
     assert envs.closed
 
 
-def test_rows_hold_what_the_axis_of_agents_holds() -> None:
+def test_rows_equal_the_axis_of_agents() -> None:
     game = functools.partial(RandomGame, infos=True, births=True)
     with MultiAgentVecEnv([game] * 2, num_workers=0) as envs:
         rows = flat([game] * 2, padding_done=False, num_workers=0)
@@ -489,7 +489,7 @@ def test_episode_statistics_are_those_of_the_agents(mode: AutoresetMode) -> None
     assert {agent for agent, paid, _ in episodes if paid == 0} == {0, 1}
 
 
-def test_padding_ends_with_the_episode_unless_told_otherwise() -> None:
+def test_padding_ends_with_the_episode_by_default() -> None:
     for padding_done in (True, False):
         rows = flat([Scripted], padding_done=padding_done, num_workers=0)
         rows.reset(seed=0)
@@ -500,7 +500,7 @@ def test_padding_ends_with_the_episode_unless_told_otherwise() -> None:
         rows.close()
 
 
-def test_same_step_gives_each_row_its_last_observation_on_its_last_step(closes: Any) -> None:
+def test_same_step_returns_the_last_observation_of_each_row(closes: Any) -> None:
     rows = closes(flat([Scripted], autoreset_mode="SameStep", num_workers=0))
     rows.reset(seed=0)
     for t in range(1, 7):
@@ -513,7 +513,7 @@ def test_same_step_gives_each_row_its_last_observation_on_its_last_step(closes: 
             assert [value.tolist() for value in infos["final_obs"]] == [[0, 0], [0, 0], [106, 106]]
 
 
-def test_a_reset_mask_chooses_whole_environments(closes: Any) -> None:
+def test_reset_mask_selects_whole_environments(closes: Any) -> None:
     rows = closes(flat([Scripted] * 2, num_workers=0))
     rows.reset(seed=0)
     rows.step(np.zeros(6, np.int64))
@@ -544,7 +544,7 @@ def test_only_the_stacked_layout_can_be_flat() -> None:
 
 
 class Slow(RandomGame):
-    """A game whose steps take a second."""
+    """A game with steps of a second."""
 
     def step(self, actions: Any) -> Any:
         time.sleep(1.0)
@@ -557,5 +557,5 @@ def test_a_step_that_timed_out_is_dropped_by_the_next_reset(closes: Any) -> None
     first = envs.reset(seed=3)[0]
     with pytest.raises(StepTimeout):
         envs.step(np.zeros(1, np.int64))
-    assert_identical(patiently(lambda: envs.reset(seed=3)[0]), first)
+    assert_identical(reset_until_ready(lambda: envs.reset(seed=3)[0]), first)
 

@@ -1,4 +1,4 @@
-"""The other convention, ``agent_num`` and stacked arrays: its environments run, and its shapes come back."""
+"""The other convention, ``agent_num`` and stacked arrays: its environments run, and its shapes are returned."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Stacked:
     """Two agents; agent 0 is done after 2 steps, agent 1 after 4.
 
     Args:
-        values: Of a step: 4 or 5.
-        with_info: Whether ``reset`` returns an info.
+        values: The number of values of a step: 4 or 5.
+        with_info: ``reset`` returns an info.
         resets_itself: ``has_auto_reset``.
         masks: Infos have ``action_masks``.
     """
@@ -78,7 +78,7 @@ class Stacked:
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("resets_itself", [True, False])
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_every_form_of_it_runs(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
+def test_every_variant_runs(values: int, with_info: bool, resets_itself: bool, mode: AutoresetMode) -> None:
     env_fn = functools.partial(Stacked, values, with_info, resets_itself)
     with MultiAgentVecEnv([env_fn] * 2, autoreset_mode=mode, num_workers=0) as envs:
         assert envs.possible_agents == ["agent_0", "agent_1"]
@@ -113,7 +113,7 @@ def view(env_fn: Any, n: int = 2, **options: Any) -> Any:
     return MultiAgentVecEnv([env_fn] * n, **{"autoreset_mode": "SameStep", "num_workers": 0, **options}).to_openrl()
 
 
-def test_the_view_has_that_conventions_shapes(closes: Any) -> None:
+def test_view_has_the_shapes_of_that_convention(closes: Any) -> None:
     envs = closes(view(functools.partial(Stacked, 4, masks=True)))
     obs, infos = envs.reset(seed=3)
     assert obs.shape == (2, 2, 1)

@@ -1,4 +1,4 @@
-"""Trajectories of games are those of a plain loop, and so is their state."""
+"""Trajectories and states of games equal those of a plain loop."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from agent_games import RandomGame
 from gymnasium.vector import AutoresetMode
-from plain_loop import PlainLoop, agents_view, assert_seen
+from plain_loop import PlainLoop, agents_view, assert_row_equals
 from sampling import each_once, each_pair
 
 import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.testing import assert_identical
 
-# --- Bit for bit what a plain loop over the same environments gives -----------------------------
+# --- Results equal those of a plain loop over the same environments, bit for bit -----------------
 
 NUM_ENVS = 3
 GAMES: dict[str, dict[str, Any]] = {
@@ -35,7 +35,7 @@ def functions(game: str, n: int = NUM_ENVS) -> list[Any]:
 
 
 def random_actions(envs: MultiAgentVecEnv, rng: np.random.Generator, infos: Any) -> tuple[Any, list[dict[Any, Any]]]:
-    """A batch of allowed actions, and the same by environment and agent."""
+    """Return a batch of allowed actions, and the same by environment and agent."""
     sampled = envs.action_space.sample()
     masks = infos.get("action_mask")
     if masks is not None and envs.layout == "stack":
@@ -48,7 +48,7 @@ def random_actions(envs: MultiAgentVecEnv, rng: np.random.Generator, infos: Any)
 
 
 def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: int, seed: int = 7, pad: float = 0) -> Any:
-    """Returns the sums of rewards by agent, of both."""
+    """Compare a trajectory with that of a plain loop; return the sums of rewards by agent, of both."""
     mode = envs.autoreset_mode
     loop = PlainLoop(env_fns, mode)
     rng = np.random.default_rng(0)
@@ -56,15 +56,15 @@ def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: in
     seeds = [seed + index * envs.seed_stride for index in range(envs.num_envs)]
     result: Any = envs.reset(seed=seed)
     for row, seen in enumerate(loop.reset(seeds)):
-        assert_seen(envs, row, seen, result, pad)
+        assert_row_equals(envs, row, seen, result, pad)
     sums, wanted = np.zeros(envs.num_agents), np.zeros(envs.num_agents)
     episodes = 0
     for t in range(steps):
         actions, each = random_actions(envs, rng, result[-1])
         result = envs.step(actions)
-        told = loop.step(each)
-        for row, seen in enumerate(told):
-            assert_seen(envs, row, seen, result, pad)
+        expected = loop.step(each)
+        for row, seen in enumerate(expected):
+            assert_row_equals(envs, row, seen, result, pad)
             wanted += [seen.rewards.get(agent, 0.0) for agent in envs.possible_agents]
         sums += result[1][0]
         for row in range(1, envs.num_envs):
@@ -76,7 +76,7 @@ def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: in
             seeds = [t + index * envs.seed_stride for index in range(envs.num_envs)]
             for row, seen in enumerate(loop.reset(seeds, dones)):
                 if seen is not None:
-                    assert_seen(envs, row, seen, obs, pad)
+                    assert_row_equals(envs, row, seen, obs, pad)
             result = obs
     assert episodes > 2
     assert np.array_equal(sums, wanted)
@@ -84,14 +84,14 @@ def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: in
 
 
 @pytest.mark.parametrize(("game", "mode", "num_workers"), each_pair(list(GAMES), AutoresetMode, WORKERS))
-def test_it_is_what_a_plain_loop_gives(game: str, mode: AutoresetMode, num_workers: int) -> None:
+def test_results_equal_a_plain_loop(game: str, mode: AutoresetMode, num_workers: int) -> None:
     with MultiAgentVecEnv(functions(game), autoreset_mode=mode, num_workers=num_workers) as envs:
         assert envs.layout == ("agents" if game == "different spaces" else "stack")
         assert_same_trajectory(envs, functions(game), 30)
 
 
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_groups_are_what_a_plain_loop_gives(mode: AutoresetMode) -> None:
+def test_groups_equal_a_plain_loop(mode: AutoresetMode) -> None:
     layout = {"odd": ["agent_3", "agent_1"], "even": ["agent_0", "agent_2"]}
     with MultiAgentVecEnv(functions("different spaces"), layout=layout, autoreset_mode=mode, num_workers=1) as envs:
         assert_same_trajectory(envs, functions("different spaces"), 30)
@@ -109,7 +109,7 @@ OPTIONS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("game", "options"), each_once(["deaths", "different spaces"], OPTIONS), ids=str)
-def test_no_option_of_the_engine_changes_a_trajectory(game: str, options: dict[str, Any]) -> None:
+def test_engine_options_do_not_change_trajectories(game: str, options: dict[str, Any]) -> None:
     with MultiAgentVecEnv(functions(game), autoreset_mode=AutoresetMode.SAME_STEP, **options) as envs:
         assert_same_trajectory(envs, functions(game), 20, pad=options.get("pad_value", 0))
 
@@ -131,25 +131,25 @@ def test_first_ready_batches_are_the_same_trajectories(mode: AutoresetMode, num_
     loop = closes(PlainLoop(fns, mode))
     with MultiAgentVecEnv(fns, autoreset_mode=mode, num_workers=num_workers, batch_size=2) as envs:
         envs.reset_async(seed=3)
-        told: list[Any] = list(loop.reset([3, 4, 5, 6]))
+        expected: list[Any] = list(loop.reset([3, 4, 5, 6]))
         for _ in range(40):
             result = envs.recv(timeout=20)
             rows = result[-1]["env_id"]
             for position, row in enumerate(rows):
-                if told[row].rewards or told[row].acted:
-                    assert_seen(envs, position, told[row], result)
+                if expected[row].rewards or expected[row].acted:
+                    assert_row_equals(envs, position, expected[row], result)
                 else:
                     assert not result[-1]["transition_mask"][position].any()
             actions = np.zeros((2, envs.num_agents), np.int64) + rows[:, None] % 4
             for position, row in enumerate(rows):
                 own = dict(zip(envs.possible_agents, actions[position], strict=True))
-                told[row] = loop._step(row, loop.envs[row], own)
+                expected[row] = loop._step(row, loop.envs[row], own)
             envs.send(actions)
         for _ in range(2):
             envs.recv(timeout=20)
 
 
-# --- Vectors of environments with agents are saved and loaded: who is there and acts, and the environments inside
+# --- Games are saved and loaded: agents that are present and act, and the inner environments ------
 
 WITH_STATE = {
     "births and masks": functools.partial(RandomGame, births=True, masks="obs", strict=False),
@@ -159,16 +159,17 @@ WITH_STATE = {
 
 
 def allowed(infos: Any) -> Any:
-    """An action that is not forbidden, for each agent."""
+    """Draw an action that is not forbidden, for each agent."""
     if "action_mask" in infos:
         return np.argmax(infos["action_mask"], axis=-1)
     return np.ones(infos["agent_mask"].shape, np.int64)
 
 
-@pytest.mark.parametrize("options", [{"num_workers": 2}, {"num_workers": 0}], ids=str)
-@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-@pytest.mark.parametrize("game", WITH_STATE)
-def test_games_go_on_as_those_that_were_saved(game: str, mode: str, options: dict[str, Any], closes: Any) -> None:
+@pytest.mark.parametrize(
+    ("game", "mode", "options"),
+    each_once(list(WITH_STATE), ["NextStep", "SameStep"], [{"num_workers": 2}, {"num_workers": 0}]),
+)
+def test_loaded_games_continue_like_the_saved_ones(game: str, mode: str, options: dict[str, Any], closes: Any) -> None:
     make = functools.partial(vecenv.MultiAgentVecEnv, [WITH_STATE[game]] * 3, autoreset_mode=mode)
     envs, other = closes(make(**options)), closes(make(num_workers=1))
     _, infos = envs.reset(seed=4)

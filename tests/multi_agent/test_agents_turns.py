@@ -1,4 +1,4 @@
-"""Turn-based games and real ones: what a plain loop over the same PettingZoo environment gives."""
+"""Turn-based and real games, compared with a plain loop over the same PettingZoo environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_agents_trajectories import assert_same_trajectory
 
 from vecenv.multi_agent import MultiAgentVecEnv, TurnBased, from_aec
 
-REAL: dict[str, tuple[str, dict[str, Any], str]] = {  # its module, how it is built, and what that needs
+REAL: dict[str, tuple[str, dict[str, Any], str]] = {  # its module, its factory, and its requirements
     "tictactoe": ("pettingzoo.classic.tictactoe_v3", {}, "pygame"),
     "connect_four": ("pettingzoo.classic.connect_four_v3", {"render_mode": "rgb_array"}, "pygame"),
     "rock_paper_scissors": ("pettingzoo.classic.rps_v2", {"max_cycles": 5}, "pygame"),
@@ -29,14 +29,14 @@ REAL: dict[str, tuple[str, dict[str, Any], str]] = {  # its module, how it is bu
 
 
 def build(name: str) -> Any:
-    """Those of the classics take turns."""
+    """Build a game; the classic ones are turn-based."""
     module, options, _ = REAL[name]
     library = importlib.import_module(module)
     return from_aec(library.env(**options)) if "classic" in module else library.parallel_env(**options)
 
 
 def real_game(name: str) -> Any:
-    """What builds it; the test is skipped where something is missing."""
+    """Return the factory of a game, or skip the test if a requirement is missing."""
     pytest.importorskip(REAL[name][2])
     return functools.partial(build, name)
 
@@ -45,7 +45,7 @@ def real_game(name: str) -> Any:
     ("game", "num_workers", "mode"),
     each_once(["spread", "speaker_listener", "tictactoe", "rock_paper_scissors"], [0, 2], AutoresetMode),
 )
-def test_a_real_game_is_what_a_plain_loop_gives(game: str, num_workers: int, mode: AutoresetMode) -> None:
+def test_real_game_equals_a_plain_loop(game: str, num_workers: int, mode: AutoresetMode) -> None:
     games = [real_game(game)] * 2
     with MultiAgentVecEnv(games, num_workers=num_workers, autoreset_mode=mode) as envs:
         assert_same_trajectory(envs, games, 30)
@@ -53,7 +53,7 @@ def test_a_real_game_is_what_a_plain_loop_gives(game: str, num_workers: int, mod
 
 @pytest.mark.long
 @pytest.mark.parametrize("game", ["pistonball", "knights", "connect_four"])
-def test_a_heavier_real_game_is_what_a_plain_loop_gives(game: str) -> None:
+def test_heavy_real_game_equals_a_plain_loop(game: str) -> None:
     games = [real_game(game)] * 2
     with MultiAgentVecEnv(games, num_workers=2, autoreset_mode=AutoresetMode.SAME_STEP) as envs:
         assert_same_trajectory(envs, games, 60 if game == "connect_four" else 18)
@@ -99,7 +99,7 @@ def test_a_wrapper_around_a_turn_based_game_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["tictactoe_v3", "connect_four_v3"])
-def test_a_game_pays_what_its_own_loop_over_turns_pays(name: str) -> None:
+def test_rewards_equal_the_games_own_loop(name: str) -> None:
     pytest.importorskip("pygame")
     module = importlib.import_module(f"pettingzoo.classic.{name}")
     rng = np.random.default_rng(0)
@@ -128,7 +128,7 @@ def test_a_game_pays_what_its_own_loop_over_turns_pays(name: str) -> None:
             game.close()
 
 
-def test_the_adapter_leaves_a_parallel_game_to_pettingzoo() -> None:
+def test_adapter_leaves_parallel_games_to_pettingzoo() -> None:
     spread = pytest.importorskip("mpe2.simple_spread_v3")
     fn = lambda: from_aec(spread.env(max_cycles=3))  # noqa: E731
     game = fn()
@@ -138,7 +138,7 @@ def test_the_adapter_leaves_a_parallel_game_to_pettingzoo() -> None:
         assert_same_trajectory(envs, [fn] * 2, 12)
 
 
-def test_a_move_without_the_mover_is_refused(closes: Any) -> None:
+def test_action_without_the_active_agent_is_refused(closes: Any) -> None:
     game = closes(real_game("tictactoe")())
     game.reset(seed=0)
     with pytest.raises(ValueError, match="player_1"):

@@ -1,4 +1,4 @@
-"""OpenRL's ``AsyncVectorEnv`` by its own arguments: what its programs and its tests do with it."""
+"""OpenRL's ``AsyncVectorEnv`` by its own arguments: the calls of its programs and tests."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from agent_games import playing
+from agent_games import started_games
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from test_agents_stacked import Stacked
 
 import vecenv
-from vecenv.multi_agent import MultiAgentVecEnv, make_openrl
+from vecenv.multi_agent import MultiAgentVecEnv, list_of_dicts, make_openrl
 
 
 class Identity:
-    """As OpenRL's toy environment of that name, of one agent: pays 1 for the action that it shows."""
+    """A copy of OpenRL's toy environment of that name, with one agent: the reward is 1 for the shown action."""
 
     agent_num = 1
     observation_space = action_space = spaces.Discrete(2)
@@ -59,14 +59,14 @@ def test_openrls_own_test_of_its_class() -> None:
     assert env.closed
 
 
-def test_a_program_of_openrls_gets_its_shapes_by_halves(closes: Any) -> None:
+def test_async_halves_have_openrls_shapes(closes: Any) -> None:
     space = spaces.Discrete(2)
     env = closes(make_openrl([Identity] * 3, space, space, num_workers=0))
     env.reset_send(seed=1)
     with pytest.raises(AlreadyPendingCallError):
         env.step_send(np.zeros((3, 1, 1), int))
     obs, infos = env.reset_fetch()
-    assert obs.shape == (3, 1, 2)  # one-hot, and a number in the class beneath
+    assert obs.shape == (3, 1, 2)  # one-hot, and a number in the inner class
     assert env.envs.single_observation_space == space
     assert infos == [{**info, "active_masks": 1.0} for info in infos]
     env.step_send(obs.argmax(axis=-1)[..., None])
@@ -99,8 +99,8 @@ def test_steps_have_as_many_values_as_the_environments(values: int, closes: Any)
     assert last["score"] == 0
 
 
-class Cut(Stacked):
-    """Says when its time is up, apart from being done."""
+class TruncatedApart(Stacked):
+    """A game that is truncated apart from being done."""
 
     def step(self, actions: Any) -> Any:
         obs, rewards, done, _, info = super().step(actions)
@@ -108,15 +108,15 @@ class Cut(Stacked):
 
 
 def test_truncations_are_not_lost(closes: Any) -> None:
-    env = closes(make_openrl([Cut] * 2, num_workers=0))
+    env = closes(make_openrl([TruncatedApart] * 2, num_workers=0))
     env.reset(seed=0)
     steps = [env.step(np.zeros((2, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
     assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [True, False], [True] * 2]
 
 
-class Timed(Stacked):
-    """Says in its info that its time is up, as Gym did before 0.26."""
+class TimeLimitInInfo(Stacked):
+    """A game with a time limit in its info, as in Gym before 0.26."""
 
     def step(self, actions: Any) -> Any:
         *rest, info = super().step(actions)
@@ -124,7 +124,7 @@ class Timed(Stacked):
 
 
 def test_a_time_limit_in_the_info_of_four_values_is_a_truncation() -> None:
-    with playing([functools.partial(Timed, 4)], num_workers=0) as envs:
+    with started_games([functools.partial(TimeLimitInInfo, 4)], num_workers=0) as envs:
         steps = [envs.step(np.zeros((1, 2, 1), int)) for _ in range(4)]
     assert not any(step[2].any() for step in steps)
     assert [step[3][0].tolist() for step in steps] == [[False] * 2, [True, False], [False] * 2, [False, True]]
@@ -171,23 +171,23 @@ def test_agents_of_one_have_infos_and_masks() -> None:
         assert infos["env_done"].all()
 
 
-class Fails(Identity):
+class RaisesInStep(Identity):
     def step(self, actions: Any) -> Any:
         raise ValueError(f"asked for {actions.tolist()}")
 
 
-def test_the_error_queue_tells_each_failure_once(closes: Any) -> None:
-    env = closes(make_openrl([Identity, Fails, Fails], num_workers=0))
+def test_error_queue_has_each_failure_once(closes: Any) -> None:
+    env = closes(make_openrl([Identity, RaisesInStep, RaisesInStep], num_workers=0))
     env.reset(seed=0)
     assert env.error_queue.empty()
     with pytest.raises(ValueError, match="asked for"):
         env.step(np.ones((3, 1, 1), int))
     assert env.error_queue.qsize() == 2
-    told = [env.error_queue.get(), env.error_queue.get_nowait()]
-    assert [(index, kind, str(value)) for index, kind, value in told] == [(i, ValueError, "asked for [1]") for i in (1, 2)]
+    queued = [env.error_queue.get(), env.error_queue.get_nowait()]
+    assert [(index, kind, str(value)) for index, kind, value in queued] == [(i, ValueError, "asked for [1]") for i in (1, 2)]
     with pytest.raises(queue.Empty):
         env.error_queue.get()
-    assert env.reset()[0].shape == (3, 1, 2)  # and goes on; OpenRL's is stuck after that
+    assert env.reset()[0].shape == (3, 1, 2)  # and continues; OpenRL's is stuck after that
 
 
 def test_auto_reset_and_render_modes_are_arguments(closes: Any) -> None:
@@ -203,10 +203,95 @@ def test_auto_reset_and_render_modes_are_arguments(closes: Any) -> None:
     env.step(np.zeros((2, 2, 1), int))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"observation space different from `Discrete\(3\)`"):
         make_openrl([Identity], spaces.Discrete(3), num_workers=0)
     with pytest.raises(TypeError, match="no worker function"):
         make_openrl([Identity], worker=print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="make_openrl"):
         vecenv.AsyncVectorEnv([Identity], spaces.Discrete(2))  # type: ignore[arg-type, list-item]
+
+
+class Pair(gym.Env):  # type: ignore[type-arg]
+    """Two agents with Tuple observations and infos that fit no array; episodes of two steps."""
+
+    agent_num = 2
+    action_space = spaces.Discrete(2)
+    metadata = {"name": "pair"}  # noqa: RUF012
+    observation_space = spaces.Tuple((spaces.Box(-9, 9, (3,), np.float32), spaces.Box(-9, 9, (1,), np.float32)))
+
+    def __init__(self, index: int = 0) -> None:
+        self.info = INFOS[index]
+        self.t = 0
+
+    def _observation(self) -> Any:
+        return np.full((2, 3), self.t, np.float32), np.full((2, 1), self.t, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.t = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        over = np.array([self.t >= 2] * 2)
+        return self._observation(), np.ones((2, 1)), over, over & False, dict(self.info)
+
+
+INFOS: list[dict[str, Any]] = [
+    {"score": 1, "nested": {"a": 1, "_a": None}, "action_masks": np.array([[1, 0], [1, 1]])},
+    {"score": 1.5, "nested": {"a": [2]}, "action_masks": np.array([[1, 1], [0, 1]])},
+    {"score": None, "lap": np.int8(3), "action_masks": np.array([[1, 1], [1, 1]])},
+]
+ADDED = {"agent_mask", "_agent_mask", "transition_mask", "env_done", "env_terminated", "active_masks", "final_observation"}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_final_infos_and_tuple_observations(num_workers: int) -> None:
+    envs = make_openrl([functools.partial(Pair, index) for index in range(3)], num_workers=num_workers)
+    try:
+        envs.reset()
+        actions = np.zeros((3, 2, 1), int)
+        first, last = envs.step(actions)[-1], envs.step(actions)[-1]
+        for given, info, end in zip(INFOS, first, last, strict=True):
+            own = {key: value for key, value in info.items() if key not in ADDED}
+            assert own["action_masks"].tolist() == (given["action_masks"] != 0).tolist()
+            assert repr({**own, "action_masks": given["action_masks"]}) == repr(given)
+            assert repr(end["final_info"]) == repr(given)
+            assert [part.tolist() for part in end["final_observation"]] == [[[2.0] * 3] * 2, [[2.0]] * 2]
+    finally:
+        envs.close()
+    with MultiAgentVecEnv([Pair] * 3, autoreset_mode="SameStep", num_workers=0) as multi:
+        multi.reset()
+        for _ in range(2):
+            infos = multi.step(np.zeros((3, 2), int))[4]
+        assert [part.shape for part in list_of_dicts(infos)[1]["final_obs"]] == [(2, 3), (2, 1)]
+
+
+def test_names_of_openrl_in_attributes_and_errors() -> None:
+    view = make_openrl([Pair] * 2, num_workers=0)
+    try:
+        assert view.shared_memory is True
+        assert view.copy is True
+        assert view.exec_func(lambda env: env.t, indices=[]) == (None, None)
+        assert view.exec_func(lambda env: env.t, indices=[1]) == (None, 0)
+        for method in ("reset_fetch", "step_fetch", "call_fetch", "exec_func_fetch"):
+            with pytest.raises(NoAsyncCallError, match=f"`{method}` without any prior call to `{method[:-5]}send`"):
+                getattr(view, method)()
+        view.reset()
+        view.step_send(np.zeros((2, 2, 1), int))
+        with pytest.raises(AlreadyPendingCallError, match="Calling `step_send` while waiting"):
+            view.step_send(np.zeros((2, 2, 1), int))
+        view.step_fetch()
+        view.close_extras(timeout=5.0, terminate=True)
+        assert view.closed
+    finally:
+        view.close()
+
+
+def test_environments_of_other_spaces_are_a_runtime_error_as_in_openrl() -> None:
+    class Wide(Pair):
+        observation_space = spaces.Tuple((Pair.observation_space[0],) * 2)
+
+    with pytest.raises(RuntimeError, match="all environments must have the same agents and spaces:\nenv 1: agent 'agent_0'"):
+        make_openrl([Pair, Wide], num_workers=0)

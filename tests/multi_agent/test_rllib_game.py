@@ -1,4 +1,4 @@
-"""Environments of RLlib's interface, without RLlib: who acts, who waits, and who is paid."""
+"""Games with RLlib's interface, without RLlib: agents that act or wait, and their rewards."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from gymnasium import spaces
 from vecenv import MultiAgentVecEnv
 
 
-class Turns(gym.Env[Any, Any]):
-    """``"slow"`` is observed at every second step, ``"late"`` comes in the second, and all is over after the fourth."""
+class TakesTurns(gym.Env[Any, Any]):
+    """A game in which ``"slow"`` is observed at every second step, ``"late"`` joins in the second, and the fourth ends it.
+    """
 
     observation_space = None  # type: ignore[assignment]
     possible_agents = ("quick", "slow", "late")
@@ -37,7 +38,7 @@ class Turns(gym.Env[Any, Any]):
 
 
 def test_agents_with_an_observation_act_and_others_wait(closes: Any) -> None:
-    envs = closes(MultiAgentVecEnv([Turns] * 2, num_workers=0))
+    envs = closes(MultiAgentVecEnv([TakesTurns] * 2, num_workers=0))
     obs, infos = envs.reset(seed=0)
     assert infos["agent_mask"][0].tolist() == [True, True, False]
     masks, acted, seen = [], [], []

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from chronicles import Drawing
+from history_envs import Drawing
 
 import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
@@ -23,7 +23,7 @@ STEPS = 50_000
 
 
 class FailsAfter(gym.Wrapper[Any, Any, Any, Any]):
-    """Counts steps over all episodes."""
+    """A wrapper that counts steps over all episodes, and then raises."""
 
     def __init__(self, env: Any, steps: int) -> None:
         super().__init__(env)
@@ -46,7 +46,7 @@ def drawn() -> Any:
 
 
 class FailsAfterAll:
-    """The same for a game of several agents."""
+    """The same wrapper for a game of several agents."""
 
     def __init__(self, game: Any, steps: int) -> None:
         self.game, self.left = game, steps
@@ -94,7 +94,7 @@ def fails(envs: Any, seconds: float, folder: Path, begin: str) -> None:
         pytest.param(functools.partial(made, "Ant-v5"), {}, "snapshot", id="Ant"),
         pytest.param(
             drawn, {"generators": "own"}, "latest", id="generators of its own"
-        ),  # takes less than a snapshot is for
+        ),  # takes less time than a snapshot would save
     ],
 )
 def test_simulated_and_pure_python(kind: Any, options: dict[str, Any], begin: str, tmp_path: Path) -> None:

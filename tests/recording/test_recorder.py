@@ -1,4 +1,4 @@
-"""What was recorded says everything: an environment that is asked the same again gives the same, whatever that was."""
+"""Recordings are complete: an environment that repeats the recorded calls returns the same results."""
 
 from __future__ import annotations
 
@@ -7,20 +7,24 @@ import functools
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
-from chronicles import Chronicle, Drawing, Textual, Vectorial
+from history_envs import Drawing, HistoryEnv, Textual, Vectorial
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sampling import each_once
 from signals import handled
 
 import vecenv
-from vecenv.errors import NotRestorable
+from vecenv.errors import NotRestorable, WorkerDied
 from vecenv.recording import recorder as recorder_module
-from vecenv.recording.file import AGAIN, Replay, ReplayResult, read, read_header
+from vecenv.recording.file import read, read_header
+from vecenv.recording.replay import AGAIN, Replay, ReplayResult
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -29,12 +33,12 @@ MODES = ("NextStep", "SameStep", "Disabled")
 
 @pytest.fixture(autouse=True)
 def _snapshots_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However short a replay is."""
+    """Have snapshots recorded, however short a replay is."""
     monkeypatch.setattr(recorder_module, "_LONG_REPLAY", -1.0)
 
 
-def replayed(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
-    """What comes of a file in this process, and how many steps that took."""
+def replay_file(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
+    """Replay a file in this process; return the result and the number of steps."""
     header, body = read_header(path)
     playing = Replay(header, read(header, body), begin=begin)
     steps = sum(step != 0 for step in playing.run())
@@ -46,16 +50,19 @@ def replayed(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
 def require_all_repeat(envs: Any, folder: Path, *begins: str) -> None:
     for row in range(envs.num_envs):
         for begin in begins or ("latest", "first"):
-            result, _ = replayed(envs.record(row, folder / f"{row}.vecenv"), begin)
+            result, _ = replay_file(envs.record(row, folder / f"{row}.vecenv"), begin)
             assert result.which == AGAIN, (row, begin, result.text)
             assert "gave what was recorded" in result.text
 
 
 @contextlib.contextmanager
-def recorded(kind: Any, folder: Path, count: int = 4, **options: Any) -> Iterator[Any]:
+def start_recorded(kind: Any, folder: Path, count: int = 4, **options: Any) -> Iterator[Any]:
     snapshot_every = options.pop("snapshot_every", None)
     recording = vecenv.FlightRecorder(folder, snapshot_every=snapshot_every)
-    with contextlib.closing(vecenv.AsyncVectorEnv([kind] * count, record_failures=recording, **options)) as envs:
+    spares = options.pop("spare_workers", 0)
+    options["record_failures"] = recording
+    build = partial(vecenv.EpisodePrefetcher.from_env_fns, spares=spares) if spares else vecenv.AsyncVectorEnv
+    with contextlib.closing(build([kind] * count, **options)) as envs:
         yield envs
 
 
@@ -72,13 +79,12 @@ ENGINES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_any_engine_records_what_repeats(engine: str, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), list(MODES)))
+def test_recordings_of_every_engine_repeat(engine: str, mode: str, tmp_path: Path) -> None:
     if engine == "spare workers" and mode == "Disabled":
         return  # refused by the engine, which begins no episodes then
-    kind = Drawing if engine == "generators of their own" else Chronicle
-    with recorded(kind, tmp_path, autoreset_mode=mode, **ENGINES[engine]) as envs:
+    kind = Drawing if engine == "generators of their own" else HistoryEnv
+    with start_recorded(kind, tmp_path, autoreset_mode=mode, **ENGINES[engine]) as envs:
         envs.reset(seed=5)
         for at in range(150):
             _, _, terminated, truncated, _ = envs.step(envs.action_space.sample())
@@ -90,8 +96,8 @@ def test_any_engine_records_what_repeats(engine: str, mode: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("spares", [0, 2])
-def test_rows_that_are_sent_one_by_one_repeat(spares: int, tmp_path: Path) -> None:
-    with recorded(Chronicle, tmp_path, batch_size=2, spare_workers=spares) as envs:
+def test_rows_sent_one_by_one_repeat(spares: int, tmp_path: Path) -> None:
+    with start_recorded(HistoryEnv, tmp_path, batch_size=2, spare_workers=spares) as envs:
         envs.reset(seed=5)
         envs.send(np.zeros(4, np.int64), np.arange(4))
         for _ in range(150):
@@ -103,7 +109,7 @@ def test_rows_that_are_sent_one_by_one_repeat(spares: int, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", [Vectorial, Textual])
 def test_actions_of_any_kind_are_recorded(kind: Any, tmp_path: Path) -> None:
-    with recorded(kind, tmp_path, num_workers=2) as envs:
+    with start_recorded(kind, tmp_path, num_workers=2) as envs:
         envs.action_space.seed(1)
         envs.reset(seed=[4, 3, 2, 1])
         for _ in range(60):
@@ -111,8 +117,8 @@ def test_actions_of_any_kind_are_recorded(kind: Any, tmp_path: Path) -> None:
         require_all_repeat(envs, tmp_path)
 
 
-def test_actions_of_another_dtype_arrive_as_they_were(tmp_path: Path) -> None:
-    with recorded(Chronicle, tmp_path, num_workers=2) as envs:
+def test_actions_of_another_dtype_are_recorded_unchanged(tmp_path: Path) -> None:
+    with start_recorded(HistoryEnv, tmp_path, num_workers=2) as envs:
         envs.reset(seed=1)
         for at in range(40):
             envs.step(np.array([at % 5] * 4, np.int16) if at % 2 else [0, 1, 2, 3])
@@ -120,20 +126,20 @@ def test_actions_of_another_dtype_arrive_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_reset_without_a_seed_repeats_too(tmp_path: Path) -> None:
-    with recorded(Chronicle, tmp_path) as envs:
+    with start_recorded(HistoryEnv, tmp_path) as envs:
         first, _ = envs.reset()
         envs.step(np.zeros(4, np.int64))
-        second, _ = envs.reset()  # goes on from the first
+        second, _ = envs.reset()  # continues after the first
         for _ in range(30):
             envs.step(np.ones(4, np.int64))
         require_all_repeat(envs, tmp_path)
     assert len({row.tobytes() for row in np.concatenate([first, second])}) == 8, "each has a seed of its own"
 
 
-def do(envs: Any, word: str, number: int, held: list[Any]) -> None:
-    """One call that changes environments, or none."""
+def make_call(envs: Any, call: str, number: int, held: list[Any]) -> None:
+    """Make one call, which may change environments."""
     row = number % envs.num_envs
-    match word:
+    match call:
         case "step":
             for at in range(number % 7 + 1):
                 envs.step((np.arange(envs.num_envs) + at + number) % 5)
@@ -176,48 +182,48 @@ WORDS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next",
     engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),
     every=st.sampled_from([None, 5]),
 )
-def test_whatever_was_called(
+def test_random_calls_repeat(
     calls: list[tuple[str, int]], engine: dict[str, Any], every: int | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("records")
-    with recorded(Chronicle, folder, 3, snapshot_every=every, **engine) as envs:
-        recorder = envs._driver.recorder
+    with start_recorded(HistoryEnv, folder, 3, snapshot_every=every, **engine) as envs:
+        recorder = envs._recorder
         held: list[Any] = []
         envs.reset(seed=9)
-        for word, number in calls:
+        for call, number in calls:
             recorder._not_before = 0.0
-            do(envs, word, number, held)
+            make_call(envs, call, number, held)
         require_all_repeat(envs, folder)
         if read(*read_header(folder / "0.vecenv")).snapshot is not None:
             require_all_repeat(envs, folder, "snapshot")
 
 
-def test_old_steps_are_dropped_and_the_snapshot_counts_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "_BLOCK", 16)
     monkeypatch.setattr(recorder_module, "_MEMORY", 0)  # two blocks, the least
-    with recorded(Chronicle, tmp_path, num_workers=0, snapshot_every=10) as envs:
+    with start_recorded(HistoryEnv, tmp_path, num_workers=0, snapshot_every=10) as envs:
         envs.reset(seed=2)
         envs.set_attr("gain", 3.0)
         begun, over = np.ones(4, int), np.zeros(4, bool)
         steps = np.zeros(4, int)
         for _ in range(500):
-            envs._driver.recorder._not_before = 0.0
+            envs._recorder._not_before = 0.0
             _, _, terminated, truncated, _ = envs.step(envs.action_space.sample())
             begun, steps = begun + over, np.where(over, 0, steps + 1)
             over = terminated | truncated
-        assert len(envs._driver.recorder._blocks) == 2
+        assert envs._recorder._capacity == 32
         for row in range(4):
-            result, made = replayed(path := envs.record(row))
+            result, made = replay_file(path := envs.record(row))
             assert result.which == AGAIN, result.text
             assert made <= 26, "from the snapshot on"
             episode, step = (begun[row] + 1, 0) if over[row] else (begun[row], steps[row])
-            assert path.name == f"Chronicle-env{row}-episode{episode}-step{step}.vecenv"
+            assert path.name == f"HistoryEnv-env{row}-episode{episode}-step{step}.vecenv"
 
 
-def test_without_a_snapshot_old_steps_cannot_be_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_steps_are_needed_without_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder_module, "_BLOCK", 16)
     monkeypatch.setattr(recorder_module, "_MEMORY", 0)
-    with recorded(Chronicle, tmp_path, num_workers=0) as envs:
+    with start_recorded(HistoryEnv, tmp_path, num_workers=0) as envs:
         envs.reset(seed=2)
         for _ in range(100):
             envs.step(envs.action_space.sample())
@@ -229,7 +235,7 @@ def test_without_a_snapshot_old_steps_cannot_be_missed(tmp_path: Path, monkeypat
         require_all_repeat(envs, tmp_path)
 
 
-class Unsavable(Chronicle):
+class Unsaveable(HistoryEnv):
     def __getstate__(self) -> Any:
         raise TypeError("it is made of smoke")
 
@@ -247,8 +253,8 @@ class Unsavable(Chronicle):
         self.file.close()
 
 
-def test_what_cannot_be_saved_is_recorded_from_its_reset(tmp_path: Path) -> None:
-    with recorded(Unsavable, tmp_path, 2, num_workers=0, snapshot_every=3) as envs:
+def test_unsaveable_environments_are_recorded_from_their_reset(tmp_path: Path) -> None:
+    with start_recorded(Unsaveable, tmp_path, 2, num_workers=0, snapshot_every=3) as envs:
         envs.reset(seed=2)
         for _ in range(10):
             envs.step(envs.action_space.sample())
@@ -264,8 +270,8 @@ class TooLateError(Exception):
     pass
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some come in a callback of the collector
-def test_interruptions_leave_nothing_out_and_nothing_twice(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some fall into the collector
+def test_interruptions_record_every_call_once(tmp_path: Path) -> None:
     armed = [False]
 
     def ring(number: int, frame: Any) -> None:
@@ -273,11 +279,11 @@ def test_interruptions_leave_nothing_out_and_nothing_twice(tmp_path: Path) -> No
             raise TooLateError
 
     rng = np.random.default_rng(3)
-    with handled(signal.SIGALRM, ring), recorded(Chronicle, tmp_path, snapshot_every=20, num_workers=2) as envs:
+    with handled(signal.SIGALRM, ring), start_recorded(HistoryEnv, tmp_path, snapshot_every=20, num_workers=2) as envs:
         envs.reset(seed=1)
         interrupted, until = 0, time.monotonic() + 4.0
         while time.monotonic() < until:
-            envs._driver.recorder._not_before = 0.0
+            envs._recorder._not_before = 0.0
             actions = rng.integers(0, 5, 4)
             try:
                 armed[0] = True
@@ -286,7 +292,9 @@ def test_interruptions_leave_nothing_out_and_nothing_twice(tmp_path: Path) -> No
                 armed[0] = False
             except TooLateError:
                 armed[0], interrupted = False, interrupted + 1
-                if envs._state.value == "step":
+                if "RESET_NEEDED" in repr(envs):
+                    envs.reset(seed=interrupted)
+                elif envs._state.value == "step":
                     envs.step_wait()
         require_all_repeat(envs, tmp_path)
         require_all_repeat(envs, tmp_path, "snapshot")
@@ -294,7 +302,7 @@ def test_interruptions_leave_nothing_out_and_nothing_twice(tmp_path: Path) -> No
 
 
 def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -> None:
-    with recorded(Chronicle, tmp_path, 2) as envs:
+    with start_recorded(HistoryEnv, tmp_path, 2) as envs:
         envs.reset(seed=2)
         with contextlib.closing(envs.freeze([0])[0]) as frozen:
             envs.thaw(frozen, into=[1])
@@ -316,15 +324,153 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
 )
 def test_bad_options(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        vecenv.AsyncVectorEnv([Chronicle], **wrong)
+        vecenv.AsyncVectorEnv([HistoryEnv], **wrong)
     with pytest.raises(ValueError, match="`keep` must be an int from 1 on, got 0"):
         vecenv.FlightRecorder("failures", keep=0)
     with pytest.raises(ValueError, match="`snapshot_every` must be an int from 1 on, got 'often'"):
         vecenv.FlightRecorder("failures", snapshot_every="often")  # type: ignore[arg-type]
 
 
-def test_record_by_hand_is_refused_where_nothing_is_recorded() -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([Chronicle], num_workers=0)) as envs:
+def test_record_without_a_recorder_is_refused() -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([HistoryEnv], num_workers=0)) as envs:
         assert not envs.capabilities.recording
         with pytest.raises(NotImplementedError, match="AsyncVectorEnv cannot `record`: record_failures= was not given"):
             envs.record(0)
+
+
+# -- the folder and its files ---------------------------------------------------------------------------------------------
+
+
+class Endless(HistoryEnv):
+    """A history environment with episodes that do not end."""
+
+    def step(self, action: Any) -> Any:
+        observation, reward, *_ = super().step(action)
+        return observation, reward, False, False, {}
+
+
+@contextlib.contextmanager
+def failing(folder: Path, **options: Any) -> Iterator[Any]:
+    """Yield two environments in one worker that have been reset; one raises in its fifth step."""
+    with start_recorded(functools.partial(Endless, 5), folder, 2, num_workers=1, **options) as envs:
+        envs.reset(seed=[3, 4])
+        yield envs
+
+
+def step_on(envs: Any) -> None:
+    for _ in range(9):
+        envs.step([1, 2])
+
+
+def fail(envs: Any) -> Path:
+    """Step until environments raise; return the file about the first failure."""
+    with pytest.raises(ValueError, match="the pen broke"):
+        step_on(envs)
+    return Path(envs.errors[-2].recorded)
+
+
+def dangling_link(folder: Path) -> None:
+    (folder / "old.vecenv").symlink_to(folder / "gone")
+
+
+def directory(folder: Path) -> None:
+    (folder / "old.vecenv").mkdir()
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("obstacle", [dangling_link, directory])
+def test_obstacles_in_the_folder_do_not_replace_the_failure(obstacle: Any, on_failure: Any, tmp_path: Path) -> None:
+    obstacle(tmp_path)
+    with failing(tmp_path, on_failure=on_failure) as envs:
+        if on_failure == "raise":
+            fail(envs)
+        else:
+            assert [envs.step([1, 2])[3].all() for _ in range(5)] == [False] * 4 + [True]
+        assert replay_file(Path(envs.errors[0].recorded))[0].which == AGAIN
+        envs.reset()
+    assert (tmp_path / "old.vecenv").is_symlink() or (tmp_path / "old.vecenv").is_dir()
+
+
+def test_files_are_private_and_replace_links(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    with failing(tmp_path) as envs:
+        for row in range(2):
+            (tmp_path / f"Endless-env{row}-episode1-step5.vecenv").symlink_to(secret)
+        path = fail(envs)
+        by_hand = envs.record(1, tmp_path / "by hand")
+    assert secret.read_text() == "mine"
+    for file in (path, by_hand):
+        assert not file.is_symlink()
+        assert file.stat().st_mode & 0o777 == 0o600
+    assert not list(tmp_path.glob(".*")), "nothing unfinished"
+
+
+def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with failing(tmp_path) as envs:
+        monkeypatch.setattr("os.replace", full)
+        with pytest.raises(ValueError, match="the pen broke") as caught:
+            step_on(envs)
+        assert any(note.startswith("not recorded: OSError") for note in caught.value.__notes__)
+        assert envs.errors[0].recorded == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_package_versions_are_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched() -> Any:
+        raise AssertionError("this reads the metadata of all installed packages")
+
+    monkeypatch.setattr("importlib.metadata.packages_distributions", searched)
+    make = functools.partial(gym.make, "CartPole-v1")
+    with contextlib.closing(vecenv.AsyncVectorEnv([make], num_workers=0, record_failures=tmp_path)) as envs:
+        envs.reset(seed=1)
+        header, _ = read_header(envs.record(0))
+    assert header.versions.keys() == {"python", "vecenv", "gymnasium", "numpy"}
+    assert header.differences() == []
+
+
+# -- environments that replace failed ones --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["all", "mask", "by row", "restart"])
+def test_failure_after_a_recovery_repeats_from_the_recovery(how: str, tmp_path: Path) -> None:
+    with failing(tmp_path, on_failure="restart" if how == "restart" else "raise") as envs:
+        paths: list[Path] = []
+        for life in range(3):
+            envs.set_attr("gain", 2.0 + life)
+            envs.call("add", 5)
+            if how == "restart":
+                for _ in range(6 if life else 5):  # the first step of a new environment is its automatic reset
+                    envs.step([1, 2])
+            else:
+                fail(envs)
+                failed = np.ones(2, np.bool_)
+                if how == "all":
+                    envs.reset(options={"start": float(life)})
+                elif how == "mask":
+                    envs.reset(options={"start": float(life), "reset_mask": failed})
+                else:
+                    envs.reset_async(options={"start": float(life)}, env_id=[0, 1])
+                    envs.recv(count=2)
+            paths = [Path(record.recorded) for record in envs.errors][-2:]
+            for path in paths:
+                kept = path.rename(path.with_suffix(f".{life}"))
+                for begin in ("latest", "first"):
+                    result, steps = replay_file(kept, begin)
+                    assert result.which == AGAIN, (life, begin, result.text)
+                    assert steps == 5 + (how == "restart" and life > 0)
+
+
+def test_record_of_a_dead_worker_has_one_path(tmp_path: Path) -> None:
+    with start_recorded(HistoryEnv, tmp_path, 3, num_workers=1) as envs:
+        envs.reset(seed=1)
+        envs.processes[0].kill()
+        with pytest.raises(WorkerDied) as caught:
+            envs.step([0, 0, 0])
+        (record,) = envs.errors
+    (note,) = caught.value.__notes__
+    assert note == f"recorded: {record.recorded}\nand 2 more in {tmp_path}"
+    assert Path(record.recorded).is_file()

@@ -1,4 +1,4 @@
-"""Failures leave files, and ``vecenv replay`` lets them happen again: in a clean process, whatever the environment did."""
+"""Failures leave files, and ``vecenv replay`` repeats them in a clean process, whatever the environment did."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from chronicles import Chronicle
+from history_envs import HistoryEnv
 
 import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
@@ -33,11 +33,11 @@ from vecenv.tools.replay import replay
 pytestmark = pytest.mark.timeout(180)
 
 AT = 9
-"""The step that fails: the fifth of the second episode, as seeds and actions are here."""
+"""The failing step: the fifth of the second episode, with the seeds and actions used here."""
 
 
 class Short(gym.Env[Any, Any]):
-    """Episodes of four steps and a reset."""
+    """A short environment with episodes of four steps and a reset."""
 
     observation_space = gym.spaces.Box(-1e9, 1e9, (2,), np.float32)
     action_space = gym.spaces.Discrete(5)
@@ -54,7 +54,7 @@ class Short(gym.Env[Any, Any]):
 
 
 def step_on(envs: Any, actions: Any) -> None:
-    """Until something is raised."""
+    """Step until an environment raises."""
     for at in range(10_000):
         envs.step(actions(at))
 
@@ -70,7 +70,7 @@ def faulty_short(fault: str, **when: Any) -> Any:
 
 
 def fails(folder: Path, fault: str, *, when: dict[str, Any] | None = None, **options: Any) -> tuple[list[Path], Any]:
-    """Step environments of which env 1 fails; the files, and the exception."""
+    """Step environments of which env 1 fails; return the files and the exception."""
     when = when or {"step": AT}
     fns = [Short, functools.partial(faulty_short, fault, **when), Short]
     rng = np.random.default_rng(0)
@@ -114,7 +114,7 @@ QUICK = ("raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "
         for fault in (*REPEAT_BY_RAISING, *REPEAT_BY_DYING)
     ],
 )
-def test_a_fault_happens_again(fault: str, context: str, tmp_path: Path) -> None:
+def test_fault_is_repeated(fault: str, context: str, tmp_path: Path) -> None:
     files, _ = fails(tmp_path, fault, context=context)
     assert [file.name for file in files] == [f"Short-env1-episode1-step{AT}.vecenv"]
     result = replay(files[0])
@@ -124,19 +124,35 @@ def test_a_fault_happens_again(fault: str, context: str, tmp_path: Path) -> None
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
-def test_a_hang_happens_again(fault: str, on_failure: str, tmp_path: Path) -> None:
-    more = {"restart_limit": 0} if on_failure == "restart" else {}
-    files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=on_failure, **more)
+def test_hang_is_repeated(fault: str, on_failure: str, tmp_path: Path) -> None:
+    how = vecenv.Restart(0) if on_failure == "restart" else on_failure
+    files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=how)
     result = replay(files[0])
     assert result.text == f"happened again at step {AT}: it hung for more than 1 seconds"
 
 
-def test_a_reset_that_fails_happens_again(tmp_path: Path) -> None:
+def test_timeout_names_the_file_of_the_environment_that_hangs(tmp_path: Path) -> None:
+    files, error = fails(tmp_path, "sleep", step_timeout=1.0, num_workers=1)
+    assert isinstance(error, StepTimeout)
+    assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
+    assert any(note.startswith(f"recorded: {files[1]}\n") for note in error.__notes__), error.__notes__
+
+
+def test_a_second_run_keeps_the_file_of_the_first(tmp_path: Path) -> None:
+    for _ in range(3):
+        files, error = fails(tmp_path, "raises")
+    name = f"Short-env1-episode1-step{AT}"
+    assert [file.name for file in files] == [f"{name}-2.vecenv", f"{name}-3.vecenv", f"{name}.vecenv"]
+    assert f"{name}-3.vecenv" in "".join(error.__notes__)
+
+
+def test_failing_reset_is_repeated(tmp_path: Path) -> None:
     files, _ = fails(tmp_path, "raises", when={"seed": 4})
     assert replay(files[0]).text.startswith("happened again in the last call: ")
 
 
-def test_what_comes_from_outside_does_not_happen_again(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_external_causes_are_not_repeated(tmp_path: Path) -> None:
     once = tmp_path / "once"
     files, error = fails(tmp_path / "records", "kill", when={"step": AT, "once": str(once)})
     assert isinstance(error, WorkerDied)
@@ -146,8 +162,8 @@ def test_what_comes_from_outside_does_not_happen_again(tmp_path: Path) -> None:
     )
 
 
-class Dice(Short):
-    """Its rewards come from elsewhere."""
+class ExternalRandomness(Short):
+    """An environment with rewards from the system's random numbers."""
 
     def step(self, action: Any) -> Any:
         observation, _, terminated, truncated, info = super().step(action)
@@ -156,8 +172,8 @@ class Dice(Short):
         return observation, float(os.getpid() if self.steps > 4 else 1.0), terminated, truncated, info
 
 
-def test_the_first_difference_is_said(tmp_path: Path) -> None:
-    with contextlib.closing(vecenv.AsyncVectorEnv([Dice] * 2, record_failures=tmp_path)) as envs:
+def test_first_difference_is_reported(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([ExternalRandomness] * 2, record_failures=tmp_path)) as envs:
         envs.reset(seed=1)
         with pytest.raises(ValueError, match=r"\d+"):
             step_on(envs, lambda at: np.zeros(2, np.int64))
@@ -169,7 +185,7 @@ def test_the_first_difference_is_said(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def restarting(fns: list[Any], recording: Any, steps: int, num_workers: int) -> Iterator[Any]:
-    """An engine that starts workers anew, after some steps."""
+    """Return an engine that restarts workers, after some steps."""
     with contextlib.closing(
         vecenv.AsyncVectorEnv(fns, record_failures=recording, on_failure="restart", num_workers=num_workers)
     ) as envs:
@@ -179,9 +195,10 @@ def restarting(fns: list[Any], recording: Any, steps: int, num_workers: int) -> 
         yield envs
 
 
-def test_every_environment_of_a_worker_that_dies_has_a_file(tmp_path: Path) -> None:
+def test_every_environment_of_a_dead_worker_has_a_file(tmp_path: Path) -> None:
     files, error = fails(tmp_path, "segfault", num_workers=1)
     assert isinstance(error, WorkerDied)
+    assert error.__notes__ == [f"recorded: {files[1]}\nand 2 more in {tmp_path}"]
     assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
     assert [replay(file).which for file in files] == ["did not happen again", "happened again", "did not happen again"]
 
@@ -211,6 +228,7 @@ def test_engines_of_all_kinds(options: dict[str, Any], tmp_path: Path) -> None:
     assert result.which == "happened again", result.text
 
 
+@pytest.mark.long
 def test_first_ready_batches(tmp_path: Path) -> None:
     fns = [functools.partial(faulty_short, "raises", step=30)] + [Short] * 3
     with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=tmp_path, batch_size=2)) as envs:
@@ -223,12 +241,14 @@ def test_first_ready_batches(tmp_path: Path) -> None:
     assert replay(file).text.startswith("happened again at step 30: ")
 
 
-def test_old_files_go_and_those_of_the_latest_failure_stay(tmp_path: Path) -> None:
+def test_old_files_are_removed_and_the_latest_kept(tmp_path: Path) -> None:
     recording = vecenv.FlightRecorder(tmp_path, keep=2)
     fns = [functools.partial(faulty_short, "kill", step=5)] * 3
     with restarting(fns, recording, 12, num_workers=1) as envs:
         assert len(list(tmp_path.glob("*.vecenv"))) == 3
-        assert set(envs._driver.ledger.recordings.values()) == {str(path) for path in tmp_path.glob("*.vecenv")}
+        note = next(note for note in envs.errors[-1].error.__notes__ if note.startswith("recorded: "))
+        assert note.endswith(f"\nand 2 more in {tmp_path}")
+        assert Path(envs.errors[-1].recorded) in tmp_path.glob("*-env0-*.vecenv")
     assert not list(tmp_path.glob(".*")), "nothing unfinished"
 
 
@@ -245,8 +265,8 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path: Pat
     assert "not recorded: NotADirectoryError" in "".join(caught.value.__notes__)
 
 
-class Pennies:
-    """A game of two players, which ends in an exception."""
+class MatchingPennies:
+    """A game of two players that ends in an exception."""
 
     metadata = {"name": "pennies"}  # noqa: RUF012
     possible_agents = ["left", "right"]  # noqa: RUF012
@@ -286,8 +306,9 @@ class Pennies:
         pass
 
 
+@pytest.mark.long
 def test_a_game_of_several_agents(tmp_path: Path) -> None:
-    with contextlib.closing(MultiAgentVecEnv([Pennies] * 3, record_failures=tmp_path, num_workers=2)) as envs:
+    with contextlib.closing(MultiAgentVecEnv([MatchingPennies] * 3, record_failures=tmp_path, num_workers=2)) as envs:
         envs.reset(seed=8)
         with pytest.raises(ValueError, match="a penny is lost"):
             step_on(envs, lambda at: np.full((3, 2), at % 2))
@@ -306,13 +327,13 @@ def run(*arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment that raised in step 9, and whose snapshot is of step 5."""
+    """Record an environment that raises in step 9, with a snapshot of step 5."""
     folder = tmp_path_factory.mktemp("records")
     recording = vecenv.FlightRecorder(folder, snapshot_every=4)
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.closing(
-            vecenv.AsyncVectorEnv([functools.partial(Chronicle, AT)], record_failures=recording, num_workers=0)
+            vecenv.AsyncVectorEnv([functools.partial(HistoryEnv, AT)], record_failures=recording, num_workers=0)
         ) as envs,
     ):
         patch.setattr(recorder, "_LONG_REPLAY", -1.0)
@@ -327,12 +348,13 @@ def test_the_command(file: Path) -> None:
     done = run(file, "--yes")
     assert done.returncode == 0, done.stderr
     first, recorded, result = done.stdout.splitlines()
-    assert first.startswith("Chronicle, env 0, episode 1, step ")
+    assert first.startswith("HistoryEnv, env 0, episode 1, step ")
     assert recorded.startswith("Recorded: ValueError: the pen broke after 9 steps at ")
     assert result.startswith("Happened again at step ")
     assert "the pen broke after 9 steps at " in result
 
 
+@pytest.mark.long
 def test_json_and_until_and_snapshot(file: Path) -> None:
     done = run(file, "--yes", "--json", "--from-snapshot")
     assert json.loads(done.stdout)["result"] == "happened again"
@@ -342,6 +364,7 @@ def test_json_and_until_and_snapshot(file: Path) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.long
 def test_frames(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from PIL import Image
@@ -362,7 +385,7 @@ def test_frames(file: Path, tmp_path: Path) -> None:
     assert getattr(Image.open(tmp_path / "out.gif"), "n_frames", 0) > 1
 
 
-def changed(file: Path, to: Path, change: Any) -> Path:
+def with_change(file: Path, to: Path, change: Any) -> Path:
     to.write_bytes(change(file.read_bytes()))
     return to
 
@@ -370,42 +393,43 @@ def changed(file: Path, to: Path, change: Any) -> Path:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda blob: b"", "is no flight record of vecenv"),
-        (lambda blob: pickle.dumps([1]), "is no flight record of vecenv"),
+        (lambda blob: b"", "is not a flight record of vecenv"),
+        (lambda blob: pickle.dumps([1]), "is not a flight record of vecenv"),
         (lambda blob: blob[:-10], "is cut short: "),
         (lambda blob: blob[:40], "is damaged: its header cannot be read"),
         (lambda blob: blob[:-10] + b"0123456789", "is damaged: its bytes are not those that were written"),
-        (lambda blob: blob.replace(b'"format": 1', b'"format": 9', 1), "has format 9, and this version of vecenv reads 1"),
+        (lambda blob: blob.replace(b'"format": 3', b'"format": 9', 1), "has format 9, and this version of vecenv reads 3"),
     ],
 )
-def test_files_that_are_not_right_are_refused_before_anything_is_unpickled(
+def test_invalid_files_are_refused_before_unpickling(
     change: Any, text: str, file: Path, tmp_path: Path
 ) -> None:
-    done = run(changed(file, tmp_path / "wrong.vecenv", change), "--yes")
+    done = run(with_change(file, tmp_path / "wrong.vecenv", change), "--yes")
     assert done.returncode == 2
     assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
 
 
-def test_a_file_that_is_not_there() -> None:
+def test_missing_file() -> None:
     done = run("nowhere.vecenv", "--yes")
     assert done.returncode == 2
     assert "No such file" in done.stderr
 
 
-def test_nothing_is_unpickled_without_a_yes(file: Path) -> None:
+def test_unpickling_needs_confirmation(file: Path) -> None:
     done = run(file)
     assert done.returncode == 2
     assert "nothing was replayed: the file holds a pickle" in done.stderr
 
 
-def test_environments_that_are_not_here(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_environments_that_cannot_be_imported(tmp_path: Path) -> None:
     module = tmp_path / "gone_world.py"
-    module.write_text(Path(__file__).with_name("chronicles.py").read_text())
+    module.write_text(Path(__file__).with_name("history_envs.py").read_text())
     program = (
         "import vecenv, gone_world, functools\n"
         "if __name__ == '__main__':\n"
-        "    envs = vecenv.AsyncVectorEnv([gone_world.Chronicle], num_workers=0, record_failures='records')\n"
+        "    envs = vecenv.AsyncVectorEnv([gone_world.HistoryEnv], num_workers=0, record_failures='records')\n"
         "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
     made = subprocess.run(
@@ -419,12 +443,12 @@ def test_environments_that_are_not_here(tmp_path: Path) -> None:
     assert "No module named 'gone_world'" in done.stdout
 
 
-def talk(command: Sequence[str], *words: tuple[str, str]) -> str:
-    """Run a command in a terminal: wait for a text, type a line, and so on; all that it wrote."""
+def converse(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
+    """Run a command in a terminal: wait for a text, type a line, and so on; return everything that it wrote."""
     pid, terminal = pty.fork()
     if not pid:
         os.execv(command[0], list(command))
-    said, waited = "", list(words)
+    output, waited = "", list(exchanges)
     until = time.monotonic() + 100
     try:
         while time.monotonic() < until:
@@ -435,29 +459,29 @@ def talk(command: Sequence[str], *words: tuple[str, str]) -> str:
                     break
                 if not more:
                     break
-                said += more.decode()
-            if waited and waited[0][0] in said.rpartition("\0")[2]:
+                output += more.decode()
+            if waited and waited[0][0] in output.rpartition("\0")[2]:
                 os.write(terminal, waited.pop(0)[1].encode() + b"\n")
-                said += "\0"
+                output += "\0"
     finally:
         os.close(terminal)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 9)
         os.waitpid(pid, 0)
-    assert not waited, said
-    return said
+    assert not waited, output
+    return output
 
 
 def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb"]
-    said = talk(command, ("[y/N]", "y"), ("(Pdb)", "p self.made, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q"))
-    assert 'raise ValueError(f"the pen broke' in said
-    assert "chronicles.py" in said
+    output = converse(command, ("[y/N]", "y"), ("(Pdb)", "p self.made, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q"))
+    assert 'raise ValueError(f"the pen broke' in output
+    assert "history_envs.py" in output
 
 
 def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:
     files, _ = fails(tmp_path, "kill")
     command = [sys.executable, "-m", "vecenv", "replay", str(files[0]), "--pdb", "--yes"]
-    said = talk(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "q"))
-    assert "faulty.py" in said
-    assert faulty.__name__.rpartition(".")[2] in said
+    output = converse(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "q"))
+    assert "faulty.py" in output
+    assert faulty.__name__.rpartition(".")[2] in output

@@ -1,4 +1,4 @@
-"""OpenCV starts a thread when it is imported, which stays: so it is imported before any test runs, and starts no more."""
+"""Imports OpenCV before any test runs, because its import starts a thread that stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments whose state lies in odd places, for the tests of saving and loading."""
+"""Environments that keep their state in unusual places, for the tests of saving and loading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DRAWN = [0]
 
 
 class Counts(gymnasium.Env[Any, Any]):
-    """Counts actions; an episode ends at forty."""
+    """An environment that counts actions; an episode ends at forty."""
 
     observation_space = gymnasium.spaces.Box(-1e12, 1e12, (1,), np.float64)
 
@@ -35,12 +35,12 @@ class Counts(gymnasium.Env[Any, Any]):
         return np.array([self.total + self.more(int(action))], np.float64), 0.5, self.total > 40, False, {}
 
     def more(self, action: int) -> float:
-        """What a subclass adds."""
+        """Return what a subclass adds to the count."""
         return 0.0
 
 
 class ByClass(Counts):
-    """Environments share what each of them writes."""
+    """Environments that share an attribute of their class."""
 
     last: ClassVar[int] = 0
 
@@ -50,7 +50,7 @@ class ByClass(Counts):
 
 
 class ByModule(Counts):
-    """They share a counter of the module."""
+    """Environments that share a counter of the module."""
 
     def more(self, action: int) -> float:
         _DRAWN[0] += 1
@@ -58,14 +58,14 @@ class ByModule(Counts):
 
 
 class ByGlobalGenerator(Counts):
-    """They share numpy's generator."""
+    """Environments that share numpy's generator."""
 
     def more(self, action: int) -> float:
         return float(np.random.rand())
 
 
 class JaxKeys(Counts):
-    """Draws from keys of both kinds that JAX has."""
+    """An environment that draws from both kinds of JAX keys."""
 
     def __init__(self) -> None:
         import jax
@@ -82,14 +82,14 @@ class JaxKeys(Counts):
 
 
 class InC(Counts):
-    """A counter in a library's memory."""
+    """An environment with a counter in a library's memory."""
 
     def more(self, action: int) -> float:
         return float(_LIBC.rand() % 1000)
 
 
 class Sticky(Counts):
-    """The action before is in a function's memory, and one step of ten shows it."""
+    """An environment that keeps the previous action in a function's memory, and uses it in one step of ten."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,11 +104,11 @@ class Sticky(Counts):
 
     def more(self, action: int) -> float:
         shown = self.sticks(action)
-        return shown if self.np_random.random() < 0.15 else 0.0  # another one in two of three: one of ten
+        return shown if self.np_random.random() < 0.15 else 0.0  # in two of three cases another one: one of ten
 
 
 class InClosure(Counts):
-    """A counter that only a function knows."""
+    """An environment with a counter in a closure."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class InClosure(Counts):
 
 
 class InFrame(Counts):
-    """A generator function in the middle of its work."""
+    """An environment with a running generator function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class InFrame(Counts):
 
 
 class OverSocket(Counts):
-    """Its state is at the other end."""
+    """An environment with its state at the other end of a socket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class OverSocket(Counts):
 
 
 class Built(Counts):
-    """Its constructor draws from whatever there is."""
+    """An environment with a constructor that draws from global generators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Built(Counts):
 
 
 class Generators(Counts):
-    """Generators of its own, of every make, and one that two of its parts share."""
+    """An environment with generators of every kind, one of which two of its parts share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Generators(Counts):
 
 
 class Stepwise(Counts, EzPickle):
-    """Would be built anew by a pickle; holds a queue, functions, and a part that points back at it."""
+    """An environment that pickle would rebuild; it holds a queue, functions, and a part that refers back to it."""
 
     def __init__(self, size: int = 3) -> None:
         Counts.__init__(self)
@@ -190,7 +190,7 @@ class Stepwise(Counts, EzPickle):
 
 
 class Arrays(Counts):
-    """Arrays of every make, one of them under three names, and numbers of numpy's."""
+    """An environment with arrays of every kind, one of them under three names, and numpy scalars."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ class Arrays(Counts):
 
 
 class Part(EzPickle):
-    """Knows the environment that it belongs to."""
+    """A part with a reference to its environment."""
 
     def __init__(self, env: Stepwise) -> None:
         EzPickle.__init__(self, env)
@@ -233,7 +233,7 @@ class Part(EzPickle):
 
 
 class Offers(InClosure):
-    """State that only it can get at, which it hands out by the pair of methods."""
+    """An environment with hidden state, which it offers by the pair of methods."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,10 +245,10 @@ class Offers(InClosure):
         return next(self.hidden)
 
     def take_snapshot(self) -> Any:
-        """Where it is."""
+        """Return the state."""
         return self.total, self.place
 
     def restore_snapshot(self, state: Any) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         self.total, self.place = state
         self.hidden = iter(range(self.place, 10**9))

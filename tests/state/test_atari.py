@@ -1,4 +1,4 @@
-"""A sticky emulator repeats an action that its own state does not have: snapshots have it all the same."""
+"""A sticky emulator repeats an action that is not in its own state: snapshots contain it all the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ale_py = pytest.importorskip("ale_py")
 gymnasium.register_envs(ale_py)
 ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)
 
-STEPS = 12  # of a previous action nothing is left after a few frames
+STEPS = 12  # nothing is left of a previous action after a few frames
 
 
 def game(name: str, **settings: Any) -> Any:
@@ -42,18 +42,18 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def stepped(env: Any, actions: list[Any]) -> list[Any]:
-    said: list[Any] = []
+def trajectory(env: Any, actions: list[Any]) -> list[Any]:
+    results: list[Any] = []
     for action in actions:
         step = env.step(action)
-        said.append(step)
+        results.append(step)
         if step[2] or step[3]:
-            said.append(env.reset())
-    return said
+            results.append(env.reset())
+    return results
 
 
-def differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> int:
-    """How many snapshots go on differently in an environment that did something else before."""
+def count_differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> int:
+    """Return how many snapshots continue differently in an environment that did something else before."""
     one, other = make(), make()
     one.reset(seed=0)
     other.reset(seed=1)
@@ -62,13 +62,13 @@ def differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> int:
     differ = 0
     for number in range(count):
         for env in (one, other):
-            stepped(env, [env.action_space.sample() for _ in range(3 + number % 5)])
+            trajectory(env, [env.action_space.sample() for _ in range(3 + number % 5)])
         state = capture_state(one)
         actions = [one.action_space.sample() for _ in range(steps)]
-        wanted = stepped(one, actions)
+        wanted = trajectory(one, actions)
         prepare_restore(other, state)()
         try:
-            assert_identical(stepped(other, actions), wanted)
+            assert_identical(trajectory(other, actions), wanted)
         except AssertionError:
             differ += 1
     one.close()
@@ -83,30 +83,30 @@ def differing(make: Callable[[], Any], count: int, steps: int = STEPS) -> int:
         *(pytest.param(name, 200, marks=pytest.mark.slow) for name in GAMES),
     ],
 )
-def test_every_snapshot_of_a_sticky_game_goes_on_exactly(name: str, count: int) -> None:
-    assert differing(functools.partial(game, name), count) == 0
+def test_every_snapshot_of_a_sticky_game_is_exact(name: str, count: int) -> None:
+    assert count_differing(functools.partial(game, name), count) == 0
 
 
-def test_a_snapshot_has_the_action_that_is_repeated() -> None:
-    assert differing(functools.partial(game, "Pong"), 25, steps=3) == 0  # without it, some 4 of 25
+def test_snapshot_contains_the_repeated_action() -> None:
+    assert count_differing(functools.partial(game, "Pong"), 25, steps=3) == 0  # without it, about 4 of 25
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [pytest.param(make, id=name) for name, make in SETTINGS.items()])
-def test_so_does_every_snapshot_under_other_settings(make: Callable[[], Any]) -> None:
-    assert differing(make, 30) == 0
+def test_every_snapshot_under_other_settings_is_exact(make: Callable[[], Any]) -> None:
+    assert count_differing(make, 30) == 0
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("make", [functools.partial(game, "Freeway"), SETTINGS["a paddle, continuous"]])
-def test_saving_does_not_change_what_follows(make: Callable[[], Any], closes: Any) -> None:
+def test_saving_does_not_change_later_steps(make: Callable[[], Any], closes: Any) -> None:
     saved, left = closes(make()), closes(make())
     for env in (saved, left):
         env.reset(seed=4)
     left.action_space.seed(4)
     for _ in range(25):
         actions = [left.action_space.sample() for _ in range(4)]
-        assert_identical(stepped(saved, actions), stepped(left, actions))
+        assert_identical(trajectory(saved, actions), trajectory(left, actions))
         capture_state(saved)
 
 

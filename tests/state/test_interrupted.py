@@ -1,4 +1,4 @@
-"""What a signal handler raises is never taken for what an environment, a snapshot or a codec says."""
+"""Exceptions of signal handlers are never taken for errors of an environment, a snapshot or a codec."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 ACTIONS = np.array([1, 2])
 
 
-class Stopped(Exception):
-    """As a time limit raises it out of a signal handler."""
+class TimeIsUp(Exception):
+    """The exception of a time limit's signal handler."""
 
 
 class Bell:
-    """Rings once, at the so many-th chance."""
+    """A bell that raises a signal once, at the given opportunity."""
 
     left = 0
 
@@ -39,13 +39,13 @@ class Bell:
 
 @pytest.fixture(autouse=True)
 def bell() -> Iterator[None]:
-    with handled(signal.SIGUSR2, Stopped):
+    with handled(signal.SIGUSR2, TimeIsUp):
         yield
         Bell.left = 0
 
 
 class Rings:
-    """Rings where it is pickled, unpickled or looked at."""
+    """An object that rings when it is pickled, unpickled or read."""
 
     def __reduce__(self) -> Any:
         Bell.chance()
@@ -68,7 +68,7 @@ class RingingDict(dict[str, Any]):
 
 
 class Ringing(kept_envs.Counts):
-    """Rings in what it is asked in its own process."""
+    """An environment that rings in calls in its own process."""
 
     def __init__(self) -> None:
         Bell.chance()
@@ -84,7 +84,7 @@ class Ringing(kept_envs.Counts):
 
 
 class Tape:
-    """What a codec makes anew where there is none."""
+    """An object that a codec rebuilds."""
 
 
 def _made(state: Any) -> Tape:
@@ -96,7 +96,7 @@ put(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_
 
 
 class LateTape(kept_envs.Counts):
-    """Has none before its first step."""
+    """An environment that has no tape before its first step."""
 
     tape: Tape | None = None
 
@@ -105,31 +105,31 @@ class LateTape(kept_envs.Counts):
         return super().step(action)
 
 
-def begun(env_fn: Callable[[], Any] = kept_envs.Generators) -> Any:
+def reset_engine(env_fn: Callable[[], Any] = kept_envs.Generators) -> Any:
     envs = vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=0)
     envs.reset(seed=2)
     envs.step(ACTIONS)
     return closing(envs)
 
 
-def chances(call: Callable[[], Any]) -> int:
-    """How many chances there are to interrupt a call."""
+def count_opportunities(call: Callable[[], Any]) -> int:
+    """Return the number of opportunities to interrupt a call."""
     Bell.left = 10**9
     call()
     return 10**9 - Bell.left
 
 
-def interrupted(envs: Any, call: Callable[[], Any], moment: int) -> Any:
-    """The answer to a call that is interrupted once, by nothing but what the handler raises."""
+def interrupt(envs: Any, call: Callable[[], Any], moment: int) -> Any:
+    """Return the result of a call that is interrupted once; only the handler's exception may be raised."""
     Bell.left = moment
-    with pytest.raises(Stopped):
+    with pytest.raises(TimeIsUp):
         call()
     return call() if envs._state.value == "default" else envs.call_wait()
 
 
 @pytest.mark.parametrize("place", ["rest", "observation", "state_dict", "codec"])
-def test_loading_goes_on_after_an_interruption(place: str) -> None:
-    with begun(LateTape) as envs:
+def test_loading_works_after_an_interruption(place: str) -> None:
+    with reset_engine(LateTape) as envs:
         if place == "rest":
             envs.set_next_options([{"rings": Rings()}] * 2)
         kept = envs.save(verify=False)
@@ -141,41 +141,41 @@ def test_loading_goes_on_after_an_interruption(place: str) -> None:
         wanted = envs.step(ACTIONS)
         if place == "codec":
             envs.set_attr("tape", None)
-        moments = chances(load)
+        moments = count_opportunities(load)
         assert moments > 1
         for moment in range(1, moments + 1):
             if place == "codec":
                 envs.set_attr("tape", None)
-            interrupted(envs, load, moment)
+            interrupt(envs, load, moment)
             assert_identical(envs.step(ACTIONS), wanted)
 
 
-def test_saving_goes_on_after_an_interruption() -> None:
-    with begun() as envs:
+def test_saving_works_after_an_interruption() -> None:
+    with reset_engine() as envs:
         envs.set_next_options([{"rings": Rings()}] * 2)
         save = functools.partial(envs.save, verify=False)
-        moments = chances(save)
+        moments = count_opportunities(save)
         assert moments > 1
         for moment in range(1, moments + 1):
-            assert len(interrupted(envs, save, moment)) == 2
+            assert len(interrupt(envs, save, moment)) == 2
         kept = vecenv.state.snapshots.StateDict(rings=Rings())
         Bell.left = 1
-        with pytest.raises(Stopped):
+        with pytest.raises(TimeIsUp):
             pickle.dumps(kept)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
-def test_an_interrupted_proof_says_what_the_handler_raised(share: float) -> None:
-    """In the calling process, wherever it falls: an environment that is being proved refuses nothing thereby."""
-    moments = chances(lambda: assert_restorable(Ringing))
-    with begun(Ringing) as envs:
-        assert len(interrupted(envs, envs.save, 1 + round(share * (moments - 1)))) == 2
+def test_interrupted_proof_raises_the_handlers_exception(share: float) -> None:
+    """In the calling process, an interruption never makes the proof refuse an environment."""
+    moments = count_opportunities(lambda: assert_restorable(Ringing))
+    with reset_engine(Ringing) as envs:
+        assert len(interrupt(envs, envs.save, 1 + round(share * (moments - 1)))) == 2
 
 
-def test_assertions_let_interruptions_out() -> None:
+def test_assertions_propagate_interruptions() -> None:
     for check in (assert_restorable, assert_isolated):
-        moments = chances(lambda check=check: check(Ringing))
+        moments = count_opportunities(lambda check=check: check(Ringing))
         for moment in {1, 2, 5, *range(7, moments, moments // 12), moments}:
             Bell.left = moment
-            with pytest.raises(Stopped):
+            with pytest.raises(TimeIsUp):
                 check(Ringing)

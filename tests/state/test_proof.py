@@ -1,4 +1,4 @@
-"""What is saved exactly, and what is proved of it: environments, wrappers, and whole engines."""
+"""Exact snapshots and their proof: environments, wrappers, and whole engines."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from vecenv.errors import NotRestorable
 from vecenv.state.capture import capture_state, prepare_restore
 from vecenv.testing import assert_identical, assert_restorable
 
-# --- What cannot be saved exactly is found out by the proof, and named; what can, passes --------
+# --- The proof finds and names inexact state, and accepts the rest ------------------------------
 
 EXACT = [kept_envs.Counts, kept_envs.Built, kept_envs.Generators, kept_envs.Stepwise, kept_envs.Offers, kept_envs.Arrays]
 NAMED = {
-    kept_envs.ByClass: r"ByClass cannot be saved: .* goes on differently: .*observations.*ByClass\.last",
-    kept_envs.ByModule: r"goes on differently: .*kept_envs\._DRAWN",
-    kept_envs.ByGlobalGenerator: r"goes on differently: .*numpy's global generator",
-    kept_envs.InC: r"InC cannot be saved: loaded into another environment, it goes on differently: .*step 0, observations",
-    kept_envs.InClosure: r"goes on differently: .*InClosure\.tick",
+    kept_envs.ByClass: r"ByClass cannot be saved: .* continues differently: .*observations.*ByClass\.last",
+    kept_envs.ByModule: r"continues differently: .*kept_envs\._DRAWN",
+    kept_envs.ByGlobalGenerator: r"continues differently: .*numpy's global generator",
+    kept_envs.InC: r"InC cannot be saved: loaded into another environment, it continues differently: .*step 0, observations",
+    kept_envs.InClosure: r"continues differently: .*InClosure\.tick",
     kept_envs.InFrame: r"InFrame\.numbers \(generator\) cannot be saved",
     kept_envs.OverSocket: r"cannot be saved: OverSocket\.line \(socket\): a socket's other end cannot be taken back",
 }
@@ -56,15 +56,15 @@ def test_plain_python_is_exact(env_fn: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("env_fn", NAMED)
-def test_what_is_hidden_is_found_and_named(env_fn: Callable[[], Any]) -> None:
+def test_hidden_state_is_found_and_named(env_fn: Callable[[], Any]) -> None:
     with pytest.raises(NotRestorable, match=NAMED[env_fn]):
         assert_restorable(env_fn)
 
 
 @pytest.mark.long
-def test_what_shows_in_one_step_of_ten_is_found_from_every_seed() -> None:
+def test_state_that_shows_in_one_step_of_ten_is_found() -> None:
     for seed in range(30):
-        with pytest.raises(NotRestorable, match=r"goes on differently: .*step [01], observations"):
+        with pytest.raises(NotRestorable, match=r"continues differently: (its Sticky\.sticks is|.*step [01], observations)"):
             assert_restorable(kept_envs.Sticky, seed=seed)
 
 
@@ -73,7 +73,7 @@ def made(name: str) -> Callable[[], Any]:
 
 
 def wrapped() -> Any:
-    """Wrappers that have state."""
+    """Build an environment with wrappers that have state."""
     env: Any = gymnasium.make("CartPole-v1")
     env = TransformObservation(env, lambda seen: seen * 2, env.observation_space)
     env = FrameStackObservation(NormalizeObservation(RecordEpisodeStatistics(env)), 3)
@@ -86,14 +86,14 @@ def test_gymnasiums_environments_and_wrappers_are_exact(env_fn: Callable[[], Any
 
 
 @pytest.mark.parametrize("name", ["Ant-v5", "HalfCheetah-v5"])
-def test_physics_go_on_from_what_the_solver_starts_from(name: str) -> None:
+def test_physics_snapshots_contain_the_solvers_start(name: str) -> None:
     pytest.importorskip("mujoco")
     assert_restorable(made(name))
 
 
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("jaxlib") is None, reason="needs JAX: pip install 'vecenv[jax]'")
-def test_the_keys_of_jax_are_saved_as_generators_are() -> None:
+def test_jax_keys_are_saved_like_generators() -> None:
     program = f"""
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -104,7 +104,7 @@ assert_restorable(kept_envs.JaxKeys)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)  # JAX starts threads, which stay
 
 
-def test_the_proof_leaves_shared_generators_as_they_were() -> None:
+def test_proof_does_not_change_shared_generators() -> None:
     np.random.seed(3)
     random.seed(3)
     wanted = np.random.RandomState(3).rand(), random.Random(3).random()
@@ -113,7 +113,7 @@ def test_the_proof_leaves_shared_generators_as_they_were() -> None:
     assert (np.random.rand(), random.random()) == wanted
 
 
-def test_an_environment_that_cannot_be_built_again_is_told_of() -> None:
+def test_environment_that_cannot_be_rebuilt_is_reported() -> None:
     built: list[Any] = []
 
     def once() -> Any:
@@ -148,7 +148,7 @@ def test_a_codec_is_registered_in_one_line() -> None:
     assert_restorable(Taped)
 
 
-# --- The matrix: environments, wrappers, games and simulators that people use, in every autoreset mode
+# --- The matrix: popular environments, wrappers, games and simulators, in every autoreset mode ----
 
 STEPS = 300
 ROWS = 2
@@ -229,7 +229,7 @@ DEVICES: dict[str, tuple[str, dict[str, Any]]] = {
     **({"brax": ("inverted_pendulum", {"backend": "spring"})} if installed("brax") else {}),
     **({"playground": ("CartpoleBalance", {"config_overrides": {"impl": "jax"}})} if installed("mujoco_playground") else {}),
 }
-CASES: dict[str, Callable[[str, int], Any]] = {  # what builds a vector environment of a mode, with so many workers
+CASES: dict[str, Callable[[str, int], Any]] = {  # builds a vector environment of a mode, with that many workers
     **{name: functools.partial(processes, env_fn) for name, env_fn in PYTHON.items()},
     **{name: functools.partial(players, game) for name, game in GAMES.items()},
     **{name: functools.partial(device, *settings) for name, settings in DEVICES.items()},
@@ -244,7 +244,7 @@ run_elsewhere({path!r})
 
 
 def actions_for(envs: Any, infos: Any) -> Any:
-    """Random ones, of those that are allowed."""
+    """Return random actions that are allowed."""
     if "action_mask" not in infos:
         return envs.action_space.sample()
     chance = envs.action_space.np_random.random(infos["action_mask"].shape)
@@ -252,13 +252,13 @@ def actions_for(envs: Any, infos: Any) -> Any:
 
 
 def latest_infos(said: Any) -> Any:
-    """Those of a step, and of the reset after it."""
+    """Return the infos of a step, with those of the reset after it."""
     step, again = said
     return step[4] if again is None else {**step[4], **again[1]}
 
 
 def run_elsewhere(path: str) -> None:
-    """In another interpreter: load, take the same actions, leave what came of them."""
+    """Load and step in another interpreter; return its results."""
     with open(path, "rb") as file:
         name, mode, kept, actions = pickle.load(file)
     with closing(CASES[name](mode, 0)) as envs:
@@ -276,7 +276,7 @@ def run_elsewhere(path: str) -> None:
         *(pytest.param(name, mode, STEPS, marks=pytest.mark.slow) for name in CASES for mode in MODES),
     ],
 )
-def test_it_goes_on_bit_for_bit_in_other_processes_another_engine_and_another_interpreter(
+def test_snapshot_continues_bit_for_bit_in_other_processes(
     name: str, mode: str, steps: int, tmp_path: Any
 ) -> None:
     make = CASES[name]
@@ -310,8 +310,8 @@ BOX2D = [name for name in BOXES if installed("Box2D")]
 
 
 @pytest.mark.parametrize("name", BOX2D or ["no Box2D here"])
-def test_what_cannot_be_exact_says_so(name: str) -> None:
-    if not BOX2D:  # then the class that is refused is one of the same name
+def test_inexact_environments_are_refused(name: str) -> None:
+    if not BOX2D:  # then the refused class is one of the same name
         world = type("b2World", (), {"__module__": "Box2D.Box2D"})
         env_fn: Callable[[], Any] = functools.partial(with_world, world)
     else:
@@ -328,13 +328,13 @@ def with_world(world: type) -> Any:
     return env
 
 
-# --- Each of Gymnasium's own wrappers, one by one, is saved exactly. A wrapper without a row here is a failure
+# --- Each of Gymnasium's own wrappers is saved exactly. A wrapper without a row here is a failure
 
-Env = Any  # gymnasium.Env[Any, Any], which each wrapper has type parameters of its own for
+Env = Any  # gymnasium.Env[Any, Any], because each wrapper has type parameters of its own
 
 
-class Pictures(gymnasium.Env[Any, Any]):
-    """An image that its actions and its generator change; an episode ends at random."""
+class RandomImages(gymnasium.Env[Any, Any]):
+    """An environment with an image that its actions and its generator change; an episode ends at random."""
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 0}  # noqa: RUF012 - as Gymnasium has it; 0: no waiting
     observation_space = Box(0, 255, (12, 10, 3), np.uint8)
@@ -357,8 +357,8 @@ class Pictures(gymnasium.Env[Any, Any]):
         return self.picture.copy()
 
 
-class Shows(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Puts what an environment shows beside its steps into their infos, where the proof looks."""
+class AttributesInInfos(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that adds other attributes of an environment to its infos, where the proof reads them."""
 
     def __init__(self, env: Env, look: Callable[[Any], Any] = lambda env: env.render()) -> None:
         super().__init__(env)
@@ -374,21 +374,21 @@ class Shows(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def continuous() -> Env:
-    return Pictures(Box(-1, 1, (2,), np.float32))
+    return RandomImages(Box(-1, 1, (2,), np.float32))
 
 
 def numbers() -> Env:
-    """A bounded vector."""
+    """Return an environment with a bounded vector."""
     return gymnasium.make("Pendulum-v1", max_episode_steps=40)
 
 
 def cards() -> Env:
-    """A tuple of numbers, and episodes of a few steps."""
+    """Return an environment with tuples of numbers, and short episodes."""
     return gymnasium.make("Blackjack-v1")
 
 
 def named() -> Env:
-    """Observations by name."""
+    """Return an environment with a dict of observations."""
     space = Dict({"one": Box(-1, 1, (3,)), "other": Box(-9, 9, (3,))})
     return wrappers.TransformObservation(numbers(), lambda seen: {"one": seen, "other": seen * 2}, space)
 
@@ -411,16 +411,19 @@ def atari() -> Env:
 
 
 def recording() -> Env:
-    video = wrappers.RecordVideo(Pictures(), "videos", step_trigger=lambda step: step == 3, video_length=10**6, fps=30)
-    return Shows(video, lambda env: (env.step_id, env.episode_id, *(int(frame.sum()) for frame in env.recorded_frames)))
+    video = wrappers.RecordVideo(RandomImages(), "videos", step_trigger=lambda step: step == 3, video_length=10**6, fps=30)
+    def attributes(env: Any) -> Any:
+        return env.step_id, env.episode_id, *(int(frame.sum()) for frame in env.recorded_frames)
+
+    return AttributesInInfos(video, attributes)
 
 
 TABLE: dict[str, Callable[[], Env]] = {
-    "AddRenderObservation": lambda: wrappers.AddRenderObservation(Pictures(), render_only=False),
-    "AddWhiteNoise": lambda: Shows(wrappers.AddWhiteNoise(Pictures(), 0.3)),
+    "AddRenderObservation": lambda: wrappers.AddRenderObservation(RandomImages(), render_only=False),
+    "AddWhiteNoise": lambda: AttributesInInfos(wrappers.AddWhiteNoise(RandomImages(), 0.3)),
     "ArrayConversion": converted,
     "AtariPreprocessing": atari,
-    "Autoreset": lambda: wrappers.Autoreset(wrappers.TimeLimit(Pictures(), 9)),
+    "Autoreset": lambda: wrappers.Autoreset(wrappers.TimeLimit(RandomImages(), 9)),
     "ClipAction": lambda: wrappers.ClipAction(numbers()),
     "ClipReward": lambda: wrappers.ClipReward(numbers(), -1, 0),
     "DelayObservation": lambda: wrappers.DelayObservation(numbers(), 3),
@@ -429,29 +432,29 @@ TABLE: dict[str, Callable[[], Env]] = {
     "DtypeObservation": lambda: wrappers.DtypeObservation(numbers(), np.float64),
     "FilterObservation": lambda: wrappers.FilterObservation(named(), ["other"]),
     "FlattenObservation": lambda: wrappers.FlattenObservation(named()),
-    "FrameStackObservation": lambda: wrappers.FrameStackObservation(Pictures(), 4, padding_type="zero"),
-    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(Pictures()),
-    "HumanRendering": lambda: wrappers.HumanRendering(Pictures()),
+    "FrameStackObservation": lambda: wrappers.FrameStackObservation(RandomImages(), 4, padding_type="zero"),
+    "GrayscaleObservation": lambda: wrappers.GrayscaleObservation(RandomImages()),
+    "HumanRendering": lambda: wrappers.HumanRendering(RandomImages()),
     "JaxToNumpy": lambda: wrappers.JaxToNumpy(jax_env()),
     "JaxToTorch": lambda: wrappers.JaxToTorch(jax_env()),
-    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(Pictures(), 3),
+    "MaxAndSkipObservation": lambda: wrappers.MaxAndSkipObservation(RandomImages(), 3),
     "NormalizeObservation": lambda: wrappers.NormalizeObservation(numbers()),
     "NormalizeReward": lambda: wrappers.NormalizeReward(numbers()),
     "NumpyToTorch": lambda: wrappers.NumpyToTorch(numbers()),
-    "ObstructView": lambda: Shows(wrappers.ObstructView(Pictures(), 0.3, 2)),
-    "OrderEnforcing": lambda: wrappers.OrderEnforcing(Pictures()),
-    "PassiveEnvChecker": lambda: wrappers.PassiveEnvChecker(Pictures()),
+    "ObstructView": lambda: AttributesInInfos(wrappers.ObstructView(RandomImages(), 0.3, 2)),
+    "OrderEnforcing": lambda: wrappers.OrderEnforcing(RandomImages()),
+    "PassiveEnvChecker": lambda: wrappers.PassiveEnvChecker(RandomImages()),
     "RecordEpisodeStatistics": lambda: wrappers.RecordEpisodeStatistics(cards(), buffer_length=5),
     "RecordVideo": recording,
-    "RenderCollection": lambda: Shows(wrappers.RenderCollection(Pictures(), pop_frames=False)),
-    "RepeatAction": lambda: wrappers.RepeatAction(Pictures(), 3),
+    "RenderCollection": lambda: AttributesInInfos(wrappers.RenderCollection(RandomImages(), pop_frames=False)),
+    "RepeatAction": lambda: wrappers.RepeatAction(RandomImages(), 3),
     "RescaleAction": lambda: wrappers.RescaleAction(numbers(), np.float32(-3), np.float32(5)),
     "RescaleObservation": lambda: wrappers.RescaleObservation(numbers(), np.float32(0), np.float32(1)),
-    "ReshapeObservation": lambda: wrappers.ReshapeObservation(Pictures(), (360,)),
-    "ResizeObservation": lambda: wrappers.ResizeObservation(Pictures(), (5, 7)),
+    "ReshapeObservation": lambda: wrappers.ReshapeObservation(RandomImages(), (360,)),
+    "ResizeObservation": lambda: wrappers.ResizeObservation(RandomImages(), (5, 7)),
     "StickyAction": lambda: wrappers.StickyAction(continuous(), 0.4, (1, 3)),
     "TimeAwareObservation": lambda: wrappers.TimeAwareObservation(numbers(), normalize_time=True),
-    "TimeLimit": lambda: wrappers.TimeLimit(Pictures(), 17),
+    "TimeLimit": lambda: wrappers.TimeLimit(RandomImages(), 17),
     "TransformAction": lambda: wrappers.TransformAction(
         continuous(), lambda action: action * 0.5, continuous().action_space
     ),
@@ -499,8 +502,8 @@ def test_each_wrapper_of_gymnasium_is_saved_exactly(name: str, tmp_path: Path, m
         assert_restorable(TABLE[name])
 
 
-def test_an_episode_that_is_over_and_begins_by_itself_does_so_after_a_load() -> None:
-    """The proof resets what has ended, so it never meets the flag of Autoreset."""
+def test_autoreset_is_due_after_a_load() -> None:
+    """The proof resets finished environments, so it never meets the flag of Autoreset."""
     one, other = TABLE["Autoreset"](), TABLE["Autoreset"]()
     one.reset(seed=3)
     other.reset(seed=4)

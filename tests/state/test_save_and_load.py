@@ -1,4 +1,4 @@
-"""Saving and loading: what comes back, what a damaged file says, and programs that resume or search."""
+"""Saving and loading: restored state, damaged files, and programs that resume or search."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ import vecenv
 from vecenv.errors import EnvFailed, NotRestorable, SnapshotMismatch, WorkerDied
 from vecenv.testing import assert_identical
 
-# --- ``save``, ``load`` and the like of process engines: exact, whole, refused where they do not fit
+# --- ``save``, ``load`` and state dicts of process engines: exact, complete, refused if they do not fit
 
 MODES = ("NextStep", "SameStep", "Disabled")
 ENGINES: dict[str, dict[str, Any]] = {
@@ -44,18 +44,18 @@ ENGINES: dict[str, dict[str, Any]] = {
 ROWS = 4
 
 
-def worn() -> Any:
-    """CartPole under wrappers that have state."""
+def wrapped_cartpole() -> Any:
+    """Return CartPole under wrappers that have state."""
     env: Any = RecordEpisodeStatistics(gymnasium.make("CartPole-v1"))
     return TimeLimit(FrameStackObservation(NormalizeObservation(env), 3), 30)
 
 
-def engine(env_fn: Any = worn, mode: str = "NextStep", **options: Any) -> Any:
+def engine(env_fn: Any = wrapped_cartpole, mode: str = "NextStep", **options: Any) -> Any:
     return contextlib.closing(vecenv.AsyncVectorEnv([env_fn] * ROWS, autoreset_mode=mode, **options))
 
 
 def advanced(envs: Any, mode: str, actions: Any) -> Any:
-    """A step, and in Disabled mode the reset of what ended."""
+    """Make a step and, in Disabled mode, reset the finished rows."""
     step = envs.step(actions)
     again = None
     if mode == "Disabled" and (over := step[4].get("env_done", step[2] | step[3])).any():
@@ -64,7 +64,7 @@ def advanced(envs: Any, mode: str, actions: Any) -> Any:
 
 
 def without_clock(infos: Any) -> Any:
-    """``episode`` holds the time by the clock."""
+    """Remove ``episode``, which holds the time by the clock."""
     if isinstance(infos, dict):
         return {key: without_clock(value) for key, value in infos.items() if key not in ("episode", "_episode")}
     return infos
@@ -72,7 +72,7 @@ def without_clock(infos: Any) -> Any:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ENGINES)
-def test_another_engine_goes_on_as_the_first(name: str, mode: str) -> None:
+def test_another_engine_continues_like_the_first(name: str, mode: str) -> None:
     with engine(mode=mode, **ENGINES[name]) as envs, engine(mode=mode, num_workers=0) as other:
         envs.reset(seed=1)
         other.reset(seed=9)
@@ -87,7 +87,7 @@ def test_another_engine_goes_on_as_the_first(name: str, mode: str) -> None:
             assert_identical(advanced(other, mode, actions), advanced(envs, mode, actions), f"step {number}")
 
 
-def test_a_state_dict_is_all_of_it() -> None:
+def test_state_dict_is_complete() -> None:
     with engine(num_workers=2) as envs:
         envs.reset(seed=1)
         envs.action_space.seed(3)
@@ -103,7 +103,7 @@ def test_a_state_dict_is_all_of_it() -> None:
         assert_identical([advanced(envs, "NextStep", one) for one in actions], wanted)
 
 
-def test_what_was_one_array_is_one_array_again() -> None:
+def test_shared_arrays_stay_shared() -> None:
     with engine(kept_envs.Arrays, num_workers=0) as envs:
         envs.reset(seed=1)
         kept = envs.save(verify=False)
@@ -157,7 +157,7 @@ def of_another(env_fn: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_refused_before_anything_is_touched(case: str) -> None:
+def test_foreign_snapshots_are_refused_before_any_change(case: str) -> None:
     spoil, text = BAD[case]
     with engine(lambda: longer(0), num_workers=2) as envs, engine(lambda: longer(0), num_workers=0) as twin:
         for one in (envs, twin):
@@ -173,16 +173,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_touched(case: str) -> N
             assert_identical(envs.step(actions), twin.step(actions))
 
 
-def test_the_first_save_says_what_is_not_exact_and_verify_false_does_not_look() -> None:
+def test_first_save_verifies_unless_verify_is_false() -> None:
     with engine(kept_envs.InC, num_workers=2) as envs:
         envs.reset(seed=0)
-        with pytest.raises(NotRestorable, match=r"kept_envs.InC cannot be saved: .* goes on differently"):
+        with pytest.raises(NotRestorable, match=r"kept_envs.InC cannot be saved: .* continues differently"):
             envs.save()
         assert len(envs.save(verify=False)) == ROWS
         envs.step(np.zeros(ROWS, np.int64))
 
 
-def test_a_failed_row_is_not_saved_and_a_load_brings_it_back() -> None:
+def test_failed_row_is_not_saved_and_load_recovers_it() -> None:
     def fragile() -> Any:
         env = kept_envs.Counts()
         env.action_space = gymnasium.spaces.Discrete(10)
@@ -201,8 +201,8 @@ def test_a_failed_row_is_not_saved_and_a_load_brings_it_back() -> None:
         assert envs.step(np.ones(ROWS, np.int64))[0].ravel().tolist() == [4, 5, 4, 5]
 
 
-class Falls(gymnasium.Wrapper[Any, Any, Any, Any]):
-    """Raises at action 8, and kills its worker at 9."""
+class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """An environment that raises at action 8, and kills its worker at 9."""
 
     def __init__(self) -> None:
         super().__init__(kept_envs.Counts())
@@ -218,8 +218,11 @@ class Falls(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("fault", "lost"), [(8, [2]), (9, [2, 3])])
-def test_a_restarted_row_goes_on_from_a_loaded_snapshot(fault: int, lost: list[int], mode: str) -> None:
-    with engine(Falls, mode, num_workers=2, on_failure="restart") as envs, engine(Falls, mode, num_workers=0) as twin:
+def test_restarted_row_continues_from_a_loaded_snapshot(fault: int, lost: list[int], mode: str) -> None:
+    with (
+        engine(FaultyByAction, mode, num_workers=2, on_failure="restart") as envs,
+        engine(FaultyByAction, mode, num_workers=0) as twin,
+    ):
         envs.reset(seed=1)
         for _ in range(3):
             envs.step(np.ones(ROWS, np.int64))
@@ -238,7 +241,7 @@ def test_a_restarted_row_goes_on_from_a_loaded_snapshot(fault: int, lost: list[i
                 assert_identical(found[field][lost], wanted[field][lost], f"step {number}, field {field}")
 
 
-def test_rows_of_the_living_are_saved_loaded_and_called_while_another_worker_is_dead() -> None:
+def test_live_rows_can_be_saved_while_another_worker_is_dead() -> None:
     def process_of(env: Any) -> int:
         return os.getpid()
 
@@ -260,7 +263,7 @@ def test_rows_of_the_living_are_saved_loaded_and_called_while_another_worker_is_
         assert_identical(envs.load(kept), np.stack([one.observation for one in kept]))
 
 
-def test_the_rate_is_of_the_steps_that_were_made_here() -> None:
+def test_rate_counts_only_steps_of_this_engine() -> None:
     with engine(num_workers=0) as envs:
         envs.reset(seed=0)
         envs.step(np.zeros(ROWS, np.int64))
@@ -275,13 +278,13 @@ def test_the_rate_is_of_the_steps_that_were_made_here() -> None:
         assert 0 < envs.stats()["steps_per_second"] < 10**6
 
 
-# --- What is damaged, or does not fit, is a SnapshotMismatch, and nothing was changed -----------
+# --- Damaged or foreign snapshots raise SnapshotMismatch, and nothing changes --------------------
 
 ACTIONS = np.array([1, 2])
 
 
 class Sized(kept_envs.Counts):
-    """Made with a size, and without a spec that would say so."""
+    """An environment that is built with a size, without a spec that would record it."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -303,7 +306,7 @@ def damageable(env_fn: Callable[[], Any] = kept_envs.Generators, num_workers: in
     return closing(vecenv.AsyncVectorEnv([env_fn] * 2, num_workers=num_workers))
 
 
-def begun(envs: Any) -> Any:
+def reset_engine(envs: Any) -> Any:
     envs.reset(seed=2)
     envs.action_space.seed(3)
     envs.step(ACTIONS)
@@ -311,7 +314,7 @@ def begun(envs: Any) -> Any:
 
 
 def damaged_bytes(whole: bytes, every: bool) -> Any:
-    """(place, damaged): each byte once, or many bits anywhere."""
+    """Yield (place, damaged bytes): each byte once, or many bits anywhere."""
     rng = random.Random(5)
     for number in range(len(whole) if every else 10_000):
         place = number if every else rng.randrange(len(whole))
@@ -324,8 +327,8 @@ def damaged_bytes(whole: bytes, every: bool) -> Any:
 @pytest.mark.parametrize("what", ["save", "state_dict"])
 def test_damaged_bytes_are_never_loaded(what: str, every: bool) -> None:
     with damageable(kept_envs.Counts) as envs, damageable(kept_envs.Counts) as twin:
-        begun(envs)
-        begun(twin)
+        reset_engine(envs)
+        reset_engine(twin)
         save, load = (envs.save, envs.load) if what == "save" else (envs.state_dict, envs.load_state_dict)
         whole = pickle.dumps(save())
         wanted = envs.load(pickle.loads(whole)) if what == "save" else envs.load_state_dict(pickle.loads(whole))
@@ -344,7 +347,7 @@ def test_damaged_bytes_are_never_loaded(what: str, every: bool) -> None:
                 said = load(found)
             except SnapshotMismatch:
                 continue
-            assert_identical(said, wanted, f"byte {place} of {len(whole)}")  # a byte that means nothing
+            assert_identical(said, wanted, f"byte {place} of {len(whole)}")  # a byte without a meaning
         for _ in range(30):
             assert_identical(envs.step(ACTIONS), twin.step(ACTIONS))
         assert framing < 200 or not every
@@ -353,7 +356,7 @@ def test_damaged_bytes_are_never_loaded(what: str, every: bool) -> None:
 @pytest.mark.parametrize("part", ["body", "rest"])
 def test_each_byte_of_a_snapshot_has_a_checksum(part: str) -> None:
     with damageable(kept_envs.Counts) as envs:
-        begun(envs)
+        reset_engine(envs)
         one = envs.save()[0]
     for _, spoilt in damaged_bytes(getattr(one, part), every=True):
         with pytest.raises(SnapshotMismatch):
@@ -386,9 +389,9 @@ STATES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("case", SPOILT)
-def test_a_spoilt_snapshot_is_refused_and_the_engine_goes_on(case: str, num_workers: int) -> None:
+def test_damaged_snapshot_is_refused_and_the_engine_continues(case: str, num_workers: int) -> None:
     with damageable(num_workers=num_workers) as envs:
-        begun(envs)
+        reset_engine(envs)
         kept = envs.save(verify=False)
         wanted = [envs.step(ACTIONS) for _ in range(2)]
         envs.load(kept)
@@ -398,9 +401,9 @@ def test_a_spoilt_snapshot_is_refused_and_the_engine_goes_on(case: str, num_work
 
 
 @pytest.mark.parametrize("case", STATES)
-def test_a_spoilt_state_dict_is_refused_and_the_engine_goes_on(case: str) -> None:
+def test_damaged_state_dict_is_refused_and_the_engine_continues(case: str) -> None:
     with damageable() as envs:
-        begun(envs)
+        reset_engine(envs)
         state = envs.state_dict(verify=False)
         wanted = envs.step(ACTIONS), envs.action_space.sample()
         envs.load_state_dict(state)
@@ -410,10 +413,10 @@ def test_a_spoilt_state_dict_is_refused_and_the_engine_goes_on(case: str) -> Non
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_environment_of_another_size_is_refused_and_nothing_is_touched(num_workers: int) -> None:
+def test_environment_of_another_size_is_refused_before_any_change(num_workers: int) -> None:
     with damageable(lambda: Sized(2)) as small, damageable(lambda: Sized(3), num_workers=num_workers) as large:
-        kept = begun(small).save(verify=False)
-        begun(large)
+        kept = reset_engine(small).save(verify=False)
+        reset_engine(large)
         own = large.save(verify=False)
         wanted = large.step(ACTIONS)
         large.load(own)
@@ -422,7 +425,7 @@ def test_an_environment_of_another_size_is_refused_and_nothing_is_touched(num_wo
         assert_identical(large.step(ACTIONS), wanted)
 
 
-# --- ``examples/ppo.py --resume``: killed at any moment and called again, it says number for number what it would have said
+# --- ``examples/ppo.py --resume``: killed at any moment and resumed, it prints the same numbers ----
 
 RESUMED = Path(__file__).parents[2] / "examples" / "ppo.py"
 STEPS = 1280
@@ -432,14 +435,14 @@ OPTIONS = [
 ]  # fmt: skip
 
 
-def started(folder: Path) -> subprocess.Popen[bytes]:
+def start_run(folder: Path) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(RESUMED), *OPTIONS, str(folder / "run"), "--out", str(folder / "out")]
     nothing = subprocess.DEVNULL
     return subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=nothing, stderr=nothing)
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """All that the run came to, but for what it needs to load the environments (their statistics tell the time)."""
+    """Return all results of the run, without those that need its environments (their statistics contain times)."""
     with (folder / "run" / "ppo.pickle").open("rb") as file:
         state = pickle.load(file)
     del state["envs"]
@@ -447,7 +450,7 @@ def outcome(folder: Path) -> dict[str, Any]:
 
 
 def steps_of(folder: Path) -> int:
-    """How many had been made at the checkpoint; 0: there is none."""
+    """Return the number of steps at the checkpoint; 0: there is none."""
     try:
         return int(outcome(folder)["steps"])
     except FileNotFoundError:
@@ -456,11 +459,11 @@ def steps_of(folder: Path) -> int:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_what_a_kill_leaves_goes_on_as_the_run_that_was_not_killed(tmp_path: Path) -> None:
-    """A run is stopped in the middle, its files are copied as SIGKILL would leave them, and it goes on; so does the copy."""
+def test_killed_run_resumes_like_an_undisturbed_one(tmp_path: Path) -> None:
+    """A run is stopped in the middle, its files are copied as SIGKILL would leave them; it and the copy continue."""
     for number in range(3):
         whole, copy = tmp_path / f"whole {number}", tmp_path / f"copy {number}"
-        run = started(whole)
+        run = start_run(whole)
         while not steps_of(whole) and run.poll() is None:
             time.sleep(0.002)
         run.send_signal(signal.SIGSTOP)
@@ -469,7 +472,7 @@ def test_what_a_kill_leaves_goes_on_as_the_run_that_was_not_killed(tmp_path: Pat
         if steps_of(copy) < STEPS:
             break
         run.wait()  # it was over before it was stopped
-    resumed = started(copy)
+    resumed = start_run(copy)
     assert [run.wait(), resumed.wait()] == [0, 0]
     assert 0 < steps_of(whole) == STEPS
     assert_identical(outcome(copy), outcome(whole))
@@ -488,8 +491,9 @@ vecenv.AsyncVectorEnv.step = interrupted
 """
 
 
-def test_the_program_that_saves_on_ctrl_c_goes_on_as_if_there_had_been_none(tmp_path: Path) -> None:
-    """The one in ``docs/state.md``."""
+@pytest.mark.long
+def test_program_that_saves_on_ctrl_c_resumes_undisturbed(tmp_path: Path) -> None:
+    """The program is the one in ``docs/state.md``."""
     blocks = re.findall(r"```python\n(.*?)```", STATE_PAGE.read_text(), re.DOTALL)
     (program,) = (block for block in blocks if "SIGINT" in block)
 
@@ -506,13 +510,13 @@ def test_the_program_that_saves_on_ctrl_c_goes_on_as_if_there_had_been_none(tmp_
     assert not (tmp_path / "broken" / "run.pickle").exists()
 
 
-# --- ``examples/tree_search.py``: a tree that branches from snapshots is the one that comes of replaying, for fewer steps
+# --- ``examples/tree_search.py``: branching from snapshots gives the tree of replaying, with fewer steps
 
 TREE_SEARCH = Path(__file__).parents[2] / "examples" / "tree_search.py"
 
 
 @pytest.mark.long
-def test_both_searches_make_the_same_moves_and_snapshots_need_fewer_steps() -> None:
+def test_searches_agree_and_snapshots_need_fewer_steps() -> None:
     options = ["CartPole-v1", "--moves=20", "--expansions=4", "--horizon=8", "--num-workers=2"]
     options.append("--by=snapshots,replay,frozen")
     ran = subprocess.run([sys.executable, TREE_SEARCH, *options], check=True, capture_output=True, text=True, timeout=300)

@@ -1,4 +1,4 @@
-"""``assert_identical`` compares bit for bit, arrays of other libraries (JAX's and torch's are such) as it does numpy's."""
+"""``assert_identical`` compares bit for bit, arrays of other libraries (like JAX and torch) as well as numpy's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vecenv.testing import assert_identical
 
 
 class Foreign:
-    """An array as JAX's are: comparing two gives an array, which is neither true nor false."""
+    """An array like those of JAX: a comparison of two gives an array, which is neither true nor false."""
 
     def __init__(self, *values: float, dtype: Any = np.float32) -> None:
         self.content = np.array(values, dtype)
@@ -66,7 +66,7 @@ def test_identical_values_are_identical(value: Any) -> None:
 
 @pytest.mark.skipif(np.finfo(np.longdouble).nmant != 63, reason="long doubles have no padding here")
 @pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
-def test_what_pads_a_long_double_is_not_compared(dtype: Any) -> None:
+def test_padding_of_long_doubles_is_not_compared(dtype: Any) -> None:
     one, other = np.full(3, 1.5, dtype), np.full(3, 1.5, dtype)
     one.view(np.uint8).reshape(-1, 16)[:, 10:] = 0
     other.view(np.uint8).reshape(-1, 16)[:, 10:] = 255
@@ -76,7 +76,7 @@ def test_what_pads_a_long_double_is_not_compared(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT, ids=repr)
-def test_different_values_are_told_apart_both_ways(one: Any, other: Any) -> None:
+def test_different_values_are_distinguished_both_ways(one: Any, other: Any) -> None:
     with pytest.raises(AssertionError, match="seen"):
         assert_identical(one, other, "seen")
     with pytest.raises(AssertionError, match="seen"):

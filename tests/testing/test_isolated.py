@@ -1,4 +1,4 @@
-"""``assert_isolated`` tells environments that something outside reaches, and says what."""
+"""``assert_isolated`` finds environments that shared state reaches, and names that state."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class DrawsAndIgnores(Clean):
         (DrawsFromItsModule, "RNG"),
     ],
 )
-def test_what_reaches_an_environment_is_named(kind: Any, names: str) -> None:
+def test_shared_state_is_named(kind: Any, names: str) -> None:
     with pytest.raises(AssertionError, match=rf"{kind.__name__} is not isolated: .*{re.escape(names)}.*reaches its results"):
         assert_isolated(kind)
 

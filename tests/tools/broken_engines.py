@@ -13,14 +13,14 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 
 class Stale(SyncVectorEnv):
-    """Gives the same arrays at every step."""
+    """An engine that returns the same arrays at every step."""
 
     def __init__(self, env_fns: Any, autoreset_mode: Any) -> None:
         super().__init__(env_fns, copy=False, autoreset_mode=autoreset_mode)
 
 
 class WrongFinal(SyncVectorEnv):
-    """Gives the next episode's first observation as the last one of the one that ended."""
+    """An engine that returns the next episode's first observation as the final one of the ended episode."""
 
     def step(self, actions: Any) -> Any:
         observations, rewards, ends, cuts, infos = super().step(actions)
@@ -29,30 +29,38 @@ class WrongFinal(SyncVectorEnv):
         return observations, rewards, ends, cuts, infos
 
 
+class Draws(SyncVectorEnv):
+    """An environment that draws from a generator shared by its process. It breaks no promise."""
+
+    def reset(self, **arguments: Any) -> Any:
+        np.random.rand()
+        return super().reset(**arguments)
+
+
 class OneFlag(SyncVectorEnv):
-    """Calls every end a termination."""
+    """An engine that reports every end as a termination."""
 
     def step(self, actions: Any) -> Any:
         observations, rewards, ends, cuts, infos = super().step(actions)
         return observations, rewards, ends | cuts, np.zeros_like(cuts), infos
 
 
-class Swapped(SyncVectorEnv):
-    """Gives actions to the wrong environments."""
+class SwapsActions(SyncVectorEnv):
+    """An engine that sends actions to the wrong environments."""
 
     def step(self, actions: Any) -> Any:
         return super().step(np.asarray(actions)[::-1])
 
 
 class OneSeed(SyncVectorEnv):
-    """Gives all environments the same seed."""
+    """An engine that gives all environments the same seed."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         return super().reset(seed=[seed] * self.num_envs if isinstance(seed, int) else seed, options=options)
 
 
-class Twice(SyncVectorEnv):
-    """Resets each environment once more than it should."""
+class ResetsTwice(SyncVectorEnv):
+    """An engine that resets each environment once more than it should."""
 
     def step(self, actions: Any) -> Any:
         answer = super().step(actions)
@@ -62,23 +70,23 @@ class Twice(SyncVectorEnv):
 
 
 class NoMasks(SyncVectorEnv):
-    """Leaves the masks out."""
+    """An engine without masks."""
 
     def step(self, actions: Any) -> Any:
         *answer, infos = super().step(actions)
         return (*answer, {key: value for key, value in infos.items() if not key.startswith("_")})
 
 
-class AllAtOnce(SyncVectorEnv):
-    """Resets all environments whatever the mask says."""
+class IgnoresMasks(SyncVectorEnv):
+    """An engine that ignores reset masks and resets all environments."""
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         options = {key: value for key, value in (options or {}).items() if key != "reset_mask"}
         return super().reset(seed=seed, options=options)
 
 
-class Paid(SyncVectorEnv):
-    """Counts the reset of next-step mode as a step."""
+class CountsResetsAsSteps(SyncVectorEnv):
+    """An engine that counts the reset of next-step mode as a step."""
 
     def step(self, actions: Any) -> Any:
         observations, rewards, *rest = super().step(actions)
@@ -86,7 +94,7 @@ class Paid(SyncVectorEnv):
 
 
 class Dies(SyncVectorEnv):
-    """Ends the program in its second step."""
+    """An engine that ends the program in its second step."""
 
     steps = 0
 
@@ -98,7 +106,7 @@ class Dies(SyncVectorEnv):
 
 
 class Hangs(SyncVectorEnv):
-    """Does not come back from ``close``, nor from a step."""
+    """An engine that hangs in ``close`` and in steps."""
 
     def step(self, actions: Any) -> Any:
         time.sleep(1000)
@@ -107,8 +115,8 @@ class Hangs(SyncVectorEnv):
         time.sleep(1000)
 
 
-class Lacks:
-    """Has no ``step``."""
+class NoStep:
+    """An engine without ``step``."""
 
     def __init__(self, env_fns: Any) -> None:
         self.envs = SyncVectorEnv(env_fns)
@@ -118,20 +126,20 @@ class Lacks:
         return self.envs.reset(**kwargs)
 
 
-def own(num_envs: int) -> Any:
-    """Brings its own environments."""
+def own_environments(num_envs: int) -> Any:
+    """Build an engine with its own environments."""
     return gymnasium.make_vec("CartPole-v1", num_envs, vectorization_mode="vector_entry_point")
 
 
 def resets_early(num_envs: int) -> Any:
-    """Says that it resets in the next step, and does in the same one (Gymnasium#914)."""
+    """Build an engine that announces next-step resets and makes them in the same step (Gymnasium#914)."""
     envs = SyncVectorEnv([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     envs.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}
     return envs
 
 
 def loses_the_last(num_envs: int) -> Any:
-    """Resets in the same step, and keeps no observation of the episode that ended (mujoco_playground#305)."""
+    """Build an engine that resets in the same step, and loses the final observation (mujoco_playground#305)."""
     return _NoFinal([_cartpole] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
@@ -144,17 +152,17 @@ def _cartpole() -> Any:
     return gymnasium.make("CartPole-v1")
 
 
-def wants_more(env_fns: Any, something: int) -> None:
-    """Cannot be built."""
+def needs_an_argument(env_fns: Any, something: int) -> None:
+    """Raise, because a required argument is missing."""
 
 
 @functools.cache
-def compiled() -> None:
-    """Takes long, once in each process."""
+def slow_once() -> None:
+    """Simulate a long compilation, once in each process."""
     time.sleep(2.0)
 
 
 def slow_to_import(env_fns: Any, autoreset_mode: Any = "NextStep") -> Any:
-    """As SyncVectorEnv, from a library that takes its time."""
-    compiled()
+    """Build a SyncVectorEnv after a slow import."""
+    slow_once()
     return SyncVectorEnv(env_fns, autoreset_mode=autoreset_mode)

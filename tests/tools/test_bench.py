@@ -1,4 +1,4 @@
-"""``python -m bench`` and the programs of ``bench/``: each runs, tables hold what was measured, and sizes are counted."""
+"""``python -m bench`` and the programs of ``bench/``: each runs, tables hold the measured values, and sizes are counted."""
 
 from __future__ import annotations
 
@@ -24,25 +24,28 @@ from vecenv.tools import runners
 BENCH = Path(programs.__file__).parent
 TINY = "--seconds 0.05 --repeats 1"
 PROGRAMS = {
-    # program -> small settings, and what it prints
+    # program -> small settings, and its output
     "aio.py": ("--kinds wait --workers 1 --num-envs 2 --seconds 0.1 --repeats 1 --only pool first bare", "wait, 1 workers"),
     "bridge_cost.py": ("--length 4 --steps 4 --repeats 1", "scan"),
+    "chunks.py": ("CartPole-v1 --num-envs 2 --workers 1 --horizons 2 --rounds 1 --seconds 0.05", "CartPole"),
     "conformity.py": ("--only nothing", "promise"),
     "envpool_rate.py": ("--task CartPole-v1 --num-envs 2 --seconds 0.05 --repeats 1 --against process", "CartPole-v1"),
     "first_ready_cost.py": ("CartPole-v1 --num-envs 2 --workers 1 --rounds 1 --seconds 0.05", "us per environment step"),
     "jax_cost.py": ("--help", "--limit"),  # three minutes of compiling
     "many_cores.py": ("--costs 1 1 1 --each 2", "per worker"),
-    "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which no extra brings
-    "overlap_rate.py": ("--env-ms 1 --policy-ms 1 --envs 2 --workers 1 --length 2 --repeats 1", "halves"),
+    "multi_agent_rate.py": ("--help", "--game"),  # it needs SuperSuit, which is in no extra
     "ray_rate.py": ("--help", "--rounds"),  # a cluster is started in tests/distributed
     "state.py": ("--tries 1 --only CartPole", "CartPole"),
+    "tasks.py": (
+        "--tasks 2 --episodes 1 --build 0 --step 0.001 --lengths 2 3 --num-envs 2 --workers 1 --rounds 1", "EnvChoice",
+    ),
     "torchrl_rate.py": ("--help", "usage"),
     "versions.py": (". --num-envs 1 --num-workers 0 --pairs 2 --processes 2", "CartPole"),
-    "watched.py": ("", ""),  # run by test_programs_that_are_equal_and_such_as_are_not, inside another program
+    "watched.py": ("", ""),  # run inside another program by test_equal_and_unequal_programs
     "__main__.py": ("list", "program  cleanrl-ppo            https://github.com/vwxyzjn/cleanrl"),
 }
 PARTS = {
-    # part of `python -m bench` -> small settings, and what it prints
+    # part of `python -m bench` -> small settings, and its output
     "compare": ("--workloads empty --num-envs 2 --engines workers,gym-async,bare-loop", "of bare loop"),
     "micro": ("round-trip", "bare ping-pong, spinning"),
     "waits": ("--workloads free-resets --num-envs 4 --engines per-env,deadline,threads", "vecenv, those ready within 2 ms"),
@@ -75,7 +78,7 @@ def test_a_program_runs(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_runs_and_nothing_of_it_dies(name: str, tmp_path: Path) -> None:
+def test_part_runs_without_deaths(name: str, tmp_path: Path) -> None:
     settings, wanted = PARTS[name]
     shown = printed("-m", "bench", name, *settings.split(), *TINY.split(), "--out", str(tmp_path))
     assert wanted in shown
@@ -108,7 +111,7 @@ def report(env: str, **rates: list[float | None]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def fonts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """matplotlib leaves the files of fonts open."""
+    """Let matplotlib open its font files before the test."""
     tables.draw_gains([report("CartPole-v1", auto=[1.0])], tmp_path_factory.mktemp("drawn") / "gains.svg")
 
 
@@ -130,7 +133,7 @@ def test_each_table_is_written_into_its_page(tmp_path: Path, monkeypatch: pytest
     written = {name: page.read_text() for name, page in pages.items()}
     assert "| CartPole-v1 | 4 | 2.5 |" in written["README.md"]  # medians of 6 and 2, of 3 and 2
     assert "| ALE/Pong-v5 | 4 | 2.5 |" in written["README.md"]
-    gains = "4 times `AsyncVectorEnv` on CartPole-v1, 4 times on Ant-v5, 4 times on ALE/Pong-v5 (8 environments, 2 cores)"
+    gains = "4 times `AsyncVectorEnv` and 2.5 times `SyncVectorEnv` on CartPole-v1, 4 and 2.5 times on Ant-v5, 4 and"
     assert gains in written["README.md"]
     assert "| Ant-v5 | 4 (2 - 6) | 1 (0.5 - 2) | - | - |" in written["docs/benchmarks.md"]
     assert written["bench/RESULTS.md"].count("| long-resets, 8 | 10 | 12 |") == 2
@@ -167,8 +170,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own" / "trains.py").write_text(TRAINS)
     (tmp_path / "own" / "steps.yaml").write_text("1000000")
 
-    def program(words: str, **options: Any) -> programs.Program:
-        return programs.Program("somebody/own", f"trains.py {words}", "AsyncVectorEnv, CartPole-v1, 3", **options)
+    def program(command: str, **options: Any) -> programs.Program:
+        return programs.Program("somebody/own", f"trains.py {command}", "AsyncVectorEnv, CartPole-v1, 3", **options)
 
     known = {
         "same": program("--file {settings}", configuration=("steps.yaml", "1000000", "40")),
@@ -181,7 +184,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.long
-def test_programs_that_are_equal_and_such_as_are_not(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_equal_and_unequal_programs(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = sources / "results"
     programs.compare(["same", "other", "stopped", "fails"], sources, sys.executable, 1, out)
     rows = dict(zip(("same", "other", "stopped", "fails"), capfd.readouterr().out.splitlines()[2:], strict=True))
@@ -195,13 +198,13 @@ def test_programs_that_are_equal_and_such_as_are_not(sources: Path, capfd: pytes
     assert kept["plain"][0]["figures"]["rewards"] == kept["ours"][0]["figures"]["rewards"] > 0
 
 
-def test_a_program_that_is_not_there_is_named(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_program_is_named(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = programs.Program("somebody/else", "main.py", "nothing")
     with pytest.raises(SystemExit, match=r"no .*else/main\.py: git clone https://github\.com/somebody/else "):
         programs.live(missing, sources, sys.executable, ours=False)
 
 
-def test_scalars_of_tensorboard_are_read_without_those_that_are_times(tmp_path: Path) -> None:
+def test_tensorboard_scalars_are_read_without_times(tmp_path: Path) -> None:
     def part(number: int, value: bytes) -> bytes:
         return bytes([number << 3 | 2, len(value)]) + value
 
@@ -241,7 +244,7 @@ class Odd:
 '''
 
 
-def test_docstrings_comments_and_blanks_are_no_code() -> None:
+def test_docstrings_comments_and_blanks_are_not_code() -> None:
     assert size.code_lines(SOURCE) == len(["TEXT", "of code", "class", "value", "def", "return", "self.value", "]"])
 
 
@@ -255,6 +258,7 @@ def test_everything_is_counted(tmp_path: Path) -> None:
     assert list(size.measure(tmp_path).values()) == [2 + 800 + 1 + 61, 2, 1, 1, 1, 3, 1, 1, 1, 0]
 
 
+@pytest.mark.long
 def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     found = {**size.measure(), **size.path_of_a_step()}
     for part in ("measure", "path_of_a_step"):
@@ -280,7 +284,7 @@ WAYS: dict[str, Any] = {
 }
 
 
-def noted(seen: list[dict[str, np.ndarray]], learn: Any, rows: Any, last: Any) -> None:
+def record_batch(seen: list[dict[str, np.ndarray]], learn: Any, rows: Any, last: Any) -> None:
     seen.append({name: np.asarray(field) for name, field in rows.items()})
     learn(rows, last)
 
@@ -290,7 +294,7 @@ def noted(seen: list[dict[str, np.ndarray]], learn: Any, rows: Any, last: Any) -
     "way", [pytest.param(way, marks=[] if way == "bridge" else pytest.mark.slow) for way in WAYS]
 )
 def test_rows_are_transitions(way: str) -> None:
-    """CartPole moves by 0.02 times the velocity it had; the row after one that has weight and does not end goes on."""
+    """CartPole moves by 0.02 times its velocity; the row after one that has weight and does not end continues it."""
     pytest.importorskip("flax")
     pytest.importorskip("optax")
     training = WAYS[way]()
@@ -298,7 +302,7 @@ def test_rows_are_transitions(way: str) -> None:
     learn = training.learner.learn
     try:
         before = training.learner.params
-        training.learner.learn = partial(noted, seen, learn)
+        training.learner.learn = partial(record_batch, seen, learn)
         counted = [training._step() for _ in range(2)]
         shares = training.run(0.01) and training.shares()
     finally:

@@ -1,4 +1,4 @@
-"""How ``vecenv bench`` and ``doctor`` end: killed, interrupted, or refused before anything starts."""
+"""Ends of ``vecenv bench``: killed, interrupted, or refused before anything starts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from observe import PATIENCE, remaining
+from observe import PATIENCE, still_running
 
 import vecenv
-from vecenv.tools import benchmark, cli, doctor
+from vecenv.tools import benchmark, cli, limits
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="sessions and signals of POSIX")
 
@@ -50,7 +49,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a command of vecenv in a group of its own."""
+    """Start a command of vecenv in its own process group."""
     running: list[subprocess.Popen[str]] = []
     (tmp_path / "slowly.py").write_text(SLOW_ENV)
 
@@ -76,8 +75,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
         one.communicate()
 
 
-def built(folder: Path, count: int, within: float = 120.0) -> list[int]:
-    """The processes that are building environments, and their helpers, once there are so many."""
+def building_processes(folder: Path, count: int, within: float = 120.0) -> list[int]:
+    """Return the processes that build environments, and their helpers, once there are that many."""
     deadline = time.monotonic() + within
     while len(found := list(folder.glob("*.pids"))) < count:
         assert time.monotonic() < deadline, f"only {found}"
@@ -85,7 +84,7 @@ def built(folder: Path, count: int, within: float = 120.0) -> list[int]:
     return [int(pid) for file in found for pid in file.stem.split("-")]
 
 
-def family(process: subprocess.Popen[str]) -> list[int]:
+def process_tree(process: subprocess.Popen[str]) -> list[int]:
     return [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
 
 
@@ -93,25 +92,25 @@ BENCH = ["bench", "slowly:Slow", "--num-envs", "3", "--engines", "workers,per-en
 
 
 @pytest.mark.long
-def test_a_bench_that_is_killed_while_engines_are_built_takes_everything_along(start: Start, tmp_path: Path) -> None:
+def test_bench_killed_during_start_leaves_nothing(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
-    pids = {*built(tmp_path, 11), *family(bench)}
+    pids = {*building_processes(tmp_path, 11), *process_tree(bench)}
     bench.kill()
     bench.wait()
-    assert not remaining([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], PATIENCE)
+    assert not still_running([*pids, *(int(p) for f in tmp_path.glob("*.pids") for p in f.stem.split("-"))], PATIENCE)
 
 
 @pytest.mark.long
 def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path: Path) -> None:
     bench = start(*BENCH)
-    pids = {*built(tmp_path, 11), *family(bench)}
+    pids = {*building_processes(tmp_path, 11), *process_tree(bench)}
     os.killpg(bench.pid, signal.SIGINT)  # as a terminal does
-    began = time.monotonic()
+    started_at = time.monotonic()
     _, errors = bench.communicate(timeout=100)
-    assert time.monotonic() - began < PATIENCE
+    assert time.monotonic() - started_at < PATIENCE
     assert bench.returncode == 130, errors
     assert errors.strip() == "vecenv: interrupted"
-    assert not remaining(list(pids), PATIENCE)
+    assert not still_running(list(pids), PATIENCE)
 
 
 @pytest.mark.long
@@ -119,37 +118,26 @@ def test_ctrl_c_ends_a_bench_that_builds_engines_at_once(start: Start, tmp_path:
 def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     bench = start("bench", "CartPole-v1", "--num-envs", "2", "--engines", "workers,bare-loop", "--seconds", "5")
     deadline = time.monotonic() + 60
-    while not family(bench):  # what it imports takes long on a busy machine
+    while not process_tree(bench):  # its imports take long on a busy machine
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(moment)
-    pids = family(bench)
+    pids = process_tree(bench)
     os.killpg(bench.pid, signal.SIGINT)
     _, errors = bench.communicate(timeout=100)
     assert bench.returncode == 130, errors
     assert errors.strip() == "vecenv: interrupted"
-    assert not remaining(pids, PATIENCE)
+    assert not still_running(pids, PATIENCE)
 
 
-def test_ctrl_c_ends_doctor_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def look() -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(10)
-        yield
-
-    monkeypatch.setattr(doctor, "_LOOKS", (look,))
-    assert cli.main(["doctor"]) == 130
-    assert capsys.readouterr().err == "vecenv: interrupted\n"
-
-
-@pytest.mark.parametrize("how", [[], ["--scale"]])
-def test_more_processes_than_can_be_are_refused_at_once(
-    how: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("arguments", [[], ["--scale"]])
+def test_too_many_processes_are_refused_at_once(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(benchmark, "compare", lambda *_, **__: pytest.fail("something was started"))
-    monkeypatch.setattr(doctor, "_process_limit", lambda: (32768, "a test"))
+    monkeypatch.setattr(limits, "_process_limit", lambda: (32768, "a test"))
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "--num-envs", "100000", *how]) == 2
+    assert cli.main(["bench", "--num-envs", "100000", *arguments]) == 2
     message = capsys.readouterr().err
     assert "the 32768 that can be (a test)" in message
     assert "leave out per-env, gym-async, bare-pipes (--engines auto,use-caller" in message
@@ -157,11 +145,11 @@ def test_more_processes_than_can_be_are_refused_at_once(
 
 
 def test_the_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_process_limit", lambda: (1000, "a test"))
-    monkeypatch.setattr(doctor, "available_memory", lambda: 800 * doctor.MIB)
-    monkeypatch.setattr(doctor, "memory_limits", lambda: iter(()))
-    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (1024, 1024))
-    assert doctor.shortage(1, 1) is None
-    assert "1001 processes are more than the 1000" in (doctor.shortage(1001) or "")
-    assert "400 workers of one program need" in (doctor.shortage(10, 400) or "")
-    assert "200 processes need 1.6 GiB of memory or more, and 800 MiB are available" in (doctor.shortage(200) or "")
+    monkeypatch.setattr(limits, "_process_limit", lambda: (1000, "a test"))
+    monkeypatch.setattr(limits, "available_memory", lambda: 800 * limits.MIB)
+    monkeypatch.setattr(limits, "memory_limits", lambda: iter(()))
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (1024, 1024))
+    assert limits.shortage(1, 1) is None
+    assert "1001 processes are more than the 1000" in (limits.shortage(1001) or "")
+    assert "400 workers of one program need" in (limits.shortage(10, 400) or "")
+    assert "200 processes need 1.6 GiB of memory or more, and 800 MiB are available" in (limits.shortage(200) or "")

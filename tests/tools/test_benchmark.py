@@ -1,4 +1,4 @@
-"""``vecenv bench``: what it counts, what it compares, what it shows, and that one dead candidate spoils only its own row."""
+"""``vecenv bench``: its counts, comparisons and output; a dead candidate spoils only its own row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
-from observe import PATIENCE, remaining
+from observe import PATIENCE, still_running
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -44,12 +44,13 @@ SHORT: dict[str, Any] = {"seconds": 0.05, "repeats": 2}
 
 @pytest.fixture(scope="module", autouse=True)
 def fonts_are_open(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Matplotlib opens its fonts with the first picture and keeps them; that is not a leak of the test that draws first."""
+    """Let matplotlib open its fonts, which it keeps open, before the first test that draws."""
     benchmark.draw_bars(reported(ResultRow("a", "a", "vecenv", [1.0])), tmp_path_factory.mktemp("fonts") / "bars.png")
 
 
 def reported(*rows: ResultRow) -> Report:
     about: dict[str, Any] = {"cpu": "a processor", "usable_cores": 2, "python": "3", "gymnasium": "1"}
+    about["row_writer"] = "compiled"
     return Report("CartPole-v1", 64, 1.0, 3, "fine", about, list(rows))
 
 
@@ -84,7 +85,7 @@ def test_run_for_counts_what_it_ran() -> None:
 
 
 class CountingEnv(gymnasium.Env[np.ndarray, np.int64]):
-    """An episode of three steps; the reward is how often the env was reset."""
+    """An environment with episodes of three steps; the reward is the number of its resets."""
 
     observation_space = gymnasium.spaces.Box(0, 100, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
@@ -108,13 +109,13 @@ def test_bare_loop_resets_where_an_episode_has_ended_and_counts_it() -> None:
     assert loop.envs[0].resets == 1 + 32 // 4  # type: ignore[attr-defined]  # three steps and a reset, over and over
 
 
-def test_the_bare_loop_uses_no_more_processes_than_environments_and_each_environment_once() -> None:
+def test_bare_loop_uses_each_environment_once() -> None:
     assert runners._shares(5, 3) == [range(1), range(1, 3), range(3, 5)]
     assert runners._shares(1, 8) == [range(1)]
 
 
 @pytest.mark.parametrize(
-    ("kind", "shares", "said"),
+    ("kind", "shares", "text"),
     [
         (BarePipes, [range(1), range(1, 2), range(2, 3)], "bare pipes to 3 processes"),
         (BareLoops, [range(2), range(2, 3)], "bare loop in 2 processes"),
@@ -122,13 +123,13 @@ def test_the_bare_loop_uses_no_more_processes_than_environments_and_each_environ
         (BareLockstep, [range(1), range(1, 3)], "bare lock-step of 2 processes"),
     ],
 )
-def test_upper_bounds_step_every_environment_once_and_give_the_cores_back(kind: Any, shares: Any, said: str) -> None:
+def test_upper_bounds_step_each_environment_once_and_release_cores(kind: Any, shares: Any, text: str) -> None:
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     runner = kind(CARTPOLE, 3, shares)
     try:
-        assert runner.describe() == said
+        assert runner.describe() == text
         assert runner._step() == 3
-        time.sleep(0.05)  # longer than lock-step polls: it sleeps then, and wakes for the next step
+        time.sleep(0.05)  # longer than lock-step polls: then it sleeps, and wakes up for the next step
         assert runner.run(0.05) > 0
     finally:
         runner.close()
@@ -138,7 +139,7 @@ def test_upper_bounds_step_every_environment_once_and_give_the_cores_back(kind: 
 # --- trajectories -------------------------------------------------------------------------------
 
 
-def test_digest_tells_types_shapes_and_bits_apart() -> None:
+def test_digest_distinguishes_types_shapes_and_bits() -> None:
     values = [
         np.zeros(2, np.float32), np.zeros(2, np.float64), np.zeros((2, 1), np.float32), np.array([0.0, -0.0], np.float32),
         np.array([None, 1], object), {"a": 1}, {"a": 1.0}, {"a": True}, {"a": {"b": 1}}, (1, 2),
@@ -165,8 +166,8 @@ def test_equal_engines_give_equal_trajectories_and_any_difference_is_named() -> 
         assert first_difference(reference, other) == words
 
 
-class Late(SyncVectorEnv):
-    """Gives every fifth step's rewards to the wrong environments."""
+class ShiftsRewards(SyncVectorEnv):
+    """An engine that gives every fifth step's rewards to the wrong environments."""
 
     calls = 0
 
@@ -178,28 +179,29 @@ class Late(SyncVectorEnv):
 
 @pytest.mark.long
 def test_engine_with_other_trajectories_is_refused_before_anything_is_timed() -> None:
-    late = Candidate("late", "a wrong engine", partial(VectorRunner, partial(Late, [CARTPOLE] * 2)), "vecenv", checked=True)
+    build = partial(VectorRunner, partial(ShiftsRewards, [CARTPOLE] * 2))
+    late = Candidate("late", "a wrong engine", build, "vecenv", checked=True)
     with pytest.raises(CliError, match=r"a wrong engine differs .* at step 5, env 0: reward 2.0") as refused:
         benchmark.compare("CartPole-v1", CARTPOLE, 2, [late], **SHORT)
     assert refused.value.code == WRONG
 
 
-class Unseeded(CountingEnv):
-    """Takes no notice of its seed."""
+class IgnoresSeed(CountingEnv):
+    """An environment that ignores its seed."""
 
     def step(self, action: np.int64) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         return np.array([os.getpid() % 99], np.float32), time.perf_counter(), False, False, {}
 
 
 @pytest.mark.long
-def test_environment_that_ignores_its_seed_is_not_blamed_on_the_engine() -> None:
-    candidate = replace(runners.gymnasium_candidate("same", "SyncVectorEnv", Unseeded, 1), checked=True)
-    found = benchmark.compare("unseeded", Unseeded, 1, [candidate], **SHORT)
+def test_environment_that_ignores_its_seed_is_reported() -> None:
+    candidate = replace(runners.gymnasium_candidate("same", "SyncVectorEnv", IgnoresSeed, 1), checked=True)
+    found = benchmark.compare("unseeded", IgnoresSeed, 1, [candidate], **SHORT)
     assert found.check.startswith("not comparable")
     assert found.rows[0].summary
 
 
-def test_an_environment_that_fails_is_known_before_any_engine_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_environment_is_found_before_engines_start(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def reference(*_: Any) -> Any:
@@ -209,7 +211,7 @@ def test_an_environment_that_fails_is_known_before_any_engine_is_started(monkeyp
     monkeypatch.setattr(benchmark, "started", lambda *_: pytest.fail("engines were started"))
     rows = runners.default_candidates(CARTPOLE, 2, 1)
     with pytest.raises(CliError, match="it always fails"):
-        benchmark.compare("x", CARTPOLE, 2, rows, progress=lambda *said: asked.append(said[0]))
+        benchmark.compare("x", CARTPOLE, 2, rows, progress=lambda *text: asked.append(text[0]))
     assert asked == ["checking the environment in SyncVectorEnv"]
 
 
@@ -229,7 +231,7 @@ class Exits(Steady):
 
     def run(self, seconds: float) -> float:
         self.turns += 1
-        if self.turns == 3:  # the warm-up and one round are fine
+        if self.turns == 3:  # the warm-up and one round succeed
             os._exit(7)
         return super().run(seconds)
 
@@ -264,15 +266,15 @@ class Hangs(Steady):
 
 
 @pytest.mark.long
-def test_candidate_that_hangs_is_given_up_and_ended() -> None:
+def test_hanging_candidate_is_ended() -> None:
     with benchmark.started([Candidate("hangs", "hangs", Hangs)]) as (host,):
         assert host.ask("run", 0.0, timeout=0.2) is None
         assert host.failed == "gave no answer within 0 s"
         assert math.isnan(host.rate(0.1))
 
 
-class Family(Steady):
-    """Starts what a host would leave behind."""
+class LeavesProcesses(Steady):
+    """A candidate that starts processes which a host would leave behind."""
 
     def __init__(self) -> None:
         self.pids = [subprocess.Popen(["sleep", "60"], start_new_session=own).pid for own in (False, True)]
@@ -288,21 +290,21 @@ class Family(Steady):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="sessions and signals of POSIX")
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_host_that_ends_takes_its_helpers_along(killed: bool) -> None:
-    with benchmark.started([Candidate("family", "family", Family)]) as (host,):
+def test_host_that_ends_ends_its_helpers(killed: bool) -> None:
+    with benchmark.started([Candidate("family", "family", LeavesProcesses)]) as (host,):
         pids = [int(pid) for pid in host.description.split()]
-        assert remaining(pids, 0.0) == pids
+        assert still_running(pids, 0.0) == pids
         if killed:
             assert host.ask("run", 0.0) is None
             assert host.failed.startswith("process killed by SIGKILL")
-    assert not remaining(pids, PATIENCE)
+    assert not still_running(pids, PATIENCE)
 
 
 # --- candidates with many processes ---------------------------------------------------------------
 
 
 @pytest.mark.long
-def test_a_crowd_lives_only_while_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_candidate_exists_only_while_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runners, "usable_cores", lambda: 2)
     with benchmark.started([replace(runners.bound_candidate("bare-pipes", CARTPOLE, 2, 2), processes=17)]) as (host,):
         assert host.description == "bare pipes to 2 processes"
@@ -314,7 +316,7 @@ def test_a_crowd_lives_only_while_it_is_measured(monkeypatch: pytest.MonkeyPatch
         assert host.usable
 
 
-def test_engines_with_a_process_for_each_of_many_environments_are_crowds_and_start_one_after_the_other(
+def test_large_candidates_start_one_after_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(runners, "usable_cores", lambda: 2)
@@ -324,7 +326,7 @@ def test_engines_with_a_process_for_each_of_many_environments_are_crowds_and_sta
     assert not any(c.crowd for c in runners.default_candidates(CARTPOLE, 8, 2))
 
 
-# --- what is shown ------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 ROWS = (
     ResultRow("auto", "vecenv, auto", "vecenv", [1_234_567.0, 1_334_567.0, 1_134_567.0]),
@@ -342,7 +344,7 @@ vecenv, auto              1,234,567  1.13M - 1.33M        -         0.526
 Gymnasium AsyncVectorEnv       died
 bare loop, 2 processes    2,345,678  2.15M - 2.55M        -         1.000
 another library            left out
-a processor, 2 usable cores; Python 3, Gymnasium 1
+a processor, 2 usable cores; Python 3, Gymnasium 1, row writer compiled
 The bare loop is the upper bound: env.step and nothing else, on all cores.
 Gymnasium AsyncVectorEnv died: its process was killed by SIGKILL
 another library left out: it is not installed
@@ -366,7 +368,7 @@ def test_short_rates(rate: float, shown: str) -> None:
     assert benchmark.show_rate(rate) == shown
 
 
-def test_a_picture_names_the_rows_that_died_and_its_labels_do_not_touch(
+def test_plot_names_dead_rows_and_its_labels_do_not_touch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Any] = []
@@ -380,14 +382,14 @@ def test_a_picture_names_the_rows_that_died_and_its_labels_do_not_touch(
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
-def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
+def test_empty_results_have_no_plot(tmp_path: Path) -> None:
     dead = ResultRow("auto", "vecenv, auto", "vecenv", [math.nan], failed="it raised")
     assert not benchmark.draw_bars(reported(dead), tmp_path / "bars.png")
     assert not benchmark.draw_scale([reported(dead)], tmp_path / "scale.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_where_the_time_of_trainings_goes_is_drawn(tmp_path: Path) -> None:
+def test_shares_of_training_time_are_drawn(tmp_path: Path) -> None:
     found = reported(ResultRow("a", "a", "vecenv", [100.0, 200.0]))
     train.draw_shares(found, {"a": {"environments": 0.5, "policy": 0.2, "learning": 0.3}}, tmp_path / "shares.png")
     assert (tmp_path / "shares.png").stat().st_size > 1000

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 
 import vecenv
-from vecenv.tools import watch as pictures
-from vecenv.tools.watch import render_grid, tile, write_video
+from vecenv.tools.video import render_grid, require_writer, tile, write_video
 
 
-class Painted(gymnasium.Env[Any, Any]):
-    """Its frame is one colour: its seed, and how often it was stepped."""
+class PlainColourFrames(gymnasium.Env[Any, Any]):
+    """An environment with frames of one colour: its seed, and the number of its steps."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 30}
     observation_space = gymnasium.spaces.Box(0, 255, (1,), np.float32)
@@ -44,7 +43,7 @@ def make() -> Iterator[Any]:
     made: list[Any] = []
 
     def build(*shapes: tuple[int, ...], workers: int = 0, **options: Any) -> Any:
-        fns = [lambda shape=shape: Painted(shape, **options) for shape in shapes]
+        fns = [lambda shape=shape: PlainColourFrames(shape, **options) for shape in shapes]
         made.append(vecenv.AsyncVectorEnv(fns, num_workers=workers))
         return made[-1]
 
@@ -87,7 +86,7 @@ def test_the_image_is_about_square(count: int, shape: tuple[int, int], wanted: t
     assert tile([np.zeros((*shape, 3), np.uint8)] * count, gap=0).shape[:2] == wanted
 
 
-def test_what_cannot_be_drawn_is_refused(make: Any) -> None:
+def test_environments_without_frames_are_refused(make: Any) -> None:
     blind = make((4, 6, 3), render_mode=None)
     blind.reset()
     with pytest.raises(ValueError, match="render_mode='rgb_array', these have None"):
@@ -102,23 +101,10 @@ def test_what_cannot_be_drawn_is_refused(make: Any) -> None:
         tile([])
 
 
-def test_frames_begin_with_the_reset_and_follow_the_policy(make: Any) -> None:
-    seen: list[Any] = []
-
-    def policy(observations: Any) -> Any:
-        seen.append(observations.copy())
-        return np.array([2, 1])
-
-    envs = make((4, 4, 3), (4, 4, 3))
-    found = list(pictures.frames(envs, policy, 3, seed=1))
-    assert [int(frame[0, 0, 0]) for frame in found] == [10, 11, 12, 13]
-    assert [observation.ravel().tolist() for observation in seen] == [[0, 0], [2, 1], [2, 1]]
-
-
 @pytest.mark.parametrize("name", ["a.gif", "b.mp4"])
 def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
     pytest.importorskip("moviepy" if name.endswith("mp4") else "PIL", reason="writes videos")
-    images = [np.full((33, 41, 3), 60 * turn, np.uint8) for turn in range(4)]  # odd sizes, which H.264 does not take
+    images = [np.full((33, 41, 3), 60 * turn, np.uint8) for turn in range(4)]  # odd sizes, which H.264 does not support
     path = tmp_path / "new" / name
     assert write_video(iter(images), path, fps=10) == 4
     if name.endswith("gif"):
@@ -133,18 +119,11 @@ def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
         assert path.read_bytes()[4:8] == b"ftyp"
 
 
-def test_what_cannot_be_written_is_known_before_anything_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_video_is_refused_before_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"written as .gif or .mp4, got 'a.avi'"):
-        pictures.require_writer(tmp_path / "a.avi")
+        require_writer(tmp_path / "a.avi")
     with pytest.raises(ValueError, match="no images to write"):
         write_video([], tmp_path / "a.gif")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"writing .gif needs PIL, not installed here: pip install -e '.\[bench\]'"):
-        pictures.require_writer(tmp_path / "a.gif")
-
-
-def test_a_large_image_is_made_smaller_and_keeps_its_shape() -> None:
-    pytest.importorskip("PIL")
-    image = np.full((300, 600, 3), 9, np.uint8)
-    assert np.array_equal(pictures.shrink(image, 600), image)
-    assert pictures.shrink(image, 200).shape == (100, 200, 3)
+        require_writer(tmp_path / "a.gif")

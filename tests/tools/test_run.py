@@ -1,4 +1,4 @@
-"""``vecenv run PROGRAM`` beside ``python PROGRAM``: what a program can see of how it was started, and how it ends."""
+"""``vecenv run PROGRAM`` compared with ``python PROGRAM``: the view of the program, and its end."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ def programs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=240, check=False,
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=240, check=False,
         stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "arguments"),
     [
         ("", "looks.py raise"),
         pytest.param("", "looks.py children", marks=pytest.mark.long),
@@ -96,9 +96,9 @@ def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         pytest.param("", "bad.py", marks=pytest.mark.long),
     ],
 )
-def test_a_program_sees_and_ends_as_by_python(flags: str, words: str, programs: Path) -> None:
-    plain = python(programs, *flags.split(), *words.split())
-    ours = python(programs, *flags.split(), "-m", "vecenv", "run", "--quiet", *words.split())
+def test_program_runs_and_ends_as_under_python(flags: str, arguments: str, programs: Path) -> None:
+    plain = python(programs, *flags.split(), *arguments.split())
+    ours = python(programs, *flags.split(), "-m", "vecenv", "run", "--quiet", *arguments.split())
     assert ours.stdout == plain.stdout
     assert (ours.returncode, ours.stderr) == (plain.returncode, plain.stderr)
 
@@ -140,19 +140,19 @@ ELSEWHERE = """
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("how", "replaced", "told"),
+    ("how", "replaced", "output"),
     [
-        ("reload", False, "no vector environment of vecenv's was made; the program loaded gymnasium.vector anew, and what"),
+        ("reload", False, "no vector environment of vecenv's was made; the program reloaded gymnasium.vector, and its new"),
         ("fork", True, "1 vector environment of 2 environments in child processes, which do not report their steps"),
         ("os.fork", True, "1 vector environment of 2 environments in child processes, which do not report their steps"),
-        ("spawn", False, "; processes that it started anew (spawn, forkserver, subprocess) have Gymnasium's"),
+        ("spawn", False, "; processes that it started (spawn, forkserver, subprocess) have Gymnasium's"),
     ],
 )
-def test_engines_that_are_made_elsewhere_are_told_of(how: str, replaced: bool, told: str, tmp_path: Path) -> None:
+def test_engines_built_elsewhere_are_reported(how: str, replaced: bool, output: str, tmp_path: Path) -> None:
     (tmp_path / "elsewhere.py").write_text(textwrap.dedent(ELSEWHERE))
     done = python(tmp_path, "-W", "ignore", "-m", "vecenv", "run", "--num-workers", "1", "elsewhere.py", how)
     assert (done.returncode, done.stdout) == (0, f"{replaced}\n"), done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == 2
-    assert told in lines[1]
+    assert output in lines[1]
     assert ("never called" in lines[1]) == (how == "spawn")

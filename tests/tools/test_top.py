@@ -1,4 +1,4 @@
-"""Figures of running programs: what is published, what another process reads, and that nothing stays behind."""
+"""Published stats of running programs: contents, readers in other processes, and clean-up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ import vecenv
 
 if __name__ == "__main__":
     envs = vecenv.make_vec("CartPole-v1", 4, vector_kwargs={"num_workers": 2, "context": sys.argv[1]})
-    if sys.argv[2] == "asks":
+    if sys.argv[2] == "call":
         envs.publish_stats("the program")
     envs.reset(seed=0)
     print("ready", flush=True)
@@ -51,13 +51,13 @@ def make(count: int = 4, **options: Any) -> Any:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where this test's programs, and their children, put their files."""
+    """Redirect the files of this test's programs and their children."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path / "vecenv"
 
 
 def step_for(envs: Any, seconds: float) -> int:
-    """Steps until two files have been written at least, and how many."""
+    """Step until at least two files have been written; return the number of steps."""
     count, end = 0, time.monotonic() + seconds
     while time.monotonic() < end:
         envs.step(envs.action_space.sample())
@@ -66,16 +66,16 @@ def step_for(envs: Any, seconds: float) -> int:
 
 
 @pytest.mark.long
-def test_counts_are_those_of_the_program(folder: Path) -> None:
+def test_counts_equal_those_of_the_program(folder: Path) -> None:
     envs = make(batch_size=4)
     assert rows() == [], "nothing asked for it"
     envs.publish_stats()
     envs.reset(seed=0)
     watcher = top.Watcher(os.getpid())
     watcher.read()
-    began = time.monotonic()
+    started_at = time.monotonic()
     count = step_for(envs, 1.2)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - started_at
     (row,) = watcher.read()
     assert (row.name, row.pid, row.num_envs, row.restarts, row.errors) == ("CartPole-v1", os.getpid(), 4, 0, 0)
     assert 0 < row.resets <= envs.stats()["resets"]
@@ -83,7 +83,7 @@ def test_counts_are_those_of_the_program(folder: Path) -> None:
     assert [worker.pid for worker in row.workers] == [process.pid for process in envs.processes]
     assert {worker.state for worker in row.workers} <= {"stepping", "waiting"}
     steps = [worker.steps_per_second for worker in row.workers]
-    assert steps[0] == pytest.approx(steps[1], rel=0.05)  # each may be a millisecond behind
+    assert steps[0] == pytest.approx(steps[1], rel=0.05)  # each may be a millisecond late
     assert 0.1 < row.steps_per_second / (4 * count / seconds) < 10
     for worker in row.workers:
         assert 0.0 < worker.waiting <= 1.0
@@ -117,19 +117,19 @@ def test_first_ready_steps_and_the_callers_share_count_too(closes: Any) -> None:
     assert row.steps_per_second > 0
 
 
-def test_the_file_is_this_users_and_a_forked_child_leaves_it(folder: Path, closes: Any) -> None:
+def test_file_is_private_and_a_forked_child_keeps_it(folder: Path, closes: Any) -> None:
     envs = closes(make())
     envs.publish_stats()
     (file,) = folder.iterdir()
     assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
     if (child := os.fork()) == 0:
-        envs._driver.card.close()
+        envs._stats_file.close()
         os._exit(0)
     os.waitpid(child, 0)
     assert len(rows()) == 1
 
 
-def test_a_folder_that_others_may_enter_is_not_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_open_to_others_is_not_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(mode=0o755)
     monkeypatch.setattr(published.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     with contextlib.closing(make()) as envs:
@@ -162,7 +162,7 @@ def test_a_full_disk_ends_no_program(folder: Path) -> None:
         step_for(envs, 0.6)
 
 
-def test_stopped_dead_and_replaced_workers_are_told_apart(closes: Any) -> None:
+def test_stopped_dead_and_replaced_workers_are_distinguished(closes: Any) -> None:
     envs = closes(make())
     envs.publish_stats()
     envs.reset()
@@ -186,12 +186,12 @@ def test_stopped_dead_and_replaced_workers_are_told_apart(closes: Any) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("context", "asks"), [("fork", "asks"), ("forkserver", "environment")])
-def test_another_process_sees_who_asked_and_a_kill_leaves_nothing(context: str, asks: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("context", "published_by"), [("fork", "call"), ("forkserver", "environment")])
+def test_other_process_sees_publishers_and_a_kill_leaves_nothing(context: str, published_by: str, tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
-    environment = {**os.environ, "VECENV_TOP": "1" if asks == "environment" else "0"}
-    command = [sys.executable, str(script), context, asks]
+    environment = {**os.environ, "VECENV_TOP": "1" if published_by == "environment" else "0"}
+    command = [sys.executable, str(script), context, published_by]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as program:
         try:
             assert program.stdout is not None
@@ -200,7 +200,7 @@ def test_another_process_sees_who_asked_and_a_kill_leaves_nothing(context: str, 
             done = subprocess.run([*shown, "--json"], capture_output=True, text=True, timeout=250, check=False)
             assert done.returncode == 0, done.stderr
             (row,) = json.loads(done.stdout)["programs"]
-            assert row["name"] == ("the program" if asks == "asks" else "CartPole-v1")
+            assert row["name"] == ("the program" if published_by == "call" else "CartPole-v1")
             assert {worker["state"] for worker in row["workers"]} <= {"stepping", "waiting"}
             assert row["steps_per_second"] > 0
             table = subprocess.run([*shown, "--once"], capture_output=True, text=True, timeout=250, check=False)
@@ -216,13 +216,13 @@ def test_another_process_sees_who_asked_and_a_kill_leaves_nothing(context: str, 
     assert left == []
 
 
-# A session leader that opens a terminal gets it as its own, and so Ctrl-C from it.
+# a session leader that opens a terminal gets it as its own, and so Ctrl-C from it
 IN_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 SHOW, HIDE, ENTER, LEAVE = (f"\x1b[?{code}" for code in ("25h", "25l", "1049h", "1049l"))  # cursor, screen
 
 
 class Terminal:
-    """A terminal of 100 by 30, and a command in it; ``text`` is all that was drawn."""
+    """A terminal of 100 by 30 with a command in it; ``text`` is everything drawn so far."""
 
     def __init__(self, command: list[str]) -> None:
         import pty
@@ -244,10 +244,10 @@ class Terminal:
                 self.text += os.read(self._screen, 1 << 16).decode()
         assert seen(self.text), self.text
 
-    def press_ctrl_c(self) -> None:
+    def send_ctrl_c(self) -> None:
         os.write(self._screen, b"\x03")
 
-    def is_as_before(self) -> bool:
+    def is_restored(self) -> bool:
         import termios
 
         return termios.tcgetattr(self._inside) == self._settings
@@ -261,7 +261,7 @@ class Terminal:
 
 @pytest.fixture
 def live(folder: Path) -> Iterator[Terminal]:
-    """``vecenv top`` of this program, renewed every 0.2 seconds."""
+    """Run ``vecenv top`` of this program, renewed every 0.2 seconds."""
     terminal = Terminal(["-m", "vecenv", "top", "--pid", str(os.getpid()), "--interval", "0.2"])
     yield terminal
     terminal.close()
@@ -269,7 +269,7 @@ def live(folder: Path) -> Iterator[Terminal]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
-def test_a_live_table_is_renewed_and_gives_the_terminal_back(live: Terminal, how: str) -> None:
+def test_live_table_is_renewed_and_restores_the_terminal(live: Terminal, how: str) -> None:
     with contextlib.closing(make()) as envs:
         envs.publish_stats("shown live")
         envs.reset(seed=0)
@@ -278,25 +278,44 @@ def test_a_live_table_is_renewed_and_gives_the_terminal_back(live: Terminal, how
             assert str(process.pid) in live.text
         envs.close()
         live.read_until(lambda text: "Nothing to show" in text)
-    live.press_ctrl_c() if how == "Ctrl-C" else live.command.terminate()
+    live.send_ctrl_c() if how == "Ctrl-C" else live.command.terminate()
     live.read_until(lambda text: LEAVE in text)
     assert live.command.wait(timeout=10) == 0
     assert "Traceback" not in live.text
     assert live.text.index(ENTER) < live.text.index("shown live") < live.text.rindex(LEAVE)
     assert live.text.rindex(HIDE) < live.text.rindex(SHOW)
-    assert live.is_as_before()
+    assert live.is_restored()
 
 
-def test_publishing_costs_next_to_nothing(closes: Any) -> None:
+def test_publishing_is_cheap(closes: Any) -> None:
     envs = closes(make())
     envs.publish_stats()
-    began = time.process_time()
+    started_at = time.process_time()
     for _ in range(1000):
-        envs._driver.card.update()
-    assert time.process_time() - began < 0.1  # a microsecond each
+        envs._stats_file.on_result(None, ())
+    assert time.process_time() - started_at < 0.1  # a microsecond each
 
 
-def test_nothing_to_show_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stats_of_workers_match_their_environments(closes: Any) -> None:
+    envs = closes(make(num_workers=1, use_caller=True))
+    envs.reset(seed=0)
+    for _ in range(20):
+        envs.step(envs.action_space.sample())
+    process, caller = envs.worker_stats()
+    assert (process.in_this_process, caller.in_this_process) == (False, True)
+    assert (process.pid, caller.pid) == (envs.processes[0].pid, os.getpid())
+    assert sorted([*process.envs, *caller.envs]) == [0, 1, 2, 3]
+    for each in (process, caller):
+        assert 0 < each.steps <= 40 * len(each.envs)  # an estimate: not every step is timed
+        assert 0 < each.seconds < 20
+    before = envs.stats()
+    assert before["seconds"] > 0
+    envs.close()
+    with pytest.raises(vecenv.make.gymnasium.error.ClosedEnvironmentError):
+        envs.worker_stats()
+
+
+def test_empty_table_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     from vecenv.tools import cli
 
     assert cli.main(["top", "--once", "--interval", "0.01", "--pid", str(os.getpid())]) == tools.WRONG
@@ -359,7 +378,7 @@ def test_several_programs_have_their_summaries_first() -> None:
     assert "workers 1-6 of 6" in shown[-1]
 
 
-def test_a_worker_that_steps_and_mostly_waits_is_said_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mostly_waiting_worker_is_shown_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vecenv.tools.top.process_state", lambda pid: ("S", worker.started))
     worker = published.PublishedWorker.__new__(published.PublishedWorker)
     for name, value in (("pid", 1), ("started", 5), ("kind", "process")):
@@ -369,7 +388,7 @@ def test_a_worker_that_steps_and_mostly_waits_is_said_to_wait(monkeypatch: pytes
     assert top._state(worker, stepped=False, waiting=1.0) == "idle"
 
 
-# --- files that cannot be trusted -----------------------------------------------------------------
+# --- untrusted files ------------------------------------------------------------------------------
 
 WORKER = {
     "index": 0, "kind": "process", "pid": 1, "started": 5, "first": 0, "last": 1, "restarts": 0, "steps": 6.0,
@@ -390,7 +409,7 @@ def write(folder: Path, content: bytes | dict[str, Any], number: int = 50) -> Pa
     return file
 
 
-def test_a_made_up_file_that_is_right_is_shown(folder: Path) -> None:
+def test_valid_foreign_file_is_shown(folder: Path) -> None:
     write(folder, {**STATS, "pid": os.getpid(), "newer": "words", "workers": [{**WORKER, "newer": 1}]})
     (row,) = rows()
     assert (row.name, row.num_envs, row.resets, row.workers[0].slowest_env) == ("made up", 2, 3, 1)
@@ -420,7 +439,7 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_file_that_cannot_be_read_is_left_out_with_a_word(
+def test_unreadable_file_is_skipped_with_a_warning(
     name: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from vecenv.tools import cli
@@ -441,13 +460,13 @@ def test_a_file_that_cannot_be_read_is_left_out_with_a_word(
     assert watcher.left_out == []
 
 
-def test_a_pipe_among_the_files_is_not_waited_for(folder: Path) -> None:
+def test_pipe_among_the_files_does_not_block(folder: Path) -> None:
     file = write(folder, b"")
     file.unlink()
     os.mkfifo(file)
     watcher = top.Watcher()
     assert watcher.read() == []
-    assert watcher.left_out == [f"a file of pid {os.getpid()}: it is no file"]
+    assert watcher.left_out == [f"a file of pid {os.getpid()}: it is not a file"]
 
 
 @pytest.mark.parametrize(
@@ -463,7 +482,7 @@ def test_a_pipe_among_the_files_is_not_waited_for(folder: Path) -> None:
         ("CartPole-v1 \u00e9\u4e16", "CartPole-v1 \u00e9\u4e16: 2"),
     ],
 )
-def test_a_name_does_nothing_to_the_terminal(name: str, shown: str, folder: Path) -> None:
+def test_name_with_control_characters_is_harmless(name: str, shown: str, folder: Path) -> None:
     console = pytest.importorskip("rich.console").Console(width=400, force_terminal=True, color_system=None)
     write(folder, {**STATS, "name": name})
     found = rows()
@@ -478,7 +497,7 @@ def test_a_name_does_nothing_to_the_terminal(name: str, shown: str, folder: Path
     }
 
 
-def test_a_name_that_is_no_text_is_published_as_one() -> None:
+def test_name_is_converted_to_text() -> None:
     with contextlib.closing(make()) as envs:
         envs.publish_stats(Path("a/path"))
         assert [row.name for row in rows()] == ["a/path"]

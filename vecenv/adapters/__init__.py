@@ -1,7 +1,7 @@
-"""Clients whose interface is not Gymnasium's: one small file a library, no more than its interface needs.
+"""Adapters for libraries with other interfaces than Gymnasium's: one file per library.
 
-What takes a Gymnasium vector environment takes one of vecenv as it is, and has nothing here: RLlib with one agent, and
-programs in the manner of CleanRL; see ``docs/clients.md``. Each name loads its library when it is first touched.
+Libraries that accept a Gymnasium vector environment accept those of vecenv unchanged and need no adapter: RLlib with one
+agent, and programs in the style of CleanRL; see ``docs/clients.md``. Each name imports its library on first access.
 """
 
 from __future__ import annotations

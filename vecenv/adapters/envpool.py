@@ -1,7 +1,7 @@
-"""``as_envpool``: a vector environment behind EnvPool's asynchronous interface.
+"""``as_envpool``: EnvPool's asynchronous interface for a vector environment.
 
-Programs that were written for EnvPool begin all episodes by ``async_reset``, and then go round with ``recv`` and ``send``,
-for the environments that finish first. With this, any environment in Python runs there.
+Programs written for EnvPool start all episodes with ``async_reset``, and then alternate ``recv`` and ``send`` for the
+environments that finish first. With this adapter they can run any environment written in Python.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ Step = tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np
 
 
 def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
-    """A vector environment with the interface of ``envpool.make_gymnasium``; closing it closes ``envs``.
+    """Wrap a vector environment in the interface of ``envpool.make_gymnasium``; closing the wrapper closes ``envs``.
 
-    ``as_envpool(vecenv.make_vec("CartPole-v1", 8, vector_kwargs={"batch_size": 4}))`` goes where
-    ``envpool.make_gymnasium("CartPole-v1", num_envs=8, batch_size=4)`` went.
+    ``as_envpool(vecenv.make_vec("CartPole-v1", 8, vector_kwargs={"batch_size": 4}))`` replaces
+    ``envpool.make_gymnasium("CartPole-v1", num_envs=8, batch_size=4)``.
 
     Args:
-        envs: With next-step autoreset, which is EnvPool's, of a backend whose rows can be reset one by one.
-        seed: Environment i gets ``seed + i`` at its first reset; ``None``: none.
+        envs: A vector environment with next-step autoreset, the mode of EnvPool, and a backend that can reset single rows.
+        seed: Environment i gets ``seed + i`` at its first reset; with ``None`` it gets no seed.
 
     Raises:
-        TypeError: Not a Gymnasium vector environment.
-        ValueError: Another autoreset mode, ``copy=False``, or arrays that are no numpy; says what to change.
+        TypeError: ``envs`` is no Gymnasium vector environment.
+        ValueError: Another autoreset mode, ``copy=False``, or arrays that are not numpy's; the message names the change.
     """
     return EnvPoolLike(envs, seed)
 
 
 class EnvPoolLike:
-    """What :func:`as_envpool` returns.
+    """A vector environment with EnvPool's interface, built by :func:`as_envpool`.
 
     Attributes:
-        vector_env: The vector environment beneath.
-        observation_space, action_space: Of one environment, as EnvPool has it.
+        vector_env: The wrapped vector environment.
+        observation_space, action_space: The spaces of one environment, as in EnvPool.
         config: ``num_envs``, ``batch_size`` and ``seed``.
         all_env_ids: int32 ``(num_envs,)``.
-        is_async: Whether a batch is fewer than all environments.
+        is_async: True if a batch has fewer rows than there are environments.
     """
 
     def __init__(self, envs: AnyVectorEnv, seed: int | None) -> None:
@@ -66,48 +66,48 @@ class EnvPoolLike:
         self.is_async = batch_size < self.num_envs
         self._seeded = np.full(self.num_envs, seed is None)
         self._elapsed = np.zeros(self.num_envs, np.int32)
-        self._begins = np.ones(self.num_envs, np.bool_)  # what comes next of a row is the beginning of an episode
+        self._begins = np.ones(self.num_envs, np.bool_)  # True if the next result is the first of an episode
 
     def async_reset(self) -> None:
-        """Begin an episode in every environment; :meth:`recv` hands out their first observations, as they come.
+        """Begin an episode in every environment; :meth:`recv` returns the first observations as they become ready.
 
-        What was sent and not received is dropped, so this goes on after a failure, too.
+        Pending requests are dropped, so this also works after a failure.
         """
         self._reset(None)
 
     def recv(self) -> Step:
-        """The results of the ``batch_size`` environments that finish first; of fewer, where fewer are in flight.
+        """Return the results of the ``batch_size`` environments that finish first, or of all if fewer are in flight.
 
-        An environment that failed is in flight no longer, and :meth:`reset` brings it back.
+        A failed environment is no longer in flight; :meth:`reset` rebuilds it.
 
         Returns:
             ``(observations, rewards, terminations, truncations, infos)``: rewards float32, and 0 with a first observation.
-            ``infos["env_id"]`` and ``infos["players"]["env_id"]``, int32, say whose rows they are;
-            ``infos["elapsed_step"]``, int32, is how many steps the episode has had. Other infos are Gymnasium's arrays with
-            masks.
+            ``infos["env_id"]`` and ``infos["players"]["env_id"]``, int32, are the indices of the rows;
+            ``infos["elapsed_step"]``, int32, is the number of steps in the episode so far. Others are Gymnasium's arrays
+            with masks.
         """
         return self._received(self.config["batch_size"])
 
     def send(self, action: Any, env_id: Ids = None) -> None:
-        """Step the environments ``env_id``; default, those of the latest :meth:`recv`, in its order."""
+        """Step the environments ``env_id``; by default those of the latest :meth:`recv`, in its order."""
         self.vector_env.send(action, _indices(env_id))
 
     def step(self, action: Any, env_id: Ids = None) -> Step:
-        """:meth:`send`, and then :meth:`recv`."""
+        """Call :meth:`send`, then :meth:`recv`."""
         self.send(action, env_id)
         return self.recv()
 
     def reset(self, env_id: Ids = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode in the environments ``env_id`` (all), and wait for them.
 
-        A reset of all environments drops what was sent and not received.
+        A reset of all environments drops pending requests.
 
         Returns:
-            ``(observations, infos)`` in the order in which they finished, which ``infos["env_id"]`` says.
+            ``(observations, infos)`` in the order in which the environments finished, which is ``infos["env_id"]``.
 
         Raises:
-            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while others are in flight, whose steps would be
-                handed out as resets: :meth:`recv` them first.
+            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while other environments are in flight, and their
+                steps would be returned as resets: :meth:`recv` them first.
         """
         ids = _indices(env_id)
         if ids is not None and (others := self._in_flight()):
@@ -136,14 +136,14 @@ class EnvPoolLike:
     def _received(self, count: int) -> Step:
         try:
             answer = self.vector_env.recv(count=count)
-        except NoAsyncCallError:  # after a failure, whose environment is in flight no longer
+        except NoAsyncCallError:  # after a failure, when fewer are in flight
             left = self._in_flight()
             if not left:
                 raise
             answer = self.vector_env.recv(count=left)
         observations, rewards, terminations, truncations, infos = answer
         ids = infos["env_id"].astype(np.int32)
-        self._seeded[ids] = True  # only now: a reset that fails is asked for again, with its seed
+        self._seeded[ids] = True  # not earlier: a reset that fails is repeated with its seed
         self._elapsed[ids] = np.where(self._begins[ids], 0, self._elapsed[ids] + 1)
         self._begins[ids] = terminations | truncations
         ours = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._elapsed[ids]}

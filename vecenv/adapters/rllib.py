@@ -1,8 +1,8 @@
 """RLlib's multi-agent runner over :class:`vecenv.MultiAgentVecEnv`.
 
-RLlib vectorizes games of many agents only one after the other, in the runner's own process, and has no door for another
-vector environment. ``MultiAgentVecEnvRunner`` is its runner with one method replaced, the one that makes the environment;
-:func:`as_rllib` gives the shapes that the rest of the runner reads: a list with a dict of agents for each environment.
+RLlib runs vectorized games of many agents one after the other in the runner's own process, and has no option for another
+vector environment. ``MultiAgentVecEnvRunner`` is RLlib's runner with one method replaced, ``make_env``. :func:`as_rllib`
+provides the format that the rest of the runner reads: a list with one dict of agents per environment.
 """
 
 from __future__ import annotations
@@ -23,22 +23,21 @@ from ray.rllib.env.multi_agent_env_runner import MultiAgentEnvRunner
 from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
-from vecenv.adapters.single import reset_all
 from vecenv.evaluating.policies import map_leaves
-from vecenv.front.infos import own_keys
+from vecenv.front.driver import dropping_pending
 from vecenv.multi_agent import MultiAgentVecEnv
-from vecenv.multi_agent.views import RESERVED, forwarding, row_of
+from vecenv.multi_agent.views import forwarding
 
 __all__ = ["MultiAgentVecEnvRunner", "RLlibVectorEnv", "as_rllib"]
 
-_COMMON = "__common__"  # RLlib's name for infos of no agent
+_COMMON = "__common__"  # RLlib's key for infos that belong to no agent
 
 
 def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
-    """An RLlib ``VectorMultiAgentEnv`` over games of many agents; closing it closes them.
+    """Wrap games of many agents in an RLlib ``VectorMultiAgentEnv``; closing the wrapper closes ``envs``.
 
     Args:
-        envs: With next-step autoreset and ``copy=True``, the defaults; layout ``"stack"`` or ``"agents"``.
+        envs: Games with next-step autoreset and ``copy=True``, the defaults, and layout ``"stack"`` or ``"agents"``.
 
     Raises:
         TypeError: ``envs`` is no ``MultiAgentVecEnv``.
@@ -57,13 +56,13 @@ def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
 
 @forwarding("vector_env", "call", "get_attr", "render")
 class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
-    """What :func:`as_rllib` returns: lists with a dict of agents for each environment.
+    """An RLlib vector environment, built by :func:`as_rllib`, with one dict of agents per environment.
 
-    An agent has an observation where it acts next, and in the step that ends its episode.
+    An agent has an observation if it acts next, and in the step that ends its episode.
 
     Attributes:
-        vector_env: The :class:`vecenv.MultiAgentVecEnv` beneath.
-        envs: Agents and spaces of each environment, as RLlib asks for them. The environments live elsewhere.
+        vector_env: The wrapped :class:`vecenv.MultiAgentVecEnv`.
+        envs: Agents and spaces of each environment, which RLlib reads. The environments themselves are elsewhere.
     """
 
     def __init__(self, envs: MultiAgentVecEnv) -> None:
@@ -88,18 +87,24 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         return dict.fromkeys(self._agents, space) if self.vector_env.layout == "stack" else dict(space)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Begin an episode in every environment; environment i has the seed ``seed + i``."""
-        obs, infos = reset_all(self.vector_env, seed, options)
+        """Begin an episode in every environment; environment i gets the seed ``seed + i``."""
+
+        def begin() -> Any:
+            self.vector_env.reset_async(seed=seed, options=options)
+            return self.vector_env.results_by_row("reset_wait")
+
+        (obs, infos), own = dropping_pending(self.vector_env, begin)
         acting = infos["agent_mask"]
-        return self._observations(obs, acting), self._infos(infos, acting)
+        return self._observations(obs, acting), self._infos(infos, own, acting)
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> tuple[Any, Any, Any, Any, Any]:
-        """Step all environments; those whose episodes were over begin their next one, whatever their actions.
+        """Step all environments; those with an ended episode begin the next one and ignore their actions.
 
         Raises:
-            ValueError: An agent that has to act has no action; nothing was sent.
+            ValueError: An action is missing for an agent that must act; nothing was sent.
         """
-        obs, rewards, terminated, truncated, infos = self.vector_env.step(self._actions(actions))
+        self.vector_env.step_async(self._actions(actions))
+        (obs, rewards, terminated, truncated, infos), own = self.vector_env.results_by_row("step_wait")
         acted, ended = infos["transition_mask"], terminated | truncated
         shown = infos["agent_mask"] | ended
         paid = acted | ended | (rewards != 0)
@@ -109,13 +114,13 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             self._observations(obs, shown),
             self._dicts(rewards.tolist(), paid),
             self._flags(terminated, acted | ended, done & ~cut),
-            # RLlib takes an episode whose agents were all truncated one by one for terminated: there `__all__` says it
+            # RLlib counts an episode as terminated if all its agents were truncated singly: `__all__` marks the truncation
             self._flags(truncated & ~done[:, None], acted | ended, cut),
-            self._infos(infos, shown),
+            self._infos(infos, own, shown),
         )
 
     def _actions(self, actions: Sequence[Mapping[Any, Any]]) -> Any:
-        """In the layout of the vector environment; an agent that does not act does anything."""
+        """Return the actions in the layout of the vector environment, with a placeholder for agents that do not act."""
         acting = self.vector_env.agent_mask
         missing = [
             f"{agent!r} in env {i}"
@@ -153,21 +158,19 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         rows = self._dicts(flags.tolist(), mask)
         return [{**row, "__all__": every} for row, every in zip(rows, of_all.tolist(), strict=True)]
 
-    def _infos(self, infos: Mapping[str, Any], shown: Any) -> list[dict[Any, Any]]:
+    def _infos(self, infos: Mapping[str, Any], own: Sequence[Mapping[str, Any]], shown: Any) -> list[dict[Any, Any]]:
+        """Return one dict of agents per environment, with its ``own`` infos unchanged and the action masks of ``infos``."""
         found = self._dicts([[{} for _ in self._agents] for _ in range(self.num_envs)], shown)
-        for key in own_keys(infos):
-            value, given = infos[key], infos.get(f"_{key}")
-            if key == "action_mask":
-                by_agent = [value[agent] if isinstance(value, dict) else value[:, j] for j, agent in enumerate(self._agents)]
-                for i, j in np.argwhere(infos["agent_mask"]).tolist():
-                    found[i][self._agents[j]][key] = by_agent[j][i]
-            elif key == "common":
-                for i, row in enumerate(found):
-                    if own := row_of(value, i):
-                        row[_COMMON] = own
-            elif key not in RESERVED and getattr(given, "ndim", 0) == 2:
-                for i, j in np.argwhere(given & shown).tolist():
-                    found[i][self._agents[j]][key] = row_of(value, (i, j))
+        for row, given in zip(found, own, strict=True):
+            for j, info in given.get("agents", {}).items():
+                if self._agents[j] in row:
+                    row[self._agents[j]].update(info)
+            if "common" in given:
+                row[_COMMON] = given["common"]
+        if (masks := infos.get("action_mask")) is not None:
+            by_agent = [masks[agent] if isinstance(masks, dict) else masks[:, j] for j, agent in enumerate(self._agents)]
+            for i, j in np.argwhere(infos["agent_mask"]).tolist():
+                found[i][self._agents[j]]["action_mask"] = by_agent[j][i]
         return found
 
     def close_extras(self, **kwargs: Any) -> None:
@@ -176,7 +179,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
 
 class _Game(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
-    """Agents and spaces of one environment; spaces of its own, so that each can be seeded."""
+    """Agents and spaces of one environment; its action spaces are copies, so that each can be seeded."""
 
     def __init__(self, envs: RLlibVectorEnv) -> None:
         super().__init__()
@@ -187,20 +190,20 @@ class _Game(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
 
 class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-ignore]
-    """RLlib's multi-agent runner over :class:`vecenv.MultiAgentVecEnv`: ``config.env_runners(env_runner_cls=...)``.
+    """An RLlib multi-agent runner over :class:`vecenv.MultiAgentVecEnv`: ``config.env_runners(env_runner_cls=...)``.
 
     The function given to ``register_env`` (or to ``config.environment``) builds the vector environment;
     ``context["num_envs"]`` is ``num_envs_per_env_runner``.
 
     Raises:
         ValueError: No function is registered under the name, or it builds another number of environments.
-        TypeError: It builds something else.
+        TypeError: The function builds something else.
     """
 
     env: Any
 
     def make_env(self) -> None:
-        """Build the environments by the registered function, in the place of those that were there."""
+        """Close the current environments, if any, and build new ones with the registered function."""
         if self.env is not None:
             self.env.close()
             self.env = None

@@ -1,9 +1,9 @@
-"""``as_sb3``: a vector environment as Stable-Baselines3 wants one; ``evaluate_sb3``: its models on a list of episodes.
+"""``as_sb3``: a Stable-Baselines3 ``VecEnv`` over a vector environment; ``evaluate_sb3``: its models on a list of episodes.
 
-SB3's interface is older than Gymnasium's: one ``done`` flag, a list of infos, and in the step that ends an episode the first
-observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP`` is that in
-other words, and is translated row by row. In the other modes the rows of a step hold the true last observations, and
-environments whose episode has ended are reset at once, by a mask; so no transition is lost and none is made up, in any mode.
+SB3's interface is older than Gymnasium's. It has one ``done`` flag and a list of infos; a step that ends an episode returns
+the first observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP``
+means the same in another format, and is translated row by row. In the other modes a step returns the true last observations,
+and environments with an ended episode are reset at once, by a mask. So every mode yields every transition and no false one.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require
 from vecenv.evaluating import evaluate
 from vecenv.evaluating.episodes import EpisodeResult, Listed
 from vecenv.evaluating.policies import map_leaves
-from vecenv.front.arguments import OnlyMask
-from vecenv.front.infos import info_rows
+from vecenv.front.arguments import MaskOnlyOptions
+from vecenv.front.by_row import infos_by_row
 
 __all__ = ["SB3VecEnv", "as_sb3", "evaluate_sb3"]
 
@@ -34,29 +34,29 @@ Indices = int | Iterable[int] | None
 
 
 def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
-    """A Stable-Baselines3 ``VecEnv`` over a vector environment; closing it closes ``envs``.
+    """Wrap a vector environment in a Stable-Baselines3 ``VecEnv``; closing the wrapper closes ``envs``.
 
-    ``as_sb3(vecenv.make_vec("CartPole-v1", 8))`` goes where ``make_vec_env("CartPole-v1", 8)`` or ``SubprocVecEnv(...)``
-    went, under ``VecMonitor``, ``VecNormalize`` and the rest. Rewards are float32, as ``DummyVecEnv``'s are.
+    ``as_sb3(vecenv.make_vec("CartPole-v1", 8))`` replaces ``make_vec_env("CartPole-v1", 8)`` or ``SubprocVecEnv(...)``,
+    and works under ``VecMonitor``, ``VecNormalize`` and the like. Rewards are float32, as in ``DummyVecEnv``.
 
     Args:
-        envs: Any vector environment whose arrays are fresh numpy, of every backend. With ``autoreset_mode="SameStep"`` a
+        envs: A vector environment of any backend that returns fresh numpy arrays. With ``autoreset_mode="SameStep"`` a
             step that ends an episode is one trip to the environments; in the other modes it is two.
 
     Raises:
         ImportError: Stable-Baselines3 is not installed.
-        TypeError: Not a Gymnasium vector environment.
-        ValueError: ``copy=False``, or arrays that are no numpy; says what to change.
-        NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not have.
+        TypeError: ``envs`` is no Gymnasium vector environment.
+        ValueError: ``copy=False``, or arrays that are not numpy's; the message names the change.
+        NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not support.
     """
     return SB3VecEnv(envs)
 
 
 class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 is not installed)
-    """What :func:`as_sb3` returns.
+    """A Stable-Baselines3 ``VecEnv`` over a vector environment, built by :func:`as_sb3`.
 
     Attributes:
-        vector_env: The vector environment beneath.
+        vector_env: The wrapped vector environment.
         reset_infos: The info of each environment's latest reset.
     """
 
@@ -67,8 +67,8 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self._singles = SingleEnvs(envs)
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._actions: Any = None
-        self._begin: Any = getattr(envs, "step_async", None)  # vector wrappers and compiled environments have none
-        self._finish: Any = getattr(envs, "step_wait", None)
+        self._begin: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
+        self._by_row = infos_by_row(envs)
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self._structured = isinstance(envs.single_action_space, (spaces.Dict, spaces.Tuple))
         self._added = added_keys(envs)
@@ -78,21 +78,20 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self) -> Any:
-        """Reset all environments, with what ``seed`` and ``set_options`` said since the last time; drops a pending step."""
+        """Reset all environments with the latest ``seed`` and ``set_options``; drops a pending step."""
         options: Any = self._options
         if all(each == options[0] for each in options):
             options = options[0] or None
-        observations, infos = reset_all(self.vector_env, self._seeds, options)
-        self.reset_infos = info_rows(infos, self.num_envs)
+        observations, self.reset_infos = reset_all(self._by_row, self._seeds, options)
         self._reset_seeds()
         self._reset_options()
         return observations
 
     def set_options(self, options: list[dict[str, Any]] | dict[str, Any] | None = None) -> None:
-        """Options of the next reset: one dict for all environments, or a list with one for each.
+        """Set the options of the next reset: one dict for all environments, or a list with one dict per environment.
 
         Raises (the next ``reset``):
-            ValueError, NotImplementedError: The vector environment takes none, or cannot give each its own.
+            ValueError, NotImplementedError: The vector environment accepts no options, or no separate ones.
         """
         super().set_options(options)
 
@@ -100,7 +99,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """Begin a step.
 
         Args:
-            actions: ``actions[i]`` is environment i's, as everywhere in SB3; of a ``Dict`` space, a dict is the batch.
+            actions: ``actions[i]`` belongs to environment i, as always in SB3; for a ``Dict`` space, a dict is the batch.
         """
         if self._structured and not isinstance(actions, Mapping):
             actions = self._joined(actions)
@@ -110,55 +109,55 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
             self._begin(actions)
 
     def _joined(self, actions: Any) -> Any:
-        """One structured action an environment as the batch that vector environments take."""
+        """Join one structured action per environment to a batch for vector environments."""
         if len(actions) != self.num_envs:
             raise ValueError(f"step wants an action for each of {self.num_envs} environments, got {len(actions)}")
         empty: Any = create_empty_array(self.action_space, self.num_envs)
         return concatenate(self.action_space, list(actions), empty)
 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
-        """Finish it: ``(observations, rewards, dones, infos)``."""
-        results = self.vector_env.step(self._actions) if self._begin is None else self._finish()
-        observations, rewards, terminations, truncations, infos = results
+        """Finish the step and return ``(observations, rewards, dones, infos)``."""
+        results = self._by_row.step(self._actions) if self._begin is None else self._by_row.step_wait()
+        observations, rewards, terminations, truncations, rows = results
         dones = terminations | truncations
-        rows = info_rows(infos, self.num_envs)
         ended = np.flatnonzero(dones).tolist()
+        last: dict[int, Any] = {}
         if ended and not self._same_step:
+            last = {row: _row(observations, row) for row in ended}
+            observations, infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=dones.copy()))
             for row in ended:
-                rows[row]["terminal_observation"] = _row(observations, row)
-            observations, infos = self.vector_env.reset(options=OnlyMask(reset_mask=dones.copy()))
-            for row, info in enumerate(info_rows(infos, self.num_envs)):
-                if dones[row]:
-                    self.reset_infos[row] = info
+                self.reset_infos[row] = infos[row]
         elif ended:
             for row in ended:
-                rows[row], self.reset_infos[row] = _parted(rows[row], self._added)
+                rows[row], last[row], self.reset_infos[row] = _parted(rows[row], self._added)
         for info, truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
             info["TimeLimit.truncated"] = truncated
+        for row, observation in last.items():
+            rows[row]["terminal_observation"] = observation
         return observations, rewards.astype(np.float32), dones, rows
 
     # -- single environments ----------------------------------------------------------------------------------------
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
-        """An attribute of each environment, of whichever wrapper has it."""
+        """Return an attribute of each environment, from the outermost wrapper that has it."""
         return self._singles.get(attr_name, self._get_indices(indices))
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Set an attribute where it is, below wrappers too; SB3's own sets it on the outermost wrapper, and there only."""
+        """Set an attribute where it exists, also below wrappers; SB3's own environments set it only on the outermost one."""
         self._singles.set(attr_name, value, self._get_indices(indices))
 
     def env_method(self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any) -> list[Any]:
-        """Call a method of each environment, of whichever wrapper has it."""
+        """Call a method of each environment, of the outermost wrapper that has it."""
         return self._singles.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
-        """Whether each environment has a wrapper of this class."""
+        """Return for each environment True if it has a wrapper of this class."""
         return self._singles.is_wrapped(wrapper_class, self._get_indices(indices))
 
     # -- pictures and the end ---------------------------------------------------------------------------------------
 
     def get_images(self) -> Sequence[npt.NDArray[np.uint8] | None]:
-        """One frame an environment; ``None`` each, with a warning, unless ``render_mode`` is ``"rgb_array"``."""
+        """Return one frame per environment; ``None`` each, with a warning, unless ``render_mode`` is ``"rgb_array"``."""
         if self.render_mode != "rgb_array":
             warnings.warn(f"render_mode is {self.render_mode!r}; pictures need 'rgb_array'", stacklevel=2)
             return [None] * self.num_envs
@@ -169,22 +168,20 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self.vector_env.close()
 
 
-def _parted(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The info of an episode's last step, and that of the reset after it, which same-step mode puts beside it.
+def _parted(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+    """Split an info of same-step mode into the last step's info and observation, and the info of the following reset.
 
-    What vector wrappers ``added`` is about the episode that ended.
+    Keys ``added`` by vector wrappers belong to the episode that ended.
     """
     info: dict[str, Any] = merged.pop("final_info", {})
     info.update({key: merged.pop(key) for key in added if key in merged})
-    if "final_obs" in merged:
-        info["terminal_observation"] = merged.pop("final_obs")
-    if "restarted" in merged:  # on_failure="restart": this step was lost, and the episode with it
+    if merged.get("restarted") is True:  # on_failure="restart": the step was lost, and with it the episode
         info["restarted"] = merged.pop("restarted")
-    return info, merged
+    return info, merged.pop("final_obs", None), merged
 
 
 def _row(batch: Any, row: int) -> Any:
-    """One environment's observation, as a copy; where the space is Discrete, environments give an int."""
+    """Copy one environment's observation; for a Discrete space it is an int, as from the environment itself."""
     return map_leaves(lambda leaf: int(leaf[row]) if isinstance(leaf[row], np.int64) else leaf[row].copy(), batch)
 
 
@@ -194,22 +191,22 @@ def _row(batch: Any, row: int) -> Any:
 def evaluate_sb3(
     model: BaseAlgorithm, envs: Any, episodes: Listed, *, deterministic: bool = True, **options: Any
 ) -> list[EpisodeResult]:
-    """:func:`vecenv.evaluate` of a Stable-Baselines3 model, in the place of ``evaluate_policy``.
+    """Run :func:`vecenv.evaluate` with a Stable-Baselines3 model; replaces ``evaluate_policy``.
 
-    Observations are normalised by the statistics of the model's own ``VecNormalize``, if it has one, which stay as they are;
-    returns are those of the environments. A recurrent policy (sb3-contrib) keeps a state for each row.
+    Observations are normalised with the statistics of the model's own ``VecNormalize``, if any, without updating them;
+    returns are those of the environments. A recurrent policy (sb3-contrib) keeps one state per row.
 
     Args:
-        model: Anything with ``predict``, ``observation_space`` and ``action_space``, as SB3's algorithms.
-        envs: A vector environment, or what :func:`as_sb3` made of one. What the model was trained through beside
-            ``VecNormalize`` and ``VecMonitor``, a stack of frames for one, has to be in its environments.
-        episodes: How many, or a sequence of :class:`vecenv.Episode`.
-        deterministic: The likeliest action. Otherwise it is drawn from torch's generator, and no two evaluations are alike.
-        options: As of :func:`vecenv.evaluate`.
+        model: An object with ``predict``, ``observation_space`` and ``action_space``, such as SB3's algorithms.
+        envs: A vector environment, or the result of :func:`as_sb3`. Wrappers used in training other than ``VecNormalize``
+            and ``VecMonitor``, for example a stack of frames, must be in its environments.
+        episodes: A number of episodes, or a sequence of :class:`vecenv.Episode`.
+        deterministic: Use the likeliest action. Otherwise actions are drawn from torch's generator, and evaluations differ.
+        options: Further arguments of :func:`vecenv.evaluate`.
 
     Raises:
-        ValueError: The model's observations or actions are of other spaces than the environments'.
-        Exception: As :func:`vecenv.evaluate`.
+        ValueError: The model's observation or action space differs from that of the environments.
+        Exception: The errors of :func:`vecenv.evaluate`.
     """
     inner = envs.vector_env if isinstance(envs, SB3VecEnv) else envs
     for name in ("observation", "action"):
@@ -220,11 +217,11 @@ def evaluate_sb3(
 
 
 class _Predicting:
-    """``model.predict`` as a policy; states of recurrent ones are ``(layers, rows, ...)``."""
+    """A policy that calls ``model.predict``; states of recurrent models are ``(layers, rows, ...)``."""
 
     def __init__(self, model: Any, envs: Any, deterministic: bool) -> None:
         self._model = model
-        self._rows = getattr(envs, "num_envs", 0) + 1  # and one for padding
+        self._rows = getattr(envs, "num_envs", 0) + 1  # one more for padding
         self._deterministic = deterministic
         self._normalize: Any = model.get_vec_normalize_env() if hasattr(model, "get_vec_normalize_env") else None
         self._states: tuple[npt.NDArray[Any], ...] | None = None

@@ -1,6 +1,6 @@
-"""A vector environment seen as single environments, for clients that want them one by one.
+"""Access to the single environments of a vector environment, for libraries that use them one by one.
 
-Workers import this module to answer for their environments, so it must import no client's library.
+Workers import this module to run its functions on their environments, so it must import none of these libraries.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ AnyVectorEnv = VectorEnv[Any, Any, Any]
 def require(
     envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False
 ) -> AutoresetMode:
-    """Refuse what would give a client wrong rows; returns the autoreset mode. ``any_arrays``: those of JAX and torch too.
+    """Raise for settings that would give a client wrong rows; returns the autoreset mode.
+
+    With ``any_arrays``, arrays of JAX and torch are accepted too.
 
     Raises:
-        TypeError: Not a Gymnasium vector environment.
-        ValueError: An autoreset mode that is not in ``modes``, arrays that change under the client, or that are no numpy.
+        TypeError: ``envs`` is no Gymnasium vector environment.
+        ValueError: An autoreset mode not in ``modes``, arrays that the next step overwrites, or arrays that are not numpy's.
     """
     if not isinstance(envs, VectorEnv):
         raise TypeError(f"{client} wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
@@ -51,28 +53,28 @@ def require(
     return AutoresetMode(mode)
 
 
-def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-    """Reset all environments, for a client whose library cannot fetch what is pending.
+def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, Any]:
+    """Reset all environments for a library that cannot receive a pending step itself.
 
-    After a failure, a timeout or a Ctrl-C the answer to a step may still be pending. It is fetched and dropped first, so the
-    next reset of a client always goes on.
+    After a failure, a timeout or a Ctrl-C the result of a step may still be pending. It is received and dropped first, so
+    that the next reset always works.
 
     Raises:
-        StepTimeout: The pending answer is still not there; it stays pending.
+        StepTimeout: The pending result is still not ready; it stays pending.
     """
-    answer: tuple[Any, dict[str, Any]] = dropping_pending(envs, lambda: envs.reset(seed=seed, options=options))
-    return answer
+    result: tuple[Any, Any] = dropping_pending(envs, lambda: envs.reset(seed=seed, options=options))
+    return result
 
 
 def _wrappers(envs: Any) -> Iterator[Any]:
-    """The vector wrappers, from the outside in."""
+    """Yield the vector wrappers from the outermost to the innermost."""
     while isinstance(envs, VectorWrapper):
         yield envs
         envs = envs.env
 
 
 def _converted_to(envs: AnyVectorEnv) -> str:
-    """The library whose arrays the outermost of Gymnasium's converting wrappers makes; empty without one."""
+    """Return the library of the arrays from the outermost of Gymnasium's converting wrappers; empty without one."""
     for wrapper in _wrappers(envs):
         if (target := getattr(wrapper, "_target_xp", None)) is not None:
             return str(target.__name__).rpartition("compat.")[2]
@@ -80,15 +82,15 @@ def _converted_to(envs: AnyVectorEnv) -> str:
 
 
 def added_keys(envs: AnyVectorEnv) -> list[str]:
-    """The keys under which vector wrappers put statistics of episodes into infos."""
+    """Return the keys under which vector wrappers add statistics of episodes to infos."""
     return [wrapper._stats_key for wrapper in _wrappers(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
 
 class SingleEnvs:
-    """The environments of a vector environment, to be asked by index in whatever process they live.
+    """The environments of a vector environment, accessed by index, in any process.
 
-    Those that are no Python objects (EnvPool's, JAX-native ones) have no wrappers, and only the attributes that their vector
-    environment knows of each: ``render_mode``, ``spec``, ``metadata``, ``action_space`` and ``observation_space``.
+    Environments that are not Python objects (EnvPool's, JAX-native ones) have no wrappers, only attributes that the
+    vector environment has for each: ``render_mode``, ``spec``, ``metadata``, ``action_space`` and ``observation_space``.
     """
 
     def __init__(self, envs: AnyVectorEnv) -> None:
@@ -105,21 +107,21 @@ class SingleEnvs:
         }
 
     def get(self, name: str, rows: Iterable[int]) -> list[Any]:
-        """An attribute, of whichever wrapper has it. Raises AttributeError."""
+        """Return an attribute of the outermost wrapper that has it. Raises AttributeError."""
         if not self._are_python and name in self._known:
             return [self._known[name] for _ in rows]
         return self._ask(name, methodcaller("get_wrapper_attr", name), rows)
 
     def set(self, name: str, value: Any, rows: Iterable[int]) -> None:
-        """Set an attribute where it is, on the outermost wrapper if it is nowhere."""
+        """Set an attribute where it exists, or on the outermost wrapper if it does not exist."""
         self._ask(name, methodcaller("set_wrapper_attr", name, value), rows)
 
     def call(self, name: str, rows: Iterable[int], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method, of whichever wrapper has it. Raises AttributeError, or what the method raises."""
+        """Call a method of the outermost wrapper that has it. Raises AttributeError, or the error of the method."""
         return self._ask(name, _call, rows, name, args, kwargs)
 
     def is_wrapped(self, wrapper: type[Any], rows: Iterable[int]) -> list[bool]:
-        """Whether there is a wrapper of this class, or of one derived from it."""
+        """Return True for each row with a wrapper of this class or a subclass."""
         if not self._are_python:
             return [False for _ in rows]
         return self._ask("", has_wrapper, rows, class_name(wrapper))
@@ -129,7 +131,7 @@ class SingleEnvs:
             raise AttributeError(
                 f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
             )
-        wanted = [range(self._num_envs)[row] for row in rows]  # as of a list: from the end if negative, or IndexError
+        wanted = [range(self._num_envs)[row] for row in rows]  # list indexing: negative ones count from the end
         if not wanted:
             return []
         answers = self._inner.exec_func(question, sorted(set(wanted)), *args)

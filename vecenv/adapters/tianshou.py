@@ -1,7 +1,7 @@
-"""``as_tianshou``: a vector environment as Tianshou's collectors want one.
+"""``as_tianshou``: a vector environment for Tianshou's collectors.
 
-Tianshou resets environments itself, by index and as soon as their episodes have ended, and when it has enough episodes steps
-only some of them. That is a reset mask, which also takes the place of a pending autoreset, and ``send`` and ``recv``.
+Tianshou resets environments itself, by index, as soon as their episodes have ended; when it has enough episodes, it steps
+only some environments. The adapter uses a reset mask, which also replaces a pending autoreset, and ``send`` and ``recv``.
 """
 
 from __future__ import annotations
@@ -16,46 +16,47 @@ from gymnasium.vector.utils import batch_space, iterate
 from tianshou.env import BaseVectorEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require, reset_all
-from vecenv.front.arguments import OnlyMask
-from vecenv.front.infos import info_rows
+from vecenv.front.arguments import MaskOnlyOptions
+from vecenv.front.by_row import infos_by_row
 
 __all__ = ["TianshouVectorEnv", "as_tianshou"]
 
 Ids = int | Sequence[int] | npt.NDArray[np.integer[Any]] | None
 Objects = npt.NDArray[np.object_]
-Row = tuple[Any, Any, Any, Any, dict[str, Any]]
+Row = tuple[Any, Any, Any, Any, Any, int]  # the results of a step, and the index of the environment
 Columns = tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.bool_], Objects]
 
 
 def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVectorEnv:
-    """A Tianshou ``BaseVectorEnv`` for its ``Collector``; closing it closes ``envs``.
+    """Wrap a vector environment in a Tianshou ``BaseVectorEnv`` for its ``Collector``; closing it closes ``envs``.
 
-    ``as_tianshou(vecenv.make_vec("CartPole-v1", 8))`` goes where ``SubprocVectorEnv(...)`` went.
+    ``as_tianshou(vecenv.make_vec("CartPole-v1", 8))`` replaces ``SubprocVectorEnv(...)``.
 
     Args:
         envs: The vector environment.
-        wait_num: For Tianshou's asynchronous mode: ``step`` returns as soon as that many environments are done. Some
-            environments are then reset while others step, which worker processes can do. Default, all, and no asynchronous
-            mode.
+        wait_num: For Tianshou's asynchronous mode: ``step`` returns as soon as that many environments are ready. Some
+            environments are then reset while others step, which worker processes can do. By default ``step`` waits for all
+            environments, and there is no asynchronous mode.
 
     Raises:
         ImportError: Tianshou is not installed.
-        TypeError: Not a Gymnasium vector environment; Tuple observations, which Tianshou does not have.
-        ValueError: Same-step autoreset, ``copy=False``, or arrays that are no numpy; says what to change. ``wait_num`` is
-            not within 1 and the number of environments, or a vector wrapper is around them, which knows no single rows.
+        TypeError: ``envs`` is not a Gymnasium vector environment, or has Tuple observations, which Tianshou cannot process.
+        ValueError: Same-step autoreset, ``copy=False``, or arrays that are not numpy's; the message gives a remedy.
+            ``wait_num`` is not between 1 and the number of environments, or is used with a vector wrapper, which cannot
+            process single rows.
     """
     return TianshouVectorEnv(envs, wait_num)
 
 
 class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # (Any where Tianshou is not installed)
-    """What :func:`as_tianshou` returns.
+    """A Tianshou vector environment, built by :func:`as_tianshou`.
 
     Attributes:
-        vector_env: The vector environment beneath.
+        vector_env: The wrapped vector environment.
     """
 
     def __init__(self, envs: AnyVectorEnv, wait_num: int | None = None) -> None:
-        # (the base's would build environments, and workers for them)
+        # no super().__init__(): it would build environments and workers
         require(envs, "Tianshou", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
         if isinstance(envs.observation_space.sample(), tuple):
             raise TypeError(f"Tianshou does not support Tuple observations, got {envs.single_observation_space}")
@@ -69,20 +70,21 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             raise ValueError(f"wait_num must be within 1..{envs.num_envs}, got {wait_num!r}")
         self.is_async = self.wait_num < envs.num_envs
         self._inner: Any = envs.unwrapped
+        self._by_row, self._inner_by_row = infos_by_row(envs), infos_by_row(self._inner)
         if self.is_async and self._inner is not envs:
-            raise ValueError(f"wait_num steps and resets single rows, which vector wrappers do not see: give {self._inner}")
-        self._held: list[Row] = []  # steps that were done while something else was waited for
-        self._resetting: set[int] = set()  # resets that were asked for, and not handed out
+            raise ValueError(f"wait_num steps and resets single rows, which vector wrappers cannot do: pass {self._inner}")
+        self._held: list[Row] = []  # results of steps that arrived while waiting for other rows
+        self._resetting: set[int] = set()  # rows with a submitted reset that has not finished
         self.timeout = None
 
-    # Tianshou's two lists are read from the engine's table of pending requests, so a failure leaves no environment in them.
+    # both lists come from the engine's table of pending requests, so that a failed environment does not stay in them
 
     @property
     def waiting_id(self) -> list[int]:
-        """The environments whose step was asked for and not handed out, in asynchronous mode."""
+        """The environments with a step that has been sent but not returned, in asynchronous mode."""
         if not self.is_async:
             return []
-        return [*(row[4]["env_id"] for row in self._held), *self.vector_env.in_flight.tolist()]
+        return [*(row[5] for row in self._held), *self.vector_env.in_flight.tolist()]
 
     @property
     def ready_id(self) -> list[int]:
@@ -91,152 +93,153 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return [row for row in range(self.env_num) if row not in waiting]
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[npt.NDArray[Any], Objects]:
-        """Reset the environments ``env_id`` (all), each with the keywords that are given here.
+        """Reset the environments ``env_id`` (all), each with the given keywords.
 
-        A reset of all drops what was sent and not handed out: it goes on after a failure, a timeout or a Ctrl-C.
+        A reset of all environments drops pending requests, so it works after a failure, a timeout or a Ctrl-C.
 
         Args:
-            env_id: Which.
-            seed: As everywhere in Tianshou, an int is the seed of *each* environment; a sequence has one for each.
-            options: For each environment.
+            env_id: The indices of the environments.
+            seed: An int is the seed of *each* environment, as always in Tianshou; a sequence has one seed per environment.
+            options: The options of each environment.
 
         Returns:
             Their observations and infos, in the order of ``env_id``.
         """
         self._assert_is_not_closed()
-        ids = self._ids(env_id)
+        ids = self._parse_ids(env_id)
         seed = kwargs.pop("seed", None)
         options = kwargs.pop("options", None)
         if kwargs:
-            raise TypeError(f"reset() of an environment has no {sorted(kwargs)}: 'seed' and 'options'")
-        each = [seed] * len(ids) if seed is None or isinstance(seed, (int, np.integer)) else list(seed)
-        if len(each) != len(ids):
-            raise ValueError(f"got {len(each)} seeds for {len(ids)} environments")
-        # (without seeds it is None, which environments that can only be seeded all at once want)
-        seeds = None if all(one is None for one in each) else [None if one is None else int(one) for one in each]
-        every = len(ids) == self.env_num
-        if self.is_async and not every:
-            return self._reset_in_flight(ids, seeds, options)
+            raise TypeError(f"reset() of an environment accepts only 'seed' and 'options', got {sorted(kwargs)}")
+        row_seeds = [seed] * len(ids) if seed is None or isinstance(seed, (int, np.integer)) else list(seed)
+        if len(row_seeds) != len(ids):
+            raise ValueError(f"got {len(row_seeds)} seeds for {len(ids)} environments")
+        # one `None` instead of a list of `None`s: some environments accept a seed only for all rows at once
+        seeds = None if all(one is None for one in row_seeds) else [None if one is None else int(one) for one in row_seeds]
+        all_rows = len(ids) == self.env_num
+        if self.is_async and not all_rows:
+            return self._reset_async(ids, seeds, options)
         if seeds is not None:
             given = dict(zip(ids.tolist(), seeds, strict=True))
             seeds = [given.get(i) for i in range(self.env_num)]
-        if every:
-            observations, infos = reset_all(self.vector_env, seeds, options)
+        if all_rows:
+            observations, infos = reset_all(self._by_row, seeds, options)
             self._held, self._resetting = [], set()
         else:
             mask = np.isin(np.arange(self.env_num), ids)
-            options = OnlyMask({**(options or {}), "reset_mask": mask})
-            observations, infos = self.vector_env.reset(seed=seeds, options=options)
-        nothing = np.zeros(self.env_num)
-        rows = self._rows((observations, nothing, nothing, nothing, infos), range(self.env_num))
-        return _begun([rows[i] for i in ids])
+            options = MaskOnlyOptions({**(options or {}), "reset_mask": mask})
+            observations, infos = self._by_row.reset(seed=seeds, options=options)
+        zeros = np.zeros(self.env_num)
+        rows = self._split_rows(observations, zeros, zeros, zeros, infos, range(self.env_num))
+        return _reset_result([rows[i] for i in ids])
 
     def step(self, action: Any, id: Ids = None) -> Columns:
         """Step the environments ``id`` (all).
 
         Returns:
-            ``(observations, rewards, terminations, truncations, infos)`` in the order of ``id``; infos an object array of
-            dicts, with ``"env_id"``.
+            ``(observations, rewards, terminations, truncations, infos)`` in the order of ``id``; infos are an object array
+            of dicts with ``"env_id"``.
         """
         self._assert_is_not_closed()
-        ids = self._ids(id)
+        ids = self._parse_ids(id)
         if self.is_async:
-            return self._step_in_flight(action, ids)
+            return self._step_async(action, ids)
         if action is None or len(action) != len(ids):
-            raise ValueError(f"step wants an action for each of {len(ids)} environments, got {action!r}")
+            raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
         actions = np.asarray(action)
         if len(ids) < self.env_num:
             self._inner.send(actions, ids)
-            received = {row[4]["env_id"]: row for row in self._received(len(ids))}
-            return self._columns([received[i] for i in ids.tolist()])
-        rows = self._rows(self.vector_env.step(actions[np.argsort(ids)]), range(self.env_num))
-        return self._columns([rows[i] for i in ids])
+            received = {row[5]: row for row in self._receive(len(ids))}
+            return self._join_rows([received[i] for i in ids.tolist()], self._wrap_id(id))
+        rows = self._split_rows(*self._by_row.step(actions[np.argsort(ids)]), range(self.env_num))
+        return self._join_rows([rows[i] for i in ids], self._wrap_id(id))
 
     # -- some step while others are reset ---------------------------------------------------------------------------
 
-    def _step_in_flight(self, action: Any, ids: npt.NDArray[np.intp]) -> Columns:
-        """Send ``action``, if there is one, and hand out the next ``wait_num`` rows, or all that are left."""
+    def _step_async(self, action: Any, ids: npt.NDArray[np.intp]) -> Columns:
+        """Send ``action`` unless it is ``None``; then return the next ``wait_num`` rows, or all rows if fewer are left."""
         self._finish_resets()
         if action is not None:
             self._assert_id(ids)
             if len(action) != len(ids):
-                raise ValueError(f"step wants an action for each of {len(ids)} environments, got {action!r}")
+                raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
             self.vector_env.send(np.asarray(action), ids)
         wanted = min(self.wait_num, len(self.waiting_id)) - len(self._held)
         if wanted > 0:
-            self._held += self._received(wanted)
+            self._held += self._receive(wanted)
         done, self._held = self._held, []
         if not done:
-            raise ValueError("no environment is stepping: step(None) fetches what was sent before")
-        return self._columns(done)
+            raise ValueError("no environment is stepping: step(None) returns the results of earlier steps")
+        return self._join_rows(done)
 
-    def _columns(self, rows: Sequence[Row]) -> Columns:
-        observations, *numbers, infos = zip(*rows, strict=True)
+    def _join_rows(self, rows: Sequence[Row], env_ids: Any = None) -> Columns:
+        """Join rows into columns; ``env_ids`` are their indices in the caller's types, as in Tianshou's own classes."""
+        observations, *numbers, infos, ids = zip(*rows, strict=True)
         rewards, terminations, truncations = map(np.stack, numbers)
-        return _stacked(observations), rewards, terminations, truncations, _objects(infos)
+        for info, index in zip(infos, ids if env_ids is None else env_ids, strict=True):
+            info["env_id"] = index
+        return _stack(observations), rewards, terminations, truncations, _object_array(infos)
 
-    def _reset_in_flight(self, ids: npt.NDArray[np.intp], seeds: Any, options: Any) -> tuple[Any, Objects]:
+    def _reset_async(self, ids: npt.NDArray[np.intp], seeds: Any, options: Any) -> tuple[Any, Objects]:
         """Reset environments that are not stepping; rows of others that arrive meanwhile are kept for the next step."""
         self._finish_resets()
         self._assert_id(ids)
         self.vector_env.reset_async(seed=seeds, options=options, env_id=ids)
         self._resetting = set(ids.tolist())
-        begun = self._finish_resets()
-        return _begun([begun[index] for index in ids.tolist()])
+        first_rows = self._finish_resets()
+        return _reset_result([first_rows[index] for index in ids.tolist()])
 
     def _finish_resets(self) -> dict[int, Row]:
-        """First rows of the resets that were asked for; after a failure the next call drops them."""
-        begun: dict[int, Row] = {}
+        """Wait for the submitted resets and return their rows; after a failure, the next call discards the other rows."""
+        first_rows: dict[int, Row] = {}
         while self._resetting and not self._resetting.isdisjoint(self.vector_env.in_flight.tolist()):
-            (row,) = self._received(1)
-            index = row[4]["env_id"]
+            (row,) = self._receive(1)
+            index = row[5]
             if index in self._resetting:
-                begun[index] = row
+                first_rows[index] = row
             else:
                 self._held.append(row)
         self._resetting = set()
-        return begun
+        return first_rows
 
-    def _received(self, count: int) -> list[Row]:
-        answer = self._inner.recv(count=count)
-        return self._rows(answer, answer[4]["env_id"].tolist())
+    def _receive(self, count: int) -> list[Row]:
+        observations, rewards, terminations, truncations, infos, ids = self._inner_by_row.recv(count=count)
+        return self._split_rows(observations, rewards, terminations, truncations, infos, ids.tolist())
 
-    def _rows(self, answer: Any, ids: Sequence[int]) -> list[Row]:
-        """What a batch holds of each of its environments."""
-        observations, rewards, terminations, truncations, infos = answer
-        listed = info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, len(ids))
-        for info, index in zip(listed, ids, strict=True):
-            info["env_id"] = index
+    def _split_rows(
+        self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: list[Any], ids: Sequence[int]
+    ) -> list[Row]:
+        """Split a batch into the results of its environments."""
         if not isinstance(observations, np.ndarray):
             space = self.vector_env.observation_space
             if len(ids) != self.env_num:
                 space = batch_space(self.vector_env.single_observation_space, len(ids))
             observations = iterate(space, observations)
-        return list(zip(observations, rewards, terminations, truncations, listed, strict=True))
+        return list(zip(observations, rewards, terminations, truncations, infos, ids, strict=True))
 
-    def _ids(self, env_id: Ids) -> npt.NDArray[np.intp]:
+    def _parse_ids(self, env_id: Ids) -> npt.NDArray[np.intp]:
         ids: npt.NDArray[np.intp] = np.arange(self.env_num)[self._wrap_id(env_id)]
         return ids
 
     # -- single environments ----------------------------------------------------------------------------------------
 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
-        """An attribute of the environments ``id`` (all), of whichever wrapper has it."""
+        """Return an attribute of the environments ``id`` (all), from the outermost wrapper that has it."""
         self._assert_is_not_closed()
-        if key == "action_space":  # always the same ones, which :meth:`seed` has seeded
-            return [self._action_spaces[i] for i in self._ids(id).tolist()]
-        return self._singles.get(key, self._ids(id).tolist())
+        if key == "action_space":  # always the same objects, which :meth:`seed` seeds
+            return [self._action_spaces[i] for i in self._parse_ids(id).tolist()]
+        return self._singles.get(key, self._parse_ids(id).tolist())
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
         """Set an attribute of the environments ``id`` (all)."""
         self._assert_is_not_closed()
-        self._singles.set(key, value, self._ids(id).tolist())
+        self._singles.set(key, value, self._parse_ids(id).tolist())
 
     def seed(self, seed: int | Sequence[int] | None = None) -> list[list[int] | None]:
-        """Seed the action spaces, and the environments by a reset, as Tianshou's workers do.
+        """Seed the action spaces, and reset the environments with the seeds, as Tianshou's workers do.
 
         Args:
-            seed: An int gives environment i ``seed + i``; a sequence has one for each.
+            seed: An int gives environment i ``seed + i``; a sequence has one seed per environment.
 
         Returns:
             ``[[seed], ...]``, one per environment.
@@ -251,7 +254,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return [[one] for one in seeds]
 
     def render(self, **kwargs: Any) -> list[Any]:
-        """One frame an environment."""
+        """Return one frame per environment."""
         self._assert_is_not_closed()
         return list(self.vector_env.render() or [None] * self.env_num)
 
@@ -261,18 +264,16 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self.is_closed = True
 
 
-def _begun(rows: Sequence[Row]) -> tuple[npt.NDArray[Any], Objects]:
-    """Observations and infos of a reset."""
-    for row in rows:
-        row[4].pop("env_id", None)
-    return _stacked([row[0] for row in rows]), _objects([row[4] for row in rows])
+def _reset_result(rows: Sequence[Row]) -> tuple[npt.NDArray[Any], Objects]:
+    """Return the observations and infos of a reset."""
+    return _stack([row[0] for row in rows]), _object_array([row[4] for row in rows])
 
 
-def _stacked(rows: Sequence[Any]) -> npt.NDArray[Any]:
-    return np.stack(rows) if isinstance(rows[0], np.ndarray | np.generic) else _objects(rows)
+def _stack(rows: Sequence[Any]) -> npt.NDArray[Any]:
+    return np.stack(rows) if isinstance(rows[0], np.ndarray | np.generic) else _object_array(rows)
 
 
-def _objects(rows: Sequence[Any]) -> Objects:
+def _object_array(rows: Sequence[Any]) -> Objects:
     column = np.empty(len(rows), dtype=object)
     column[:] = rows
     return column

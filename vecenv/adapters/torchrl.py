@@ -1,23 +1,23 @@
-"""``as_torchrl``: a TorchRL environment over every engine; spaces are in :mod:`vecenv.adapters.torchrl`.
+"""``as_torchrl``: a TorchRL environment over a vector environment of any backend.
 
 TorchRL resets environments itself, by masks, right after the step that ended their episodes, and keeps both the last
-observation of an episode and the first of the next. ``_Rows`` brings the three autoreset modes to that:
+observation of an episode and the first of the next one. ``_Rows`` adapts the three autoreset modes to that:
 
-* SAME_STEP has begun the next episode by then: its first observation is kept, and handed out by the reset, at no cost.
-* NEXT_STEP and DISABLED are reset by a mask, before anything else happens to the row.
+* SAME_STEP has already begun the next episode: its first observation is kept for the reset, which then costs nothing.
+* NEXT_STEP and DISABLED rows are reset by a mask before their next step.
 
-Rows that have ended and are stepped nevertheless stay as they are and pay 0. Where the engine can step some rows, they are
-left alone; where it steps all together, their steps happen and are not shown (with autoreset disabled, after a reset that is
-not shown either), and their reset is a real one.
+A row with an ended episode that is stepped anyway stays unchanged, with reward 0. An engine that can step single rows skips
+it. Other engines step it without showing the result (with autoreset disabled, after a hidden reset), and then reset it.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import gymnasium as gym
 import numpy as np
@@ -37,13 +37,13 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import own_keys
 from vecenv.make import make_vec
 
-__all__ = ["TensorCodec", "Tensors", "TorchRLEnv", "as_torchrl", "codec_of"]
+__all__ = ["TensorCodec", "Tensors", "TorchRLEnv", "as_torchrl", "make_codec"]
 
 
 # -- spaces as specs, and batches as tensors ---------------------------------------------------------------------------
 #
-# The forms are those of TorchRL's ``GymWrapper``, so that a program written for it finds the same keys: entries of a
-# Dict space have keys of their own, anything else is ``"observation"`` or ``"action"``. Beyond it, Tuple spaces are dicts of
+# The format is that of TorchRL's ``GymWrapper``, so that programs written for it find the same keys: entries of a Dict
+# space have their own keys, any other space is ``"observation"`` or ``"action"``. In addition, Tuple spaces are dicts of
 # ``"0"``, ``"1"``, ...; Discrete spaces may start anywhere; actions may be Dicts and Tuples.
 
 Tensors: TypeAlias = Any
@@ -52,12 +52,12 @@ Tensors: TypeAlias = Any
 
 @dataclass(frozen=True)
 class TensorCodec:
-    """What a space is in TorchRL.
+    """The TorchRL form of a space.
 
     Attributes:
-        spec: Of a batch.
-        encode: A batch of any number of rows as tensors, which shares memory where it can.
-        decode: Tensors as a batch for Gymnasium's vector environments.
+        spec: The spec of a batch.
+        encode: Converts a batch of any number of rows to tensors, which share its memory if possible.
+        decode: Converts tensors to a batch for Gymnasium's vector environments.
     """
 
     spec: Any
@@ -66,7 +66,7 @@ class TensorCodec:
 
 
 def _branch(children: dict[str, TensorCodec], keys: tuple[Any, ...] | None, n: int) -> TensorCodec:
-    """What a Dict with these keys is, or a Tuple, which has none."""
+    """Build the codec of a Dict with these keys, or of a Tuple if ``keys`` is ``None``."""
 
     def encode(batch: Any) -> Tensors:
         places = range(len(children)) if keys is None else keys
@@ -79,23 +79,23 @@ def _branch(children: dict[str, TensorCodec], keys: tuple[Any, ...] | None, n: i
     return TensorCodec(Composite({name: child.spec for name, child in children.items()}, shape=(n,)), encode, decode)
 
 
-def codec_of(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str], str] = str) -> TensorCodec:
-    """What a space of single environments is in TorchRL.
+def make_codec(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str], str] = str) -> TensorCodec:
+    """Build the codec of a space.
 
     Args:
-        space: Of one environment.
-        n: How many environments.
-        onehot: Discrete values are one-hot vectors, as is TorchRL's default.
-        names: What the entries of the outermost Dict are to be called.
+        space: The space of one environment.
+        n: The number of environments.
+        onehot: Encode discrete values as one-hot vectors, TorchRL's default.
+        names: Maps the keys of the outermost Dict to keys of the TensorDict.
 
     Raises:
-        NotImplementedError: TorchRL has nothing for the space.
+        NotImplementedError: TorchRL has no spec for the space.
     """
     if isinstance(space, spaces.Dict):
-        children = {names(str(key)): codec_of(inner, n, onehot) for key, inner in space.spaces.items()}
+        children = {names(str(key)): make_codec(inner, n, onehot) for key, inner in space.spaces.items()}
         return _branch(children, tuple(space.spaces), n)
     if isinstance(space, spaces.Tuple):
-        return _branch({str(i): codec_of(inner, n, onehot) for i, inner in enumerate(space.spaces)}, None, n)
+        return _branch({str(i): make_codec(inner, n, onehot) for i, inner in enumerate(space.spaces)}, None, n)
     for kind, leaf in _LEAVES.items():
         if isinstance(space, kind):
             return leaf(space, n, onehot)
@@ -116,24 +116,24 @@ def _box(space: Any, n: int, onehot: bool) -> TensorCodec:
             limits = torch.finfo(dtype)
             low, high = low.clamp(limits.min, limits.max), high.clamp(limits.min, limits.max)
         spec = Bounded(low, high, shape=space.shape, dtype=dtype)
-    return TensorCodec(spec.expand(n, *space.shape), tensor_of, _array)
+    return TensorCodec(spec.expand(n, *space.shape), to_tensor, _array)
 
 
 def _discrete(space: Any, n: int, onehot: bool) -> TensorCodec:
-    """A MultiDiscrete, or a Discrete, which is one of a single number."""
+    """Build the codec of a MultiDiscrete, or of a Discrete, which is treated as a MultiDiscrete with one number."""
     many = isinstance(space, spaces.MultiDiscrete)
     counts = np.reshape(space.nvec if many else space.n, -1).tolist()
     start = torch.as_tensor(np.asarray(space.start)).long().reshape(-1)
 
     def encode(batch: Any) -> Any:
-        values = tensor_of(batch).long().reshape(-1, len(counts))
+        values = to_tensor(batch).long().reshape(-1, len(counts))
         values = values - start.to(values.device)
         if onehot:
             return torch.cat([torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)], -1)
         return values if many else values[:, 0]
 
     def decode(tensor: Any) -> Any:
-        if onehot:  # as TorchRL has it, a one-hot vector may be any vector: what is largest is meant
+        if onehot:  # in TorchRL any vector is valid: its largest entry counts
             parts = tensor.to(torch.float32).split(counts, -1)
             tensor = torch.stack([part.argmax(-1) for part in parts], -1)
         values = _array(tensor.long().reshape(-1, len(counts))) + start.numpy()
@@ -148,7 +148,7 @@ def _discrete(space: Any, n: int, onehot: bool) -> TensorCodec:
 
 
 def _binary(space: Any, n: int, onehot: bool) -> TensorCodec:
-    return TensorCodec(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), tensor_of, _array)
+    return TensorCodec(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), to_tensor, _array)
 
 
 _LEAVES: dict[type[Any], Callable[[Any, int, bool], TensorCodec]] = {
@@ -164,14 +164,14 @@ def _dtype(dtype: Any) -> torch.dtype:
     return found
 
 
-def tensor_of(values: Any) -> torch.Tensor:
-    """An array of any library as a tensor that may be written to, on the device where it lies."""
+def to_tensor(values: Any) -> torch.Tensor:
+    """Convert an array of any library to a writable tensor on the same device."""
     if isinstance(values, torch.Tensor):
         return values
     if isinstance(values, np.ndarray):
         return torch.from_numpy(values if values.flags.writeable else values.copy())
     if hasattr(values, "__dlpack__"):
-        return torch.from_dlpack(values).clone()  # JAX arrays never change
+        return torch.from_dlpack(values).clone()  # JAX arrays are read-only
     return torch.as_tensor(values)
 
 
@@ -180,7 +180,7 @@ def _array(tensor: Any) -> Any:
 
 
 def _rows_of(tensors: Tensors, rows: Any) -> Tensors:
-    """A copy of some rows; ``rows`` is anything that indexes a tensor."""
+    """Copy some rows; ``rows`` is anything that indexes a tensor."""
     return map_leaves(lambda one: one[rows].clone(), tensors)
 
 
@@ -192,7 +192,7 @@ def _write(tensors: Tensors, rows: Any, values: Tensors) -> None:
 Mask = npt.NDArray[np.bool_]
 
 _TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next", "_reset", "_step", "is_init"})
-"""Keys of TorchRL's own, at the root of a TensorDict."""
+"""Keys with a meaning in TorchRL, at the root of a TensorDict."""
 
 
 def as_torchrl(
@@ -202,33 +202,33 @@ def as_torchrl(
     vector_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Callable[[Any], Any]] | None = None,
     **env_kwargs: Any,
 ) -> TorchRLEnv:  # fmt: skip
-    """A TorchRL ``EnvBase`` over a vector environment: ``batch_size`` is ``[num_envs]``, closing it closes the environments.
+    """Wrap a vector environment in a TorchRL ``EnvBase`` with ``batch_size`` ``[num_envs]``; closing it closes them.
 
-    The autoreset mode is its own affair: with a name it takes ``"SameStep"`` where the engine has it, in which the end of an
-    episode is no second trip to the environments; a vector environment of any mode goes. The data are the same in all.
+    Given a name, it chooses the autoreset mode: ``"SameStep"`` if the engine has it, since the end of an episode then needs
+    no second trip to the environments. A given vector environment may have any mode. The data are the same in all modes.
 
     Args:
         envs: A name or ``EnvSpec``, or a function that builds one environment, for :func:`vecenv.make_vec`; or a vector
             environment, or an EnvPool pool; or, without ``num_envs``, a function that builds a vector environment.
             ``"ALE/Pong-v5"`` is EnvPool's ``"Pong-v5"``.
-        num_envs: How many; 1 for a name.
-        backend: As for :func:`vecenv.make_vec`.
-        num_workers: Of worker processes. EnvPool has no processes: there it may stand for ``num_envs``, as in TorchRL's
-            ``MultiThreadedEnv``.
-        device: Where tensors go; ``None``, as in ``GymWrapper``: they stay in the memory where the engine has them, and
-            TensorDicts name no device, so that collectors carry nothing anywhere. Engines on JAX have the CPU then.
-        frame_skip: Repeat every action that many times, in each row up to the end of its episode; rewards are summed.
-        categorical_action_encoding: Discrete spaces (observations too, as in ``GymWrapper``) as integers, not one-hot.
-        infos: Names of infos to put into the TensorDict, or ``True`` for all that are numbers; found out by a reset and a
-            step. One that TorchRL has a name of its own for, as Atari's ``"reward"``, becomes ``"info_reward"``.
-        allow_done_after_reset: As everywhere in TorchRL.
-        vector_kwargs, wrappers, **env_kwargs: For :func:`vecenv.make_vec`.
+        num_envs: The number of environments; 1 by default for a name.
+        backend: The backend of :func:`vecenv.make_vec`.
+        num_workers: The number of worker processes. EnvPool has no processes: there it may replace ``num_envs``, as in
+            TorchRL's ``MultiThreadedEnv``.
+        device: The device of the tensors. With ``None``, as in ``GymWrapper``, they stay in the engine's memory and
+            TensorDicts have no device, so that collectors copy nothing. Engines on JAX then use the CPU.
+        frame_skip: Repeat every action that many times, in each row until its episode ends; rewards are summed.
+        categorical_action_encoding: Encode Discrete spaces (observations too, as in ``GymWrapper``) as integers.
+        infos: Names of infos to add to the TensorDict, or ``True`` for all numeric ones; a reset and a step determine them.
+            A name with a meaning in TorchRL, such as Atari's ``"reward"``, becomes ``"info_reward"``.
+        allow_done_after_reset: Passed to ``EnvBase``.
+        vector_kwargs, wrappers, **env_kwargs: Passed to :func:`vecenv.make_vec`.
 
     Raises:
         ImportError: TorchRL is not installed.
-        TypeError: ``envs`` is none of these, or is built already and there are options for building it.
-        ValueError: ``copy=False``; an engine that can neither autoreset within a step nor reset some rows.
-        NotImplementedError: TorchRL has no tensors for a space.
+        TypeError: ``envs`` is none of these, or is already built and there are options for building it.
+        ValueError: ``copy=False``, or an engine that can neither autoreset within a step nor reset some rows.
+        NotImplementedError: TorchRL has no spec for a space.
 
     Example::
 
@@ -253,15 +253,17 @@ def as_torchrl(
 
 
 class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where TorchRL is not installed)
-    """What :func:`as_torchrl` returns.
+    """A TorchRL environment over a vector environment, built by :func:`as_torchrl`.
 
-    The first step resets, if nothing was reset yet; after ``close`` the next reset opens it again. A ``"_reset"``
-    mask without any True does nothing. A row that has ended stays as it is and pays 0 until it is reset.
-    ``set_seed(s)`` is of the next reset of all environments, where environment i gets ``s + i``; ``reset(seed=...,
-    options=...)`` says both at once.
+    The first step resets all rows if no reset came before it; after ``close`` the next reset reopens the environments. A
+    ``"_reset"`` mask without any True does nothing. A row with an ended episode stays unchanged, with reward 0, until its
+    reset. ``set_seed(s)`` applies to the next reset of all environments: environment i gets ``s + i``.
+    ``reset(seed=..., options=...)`` sets both for one reset.
 
     Attributes:
-        vector_env: The vector environment beneath; ``None`` while it is closed.
+        vector_env: The wrapped vector environment; ``None`` while it is closed.
+        env_name: The id of the environments in Gymnasium's registry or EnvPool's, or the class of a given pool, which does
+            not know its id; ``None`` if there is none.
     """
 
     _has_frame_skip = True
@@ -275,14 +277,16 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         envs = build()
         n = envs.num_envs
         if device is None and getattr(envs.unwrapped, "to", "numpy") != "numpy":
-            device = "cpu"  # observations may lie where nothing else does
+            device = "cpu"  # observations may be on a device that rewards and flags are not on
         super().__init__(device=device, batch_size=torch.Size([n]), allow_done_after_reset=allow_done_after_reset)
         self.frame_skip = frame_skip
+        self._over_envpool = type(envs.unwrapped).__module__.startswith("vecenv.backends.envpool")
+        self.env_name: str | None = envs.unwrapped.task.id if self._over_envpool else getattr(envs.spec, "id", None)
         self._build = build
         single = envs.single_observation_space
-        self._named = isinstance(single, spaces.Dict)  # whose entries have names of their own
-        self._observations = codec_of(single, n, onehot, lambda key: f"observation_{key}" if key in _TAKEN else key)
-        self._actions = codec_of(envs.single_action_space, n, onehot)
+        self._named = isinstance(single, spaces.Dict)  # the entries of a Dict have their own keys
+        self._observations = make_codec(single, n, onehot, lambda key: f"observation_{key}" if key in _TAKEN else key)
+        self._actions = make_codec(envs.single_action_space, n, onehot)
         self._seed_next: int | None = None
         self._columns: dict[str, torch.Tensor] = {}
         self._open(envs)
@@ -298,7 +302,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         self.is_closed = False
 
     def _known_infos(self, wanted: list[str] | None) -> dict[str, torch.Tensor]:
-        """The columns that a reset and a step have, as they look in one row."""
+        """Return the info columns of a reset and a step, as zeros in the dtype and shape of one row."""
         envs = self.vector_env
         found = _numeric(envs.reset()[1], envs.num_envs)
         found |= _numeric(envs.step(envs.action_space.sample())[4], envs.num_envs)
@@ -322,7 +326,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         flags = {"done": flag, "terminated": flag.clone(), "truncated": flag.clone()}
         self.done_spec = Composite(flags, shape=(n,), device=self.device)
 
-    # -- what TorchRL calls -------------------------------------------------------------------------------------------
+    # -- TorchRL's interface --------------------------------------------------------------------------------------------
 
     def _reset(self, tensordict: Any = None, *, seed: Any = None, options: Any = None) -> Any:
         if self.is_closed:
@@ -351,7 +355,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         return self._shown(rewards)
 
     def step_and_maybe_reset(self, tensordict: Any) -> Any:
-        """As TorchRL's; where the next episodes have begun already, without going through a reset."""
+        """Step and reset like TorchRL's method, but without a reset request if the next episodes have already begun."""
         if self.__dict__.get("_compiled_step_and_maybe_reset") is not None or self._post_step_mdp_hooks is not None:
             return super().step_and_maybe_reset(tensordict)
         if tensordict.device != self.device:
@@ -383,22 +387,27 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
             shown = map_leaves(lambda one: one.to(self.device), shown)
         return TensorDict(shown, batch_size=self.batch_size, device=self.device)
 
-    # -- beside ---------------------------------------------------------------------------------------------------------
+    # -- other methods ------------------------------------------------------------------------------------------------
 
     @property
     def num_workers(self) -> int:
-        """How many environments there are, as TorchRL's ``MultiThreadedEnv`` and ``ParallelEnv`` say it."""
+        """The number of environments, the meaning of the name in TorchRL's ``MultiThreadedEnv`` and ``ParallelEnv``."""
         return int(self.batch_size[0])
 
+    @property
+    def lib(self) -> Any:
+        """The library's module: ``envpool`` over EnvPool, otherwise ``gymnasium``."""
+        return importlib.import_module("envpool" if self._over_envpool else "gymnasium")
+
     def render(self) -> Any:
-        """What the vector environment's ``render`` returns."""
+        """Return the result of the vector environment's ``render``."""
         return self.vector_env.render()
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Close the environments; the next reset, or step, opens them again.
+        """Close the environments; the next reset or step reopens them.
 
         Raises:
-            RuntimeError: They are closed, and ``raise_if_closed``.
+            RuntimeError: They are already closed, and ``raise_if_closed`` is set.
         """
         if self.is_closed:
             if raise_if_closed:
@@ -414,17 +423,17 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
 
 
 class _Rows:
-    """Steps, resets and what is shown of them.
+    """The rows of a vector environment: steps them, resets them, and holds their visible state.
 
     Args:
         envs: The vector environment.
         mode: Its autoreset mode.
-        observations, actions: How its spaces are tensors.
-        infos: Columns of infos to show, by name, as they look in one row.
+        observations, actions: The codecs of its spaces.
+        infos: Columns of infos to show, by name, each with the dtype and shape of one row.
 
     Attributes:
-        ended: bool ``(n,)``; the episodes that ended and were not reset.
-        terminated, truncated: How; bool ``(n,)``.
+        ended: bool ``(n,)``; rows with an ended episode that were not reset.
+        terminated, truncated: bool ``(n,)``; how these episodes ended.
         shown: Observations and columns of all rows; ``None`` before the first reset.
     """
 
@@ -440,13 +449,14 @@ class _Rows:
         self._columns = dict(infos)
         n = envs.num_envs
         able = capabilities_of(envs)
-        # a wrapper would not see what is sent beside it
+        # not below a wrapper: it would miss rows that are sent past it
         self._by_row = envs.unwrapped is envs and able is not None and (able.first_ready or able.backend == "envpool")
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._all_rows = np.arange(n)
         self._resets_spent = mode is AutoresetMode.DISABLED and not self._by_row
-        self._spent = np.zeros(n, np.bool_)  # what the engine would refuse to step, or is undefined where it does not
-        self._starts: Tensors = None  # as `shown`, of the beginnings of episodes that were not asked for yet, where `_fresh`
+        self._spent = np.zeros(n, np.bool_)  # rows that the engine would refuse to step, or step with undefined results
+        # first observations and infos of episodes that TorchRL has not reset yet, valid in the rows of `_fresh`
+        self._starts: Tensors = None
         self._fresh = np.zeros(n, np.bool_)
         self.terminated, self.truncated = np.zeros((2, n), np.bool_)
         self.shown: Tensors = None
@@ -457,37 +467,37 @@ class _Rows:
         return ended
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
-        """Begin an episode in every row; an answer that is still pending, as of an interrupted step, is dropped."""
+        """Begin an episode in every row; drops a pending result, for example of an interrupted step."""
         observations, infos = reset_all(self._envs, seed, options)
         self.shown = self._encoded(observations, infos, self._all_rows)
         self._fresh, self._spent, self.terminated, self.truncated = np.zeros((4, len(self._fresh)), np.bool_)
 
     def restart(self, mask: Mask, options: Mapping[str, Any] | None = None) -> None:
-        """Begin an episode in the rows under ``mask``; the others stay as they are."""
+        """Begin an episode in the rows under ``mask``; the others stay unchanged."""
         ready = mask & self._fresh if options is None else np.zeros_like(mask)
-        asked = mask & ~ready
+        due = mask & ~ready
         if ready.any():
             self._put(ready, self._starts, ready)
-        if asked.any():
-            observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": asked.copy()})
-            self._put(asked, self._encoded(observations, infos, self._all_rows), asked)
-            self._spent = self._spent & ~asked
+        if due.any():
+            observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": due.copy()})
+            self._put(due, self._encoded(observations, infos, self._all_rows), due)
+            self._spent = self._spent & ~due
         self._fresh, self.terminated, self.truncated = (
             flags & ~mask for flags in (self._fresh, self.terminated, self.truncated)
         )
 
     def all_begun(self) -> bool:
-        """Whether all rows that have ended have begun their next episode already, so that a reset costs nothing."""
+        """True if all ended rows have already begun their next episode, so that a reset costs nothing."""
         return not (self.ended & ~self._fresh).any()
 
     def step(self, tensors: Any, chosen: Mask | None, frames: int) -> torch.Tensor:
-        """Step the rows that have not ended, and of those the ``chosen``; each until its episode ends or for ``frames``.
+        """Step the ``chosen`` rows that have not ended, each for ``frames`` steps or until its episode ends.
 
         Returns:
-            The sums of the rewards, float32 ``(n,)``; 0 where there was no step.
+            The sums of the rewards, float32 ``(n,)``; 0 for rows without a step.
 
         Raises:
-            NotImplementedError: Rows that have not ended are to stay, and the engine steps all rows together.
+            NotImplementedError: Rows with a running episode are not chosen, and the engine steps all rows together.
         """
         actions = self._actions.decode(tensors)
         if chosen is not None and not self._by_row and (left := ~chosen & ~self.ended).any():
@@ -521,18 +531,18 @@ class _Rows:
             self._spent = terminated | truncated
         if self._same_step and (ended := (terminated | truncated) & live[ids]).any():
             self._keep_starts(batch, np.flatnonzero(ended), ids, answer[4])
-        rewards = tensor_of(answer[1]).to("cpu", torch.float32, copy=True)
+        rewards = to_tensor(answer[1]).to("cpu", torch.float32, copy=True)
         if not every:
             return self._show(batch, rewards, (terminated, truncated), ids, live)
         self.shown, self.terminated, self.truncated = batch, terminated, truncated
         return rewards
 
     def _show(self, batch: Tensors, rewards: Any, flags: Any, ids: Any, live: Mask) -> torch.Tensor:
-        """Show what happened to the rows that are ``live``, and the others as they were."""
+        """Show the results of the ``live`` rows and leave the others unchanged; returns the rewards."""
         picked = np.flatnonzero(live[ids])
         rows = ids[picked]
         if len(ids) == len(live):
-            self._fresh = self._fresh & live  # the hidden rows have gone on from where their episodes began
+            self._fresh = self._fresh & live  # the hidden rows have moved on from their first observations
         self._put(rows, batch, picked)
         self.terminated, self.truncated = self.terminated.copy(), self.truncated.copy()
         self.terminated[rows], self.truncated[rows] = flags[0][picked], flags[1][picked]
@@ -541,13 +551,13 @@ class _Rows:
         return paid
 
     def _put(self, rows: Any, batch: Tensors, picked: Any) -> None:
-        """Show in ``rows`` what is in ``picked``, by new tensors: the caller may hold the old ones."""
+        """Copy the rows ``picked`` of a batch to ``rows``, in new tensors: the caller may hold the old ones."""
         shown = _rows_of(self.shown, slice(None))
         _write(shown, rows, _rows_of(batch, picked))
         self.shown = shown
 
     def _keep_starts(self, batch: Tensors, rows: Any, ids: Any, infos: Mapping[str, Any]) -> None:
-        """Same-step mode: take the first observations of the next episodes away, and put the last ones in their place."""
+        """Keep the first observations of the next episodes (same-step mode), and put the last ones into ``batch``."""
         if self._starts is None:
             self._starts = _rows_of(self.shown, slice(None))
         _write(self._starts, ids[rows], _rows_of(batch, rows))
@@ -567,19 +577,27 @@ class _Rows:
         return self._observations.encode(observations), self._read(infos, ids)
 
     def _read(self, infos: Mapping[str, Any], ids: Any) -> dict[str, torch.Tensor]:
-        """The columns that are to be shown, zero where an environment says nothing."""
+        """Return the columns to show; 0 if an environment has no value, or none that fits the column."""
         found = {}
         for name, like in self._columns.items():
             column = infos.get(name)
             if column is None:
                 found[name] = torch.zeros((len(ids), *like.shape), dtype=like.dtype)
+            elif isinstance(column, np.ndarray) and column.dtype.hasobject:  # types or shapes differ between environments
+                found[name] = torch.zeros((len(ids), *like.shape), dtype=like.dtype)
+                for row, value in enumerate(column):
+                    if isinstance(value, _NUMBERS) and np.shape(value) == like.shape:
+                        found[name][row] = torch.as_tensor(value)
             else:
-                found[name] = tensor_of(column).to("cpu", like.dtype, copy=True).reshape(len(ids), *like.shape)
+                found[name] = to_tensor(column).to("cpu", like.dtype, copy=True).reshape(len(ids), *like.shape)
         return found
 
 
+_NUMBERS: Final = (bool, int, float, np.number, np.bool_, np.ndarray)
+
+
 def _numeric(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
-    """The columns of infos that are numbers, as they look in one row."""
+    """Return the numeric columns of infos, as zeros in the dtype and shape of one row."""
     found = {}
     for key in own_keys(infos):
         column = infos[key]
@@ -587,14 +605,14 @@ def _numeric(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
             continue
         if isinstance(column, np.ndarray) and column.dtype.kind not in "biuf":
             continue
-        tensor = tensor_of(column)
+        tensor = to_tensor(column)
         if tensor.shape[:1] == (n,):
             found[key] = torch.zeros_like(tensor[0], device="cpu")
     return found
 
 
 def _from_name(what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """What builds a vector environment of a name, as often as it is called."""
+    """Return a function that builds the vector environment of a name on each call."""
     vector = dict(options.pop("vector_kwargs", {}))
     num_workers = options.pop("num_workers", None)
     if backend == "envpool":
@@ -605,7 +623,7 @@ def _from_name(what: Any, num_envs: int | None, backend: str, options: dict[str,
     elif num_workers is not None:
         vector["num_workers"] = num_workers
     elif backend == "process" and multiprocessing.current_process().daemon:
-        vector.setdefault("num_workers", 0)  # such a process may have no children; TorchRL's collectors' are
+        vector.setdefault("num_workers", 0)  # daemons, such as the processes of TorchRL's collectors, may have no children
     if backend in ("brax", "playground"):
         vector.setdefault("to", "torch")
 
@@ -617,13 +635,13 @@ def _from_name(what: Any, num_envs: int | None, backend: str, options: dict[str,
         except NotImplementedError:
             if "autoreset_mode" in vector:
                 raise
-            return make(vector_kwargs=vector)  # a library's own vector environment, which does not offer it
+            return make(vector_kwargs=vector)  # a library's own vector environment without that mode
 
     return build
 
 
 def _from_given(what: Any) -> Callable[[], Any]:
-    """What hands over a vector environment that is built already, once; or builds one, as often as it is called."""
+    """Return a function that returns a built vector environment once, or builds a new one on each call."""
     if _is_pool(what):
         from vecenv.backends import EnvPoolVectorEnv
 
@@ -653,7 +671,7 @@ def _checked(envs: Any) -> Any:
 
 
 def require_rows(envs: Any) -> AutoresetMode:
-    """Refuse a vector environment whose rows cannot be reset; returns its autoreset mode."""
+    """Raise for a vector environment that cannot reset single rows; returns its autoreset mode."""
     mode = require(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
     able = capabilities_of(envs)
     if mode is not AutoresetMode.SAME_STEP and able is not None and not able.reset_mask:
@@ -667,11 +685,11 @@ def require_rows(envs: Any) -> AutoresetMode:
 
 
 def _is_pool(what: Any) -> bool:
-    """Whether it is one of EnvPool's own pools."""
+    """True if the argument is one of EnvPool's own pools."""
     return hasattr(what, "_recv") and hasattr(what, "_send") and type(what).__module__ != "vecenv"
 
 
 def _flags(flags: Any) -> Mask:
-    """Flags of any library, of shape ``(n,)`` or ``(n, 1)``, as the adapter's own."""
+    """Convert flags of any library, of shape ``(n,)`` or ``(n, 1)``, to a bool array ``(n,)``."""
     array: Mask = np.array(flags.detach().cpu().numpy() if isinstance(flags, torch.Tensor) else flags, np.bool_)
     return array.reshape(-1)

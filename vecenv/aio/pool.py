@@ -1,73 +1,71 @@
-"""``Pool``: environments in worker processes, lent to the tasks of an asyncio program, one to an episode.
+"""``Pool``: environments in worker processes, each lent to one task of an asyncio program for an episode.
 
-:class:`EpisodeEnv` is one episode of one of them, as coroutines.
+:class:`EpisodeEnv` is one episode of one environment, with coroutines as methods.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import inspect
+import os
 from asyncio import Future
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import numpy as np
 from gymnasium import Env, Space
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from vecenv.aio.slots import PoolEnvs, RowAnswer, Slot, Slots, outside_of_block
-from vecenv.engine.pending import Result
-from vecenv.engine.recovery import RestartBudget
-from vecenv.errors import BusyError, EnvFailed, ErrorRecord, VecEnvError
+from vecenv.aio.slots import Slot, Slots, outside_of_block
+from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.errors import BusyError, EnvFailed, ErrorRecord, StepTimeout, VecEnvError, WorkerDied
 from vecenv.evaluating.episodes import Attempt, EpisodeResult, EpisodeResults, Episodes, Listed, listed
-from vecenv.front.arguments import seconds_of
-from vecenv.link.messages import Op, summary
-from vecenv.planning.options import OnFailure, StartMethod
+from vecenv.front.arguments import check_option_names, parse_timeout
+from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptions, check_option
 from vecenv.state.snapshots import Snapshot, parse_snapshots
 from vecenv.system.generators import GeneratorsOption
-from vecenv.system.spawning import WorkerEnv
-from vecenv.worker.envs import called
+from vecenv.system.restart_budget import RestartBudget
 
 __all__ = ["EpisodeEnv", "Pool"]
 
-E = TypeVar("E", bound=Exception)
-
-_LITTLE_PATIENCE: Final = 1.0  # seconds that a close() waits for environments that are busy
+_BUSY_CLOSE_SECONDS: Final = 1.0  # the limit of a close() while environments are busy
 
 
 class Pool:
     """Environments for the episodes of an asyncio program.
 
-    Its workers start when it is made, which takes a while: before the event loop runs, or in it. It belongs to the loop that
-    enters it first, ``async with pool:``, and is closed at the end of that block.
+    Creating a pool starts its workers and blocks for a while; it may be created before the event loop runs or within it. It
+    belongs to the loop in which it is first entered, with ``async with pool:``, and is closed at the end of that block.
 
     Args:
         make_env: Builds an environment; called in workers.
-        size: How many environments there are: that many episodes are under way at the same time, and others wait.
-        num_workers: Processes, over which environments are spread; ``None``: one for each environment.
-        env_threads: Up to that many environments of a worker run at the same time, each in a thread: for those that wait and
-            compute little.
-        step_timeout: Seconds until a step or a reset is taken to hang: its worker is killed. Where a worker has several
-            environments, the time that one waits for the others counts.
-        cancel_timeout: Seconds that a call whose task was cancelled may still take; then its worker is killed.
-        on_failure: ``"raise"``: a worker that died is started anew with the next episode in one of its slots;
-            ``"restart"``: at once, within a budget.
-        restart_limit: At most this many restarts of all workers within ``restart_period`` seconds. ``None``: each has 5 in
-            that time, and one more for every 1,000 steps. A worker that needs more is given up, with its slots.
-        restart_period: Seconds.
-        start_timeout: Seconds that a worker has to build its environments.
-        context, daemon, threads_per_worker, worker_env, generators, dummy_env, shared_memory: As of
-            :class:`vecenv.AsyncVectorEnv`. Without ``dummy_env=True`` no environment is built in this process.
+        size: The number of environments, and so of simultaneous episodes; further episodes wait.
+        num_workers: The number of processes over which environments are spread; ``None``: one per environment.
+        env_threads: Up to this many environments of a worker run at the same time, one per thread: for environments that
+            wait and compute little.
+        step_timeout: The limit of a step or a reset in seconds, after which its worker is killed. If a worker has several
+            environments, the limit includes the time that one waits for the others.
+        cancel_timeout: The seconds that a cancelled call may still take before its worker is killed.
+        on_failure: ``"raise"``: a worker that died is restarted when the next episode begins in one of its slots;
+            ``"restart"``, or a :class:`vecenv.Restart`: it is restarted at once, within a budget. A worker that exceeds the
+            budget is abandoned together with its slots.
+        context, daemon, generators, shared_memory, worker_options: See :class:`vecenv.AsyncVectorEnv`. Without
+            ``WorkerOptions(dummy_env=True)`` no environment is built in this process.
 
     Raises:
-        TypeError, ValueError: An option has no meaning.
-        StartupTimeout, WorkerDied: A worker did not get ready. Nothing is left running.
-        Exception: Whatever ``make_env`` raised.
+        TypeError, ValueError: An option has an invalid value.
+        StartupTimeout, WorkerDied: A worker did not become ready. All processes have been ended.
+        Exception: Raised by ``make_env``.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> Pool:
+        check_option_names(options, cls.__signature__.parameters, cls.__name__)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -79,61 +77,74 @@ class Pool:
         step_timeout: float | None = None,
         cancel_timeout: float = 5.0,
         on_failure: OnFailure = "raise",
-        restart_limit: int | None = None,
-        restart_period: float = 60.0,
-        start_timeout: float = 60.0,
         context: StartMethod | None = None,
         daemon: bool = True,
-        threads_per_worker: int | None = None,
-        worker_env: WorkerEnv | None = None,
         generators: GeneratorsOption = "shared",
-        dummy_env: bool = False,
         shared_memory: bool = True,
+        worker_options: WorkerOptions | None = None,
     ) -> None:
+        if not callable(make_env):
+            raise TypeError(
+                "Pool takes a function that builds one environment: Pool(lambda: gymnasium.make(id), 8); got "
+                f"{'the id ' * isinstance(make_env, str)}{make_env!r}"
+            )
         if type(size) is not int or size < 1:
-            raise ValueError(f"size must be how many environments there are, from 1 on, got {size!r}")
+            raise ValueError(f"size must be the number of environments, an int of at least 1, got {size!r}")
         if num_workers is not None and (type(num_workers) is not int or num_workers < 1):
-            raise ValueError(f"num_workers must be None or an int from 1 on, got {num_workers!r}")
-        if on_failure not in ("raise", "restart"):
-            raise ValueError(f"on_failure must be 'raise' or 'restart', got {on_failure!r}")
-        limits = seconds_of(step_timeout, "step_timeout"), seconds_of(cancel_timeout, "cancel_timeout")
-        self._envs = PoolEnvs(
+            raise ValueError(f"num_workers must be None or an int of at least 1, got {num_workers!r}")
+        check_option("on_failure", on_failure)
+        check_option("worker_options", worker_options)
+        limits = parse_timeout(step_timeout, "step_timeout"), parse_timeout(cancel_timeout, "cancel_timeout")
+        workers = size if num_workers is None else min(num_workers, size)
+        # the program does other work at the same time, so no process spins, and none is pinned to one core
+        cores = [sorted(os.sched_getaffinity(0))] * workers if hasattr(os, "sched_getaffinity") else None
+        options = worker_options or WorkerOptions()
+        dummy_env = False if options.dummy_env is None else options.dummy_env
+        options = replace(options, cores=options.cores or cores, dummy_env=dummy_env)
+        self._envs: AsyncVectorEnv[Any, Any] = AsyncVectorEnv(
             [make_env] * size, shared_memory, context=context, daemon=daemon, autoreset_mode=AutoresetMode.DISABLED,
-            num_workers=None if num_workers is None else min(num_workers, size), restart_limit=restart_limit,
-            restart_period=restart_period, start_timeout=start_timeout, threads_per_worker=threads_per_worker,
-            worker_env=worker_env, generators=generators, dummy_env=dummy_env, env_threads=env_threads, isolate=True,
+            num_workers=workers, env_threads=env_threads, generators=generators, worker_options=options,
         )  # fmt: skip
         self.size = size
         self.observation_space: Space[Any] = self._envs.single_observation_space
         self.action_space: Space[Any] = self._envs.single_action_space
-        engine = self._engine = self._envs.engine
-        budget = RestartBudget(restart_limit, restart_period, lambda: engine.pending.steps / size)
-        restarts = budget if on_failure == "restart" else None
-        self._slots = Slots(engine, *limits, engine.policy.start_timeout, restarts, one_by_one=env_threads == 1)
+        self._slots = Slots(
+            self._envs, *limits, options.start_timeout, budget=self._restart_budget(on_failure), one_by_one=env_threads == 1
+        )
         self._closing: Future[None] | None = None
 
-    # -- what can be looked at ----------------------------------------------------------------------------------------
+    def _restart_budget(self, on_failure: OnFailure) -> RestartBudget | None:
+        if on_failure == "raise":
+            return None
+        budget = Restart.of(on_failure)
+        return RestartBudget(budget.limit, budget.period, lambda: self.stats()["steps"] / self.size)
+
+    # without it, `inspect.signature` would return that of `__new__`
+    __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])
+
+    # -- properties -----------------------------------------------------------------------------------------------------
 
     @property
     def closed(self) -> bool:
-        """It was closed, or is being closed."""
+        """True if the pool has been closed, or is being closed."""
         return self._slots.closed
 
     @property
     def errors(self) -> deque[ErrorRecord]:
-        """What failed so far, oldest first, at most 1,000 records."""
+        """The failures so far, oldest first, at most 1,000 records."""
         return self._envs.errors
 
     def stats(self) -> dict[str, float]:
-        """Figures; see :meth:`vecenv.AsyncVectorEnv.stats`. ``in_flight``: environments that were asked something."""
+        """Return statistics; see :meth:`vecenv.AsyncVectorEnv.stats`. ``in_flight``: environments with a pending request."""
         return self._envs.stats()
 
     def __repr__(self) -> str:
         slots = self._slots
         if slots.closed:
             return f"Pool(size={self.size}, closed)"
-        restarts = f", restarted={self._engine.restarts}" if self._engine.restarts else ""
-        lost = sum(len(group.slots) for group in slots.groups.values() if group.given_up is not None)
+        count = int(self.stats()["restarts"])
+        restarts = f", restarted={count}" if count else ""
+        lost = sum(len(group.slots) for group in slots.groups if group.exhausted is not None)
         return (
             f"Pool(size={self.size}, workers={len(slots.groups)}, episodes={slots.taken()}, free={len(slots.free)}, "
             f"waiting={len(slots.waiters)}{restarts}{f', given_up={lost}' if lost else ''})"
@@ -149,27 +160,26 @@ class Pool:
         await self.close()
 
     async def close(self, timeout: float | None = None) -> None:
-        """End all episodes by :class:`~gymnasium.error.ClosedEnvironmentError`, and all workers. Idempotent.
+        """End all episodes with :class:`~gymnasium.error.ClosedEnvironmentError`, and stop all workers. Idempotent.
 
-        The event loop goes on meanwhile. Where the task is cancelled, workers are killed at once, and the cancellation
-        comes out when they are gone.
+        The event loop is not blocked. If the task is cancelled, workers are killed at once, and the cancellation is
+        raised when they have ended.
 
         Args:
-            timeout: Seconds for the environments' own ``close()``. Default: a minute, or a second where an environment is
-                busy.
+            timeout: Seconds for the environments' own ``close()``. Default: a minute, or a second if an environment is busy.
 
         Raises:
-            ForkedError, LoopError: In a forked child, or in another event loop than its own.
+            ForkedError, LoopError: Called in a forked child, or in an event loop other than the pool's.
         """
-        seconds, slots = seconds_of(timeout), self._slots
+        seconds, slots = parse_timeout(timeout), self._slots
         if not slots.closed:
             slots.require_usable("close", entered=False)
-            seconds = _LITTLE_PATIENCE if slots.busy and seconds is None else seconds
+            seconds = _BUSY_CLOSE_SECONDS if slots.busy and seconds is None else seconds
             slots.close()
             end = partial(self._envs.close, timeout=seconds)
             try:
                 self._closing = asyncio.get_running_loop().run_in_executor(None, end)
-            except RuntimeError:  # the program ends: there are no threads any more
+            except RuntimeError:  # while the program exits, no thread can be started
                 end()
         cancelled: asyncio.CancelledError | None = None
         while self._closing is not None and not self._closing.done():
@@ -177,25 +187,23 @@ class Pool:
                 await asyncio.shield(self._closing)
             except asyncio.CancelledError as error:
                 cancelled = error
-                for group in slots.groups.values():
-                    group.worker.signal(signal.SIGKILL)
+                slots.kill_all()
         if cancelled is not None:
             raise cancelled
 
     # -- episodes -------------------------------------------------------------------------------------------------------
 
     def episode(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> EpisodeEnv:
-        """An episode, to be entered: ``async with pool.episode(seed=7) as env``.
+        """Return an episode to be entered: ``async with pool.episode(seed=7) as env``.
 
-        Entering waits for a slot, in the order in which it was asked for one, and resets the environment. Leaving gives the
-        slot back, whatever happened.
+        Entering waits for a slot, first come, first served, and resets the environment. Leaving always frees the slot.
 
         Args:
-            seed, options: Of the reset.
+            seed, options: The arguments of the reset.
 
         Raises:
             EnvFailed, WorkerDied, StepTimeout: On entering: the reset failed.
-            RestartsExhausted: On entering: all workers were given up.
+            RestartsExhausted: On entering: all workers were abandoned.
             ClosedEnvironmentError, LoopError, ForkedError: The pool cannot be used here.
         """
         self._slots.require_usable("episode")
@@ -213,38 +221,38 @@ class Pool:
         """Run each episode of a list exactly once, as many at a time as there are slots.
 
         Args:
-            policy: ``await policy(observation)`` gives an action.
-            episodes, seed, retries, on_episode: As of :func:`vecenv.evaluate`; results are the same as there.
+            policy: ``await policy(observation)`` returns an action.
+            episodes, seed, retries, on_episode: See :func:`vecenv.evaluate`; results are the same as there.
 
         Returns:
             Results in the order of the list.
 
         Raises:
-            Exception: What the policy or ``on_episode`` raises; the other episodes are cancelled.
+            Exception: Raised by the policy or ``on_episode``; the other episodes are cancelled.
         """
         self._slots.require_usable("evaluate")
-        wanted, base = listed(episodes, seed)
-        todo = Episodes(wanted, base, retries)
-        left = iter(range(len(wanted)))
+        listed_episodes, base = listed(episodes, seed)
+        todo = Episodes(listed_episodes, base, retries)
+        remaining = iter(range(len(listed_episodes)))
 
         async def run_some() -> None:
-            for index in left:
+            for index in remaining:
                 while (result := await self._attempt(todo, index, policy)) is None:
                     pass
                 if on_episode is not None:
                     on_episode(result)
 
-        tasks = [asyncio.create_task(run_some()) for _ in range(min(self.size, len(wanted)))]
+        tasks = [asyncio.create_task(run_some()) for _ in range(min(self.size, len(listed_episodes)))]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        return EpisodeResults(todo.results[index] for index in range(len(wanted)))
+        return EpisodeResults(todo.results[index] for index in range(len(listed_episodes)))
 
     async def _attempt(self, todo: Episodes, index: int, policy: Callable[[Any], Awaitable[Any]]) -> EpisodeResult | None:
-        """Run an episode; ``None``: it failed, and is to be begun again."""
+        """Run an episode once, and return ``None`` if it failed and has to be repeated."""
         episode = todo.episodes[index]
         env = self.episode(seed=episode.seed, options=episode.options)
         attempt: Attempt = todo.begin(index, -1)
@@ -258,24 +266,23 @@ class Pool:
                     attempt.length += 1
                 return todo.ended(attempt, env.terminated, env.truncated, env.info)
         except VecEnvError as error:
-            if env.failure is not error:  # it is the policy's
+            if env.failure is not error:  # the policy raised it
                 raise
             return todo.failed(attempt, error)
 
 
 class EpisodeEnv:
-    """An episode in one of a pool's environments, from entering it to leaving it; :meth:`vecenv.aio.Pool.episode` makes it.
+    """A context manager for one episode in one of a pool's environments; :meth:`vecenv.aio.Pool.episode` creates it.
 
-    One task at a time calls it. A call that is cancelled, from outside or by a timeout, gives its environment up: what it
-    does meanwhile is not known. So every call after that, and after a failure, raises ``EnvFailed`` until :meth:`reset` has
-    begun a new episode.
+    One task at a time may call it. A call that is cancelled, by another task or by a timeout, leaves the environment in an
+    unknown state. As after a failure, every later call then raises ``EnvFailed``, until :meth:`reset` begins a new episode.
 
     Attributes:
-        env_id: Which environment it has, from 0 on; -1 before it is entered.
-        observation: The latest; an object of its own.
-        info: The latest, as the environment gave it.
-        terminated, truncated: How the episode ended; both false while it has not.
-        failure: The latest exception by which it was lost.
+        env_id: The index of its environment; -1 before the episode is entered.
+        observation: The latest observation, which later steps do not overwrite.
+        info: The latest info, as the environment returned it.
+        terminated, truncated: How the episode ended; both false until then.
+        failure: The latest exception that ended the episode.
     """
 
     def __init__(self, slots: Slots, seed: int | None, options: Mapping[str, Any] | None) -> None:
@@ -294,7 +301,7 @@ class EpisodeEnv:
 
     @property
     def over(self) -> bool:
-        """It has ended."""
+        """True if the episode has ended."""
         return self.terminated or self.truncated
 
     def __repr__(self) -> str:
@@ -326,151 +333,106 @@ class EpisodeEnv:
     # -- calls ----------------------------------------------------------------------------------------------------------
 
     async def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[Any, Any]]:
-        """One step; the environment gets the action as it is.
+        """Step the environment; it gets the action unchanged.
 
         Returns:
             ``(observation, reward, terminated, truncated, info)``.
 
         Raises:
-            EnvFailed: The environment raised; ``__cause__`` is what. Or it failed before.
+            EnvFailed: The environment raised ``__cause__``, or failed earlier.
             WorkerDied: Its worker died.
-            StepTimeout: It took longer than ``step_timeout``; its worker was killed.
-            gymnasium.error.ResetNeeded: The episode is over.
-            BusyError: Another task is in a call.
-            gymnasium.error.ClosedEnvironmentError: After the end of its block, or of the pool.
+            StepTimeout: The step took longer than ``step_timeout``; its worker was killed.
+            gymnasium.error.ResetNeeded: The episode has ended.
+            BusyError: Another task's call is pending.
+            gymnasium.error.ClosedEnvironmentError: The block has been left, or the pool is closed.
         """
         with self._calling("step") as slot:
-            if self.over:
+            if self.over and not slot.lost:
                 raise ResetNeeded(f"the episode of env {slot.row} is over: reset() begins a new one")
-            answer = await self._slots.ask(slot, "step", Op.STEP_SOME, [action])
-            result = self._result(slot, "step", answer)
-            engine, row = self._slots.engine, slot.row
-            self.observation, self.info = engine.store.row(row), engine.info_of(row, result, answer.columns)
-            batch = engine.batch
-            self.terminated, self.truncated = bool(batch.terminations[row]), bool(batch.truncations[row])
-            return self.observation, float(batch.rewards[row]), self.terminated, self.truncated, self.info
+            self.observation, reward, self.terminated, self.truncated, self.info = await self._request(slot, "step", action)
+            return self.observation, reward, self.terminated, self.truncated, self.info
 
     async def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
     ) -> tuple[Any, dict[Any, Any]]:
-        """Begin a new episode in the same slot, whatever became of the one before.
+        """Begin a new episode in the same slot, regardless of how the last one ended.
 
         Raises:
-            EnvFailed, WorkerDied, StepTimeout, BusyError, ClosedEnvironmentError: As :meth:`step`.
-            RestartsExhausted: Its worker has died too often, and was given up.
+            EnvFailed, WorkerDied, StepTimeout, BusyError, ClosedEnvironmentError: See :meth:`step`.
+            RestartsExhausted: Its worker died too often, and was abandoned.
         """
         _check_reset(seed, options)
-        engine = self._slots.engine
-        with self._calling("reset", revives=True) as slot:
-            try:
-                await self._slots.until_ready(slot, self)
-            except Exception as error:
-                raise self._failed(error)  # noqa: B904 - it is the same
-            payload = None if seed is None and options is None else ([seed], [options])
-            answer = await self._slots.ask(slot, "reset", Op.RESET_SOME, payload)
-            result = self._result(slot, "reset", answer)
-            self._at_beginning(engine.store.row(slot.row), engine.info_of(slot.row, result, answer.columns))
+        with self._calling("reset") as slot:
+            begin = None if seed is None and options is None else (seed, options)
+            self._begin(*await self._request(slot, "reset", begin))
             return self.observation, self.info
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """``env.get_wrapper_attr(name)``, called with the arguments if it can be called.
+        """Return ``env.get_wrapper_attr(name)``, or the result of calling it with the arguments if it is callable.
 
         Raises:
-            Exception: What it raised, as itself; the episode goes on.
+            Exception: The environment's own exception; the episode continues.
         """
         with self._calling("call") as slot:
-            answer = await self._slots.ask(slot, "call", Op.EXEC, ([slot.k], called, (name, args, kwargs), {}))
-            return self._result(slot, "call", answer).results[slot.row]
+            return await self._request(slot, "call", (name, args, kwargs))
 
     async def save(self, *, verify: bool = True) -> Snapshot:
-        """The state of the environment; see :meth:`vecenv.AsyncVectorEnv.save`.
+        """Save the state of the environment; see :meth:`vecenv.AsyncVectorEnv.save`.
 
         Raises:
-            NotRestorable: It cannot be saved, or not exactly; the episode goes on.
+            NotRestorable: It cannot be saved, or not exactly; the episode continues.
         """
         with self._calling("save") as slot:
-            engine, row = self._slots.engine, slot.row
-            answer = await self._slots.ask(slot, "save", Op.SAVE, [slot.k])
-            snapshot: Snapshot = self._result(slot, "save", answer).results[row]
-            known = snapshot.row
-            if known.used:
-                snapshot = snapshot.having(observation=engine.store.row(row))
-            if verify and known.kind not in engine.proved:
-                self._result(slot, "save", await self._slots.ask(slot, "save", Op.PROVE, [slot.k]))
-                engine.proved |= {known.kind}
+            snapshot: Snapshot = await self._request(slot, "save")
+            if verify and slot.row not in self._slots.submissions.verified:
+                await self._request(slot, "verify")
             return snapshot
 
     async def load(self, snapshot: Snapshot) -> Any:
-        """Go on from a saved state, of this environment or of another; see :meth:`vecenv.AsyncVectorEnv.load`.
+        """Continue from a saved state, of this environment or of another; see :meth:`vecenv.AsyncVectorEnv.load`.
 
         Returns:
             The observation.
 
         Raises:
-            SnapshotMismatch: It does not fit; nothing was touched.
+            SnapshotMismatch: The snapshot does not fit; nothing was changed.
         """
         with self._calling("load") as slot:
-            engine, row = self._slots.engine, slot.row
-            (one,) = parse_snapshots(snapshot, [row])
-            known = one.row
-            engine.require_observation(row, known)
-            self._result(slot, "load", await self._slots.ask(slot, "load", Op.CHECK, [(slot.k, one)]))
-            self._result(slot, "load", await self._slots.ask(slot, "load", Op.LOAD, [slot.k]))
-            engine.put_beside({row: known})
-            self._at_beginning(engine.store.row(row), {})
+            (parsed,) = parse_snapshots(snapshot, [slot.row])
+            await self._request(slot, "check", parsed)
+            self._begin(await self._request(slot, "load", parsed), {})
             return self.observation
 
-    # -- inside -----------------------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _calling(self, method: str, *, revives: bool = False) -> Iterator[Slot]:
-        """One call at a time, on an environment that can go on. ``revives``: or one that cannot."""
+    def _calling(self, method: str) -> Iterator[Slot]:
+        """Admit one call at a time."""
         self._slots.require_usable(method)
         slot = self._slot
         if slot is None:
             raise outside_of_block()
         if self._call:
             raise BusyError(f"another task is in `{self._call}` of this EpisodeEnv (env {slot.row}); `{method}` was refused")
-        if not revives and slot.unreported is not None:
-            death, slot.unreported = slot.unreported, None
-            raise self._failed(death.error())
-        if not revives and slot.lost:
-            raise EnvFailed(f"env {slot.row} failed earlier and has to be rebuilt by reset() first: {slot.lost}")
         self._call = method
         try:
             yield slot
         finally:
             self._call = ""
 
-    def _result(self, slot: Slot, command: str, answer: RowAnswer) -> Result:
-        """What the environment said.
+    async def _request(self, slot: Slot, command: str, payload: Any = None) -> Any:
+        """Submit a request to the environment, and return its result.
 
         Raises:
-            Exception: It failed. In a step or a reset that is the end of the episode.
+            Exception: The environment failed. In a step or a reset this ends the episode.
         """
-        if answer.error is not None:
-            raise self._failed(answer.error)
-        result = answer.result
-        for death in result.deaths:
-            slot.lost, slot.unreported = slot.lost or death.text.partition("\n")[0], None
-            raise self._failed(death.error())
-        for failure, worker in result.failures:
-            ledger = self._slots.engine.ledger
-            error, record = ledger.exception(failure, worker, command)
-            ledger.errors.append(record)
-            if failure.fatal:
-                slot.lost = summary(error)
-            if command in ("step", "reset"):
-                text = f"env {slot.row}, {worker.label}, during {command}: {summary(error)}"
-                raise self._failed(EnvFailed(text)) from error
-            raise error
-        return result
+        try:
+            return await self._slots.request(slot, command, payload)
+        except (EnvFailed, StepTimeout, WorkerDied, ClosedEnvironmentError) as error:
+            self.failure = error
+            raise
 
-    def _failed(self, error: E) -> E:
-        self.failure = error
-        return error
-
-    def _at_beginning(self, observation: Any, info: dict[Any, Any]) -> None:
+    def _begin(self, observation: Any, info: dict[Any, Any]) -> None:
         self.observation, self.info, self.terminated, self.truncated = observation, info, False, False
 
 

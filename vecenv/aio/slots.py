@@ -1,432 +1,196 @@
-"""The slots of a pool and its workers: which episode has which environment, what each was asked, what becomes of lost ones.
+"""The slots of a pool: assigns environments to episodes, and tracks requests and failures.
 
-A *slot* is a row of the engine: where an environment lives, whichever process that is at the moment. An episode has a
-slot to itself. What is asked about a slot is one :class:`RowRequest`, and a slot has one at most: so an answer has nowhere
-else to go. A task that is cancelled leaves its request behind; the slot is not given to another episode before that is
-answered, or its worker has been killed for taking too long.
+A *slot* is a row of the engine: one environment, in its current process. An episode has its own slot. A slot has at most one
+pending request, which makes the destination of its reply unique. A cancelled task leaves its request pending; no other
+episode gets the slot before the reply, or before the worker is killed for taking too long.
 
-All of it runs in one event loop, in callbacks that do not wait. A worker is sent to by a write that takes what the pipe
-takes; what is left goes out when there is room. It is heard when there is something to read, and its end is a readable
-descriptor, too. A worker that died is started anew while the loop goes on, and says itself when it is ready.
+Everything runs in callbacks of one event loop that do not wait: the loop watches the descriptor of the engine's
+:class:`~vecenv.engine.submissions.Submissions`, which is readable when there are replies, deaths, or new workers are ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import time
+import copy
+import os
 from asyncio import AbstractEventLoop, Future, TimerHandle
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from gymnasium.error import ClosedEnvironmentError
 
-from vecenv.engine.engine import Engine
-from vecenv.engine.handles import PoolOptions, ProcessWorker
-from vecenv.engine.pending import NOTHING, Answer, Death, Request, Result, Worker, WorkerRequest
-from vecenv.engine.pool import WorkerPool
-from vecenv.engine.recovery import RestartBudget, RestartLog
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.errors import ErrorRecord, ForkedError, LoopError, RestartsExhausted, StepTimeout
-from vecenv.link.channel import ChannelClosed
-from vecenv.link.messages import Op
+from vecenv.errors import EnvFailed, ForkedError, LoopError, RestartsExhausted, StepTimeout
 from vecenv.system.cores import let_caller_first, usable_cores
-from vecenv.system.supervision import place as line_of
-from vecenv.worker.envs import WorkerPlan
+from vecenv.system.restart_budget import RestartBudget
+from vecenv.system.supervision import innermost_location
 
-__all__ = ["PoolEnvs", "RowAnswer", "RowRequest", "Slot", "Slots", "WorkerSlots", "outside_of_block"]
-
-
-# -- the engine under a pool -------------------------------------------------------------------------------------------
-#
-# The table of pending requests stays what it is: an answer finds its request by its number, the death of a worker answers
-# all that it was asked, and an answer whose request is gone goes nowhere. What differs is that nothing waits: an answer is
-# read when it is delivered, and handed to a future.
+__all__ = ["Slot", "Slots", "WorkerSlots", "outside_of_block"]
 
 
-class RowAnswer(NamedTuple):
-    """What an environment said: as it came, whether its info lies in shared memory, and why there is no answer."""
-
-    result: Result = NOTHING
-    columns: bool = False
-    error: Exception | None = None
-
-
-class RowRequest(Request):
-    """A request about one environment.
-
-    Attributes:
-        row: Which.
-        worker: Its process.
-        part: What is sent.
-        future: Done once there is an answer, or none is wanted any more.
-    """
-
-    by_row = True  # so that each answer is delivered, and not only put down
-
-    def __init__(
-        self, seq: int, command: str, row: int, worker: ProcessWorker, op: Op, payload: Any, future: Future[RowAnswer]
-    ) -> None:
-        super().__init__(seq, command, (worker,))
-        self.row = row
-        self.worker = worker
-        self.part = WorkerRequest(worker, (row,), op, payload)
-        self.parts = {worker.index: self.part}
-        self.future = future
-
-
-class PoolEngine(Engine):
-    """An engine whose answers are delivered to those that asked."""
-
-    on_answer: Callable[[RowRequest, RowAnswer], None]
-    on_death: Callable[[Worker, Death], None] | None = None
-
-    def __init__(self, env_fns: Any, layout: Any, make_store: Any, plan: WorkerPlan, *how: Any) -> None:
-        plan.overlaps = plan.env_threads > 1
-        super().__init__(env_fns, layout, make_store, plan, *how)
-
-    def _open_pool(self, plan: WorkerPlan, arena: Any, options: PoolOptions, num_workers: int) -> WorkerPool:
-        pool = super()._open_pool(plan, arena, options, num_workers)
-        options.placements = []  # the program does other things meanwhile: no process spins, and none is bound to a core
-        return pool
-
-    def deliver(self, seq: int, index: int, answer: Answer) -> None:
-        request = self.pending.requests.pop(seq, None)
-        if not isinstance(request, RowRequest):
-            return
-        try:
-            taken = RowAnswer(self.read([(request.worker, answer)]), answer.columns)
-        except Exception as error:  # whatever reading it raises is about this environment alone
-            taken = RowAnswer(error=error)
-        if taken.error is None and answer.death is None:
-            self.pending.steps += request.command == "step"
-            self.pending.resets += request.command == "reset"
-        self.on_answer(request, taken)
-
-    def info_of(self, row: int, result: Result, columns: bool) -> dict[Any, Any]:
-        """The info of one environment, as it gave it."""
-        if row in result.infos:
-            return result.infos[row]  # type: ignore[no-any-return]
-        return self._infos.one(row) if columns else {}
-
-    def mark_lost(self, worker: Worker, death: Death) -> None:
-        super().mark_lost(worker, death)
-        if self.on_death is not None:
-            self.on_death(worker, death)
-
-
-class PoolEnvs(AsyncVectorEnv[Any, Any]):
-    """The environments of a pool, and the engine that steps them."""
-
-    _driver: PoolEngine
-    _engine_class = PoolEngine
-
-    @property
-    def engine(self) -> PoolEngine:
-        """What steps them."""
-        return self._driver
-
-
-_LOOKS_EVERY: Final = 0.5  # seconds between two looks whether a worker has ended, on systems that do not tell
-
-
-class WorkerWatch:
-    """Watches, kills and starts worker processes.
-
-    Args:
-        engine: Their engine.
-        start_timeout: Seconds that a new one has to get ready.
-        on_death: Called when one has died, after all it was asked has been answered by that.
-        on_ready: Called when a new one is ready.
-    """
-
-    def __init__(
-        self,
-        engine: PoolEngine,
-        start_timeout: float | None,
-        on_death: Callable[[ProcessWorker, Death], None],
-        on_ready: Callable[[ProcessWorker], None],
-    ) -> None:
-        self._engine = engine
-        self._start_timeout = start_timeout
-        self._on_death = on_death
-        self._on_ready = on_ready
-        self._loop: AbstractEventLoop = asyncio.get_running_loop()
-        self._watched: dict[ProcessWorker, tuple[int, int]] = {}
-        self._late: dict[ProcessWorker, TimerHandle] = {}  # when a new one that is not ready is killed
-        self._crowded: dict[ProcessWorker, int] = {}  # whose pipe was full -> the descriptor
-        self._looking: TimerHandle | None = None
-        engine.on_death = self._died
-        for worker in engine.pool.processes:
-            self._watch(worker)
-        if any(worker.watch.asks for worker in engine.pool.processes):
-            self._look()
-
-    # -- watching ---------------------------------------------------------------------------------------------------
-
-    def _watch(self, worker: ProcessWorker) -> None:
-        heard, ended = self._watched[worker] = worker.channel.fd, worker.watch.descriptor
-        if len(self._engine.pool.processes) > usable_cores():
-            let_caller_first(worker.pid)
-        self._loop.add_reader(heard, self._heard, worker)
-        self._loop.add_reader(ended, self._ended, worker)
-
-    def _unwatch(self, worker: ProcessWorker) -> None:
-        for descriptor in self._watched.pop(worker, ()):
-            self._loop.remove_reader(descriptor)
-        if worker in self._crowded:
-            self._loop.remove_writer(self._crowded.pop(worker))
-        if (timer := self._late.pop(worker, None)) is not None:
-            timer.cancel()
-
-    def close(self) -> None:
-        """Watch nothing any more. Idempotent."""
-        self._engine.on_death = None
-        for worker in list(self._watched):
-            self._unwatch(worker)
-        if self._looking is not None:
-            self._looking.cancel()
-
-    def _heard(self, worker: ProcessWorker) -> None:
-        """There is something to read, or the other end is closed."""
-        if worker.starting:
-            self._heard_first(worker)
-            return
-        several = len(worker.rows) > 1
-        while worker.receive() and several and worker.death is None:
-            pass
-
-    def _ended(self, worker: ProcessWorker) -> None:
-        """Its process has ended."""
-        while worker.receive() and worker.death is None:  # what it wrote before
-            pass
-        worker.mark_dead()
-
-    def _died(self, worker: Worker, death: Death) -> None:
-        if isinstance(worker, ProcessWorker) and worker in self._watched:
-            self._unwatch(worker)
-            self._on_death(worker, death)
-
-    def _look(self) -> None:
-        """Where no descriptor tells that a process has ended, because a helper of its own may hold that open."""
-        for worker in list(self._watched):
-            if worker.watch.has_ended():
-                self._ended(worker)
-        self._looking = self._loop.call_later(_LOOKS_EVERY, self._look)
-
-    # -- asking -----------------------------------------------------------------------------------------------------
-
-    def send(self, request: RowRequest) -> None:
-        """Ask. From here on the request is in the table, and will be answered."""
-        pool = self._engine.pool
-        self._engine.enter(request)
-        if pool.behind or not request.worker.send(request.part):
-            pool.behind = True
-            self._pump()
-
-    def _pump(self) -> None:
-        """Send what is left, as far as pipes take it, and watch those that are full."""
-        self._engine.pool.pump()
-        full = {
-            request.worker: request.worker.channel.out
-            for request in self._engine.requests.values()
-            if isinstance(request, RowRequest) and not request.part.sent and request.worker.death is None
-        }
-        for worker in self._crowded.keys() - full.keys():
-            self._loop.remove_writer(self._crowded.pop(worker))
-        for worker in full.keys() - self._crowded.keys():
-            self._loop.add_writer(full[worker], self._pump)
-        self._crowded = full
-
-    # -- killing and starting anew ------------------------------------------------------------------------------------
-
-    def kill(self, worker: ProcessWorker, reason: str) -> None:
-        """Kill a worker; its end is told as that of any other."""
-        if worker.death is None:
-            worker.ended_for = worker.ended_for or reason
-            worker.signal(signal.SIGKILL)
-
-    def start_anew(self, dead: ProcessWorker) -> ProcessWorker:
-        """A new process in the place of a dead one, which says itself when it is ready.
-
-        Raises:
-            OSError: There is no room for it.
-        """
-        pool = self._engine.pool
-        started: list[ProcessWorker] = []
-        pool.launch_again(dead, started)
-        (new,) = started
-        pool.set_workers([new if worker is dead else worker for worker in pool.all_workers()])
-        pool.replaced += 1
-        if (limit := self._start_timeout) is not None:
-            late = f"it was not ready within {limit} seconds of its start, and was killed"
-            self._late[new] = self._loop.call_later(limit, self.kill, new, late)
-        self._watch(new)
-        return new
-
-    def _heard_first(self, worker: ProcessWorker) -> None:
-        """Its first message: it is ready. What failed to be built is tried again with its next reset."""
-        try:
-            message = worker.channel.read()
-        except ChannelClosed:
-            worker.mark_dead()
-            return
-        if message is not None:
-            worker.channel.drop()
-            worker.starting = False
-            if (timer := self._late.pop(worker, None)) is not None:
-                timer.cancel()
-            self._on_ready(worker)
-
-    async def stack_of(self, worker: ProcessWorker) -> str:
-        """Where a worker is that does not answer."""
-        looking = worker.looking_for_stack()
-        while True:
-            try:
-                seconds = next(looking)
-            except StopIteration as found:
-                return str(found.value)
-            await asyncio.sleep(seconds)
-
-
-# -- slots -------------------------------------------------------------------------------------------------------------
-
-
+@dataclass(eq=False, slots=True)
 class Slot:
-    """Where one environment lives.
+    """The place of one environment.
 
     Attributes:
-        group: Its worker, with all slots of that.
-        k: Which one of its worker's environments it is.
-        row: Its index among all.
-        owner: The episode that has it.
-        request: What it was asked and has not answered.
-        lost: Why the environment cannot go on: only a reset builds it anew; empty: it can.
-        unreported: How its worker died, until the episode has been told.
-        patience: When its worker is ended, as the request is no longer wanted.
+        group: The slots of its worker.
+        row: The index of the environment.
+        owner: The episode that uses it.
+        request: Its pending request.
+        reply: A future of the request's (result, error), done early if no task waits for it.
+        lost: The reason why only a reset can rebuild the environment; empty if it works.
+        unreported: The death of its worker, until the episode has received it.
+        ready: The future of an episode that waits until the slot accepts requests.
+        cancel_timer: The timer that ends its worker when the request is no longer wanted.
     """
 
-    def __init__(self, group: WorkerSlots, k: int, row: int) -> None:
-        self.group, self.k, self.row = group, k, row
-        self.owner: Any = None
-        self.request: RowRequest | None = None
-        self.lost = ""
-        self.unreported: Death | None = None
-        self.patience: TimerHandle | None = None
+    group: WorkerSlots
+    row: int
+    owner: Any = None
+    request: Any = None
+    reply: Future[Any] = field(init=False)
+    lost: str = ""
+    unreported: Any = None
+    ready: Future[None] | None = None
+    cancel_timer: TimerHandle | None = None
+
+    def finish(self, result: Any, error: Exception | None) -> None:
+        """Give the task that waits for the reply its result or error, if there is one."""
+        if not self.reply.done():
+            self.reply.set_result((result, error))
+
+    def wake(self) -> None:
+        """Resume the episode that waits for the slot, if there is one that was not just cancelled."""
+        ready, self.ready = self.ready, None
+        if ready is not None and not ready.done():
+            ready.set_result(None)
 
 
+@dataclass(eq=False, slots=True)
 class WorkerSlots:
-    """A worker, whichever process that is at the moment, and the slots of its environments.
+    """A worker, which a restart moves to another process, and the slots of its environments.
 
     Attributes:
-        worker: The process.
-        slots: In the order of rows.
-        changing: It is being killed, or a new process was started that is not ready.
-        killed_by_cancel: It was killed as a task did not want its answer any more: that costs no restart of the budget.
-        given_up: How it ended, if there will be no new one.
-        looking: Held while it is found out where it hangs: the request that was too late first is the one that is blamed.
+        index: The index of the worker.
+        slots: The slots in the order of rows.
+        pending: Its pending requests, oldest first.
+        death: How its process ended; ``None`` while that is alive.
+        changing: True while it is being killed, or while a new process is not ready.
+        killed_by_cancel: True if it was killed because a task was cancelled, which the restart budget does not count.
+        exhausted: The error of its slots, if it will not be restarted.
+        start_timer: The timer that kills a new process which is not ready.
+        searching: Held while searching where it hangs, so that the first request that timed out is the one to blame.
     """
 
-    def __init__(self, worker: ProcessWorker) -> None:
-        self.worker = worker
-        self.slots = [Slot(self, k, row) for k, row in enumerate(worker.rows)]
-        self.changing = False
-        self.killed_by_cancel = False
-        self.given_up: Death | None = None
-        self.looking = asyncio.Lock()
+    index: int
+    slots: list[Slot] = field(default_factory=list)
+    pending: dict[Any, None] = field(default_factory=dict)
+    death: Any = None
+    changing: bool = False
+    killed_by_cancel: bool = False
+    exhausted: RestartsExhausted | None = None
+    start_timer: TimerHandle | None = None
+    searching: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Slots:
     """The slots of a pool.
 
     Args:
-        engine: The engine.
-        step_timeout, cancel_timeout, start_timeout: Seconds; see :class:`vecenv.aio.Pool`.
-        one_by_one: A worker steps its environments one after the other.
-        budget: What a worker that died is started anew within, at once; ``None``: it is started with the next reset.
+        envs: The environments.
+        step_timeout, cancel_timeout, start_timeout: Limits in seconds; see :class:`vecenv.aio.Pool`.
+        budget: Workers that died are restarted at once, within this budget; ``None``: with the next reset.
+        one_by_one: True if a worker steps its environments one after the other.
     """
 
     def __init__(
-        self,
-        engine: PoolEngine,
-        step_timeout: float | None,
-        cancel_timeout: float | None,
-        start_timeout: float | None,
-        budget: RestartBudget | None,
-        *,
-        one_by_one: bool,
-    ) -> None:
-        self.engine = engine
-        self.step_timeout = step_timeout
-        self.cancel_timeout = cancel_timeout
-        self.start_timeout = start_timeout
-        self.groups = {worker.index: WorkerSlots(worker) for worker in engine.pool.processes}
+        self, envs: AsyncVectorEnv[Any, Any], step_timeout: float | None, cancel_timeout: float | None,
+        start_timeout: float | None, *, budget: RestartBudget | None, one_by_one: bool,
+    ) -> None:  # fmt: skip
+        self.step_timeout, self.cancel_timeout, self.start_timeout = step_timeout, cancel_timeout, start_timeout
+        self.groups = [WorkerSlots(index) for index in range(len(envs.worker_rows))]
+        for group, rows in zip(self.groups, envs.worker_rows, strict=True):
+            group.slots += [Slot(group, row) for row in rows]
+        self.submissions = envs.submissions()
         self.closed = False
-        self._one_by_one = one_by_one
         self.waiters: deque[tuple[Any, Future[Slot]]] = deque()
-        self._slots = {slot.row: slot for group in self.groups.values() for slot in group.slots}
-        # the first of every worker, then the second: few episodes are spread over many workers
-        self.free = deque(sorted(self._slots.values(), key=lambda slot: slot.k))
-        self._budget = budget
-        self._log = RestartLog()
+        self._slots = [slot for group in self.groups for slot in group.slots]
+        # the first slot of every worker, then the second: few episodes are spread over many workers
+        self.free = deque(sorted(self._slots, key=lambda slot: slot.row - slot.group.slots[0].row))
+        self._envs, self._budget, self._one_by_one = envs, budget, one_by_one
+        self._pid = os.getpid()
         self._loop: AbstractEventLoop | None = None
-        self._workers: WorkerWatch
-        self._waited_for: dict[Slot, Future[None]] = {}  # of slots that are waited for: they have answered, or have a worker
-        self._tasks: set[Future[Any]] = set()
+        self._poll_timer: TimerHandle | None = None
+        self._searches: set[Future[Any]] = set()
+        for group in self.groups:
+            self._lower_priority(group)
 
     def enter(self) -> None:
-        """Belong to the event loop that is running."""
+        """Bind the slots to the running event loop."""
         self.require_usable("async with", entered=False)
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self.engine.on_answer = self._answered
-            self._workers = WorkerWatch(self.engine, self.start_timeout, self._died, self._ready)
+            self._loop.add_reader(self.submissions.fileno(), self._collect)
+            self._poll()
+
+    def _poll(self) -> None:
+        """Collect now and then, on systems where the end of a worker may not make a descriptor readable."""
+        if self.submissions.poll_interval is not None:
+            self._collect()
+            self._poll_timer = asyncio.get_running_loop().call_later(self.submissions.poll_interval, self._poll)
 
     @property
     def busy(self) -> bool:
-        """An environment was asked something and has not answered."""
-        return any(slot.request is not None for slot in self._slots.values())
+        """True if a request is pending."""
+        return any(group.pending for group in self.groups)
 
     def taken(self) -> int:
-        """How many an episode has."""
-        return sum(slot.owner is not None for slot in self._slots.values())
+        """Return the number of slots with an episode."""
+        return sum(slot.owner is not None for slot in self._slots)
 
     def close(self) -> None:
-        """Nothing is watched, asked or waited for any more, and whatever waits is told. Idempotent."""
+        """Stop watching workers, and complete all pending requests and waiters with an error. Idempotent."""
         if self.closed:
             return
         self.closed = True
         if self._loop is not None:
-            self._workers.close()
-        for slot in self._slots.values():
-            if slot.patience is not None:
-                slot.patience.cancel()
-            if (request := slot.request) is not None and not request.future.done():
-                request.future.set_result(RowAnswer(error=self._closed_error()))
-        self.engine.requests.clear()
+            self._loop.remove_reader(self.submissions.fileno())
+        self.submissions.close()
+        timers = [slot.cancel_timer for slot in self._slots] + [group.start_timer for group in self.groups]
+        for timer in filter(None, [*timers, self._poll_timer]):
+            timer.cancel()
+        for slot in self._slots:
+            if slot.request is not None:
+                slot.finish(None, self._closed_error())
+            slot.wake()
         self._refuse_waiters(self._closed_error)
-        for slot in list(self._waited_for):
-            self._wake(slot)
-        for task in self._tasks:
-            task.cancel()
+        for search in self._searches:
+            search.cancel()
+
+    def kill_all(self) -> None:
+        """Kill all workers."""
+        for group in self.groups:
+            self.submissions.kill(group.slots[0].row, "it was closed")
 
     def _closed_error(self) -> ClosedEnvironmentError:
         return ClosedEnvironmentError("Trying to operate on `Pool`, after a call to `close()`.")
 
     def require_usable(self, method: str, *, entered: bool = True) -> None:
-        """Refuse a call where there is a reason to.
+        """Raise if calls are impossible here.
 
         Raises:
             ForkedError: In a forked child.
             ClosedEnvironmentError: After :meth:`close`.
             LoopError: In another event loop, or outside of ``async with``.
         """
-        if self.engine.barred == "forked":
+        if os.getpid() != self._pid:
             raise ForkedError(
-                f"this Pool belongs to another process (pid {self.engine.owner}); a forked child cannot use "
-                f"{self.engine.own_means}: build a new one in the child"
+                f"this Pool belongs to another process (pid {self._pid}); a forked child cannot use its workers: build a "
+                "new one in the child"
             )
         if self.closed:
             raise self._closed_error()
@@ -439,14 +203,14 @@ class Slots:
     # -- episodes -----------------------------------------------------------------------------------------------------
 
     async def acquire(self, episode: object) -> Slot:
-        """A slot for an episode; it waits for its turn."""
+        """Wait for a slot for an episode, first come, first served."""
         self.require_usable("episode")
         if self.free:
             slot = self.free.popleft()
             slot.owner = episode
             return slot
-        if (last := self._all_given_up()) is not None:
-            raise last.error()
+        if (error := self._exhausted()) is not None:
+            raise error
         waiter: Future[Slot] = asyncio.get_running_loop().create_future()
         self.waiters.append((episode, waiter))
         try:
@@ -455,14 +219,14 @@ class Slots:
             if not waiter.done() or waiter.cancelled():
                 with contextlib.suppress(ValueError):
                     self.waiters.remove((episode, waiter))
-            elif waiter.exception() is None:  # the slot came at the same time
+            elif waiter.exception() is None:  # the slot arrived at the same time
                 self.release(waiter.result())
             raise
 
-    def _all_given_up(self) -> Death | None:
-        """How a worker ended, if all were given up: no slot will come back then."""
-        ends = [group.given_up for group in self.groups.values()]
-        return ends[-1] if all(ends) else None
+    def _exhausted(self) -> RestartsExhausted | None:
+        """Return a new error if all workers were abandoned: then no slot will become free."""
+        errors = [group.exhausted for group in self.groups]
+        return copy.copy(errors[-1]) if all(errors) else None
 
     def _refuse_waiters(self, error: Callable[[], Exception]) -> None:
         for _, waiter in self.waiters:
@@ -471,108 +235,109 @@ class Slots:
         self.waiters.clear()
 
     def release(self, slot: Slot) -> None:
-        """The episode that had it is over."""
+        """Free the slot of an episode that has ended."""
         slot.owner = None
-        request = slot.request
-        if request is not None and not request.future.done():  # another task waits in it
-            request.future.set_result(RowAnswer(error=outside_of_block()))
-            self.abandon(slot, request)
-        self._wake(slot)  # likewise
+        if slot.request is not None and not slot.reply.done():  # another task waits for it
+            slot.finish(None, outside_of_block())
+            self.abandon(slot, slot.request)
+        slot.wake()  # another task may wait for it
         self._update(slot)
 
     def _update(self, slot: Slot) -> None:
-        """Tell the episode that waits for its slot, or give the slot to another, if it can be asked again."""
-        if self.closed or slot.request is not None or slot.group.changing or slot.group.given_up:
+        """Wake the episode that waits for its slot, or give a free slot to another one, if requests are possible."""
+        if self.closed or slot.request is not None or slot.group.changing or slot.group.exhausted:
             return
-        if slot.owner is None and slot not in self.free:
-            self._give_back(slot)
-        else:
-            self._wake(slot)
-
-    def _wake(self, slot: Slot) -> None:
-        """Let the task go on that waits for a slot, if there is one, and it was not cancelled just now."""
-        ready = self._waited_for.pop(slot, None)
-        if ready is not None and not ready.done():
-            ready.set_result(None)
-
-    def _give_back(self, slot: Slot) -> None:
-        """Give a slot to the episode that has waited longest, if there is one."""
+        if slot.owner is not None or slot in self.free:
+            slot.wake()
+            return
         while self.waiters:
-            episode, waiter = self.waiters.popleft()
+            slot.owner, waiter = self.waiters.popleft()
             if not waiter.done():
-                slot.owner = episode
                 waiter.set_result(slot)
                 return
+        slot.owner = None
         self.free.append(slot)
 
-    async def until_ready(self, slot: Slot, episode: object) -> None:
-        """Wait until a slot can be asked: its last request is answered, and its worker is ready.
+    async def _until_ready(self, slot: Slot) -> None:
+        """Wait until a slot accepts requests: its last request is complete, and its worker is ready.
 
         Raises:
-            WorkerDied: The worker cannot be started anew.
+            WorkerDied: The worker cannot be restarted.
         """
-        group, tried = slot.group, False
+        group, episode, tried = slot.group, slot.owner, False
         while True:
-            if group.given_up is not None:
-                raise group.given_up.error()
+            if group.exhausted is not None:
+                raise copy.copy(group.exhausted)
             if slot.request is None and not group.changing:
-                if (death := group.worker.death) is None:
+                if group.death is None:
                     return
                 if tried:
-                    raise death.error()
+                    raise group.death.error()
                 tried = True
-                self._start_anew(group)
+                self._start(group)
                 continue
-            future = self._waited_for[slot] = asyncio.get_running_loop().create_future()
+            ready = slot.ready = asyncio.get_running_loop().create_future()
             try:
-                await future
+                await ready
             finally:
-                self._waited_for.pop(slot, None)
+                if slot.ready is ready:
+                    slot.ready = None
             self.require_usable("reset")
             if slot.owner is not episode:
                 raise outside_of_block()
 
-    # -- asking ---------------------------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------------
 
-    async def ask(self, slot: Slot, command: str, op: Op, payload: Any) -> RowAnswer:
-        """Ask an environment something, and wait for what it says. Where the task is cancelled, nothing is awaited any more.
+    async def request(self, slot: Slot, command: str, payload: Any = None) -> Any:
+        """Submit a request about an environment, and return its result. A cancelled task does not wait.
 
         Raises:
-            Exception: The payload cannot be pickled; nothing was sent.
+            EnvFailed, WorkerDied: The environment failed earlier, or its worker died meanwhile; nothing was sent.
+            Exception: The payload cannot be pickled; nothing was sent. Or the error of the request.
         """
-        engine, worker = self.engine, slot.group.worker
+        if command == "reset":
+            await self._until_ready(slot)
+        elif slot.unreported is not None:
+            death, slot.unreported = slot.unreported, None
+            raise death.error()
+        elif slot.lost:
+            raise EnvFailed(f"env {slot.row} failed earlier and has to be rebuilt by reset() first: {slot.lost}")
         loop = asyncio.get_running_loop()
-        request = RowRequest(engine.pool.next_seq(), command, slot.row, worker, op, payload, loop.create_future())
-        engine.pool.stage(request.part, request.seq)
-        engine.batch.requested[slot.row] = request.seq
+        request = self.submissions.submit(slot.row, command, payload)
+        slot.request, slot.reply = request, loop.create_future()
+        slot.group.pending[request] = None
         if command == "reset":
             slot.lost, slot.unreported = "", None
-        slot.request = request
-        self._workers.send(request)
         timer: TimerHandle | None = None
         if self.step_timeout is not None and command in ("step", "reset"):
-            timer = loop.call_later(self.step_timeout, self._too_late, slot, request)
+            timer = loop.call_later(self.step_timeout, self._search, slot, request)
         try:
-            return await request.future
-        except BaseException:  # cancelled, or thrown away with the whole loop
-            slot.lost = f"its {command} was cancelled"
+            result, error = await slot.reply
+        except BaseException:  # cancelled, or closed with the whole loop
+            slot.lost = f"its {request.command} was cancelled"
             self.abandon(slot, request)
             raise
         finally:
             if timer is not None:
                 timer.cancel()
+        if error is None:
+            return result
+        try:
+            raise error
+        finally:
+            del error  # the exception's traceback holds this frame
 
-    def abandon(self, slot: Slot, request: RowRequest) -> None:
-        """No task wants the answer any more: wait for it a while, before the worker is killed."""
+    def abandon(self, slot: Slot, request: Any) -> None:
+        """Wait for a result that no task wants only until `cancel_timeout`, and then kill the worker."""
         assert self._loop is not None
         if slot.request is not request or self.closed or self.cancel_timeout is None or self._loop.is_closed():
             return
-        begun = not self._one_by_one or self.engine.oldest_of(request.worker) is request
-        slot.patience = self._loop.call_later(self.cancel_timeout, self._out_of_patience, slot, request, begun)
+        begun = not self._one_by_one or next(iter(slot.group.pending)) is request
+        slot.cancel_timer = self._loop.call_later(self.cancel_timeout, self._end_cancelled, slot, request, begun)
 
-    def _out_of_patience(self, slot: Slot, request: RowRequest, begun: bool) -> None:
-        """``begun``: the worker was busy with this, and not with others before it, all that time."""
-        slot.patience = None
+    def _end_cancelled(self, slot: Slot, request: Any, begun: bool) -> None:
+        """Kill the worker, or wait again unless it spent all that time on this request (``begun``), not on earlier ones."""
+        slot.cancel_timer = None
         if slot.request is not request:
             return
         if not begun:
@@ -582,115 +347,129 @@ class Slots:
             late = f"{self.cancel_timeout} seconds after that was cancelled"
             self._kill(slot, f"was still in `{request.command}` {late}, and was killed")
 
-    def _answered(self, request: RowRequest, answer: RowAnswer) -> None:
-        slot = self._slots[request.row]
+    def _collect(self) -> None:
+        """Process replies, deaths, and new workers that are ready."""
+        finished = self.submissions.collect()
+        deaths = list(self.submissions.deaths)
+        self.submissions.deaths.clear()
+        for death in deaths:
+            self.groups[death.worker].death = death
+        for request, result, error in finished:
+            assert request.rows is not None
+            slot = self._slots[request.rows[0]]
+            if request.command != "start":
+                self._finish(slot, request, result, error)
+                continue
+            if slot.group.start_timer is not None:
+                slot.group.start_timer.cancel()
+            if error is None:
+                self._ready(slot.group)
+        for death in deaths:
+            self._died(self.groups[death.worker])
+
+    def _finish(self, slot: Slot, request: Any, result: Any, error: Exception | None) -> None:
         slot.request = None
-        if slot.patience is not None:
-            slot.patience.cancel()
-            slot.patience = None
-        if not request.future.done():
-            request.future.set_result(answer)
-        if request.worker.death is None:  # otherwise :meth:`_died` sees to the slot
+        del slot.group.pending[request]
+        if slot.cancel_timer is not None:
+            slot.cancel_timer.cancel()
+            slot.cancel_timer = None
+        if error is not None and not slot.lost:
+            slot.lost = self.submissions.failed.get(slot.row, "")
+        slot.finish(result, error)
+        if slot.group.death is None:  # otherwise :meth:`_died` updates the slot
             self._update(slot)
 
     # -- workers that hang or die -----------------------------------------------------------------------------------------
 
-    def _too_late(self, slot: Slot, request: RowRequest) -> None:
-        task = asyncio.ensure_future(self._end_hanging(slot, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _search(self, slot: Slot, request: Any) -> None:
+        search = asyncio.ensure_future(self._end_hanging(slot, request))
+        self._searches.add(search)
+        search.add_done_callback(self._searches.discard)
 
-    async def _end_hanging(self, slot: Slot, request: RowRequest) -> None:
+    async def _end_hanging(self, slot: Slot, request: Any) -> None:
         """Find out where a worker hangs, and kill it."""
-        worker = request.worker
-        async with slot.group.looking:
-            if worker.ended_for:
+        group = slot.group
+        async with group.searching:
+            if group.changing or slot.request is not request:
                 return
-            stack = "" if worker.death is not None else await self._workers.stack_of(worker)
-            if slot.request is not request or request.future.done():
+            pid, stack = self._envs.processes[group.index].pid, await self._find_stack(slot)
+            if slot.request is not request or slot.reply.done():
                 return
-            at = f" at {found}" if (found := line_of(stack)) else ""
-            hangs = f"hung for more than {self.step_timeout} seconds and was killed{at}"
-            text = f"env {slot.row}, {worker.label}, during {request.command}: it {hangs}" + (f"\n{stack}" if stack else "")
-            slot.lost = hangs
-            request.future.set_result(RowAnswer(error=StepTimeout(text)))
-            self._kill(slot, hangs + (f"\nits stack:\n{stack}" if stack else ""))
+            at = f" at {found}" if (found := innermost_location(stack)) else ""
+            slot.lost = f"hung for more than {self.step_timeout} seconds and was killed{at}"
+            text = f"env {slot.row}, worker {group.index}, pid {pid}, during {request.command}: it {slot.lost}"
+            slot.finish(None, StepTimeout(text + (f"\n{stack}" if stack else "")))
+            self._kill(slot, slot.lost + (f"\nits stack:\n{stack}" if stack else ""))
+
+    async def _find_stack(self, slot: Slot) -> str:
+        search = self.submissions.find_stack(slot.row)
+        while True:
+            try:
+                await asyncio.sleep(next(search))
+            except StopIteration as found:
+                return str(found.value)
 
     def _kill(self, slot: Slot, reason: str) -> None:
-        """Kill the worker of a slot; until it has ended, none of its slots is given to an episode."""
-        group = slot.group
-        if group.worker.death is None:
-            self._withdraw(group)
-            self._workers.kill(group.worker, f"env {slot.row} {reason}")
+        """Kill the worker of a slot; until it has ended, no episode gets one of its slots."""
+        if slot.group.death is None:
+            self._withdraw(slot.group)
+            self.submissions.kill(slot.row, f"env {slot.row} {reason}")
 
     def _withdraw(self, group: WorkerSlots) -> None:
-        """A worker has ended, or will: no episode is given a slot of its until it is ready again."""
+        """Withhold the slots of a worker that has ended, or will, from episodes until it is ready again."""
         group.changing = True
         self.free = deque(slot for slot in self.free if slot.group is not group)
 
-    def _died(self, worker: ProcessWorker, death: Death) -> None:
-        """All that the worker was asked has been answered by its death."""
-        group = self.groups[worker.index]
-        self.engine.ledger.errors.append(
-            ErrorRecord(None, worker.index, death.pid or 0, death.command, death.error(), death.text, time.monotonic())
-        )
+    def _died(self, group: WorkerSlots) -> None:
+        """Process the death of a worker, after its requests are finished."""
         for slot in group.slots:
             if slot.owner is not None and not slot.lost:
-                slot.lost, slot.unreported = death.text.partition("\n")[0], death
+                slot.lost, slot.unreported = group.death.first_line, group.death
         if self._budget is not None:
             self._withdraw(group)
-            asyncio.get_running_loop().call_soon(self._start_within_budget, group, death, self._budget)
+            asyncio.get_running_loop().call_soon(self._restart, group)
         else:
-            self._changed(group)
+            self._ready(group)  # a reset restarts the worker
 
-    def _start_within_budget(self, group: WorkerSlots, death: Death, budget: RestartBudget) -> None:
-        if self.closed:
-            return
-        cause, rows = death.text.partition("\n")[0], list(group.worker.rows)
-        by_cancel, group.killed_by_cancel = group.killed_by_cancel, False
-        if not by_cancel and not budget.spend(cause, rows):
-            self._give_up(group, death, budget.refusal(rows))
-            return
-        if not by_cancel:
-            self._log.say(cause)
-        self._start_when_possible(group, cause)
-
-    def _start_when_possible(self, group: WorkerSlots, cause: str) -> None:
+    def _restart(self, group: WorkerSlots) -> None:
         if self.closed:
             return
         try:
-            self._start_anew(group)
-        except OSError as error:  # there is no room for it just now
-            self._log.say(f"{cause}; a new process cannot be started: {error}")
-            asyncio.get_running_loop().call_later(1.0, self._start_when_possible, group, cause)
+            self._start(group, None if group.killed_by_cancel else self._budget)
+        except RestartsExhausted as error:
+            self._give_up(group, error)
+        except OSError:  # no resources for it at the moment
+            asyncio.get_running_loop().call_later(1.0, self._restart, group)
 
-    def _start_anew(self, group: WorkerSlots) -> None:
-        group.worker = self._workers.start_anew(group.worker)
-        group.changing = True
-        self.engine.ledger.restarts += 1
+    def _start(self, group: WorkerSlots, budget: RestartBudget | None = None) -> None:
+        """Start a new process in place of a dead one."""
+        row = group.slots[0].row
+        self.submissions.start(row, budget=budget)
+        group.death, group.changing, group.killed_by_cancel = None, True, False
+        self._lower_priority(group)
+        if (limit := self.start_timeout) is not None:
+            late = f"it was not ready within {limit} seconds of its start, and was killed"
+            group.start_timer = asyncio.get_running_loop().call_later(limit, self.submissions.kill, row, late)
 
-    def _ready(self, worker: ProcessWorker) -> None:
-        """A new worker is ready: its slots can be asked."""
-        self._changed(self.groups[worker.index])
+    def _lower_priority(self, group: WorkerSlots) -> None:
+        if len(self.groups) > usable_cores():
+            let_caller_first(self._envs.processes[group.index].pid)
 
-    def _changed(self, group: WorkerSlots) -> None:
-        """Episodes can be told, or given slots: a reset starts a worker that is not there."""
+    def _ready(self, group: WorkerSlots) -> None:
+        """Make the slots of a worker available: episodes are woken or get a slot."""
         group.changing = False
         for slot in group.slots:
             self._update(slot)
 
-    def _give_up(self, group: WorkerSlots, death: Death, why: str) -> None:
-        """A worker needs too many restarts: it gets no more, and its slots are gone."""
-        group.changing = False
-        group.given_up = Death(
-            why, death.worker, tuple(group.worker.rows), death.pid, death.exitcode, "restart", RestartsExhausted
-        )
+    def _give_up(self, group: WorkerSlots, error: RestartsExhausted) -> None:
+        """Give up a worker that needs too many restarts, and its slots."""
+        group.changing, group.exhausted = False, error
         for slot in group.slots:
-            self._wake(slot)
-        if self._all_given_up() is not None:
-            self._refuse_waiters(group.given_up.error)
+            slot.wake()
+        if self._exhausted() is not None:
+            self._refuse_waiters(partial(copy.copy, error))
 
 
 def outside_of_block() -> ClosedEnvironmentError:
-    """What a call raises whose episode is over, or has not begun."""
+    """Return the error of a call outside of the block of its episode."""
     return ClosedEnvironmentError("Trying to operate on `EpisodeEnv`, outside of its `async with` block.")

@@ -1,9 +1,8 @@
 """``JaxVectorEnv``: functional environments behind Gymnasium's vector interface.
 
-All the work is done by :class:`vecenv.jax.FunctionalVectorEnv`, compiled. :class:`JaxDriver` holds the state that
-Gymnasium's interface hides: it is begun, stepped, read, copied, assigned, saved and compiled ahead. The driver asks the
-device and returns; only reading waits. Results are numpy's, JAX's or torch's, with Gymnasium's seeds, masks and infos. The
-state is not hidden for good: read ``envs.state`` to keep a checkpoint, assign it to return there.
+:class:`vecenv.jax.FunctionalVectorEnv`, compiled, does the work. :class:`JaxDriver` holds the state that Gymnasium's
+interface hides. Calls start a computation on the device and return; only reading waits. Results are NumPy's, JAX's or
+torch's, with Gymnasium's seeds, masks and infos. Read ``envs.state`` to keep a checkpoint, and assign it to return there.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import gymnasium as gym
@@ -30,20 +29,22 @@ from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import NOTHING, Call, LockstepDriver, Phase, Stepped
-from vecenv.front.vector_env import VectorEnvBase, exclusive
+from vecenv.front.guard import exclusive
+from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import GONE, FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, seed_keys, to_numpy, to_torch
 from vecenv.jax.libraries import adapt, make_env
+from vecenv.state.describe import describe
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.system.uninterrupted import succeeds_when_repeated
+from vecenv.system.signals import succeeds_when_repeated
 
 _OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Seeds: TypeAlias = Sequence[int | None]
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
-_PAUSE: Final = 1e-4  # between two looks at whether the device is done: JAX has no wait with an end
+_PAUSE: Final = 1e-4  # between two checks of the device: JAX has no wait with a timeout
 _CAPABILITIES: Final = Capabilities(
     "jax", attributes=False, first_ready=False, reset_options=False, row_options=False, snapshots=True,
     in_this_process=True, runs_jax=True,
@@ -53,33 +54,33 @@ _CAPABILITIES: Final = Capabilities(
 class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
-    Environment i of ``reset(seed=s)`` has the key ``jax.random.key(s + i)``: its trajectory is the same for every
-    ``num_envs``, up to the rounding of XLA's programs, and equal bit for bit to ``SyncVectorEnv`` over
-    :class:`vecenv.jax.GymEnv` of as many ``lanes``.
+    In ``reset(seed=s)``, environment i has the key ``jax.random.key(s + i)``: its trajectory is the same for every
+    ``num_envs``, up to the rounding of XLA's programs, and equal bit for bit to a loop over single environments that
+    are compiled for as many rows.
 
-    Without a seed, each goes on to the next episode of its own stream. Actions are numpy, JAX or torch arrays, or lists;
-    nothing is clipped to bounds. ``step_async`` and ``send`` return at once, and the device works meanwhile.
+    Without a seed, each environment begins the next episode of its own random sequence. Actions are NumPy, JAX or torch
+    arrays, or lists, and are not clipped to bounds. ``step_async`` and ``send`` return at once, while the device works.
 
-    Under DISABLED, an environment that ended stays as it is and pays 0 until it is reset.
+    Under DISABLED, an environment that ended keeps its state, with reward 0, until it is reset.
 
     Args:
-        env: A name known to Brax or Playground, an environment of any library that :func:`vecenv.jax.adapt` knows, a
-            ``JaxEnv``, or a :class:`~vecenv.jax.FunctionalVectorEnv` (then no other option may be given).
-        num_envs: How many.
-        to: What arrays are: ``"numpy"`` (fresh, writeable, as in Gymnasium), ``"jax"`` (on the device, in JAX's dtypes), or
-            ``"torch"`` (on the device, handed over by DLPack).
+        env: A name in Brax or Playground, an environment of any library that :func:`vecenv.jax.adapt` accepts, a
+            ``JaxEnv``, or a :class:`~vecenv.jax.FunctionalVectorEnv` (then without other options).
+        num_envs: The number of environments.
+        to: The kind of arrays: ``"numpy"`` (fresh, writeable, as in Gymnasium), ``"jax"`` (on the device, in JAX's dtypes),
+            or ``"torch"`` (on the device, through DLPack).
         library: ``"brax"`` or ``"playground"``, for a name.
         render_mode: ``"rgb_array"`` or ``None``.
         **options: Those of :class:`~vecenv.jax.FunctionalVectorEnv` (``autoreset_mode``, ``max_episode_steps``, ``reset``,
             ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``).
             Others go to the named environment: ``backend="spring"``.
 
-    With ``to="jax"`` and ``"torch"``, nothing waits for the device: every info column is there at every step with its mask,
+    With ``to="jax"`` and ``"torch"``, nothing waits for the device: every step has all info columns with their masks,
     and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]``.
 
     Raises:
-        gymnasium.error.NameNotFound: No such environment; and whatever else :func:`vecenv.jax.adapt` raises.
-        ValueError, TypeError: Options that make no sense.
+        gymnasium.error.NameNotFound: No such environment; and other errors of :func:`vecenv.jax.adapt`.
+        ValueError, TypeError: Invalid options.
         ImportError: ``to="torch"`` without torch.
     """
 
@@ -89,14 +90,14 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         self, env: Any, num_envs: int = 1, *, to: str = "numpy", library: str | None = None,
         render_mode: str | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        self.closed = True  # until there is something to close
+        self.closed = True  # close() does nothing until the driver exists
         if to not in ("numpy", "jax", "torch"):
             raise ValueError(f"to must be 'numpy', 'jax' or 'torch', got {to!r}.")
-        if to == "torch" and importlib.util.find_spec("torch") is None:  # now, and not in the first reset
+        if to == "torch" and importlib.util.find_spec("torch") is None:  # checked now, not in the first reset
             raise ImportError("to='torch' needs torch, not installed here: pip install torch")
         if render_mode not in (None, "rgb_array"):
             raise ValueError(f"render_mode must be None or 'rgb_array', got {render_mode!r}.")
-        functional = functional_of(env, num_envs, library, options)
+        functional = parse_functional(env, num_envs, library, options)
         self.functional, self.to, self.render_mode = functional, to, render_mode
         for name in ("observation_space", "action_space", "single_observation_space", "single_action_space"):
             setattr(self, name, getattr(functional, name))
@@ -107,11 +108,11 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @exclusive
     def render(self, indices: Sequence[int] | None = None) -> tuple[Any, ...] | None:
-        """Frames ``uint8[height, width, 3]`` of the chosen environments (default, all), drawn one after the other.
+        """Draw the chosen environments (default, all), one after the other, as ``uint8[height, width, 3]``.
 
         Raises:
             gymnasium.error.ResetNeeded: Before the first ``reset``.
-            RuntimeError: MuJoCo found no OpenGL; says what to set.
+            RuntimeError: MuJoCo found no OpenGL; the message names the variable to set.
             NotImplementedError: The library cannot draw this environment.
             gymnasium.error.AlreadyPendingCallError: A call is pending.
         """
@@ -125,14 +126,14 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @property
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
-        """The seed each environment was last given; ``None`` where its stream came from a state that was assigned."""
+        """The latest seed of each environment; ``None`` if its random sequence came from an assigned state."""
         return tuple(self._driver.latest.seeds)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_driver"):
             return f"{type(self).__name__}(closed)"
         name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
-        phase = "pending" if self._driver.outstanding.rows else "before reset" if self._driver.state is None else "ready"
+        phase = "pending" if self._driver.outstanding.rows else "before reset" if self._driver.newest is None else "ready"
         return (
             f"{type(self).__name__}({name}, num_envs={self.num_envs}, to={self.to!r}, "
             f"autoreset_mode={self.autoreset_mode.name}, {'closed' if self.closed else phase})"
@@ -143,10 +144,10 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     @property
     @exclusive
     def state(self) -> EnvState:
-        """Everything, as a pytree: a copy, which later steps do not touch. Assign it to return there, as often as you like.
+        """The whole state as a pytree, copied. Assign it to return there, any number of times.
 
         Raises (assigning):
-            TypeError, ValueError: No state of such an environment, or of another number of them.
+            TypeError, ValueError: Not a state of these environments, or of another number of them.
             StaleStateError: Its arrays have been donated to another computation.
         """
         self._driver.require_idle("state")
@@ -160,40 +161,41 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @exclusive
     def step_chunk(self, actions: Any) -> Stepped:
-        """``T`` steps in one compiled call; on small environments up to four times faster than ``T`` calls.
+        """Take ``T`` steps in one compiled call; on small environments up to four times faster than ``T`` calls.
 
         Args:
             actions: Leaves ``[T, num_envs, ...]``. Every new ``T`` is compiled once.
 
         Returns:
-            As ``step``, with a leading axis ``T`` everywhere. ``infos`` holds the metrics, and ``"next_obs"`` (the true
-            successors, in every autoreset mode) and ``"valid"`` (``bool[T, num_envs]``, false on steps that only reset).
+            The results of ``step``, with a leading axis ``T`` everywhere. ``infos`` holds the metrics, and ``"next_obs"``
+            (the true successors, in every autoreset mode) and ``"valid"`` (``bool[T, num_envs]``, false on steps that only
+            reset).
         """
         self._driver.require_idle("step_chunk")
         length, stepped = self._driver.chunk(actions)
-        self._driver.gives(self._driver.taken, length * self.num_envs, 0)
+        self._driver.finish(self._driver.taken, length * self.num_envs, 0)
         return stepped
 
     @exclusive
     def warmup(self, chunk: int | None = None) -> dict[str, float]:
-        """Compile everything now, rather than in the first reset and step; the environments are left as they are.
+        """Compile everything now, rather than in the first reset and step; the environments do not change.
 
         Args:
             chunk: Also compile ``step_chunk`` of that many steps.
 
         Returns:
-            Seconds it took, by function: mostly compilation, ``{"reset": ..., "step": ...}``.
+            Seconds by function, mostly for compilation: ``{"reset": ..., "step": ...}``.
         """
         self._driver.require_idle("warmup")
         return compile_now(self._driver, chunk)
 
 
-def functional_of(env: Any, num_envs: int, library: str | None, options: dict[str, Any]) -> FunctionalVectorEnv:
-    """The functional environment for these arguments of ``JaxVectorEnv``.
+def parse_functional(env: Any, num_envs: int, library: str | None, options: dict[str, Any]) -> FunctionalVectorEnv:
+    """Return the functional environment for these arguments of ``JaxVectorEnv``.
 
     Raises:
-        ValueError: Options for an environment that has its own already; a number of environments that is no number.
-        TypeError: Options that nothing knows.
+        ValueError: Options for an environment that has its own already; an invalid number of environments.
+        TypeError: Unknown options.
     """
     if isinstance(env, FunctionalVectorEnv):
         if options or num_envs not in (1, env.num_envs) or len(env.batch_shape) != 1:
@@ -207,13 +209,15 @@ def functional_of(env: Any, num_envs: int, library: str | None, options: dict[st
         env = adapt(make_env(env, library, **for_env))
     elif for_env or library is not None:
         unknown = sorted(for_env) or ["library"]
-        raise TypeError(f"{unknown} are no options of an environment that exists already; these are {sorted(_OPTIONS)}.")
+        raise TypeError(f"{unknown} are not options of an existing environment; these are {sorted(_OPTIONS)}.")
     return FunctionalVectorEnv(env, int(num_envs), **given)
 
 
 class Latest(NamedTuple):
-    """The newest state, ``None`` where there is none; what seed each environment was last given, ``None`` where its stream
-    came from a state that was assigned; and the call that was made last."""
+    """The newest state (``None``: there is none), the latest seed of each environment, and the latest call.
+
+    A seed is ``None`` if the environment's random sequence came from an assigned state.
+    """
 
     state: EnvState | None
     seeds: list[int | None]
@@ -221,15 +225,15 @@ class Latest(NamedTuple):
 
 
 class JaxDriver(LockstepDriver):
-    """Holds the state. What a call in another thread still needs of the state when it is closed, that call holds.
+    """The driver that holds the state. A call in another thread keeps its own reference to it after :meth:`close`.
 
     Args:
         functional: The environments.
-        to: ``"numpy"``, ``"jax"`` or ``"torch"``. With the last two nothing but :meth:`wait` waits for the device, and what
-            they leave to the caller is not counted as waited.
+        to: ``"numpy"``, ``"jax"`` or ``"torch"``. With the last two, only :meth:`wait` waits for the device, and waits in
+            the caller's own code are not counted.
 
     Attributes:
-        latest: The state and what it is of.
+        latest: The state, with its seeds and call.
     """
 
     why_not: ClassVar[Mapping[str, str]] = {
@@ -247,12 +251,12 @@ class JaxDriver(LockstepDriver):
         self._chunk: Any = None
 
     @property
-    def state(self) -> EnvState | None:
-        """The newest, which the device may still be computing; ``None`` before the first reset."""
+    def newest(self) -> EnvState | None:
+        """The newest state, which the device may still be computing; ``None`` before the first reset."""
         return self.latest.state
 
-    @state.setter
-    def state(self, state: EnvState | None) -> None:
+    @newest.setter
+    def newest(self, state: EnvState | None) -> None:
         self.latest = self.latest._replace(state=state)
 
     @property
@@ -260,25 +264,25 @@ class JaxDriver(LockstepDriver):
         return self.latest.asked
 
     def current(self) -> EnvState:
-        """The state.
+        """Return the state.
 
         Raises:
             gymnasium.error.ResetNeeded: There is none.
         """
-        if self.state is None:
+        if self.newest is None:
             raise gym.error.ResetNeeded("Call reset first.")
-        return self.state
+        return self.newest
 
-    # -- asking the device -----------------------------------------------------------------------------------------------
+    # -- starting computations --------------------------------------------------------------------------------------------
 
     def begin_reset(self, call: Call, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
-        """Begin episodes in the environments of ``mask`` (``None``: all), each by its seed or as the next of its stream.
+        """Begin episodes in the environments of ``mask`` (``None``: all), each by its seed or as the next of its sequence.
 
         Raises:
             gymnasium.error.ResetNeeded: The first reset is not of all environments.
-            gymnasium.error.Error: What a key cannot be made of.
+            gymnasium.error.Error: An invalid seed.
         """
-        functional, state = self.functional, self.state
+        functional, state = self.functional, self.newest
         if state is None:
             if mask is not None and not mask.all():
                 raise gym.error.ResetNeeded("The first reset must be of all environments, without reset_mask.")
@@ -289,9 +293,9 @@ class JaxDriver(LockstepDriver):
         seeded = np.fromiter((seed is not None for seed in seeds), np.bool_, len(seeds))
         if mask is not None:
             seeded &= mask
-        keys = seed_keys([0 if seed is None else seed for seed in seeds])  # keys of those without are not read
+        keys = seed_keys([0 if seed is None else seed for seed in seeds])  # keys of rows without a seed are not used
         latest = [seed if new else old for seed, new, old in zip(seeds, seeded.tolist(), self.latest.seeds, strict=True)]
-        if mask is None or mask.all():  # the compiled reset serves; no need to compile the masked one
+        if mask is None or mask.all():  # use the compiled reset; the masked one need not be compiled
             inner: Any = state.inner
             keys = np.where(seeded[:, None], keys, np.asarray(inner.key))
             state = functional.begin(keys, np.where(seeded, 0, np.asarray(inner.episode) + 1).astype(np.int32))
@@ -303,18 +307,18 @@ class JaxDriver(LockstepDriver):
         self.latest = Latest(state, latest, call)
 
     def begin_step(self, call: Call, actions: Any) -> None:
-        """One step of every environment."""
+        """Begin one step of every environment."""
         with self._donated() as state:
             after = self.functional.step_donating(state, from_torch(actions) if self._to == "torch" else actions)
             self.latest = Latest(after, self.latest.seeds, call)
 
     def chunk(self, actions: Any) -> tuple[int, Stepped]:
-        """``T`` steps in one program: ``T``, and their results."""
+        """Take ``T`` steps in one program; return ``T`` and the results."""
         if self._chunk is None:
             self._chunk = jax.jit(self._steps_of, donate_argnums=0)
         with self._donated() as state:
             actions = jax.tree.map(jnp.asarray, from_torch(actions) if self._to == "torch" else actions)
-            self.state, out = self._chunk(state.inner, state.replace(inner=None), actions)
+            self.newest, out = self._chunk(state.inner, state.replace(inner=None), actions)
         infos = {**out.info, "next_obs": out.next_obs, "valid": out.valid}
         stepped: Any = (out.obs, out.reward, out.terminated, out.truncated, infos)
         if self._to == "numpy":
@@ -333,24 +337,24 @@ class JaxDriver(LockstepDriver):
 
     @contextlib.contextmanager
     def _donated(self) -> Iterator[EnvState]:
-        """The state, to be given up: if nothing came of it, there is none until the next reset."""
+        """Yield the state for donation: if its arrays are gone after a failure, there is no state until the next reset."""
         state = self.current()
         try:
             yield state
         except BaseException:
-            if self.state is state and _is_gone(state.inner):
-                self.state = None
+            if self.newest is state and _is_gone(state.inner):
+                self.newest = None
             raise
 
     def copied(self) -> EnvState:
-        """The state, in arrays of its own."""
+        """Return a copy of the state."""
         return jax.tree.map(jnp.copy, self.current())  # type: ignore[no-any-return]
 
     def assign(self, state: EnvState) -> None:
-        """Go on from a copy of ``state``.
+        """Continue from a copy of ``state``.
 
         Raises:
-            TypeError, ValueError: No state of such an environment, or of another number of them.
+            TypeError, ValueError: Not a state of these environments, or of another number of them.
             StaleStateError: Its arrays have been donated to another computation.
         """
         self.functional.check_state(state)
@@ -360,13 +364,13 @@ class JaxDriver(LockstepDriver):
         self.latest = self.latest._replace(state=copied, seeds=[None] * self.functional.num_envs)
 
     def close(self, *, terminate: bool = False) -> None:
-        """Let go of the device's memory, and of what was compiled here."""
-        self.state = self._chunk = None
+        """Release the device's memory, and the functions compiled here."""
+        self.newest = self._chunk = None
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def wait(self, deadline: float) -> bool:
-        """Wait for the device until ``deadline``; whether it is done."""
+        """Wait for the device until ``deadline``; True if it has finished."""
         began, state = time.monotonic(), self.current()
         leaves: list[Any] = jax.tree.leaves((state.obs, state.reward))
         try:
@@ -379,22 +383,22 @@ class JaxDriver(LockstepDriver):
             self._waited += time.monotonic() - began
 
     def read(self, kind: Phase) -> Stepped:
-        """The state as a result."""
+        """Return the state as the results of a call."""
         try:
             return self.stepped(infos=kind is Phase.WAITING_STEP)
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # an environment's own: there is no state to go on from
-            self.pending_error, self.state = error, None
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # an environment's own: no state is left
+            self.pending_error, self.newest = error, None
             raise
 
     def stepped(self, infos: bool) -> Stepped:
-        """What ``step`` returns; without ``infos`` of a state that a reset returned, whose environments report none."""
+        """Return the results of ``step``; without ``infos`` for a state from a reset, which reports none."""
         state = self.current()
         if self._to != "numpy":
             said = self._infos(state, state.done) if infos else {}
             stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, said)
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
-        terminated = np.array(state.terminated)  # whatever is asked for first waits for the whole program
+        terminated = np.array(state.terminated)  # the first access waits for the whole program
         self._waited += time.perf_counter() - began
         truncated = np.array(state.truncated)
         said = self._infos(state, terminated | truncated) if infos else {}
@@ -402,7 +406,7 @@ class JaxDriver(LockstepDriver):
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, said
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
-        """What a step reports; ``ended`` as the arrays of ``to``. Only numpy's are looked into."""
+        """Return the infos of a step; ``ended`` has the array type of ``to``. Only NumPy arrays are read."""
         on_host = self._to == "numpy"
         info, valid = jax.tree.map(np.asarray, (state.info, state.valid)) if on_host else (state.info, state.valid)
         if not self._same_step:
@@ -424,14 +428,14 @@ class JaxDriver(LockstepDriver):
     # -- saving and loading ----------------------------------------------------------------------------------------------
 
     def save(self, rows: Sequence[int], verify: bool) -> tuple[Snapshot, ...]:
-        """The rows of the state. There is nothing to prove: a functional environment has no other state."""
+        """Return snapshots of rows. There is nothing to verify: a functional environment has no other state."""
         state, seeds = self.current(), self.latest.seeds
         kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
         return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
 
     def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
-        """Put rows of saved states in place; their observations, as arrays of ``to``."""
-        state = self.state
+        """Load saved rows and return their observations, as arrays of ``to``."""
+        state = self.newest
         if state is None:
             state = self.functional.begin(seed_keys([0] * self.num_envs))
         given = parse_snapshots(snapshots, rows)
@@ -448,9 +452,10 @@ class JaxDriver(LockstepDriver):
         try:
             own, stacks = read()
         except Exception as error:
-            if succeeds_when_repeated(read):  # it was interrupted
+            if succeeds_when_repeated(read):  # the exception came from a signal handler
                 raise
-            raise SnapshotMismatch(f"its bytes are no state of this environment: {type(error).__name__}: {error}") from error
+            text = f"its bytes are not a state of this environment: {type(error).__name__}: {error}"
+            raise SnapshotMismatch(text) from error
 
         seeds, columns = list(self.latest.seeds), iter(stacks)
         for row, seed in zip(rows, own, strict=True):
@@ -466,15 +471,28 @@ class JaxDriver(LockstepDriver):
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 
     def state_dict(self, spaces: Sequence[Any], verify: bool) -> dict[str, Any]:
-        """The states of all environments in one dict."""
+        """Return the states of all environments in one dict."""
         return StateDict(format=FORMAT, num_envs=self.num_envs, snapshots=self.save(range(self.num_envs), verify))
 
     def load_state_dict(self, state: Mapping[str, Any], spaces: Sequence[Any]) -> Any:
-        """Go on from what :meth:`state_dict` gave."""
+        """Load a state from :meth:`state_dict`."""
         own = {"format": FORMAT, "num_envs": self.num_envs}.items()
         if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
             raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
         return self.load(state["snapshots"], range(self.num_envs))
+
+    @cached_property
+    def _attributes(self) -> tuple[tuple[str, str], ...]:
+        """The options, and the attributes of the environment's layers, by which environments of one class differ."""
+        whole = self.functional
+        options = {"max_episode_steps": whole.max_episode_steps, "reset": whole.reset_source, "discount": whole.discount}
+        found = [(name, describe(value)) for name, value in options.items()]
+        single: Any = whole.single_env
+        while single is not None:
+            own = {name: value for name, value in vars(single).items() if name != "env"}
+            found += [(f"{type(single).__name__}.{name}", describe(value)) for name, value in own.items()]
+            single = vars(single).get("env")
+        return tuple(found)
 
     def _kind(self, state: EnvState) -> Kind:
         single: Any = self.functional.single_env
@@ -484,22 +502,22 @@ class JaxDriver(LockstepDriver):
             single = vars(single).get("env")
         leaves, shape = jax.tree.flatten(state)
         rows = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
-        form = _ADDRESS.sub("", repr((shape, rows)))  # MJX keeps arrays in objects that say where they are
-        arguments = f"a state of {len(leaves)} arrays, {zlib.crc32(form.encode()):08x}"
+        form = _ADDRESS.sub("", repr((shape, rows)))  # MJX keeps arrays in objects with their address in the repr
+        arguments = ("state", f"{len(leaves)} arrays, {zlib.crc32(form.encode()):08x}"), *self._attributes
         name = str(getattr(self.functional.single_env, "name", layers[-1]))
         return Kind(name, arguments, tuple(layers), (("jax", jax.__version__),))
 
 
 def _is_gone(tree: Any) -> bool:
-    """Whether arrays were given up to a computation."""
+    """True if a computation has consumed any of the arrays."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
 
 def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
-    """Compile reset and step, and ``chunk`` steps in one program; seconds by name. The state is left as it is."""
+    """Compile reset and step, and ``chunk`` steps in one program; return seconds by name. The state does not change."""
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), driver.functional.action_space.sample())
     stages: dict[str, Callable[[], object]] = {
-        "reset": partial(driver.begin_reset, NOTHING, list(range(driver.num_envs)), None),  # into arrays of its own
+        "reset": partial(driver.begin_reset, NOTHING, list(range(driver.num_envs)), None),  # does not donate the state
         "step": partial(driver.begin_step, NOTHING, zeros),
     }
     if chunk:
@@ -512,7 +530,7 @@ def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
             start = time.perf_counter()
             stage()
             driver.stepped(infos=name != "reset")
-            jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.state)
+            jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.newest)
             seconds[name] = time.perf_counter() - start
     finally:
         driver.latest = kept

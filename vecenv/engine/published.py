@@ -1,8 +1,8 @@
-"""Figures of a running vector environment in a file that ``vecenv top`` reads.
+"""Publishes the statistics of a running vector environment in a file that ``vecenv top`` reads.
 
-A program that asks for it writes a small JSON file into a folder that only its user may enter, and writes it anew twice a
-second while answers come. The program itself is never asked, so one that hangs is shown as well. A file says which process
-wrote it, by id and start time; those of processes that have ended are removed by the next program or reader that comes by.
+The small JSON file lies in a folder that only its user may enter. Readers send the program no request, so a program that
+hangs is visible too. The name of a file holds the id and the start time of the process that wrote it; the next program or
+reader removes files of processes that have ended.
 """
 
 from __future__ import annotations
@@ -15,37 +15,33 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
-from vecenv.engine.engine import Engine
-from vecenv.engine.handles import CallerWorker, ProcessWorker
+from vecenv.engine.observers import Observer, Rows
+from vecenv.engine.stats import WorkerStats
 
 _FORMAT: Final = 2
-_PERIOD: Final = 0.5  # seconds between two writings
-_LONGEST: Final = 64 << 20  # bytes that a reader takes in: 100,000 workers have less
+_PERIOD: Final = 0.5  # seconds between two writes
+_LONGEST: Final = 64 << 20  # the most bytes that a reader reads: 100,000 workers have less
 _NUMBERS: Final = itertools.count()
 
 
 def available() -> bool:
-    """Whether this system tells when a process started, and of which user it is: Linux."""
+    """True on Linux, where the kernel has the start time of a process."""
     return process_state(os.getpid()) is not None
 
 
-def has_counters(engine: Engine) -> bool:
-    """Whether all workers count their steps in shared memory: they are on this machine."""
-    return all(isinstance(worker, (CallerWorker, ProcessWorker)) for worker in engine.pool.workers)
-
-
-def asked_for(engine: Engine) -> bool:
-    """Whether the environment variable ``VECENV_TOP`` asks for a file, and there can be one."""
-    return os.environ.get("VECENV_TOP", "0") not in ("", "0") and available() and has_counters(engine)
+def is_wanted() -> bool:
+    """True if the environment variable ``VECENV_TOP`` is set, and this system can have such files."""
+    return os.environ.get("VECENV_TOP", "0") not in ("", "0") and available()
 
 
 def process_state(pid: int) -> tuple[str, int] | None:
-    """The kernel's letter for the state of a process, and when it started; ``None`` if there is none."""
+    """Return the kernel's letter for the state of a process, and its start time; ``None`` if there is no such process."""
     with contextlib.suppress(OSError, IndexError, ValueError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return words[0], int(words[19])
@@ -54,16 +50,16 @@ def process_state(pid: int) -> tuple[str, int] | None:
 
 @dataclass(frozen=True, slots=True)
 class PublishedWorker:
-    """What a file says of one worker.
+    """The statistics of one worker in a file.
 
     Attributes:
-        index: Which.
+        index: Its index.
         kind: ``"process"``, or ``"caller"``: the program's own share.
-        pid, started: The process, and when it started, in the kernel's ticks; -1 if it is gone already.
+        pid, started: The process, and its start time in the kernel's ticks; -1 if it has ended already.
         first, last: Its environments.
-        restarts: How often its process was replaced.
-        steps, seconds: Steps made, and seconds spent, inside environments.
-        slowest_env, slowest_seconds: The environment whose latest sampled step took longest; -1 and 0 before the first.
+        restarts: The number of times its process was replaced.
+        steps, seconds: Steps of its environments, and the seconds spent in them.
+        slowest_env, slowest_seconds: The environment with the longest latest sampled step; -1 and 0 before the first.
     """
 
     index: int
@@ -81,16 +77,16 @@ class PublishedWorker:
 
 @dataclass(frozen=True, slots=True)
 class PublishedStats:
-    """What a file says.
+    """The contents of a file.
 
     Attributes:
-        format: Of the file.
-        name, pid, num_envs: Of the program's vector environment.
-        began, at: ``time.monotonic()`` when it began to publish, and of the latest answer that is counted here. It is the
-            same clock in all processes of a machine.
-        time_waiting: Seconds the program has waited for workers.
+        format: The version of the format.
+        name, pid, num_envs: The vector environment and its program.
+        began, at: ``time.monotonic()`` when the program began to publish, and of the latest progress. It is the same clock
+            in all processes of a machine.
+        time_waiting: Seconds for which the program has waited for workers.
         resets, restarts, errors: Counts.
-        workers: One for each worker.
+        workers: One entry per worker.
     """
 
     format: int
@@ -110,11 +106,11 @@ class PublishedStats:
         """Read a file of :func:`published`.
 
         Raises:
-            OSError: It is gone.
-            BadFile: It is of another version of vecenv, or no such file at all.
+            OSError: It was removed.
+            BadFile: It cannot be parsed, or another version of vecenv wrote it.
         """
         if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe would wait for a writer
-            raise BadFile("it is no file")
+            raise BadFile("it is not a file")
         with path.open("rb") as file:
             text = file.read(_LONGEST)
         try:
@@ -122,19 +118,19 @@ class PublishedStats:
             if found["format"] != _FORMAT:
                 raise BadFile(f"it is of another version of vecenv: this one reads format {_FORMAT}")
             listed = found["workers"]
-            workers = [_taken(PublishedWorker, entry) for entry in listed]
-            stats: PublishedStats = _taken(cls, {**found, "workers": []}, workers=workers)
+            workers = [_parse(PublishedWorker, entry) for entry in listed]
+            stats: PublishedStats = _parse(cls, {**found, "workers": []}, workers=workers)
             return stats
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise error if isinstance(error, BadFile) else BadFile("it cannot be parsed") from None
 
 
 class BadFile(ValueError):
-    """What lies in the folder is no file that this version can read."""
+    """A file in the folder that this version cannot read."""
 
 
-def _taken(kind: type[Any], found: dict[str, Any], **done: Any) -> Any:
-    """An object of this class out of JSON, whose numbers are finite and -1 or more; other names in it do not matter."""
+def _parse(kind: type[Any], found: dict[str, Any], **done: Any) -> Any:
+    """Build an object of this class from JSON; its numbers have to be finite and at least -1, other names are ignored."""
     values = {}
     for field in fields(kind):
         values[field.name] = value = found[field.name]
@@ -144,7 +140,7 @@ def _taken(kind: type[Any], found: dict[str, Any], **done: Any) -> Any:
     return kind(**values | done)
 
 
-# --- where files are ------------------------------------------------------------------------------
+# --- the folder ----------------------------------------------------------------------------------
 
 
 def _folders() -> Iterator[Path]:
@@ -155,16 +151,16 @@ def _folders() -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether it is a folder of this user that no other may enter."""
+    """True for a folder of this user that no other user may enter."""
     about = folder.lstat()
     return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
 
 
 def _folder() -> Path:
-    """Where files of this user go; it is made if there is none.
+    """Return the folder for the files of this user, and create it if necessary.
 
     Raises:
-        OSError: There is no such place.
+        OSError: It cannot be created, or is open to other users.
     """
     for folder in _folders():
         with contextlib.suppress(OSError):
@@ -176,7 +172,7 @@ def _folder() -> Path:
 
 
 def published() -> Iterator[Path]:
-    """All files of this user's running programs; those of programs that have ended are removed."""
+    """Yield the files of this user's running programs, and remove those of programs that have ended."""
     for folder in _folders():
         with contextlib.suppress(OSError):
             for path in sorted(folder.iterdir()) if _is_ours(folder) else ():
@@ -193,63 +189,67 @@ def published() -> Iterator[Path]:
 # --- the program's side ---------------------------------------------------------------------------
 
 
-class StatsFile:
-    """The file of one vector environment, there until :meth:`close`.
+class StatsFile(Observer):
+    """The file of one vector environment, until :meth:`close`: an observer that writes it when results are returned.
 
     Args:
-        name: What ``vecenv top`` calls it.
-        engine: The engine whose workers and counters it is about.
+        envs: The vector environment. Its ``stats()`` and ``worker_stats()`` are written.
+        name: The name that ``vecenv top`` shows.
 
     Raises:
-        OSError: It cannot be written.
+        NotImplementedError: This system is not Linux.
+        OSError: The file cannot be written.
     """
 
-    def __init__(self, name: str, engine: Engine) -> None:
-        list(published())  # removes what is left of others
-        self._engine, self._name, self._pid = engine, str(name), os.getpid()
+    def __init__(self, envs: Any, name: str) -> None:
+        if not available():
+            raise NotImplementedError("publish_stats() needs Linux; stats() is there everywhere")
+        list(published())  # removes the files of programs that have ended
+        self._envs, self._name, self._pid = weakref.proxy(envs), name, os.getpid()
         state = process_state(self._pid)
         self._path = _folder() / f"{self._pid}-{state[1] if state else 0}-{next(_NUMBERS)}.json"
         self._workers: dict[int, PublishedWorker] = {}
         self._began = time.monotonic()
-        self._replaced = -1
         self._write(self._began)
 
-    def update(self) -> None:
-        """Write down what has changed, if that is due; to be called after every answer."""
+    def on_result(self, rows: Rows | None, result: tuple[Any, ...]) -> None:
+        """Write the file, if that is due."""
         now = time.monotonic()
-        if now >= self._due or self._engine.pool.replaced != self._replaced:
-            with contextlib.suppress(OSError):  # a full disk is no reason to end a training
+        if now >= self._due:
+            with contextlib.suppress(OSError):  # a full disk is no reason to end a training run
                 self._write(now)
 
+    def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
+        """Let the next result write the file: a process is going to be replaced."""
+        self._due = 0.0
+        return None
+
     def _write(self, now: float) -> None:
-        engine = self._engine
-        self._due, self._replaced = now + _PERIOD, engine.pool.replaced
-        self._workers = {worker.index: self._entry(worker) for worker in engine.pool.workers}
-        stats = PublishedStats(
-            format=_FORMAT, name=self._name, pid=self._pid, num_envs=engine.num_envs, began=self._began, at=now,
-            time_waiting=engine.pool.time_waiting, resets=int(engine.pending.resets), restarts=int(engine.restarts),
-            errors=len(engine.ledger.errors), workers=list(self._workers.values()),
+        self._due = now + _PERIOD
+        stats = self._envs.stats()
+        self._workers = {worker.index: self._entry(worker) for worker in self._envs.worker_stats()}
+        published_stats = PublishedStats(
+            format=_FORMAT, name=self._name, pid=self._pid, num_envs=self._envs.num_envs, began=self._began, at=now,
+            time_waiting=stats["wait_fraction"] * stats["seconds"], resets=int(stats["resets"]),
+            restarts=int(stats["restarts"]), errors=int(stats["errors"]), workers=list(self._workers.values()),
         )  # fmt: skip
         new = self._path.with_suffix(".new")
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            json.dump(asdict(stats), file)
+            json.dump(asdict(published_stats), file)
         new.rename(self._path)
 
-    def _entry(self, worker: Any) -> PublishedWorker:
-        index, first, last = worker.index, int(worker.rows[0]), int(worker.rows[-1])
-        before, batch = self._workers.get(index), self._engine.batch
-        times = batch.step_time[first : last + 1]
-        slowest = int(times.argmax())
-        state = process_state(worker.pid)
+    def _entry(self, worker: WorkerStats) -> PublishedWorker:
+        before, state = self._workers.get(worker.index), process_state(worker.pid)
         return PublishedWorker(
-            index, "caller" if worker.local else "process", worker.pid, state[1] if state else -1, first, last,
+            worker.index, "caller" if worker.in_this_process else "process", worker.pid, state[1] if state else -1,
+            first=worker.envs[0], last=worker.envs[-1],
             restarts=0 if before is None else before.restarts + (before.pid != worker.pid),
-            steps=float(batch.worker_steps[index]), seconds=float(batch.worker_time[index]),
-            slowest_env=first + slowest if times[slowest] else -1, slowest_seconds=float(times[slowest]),
+            steps=worker.steps, seconds=worker.seconds,
+            slowest_env=-1 if worker.slowest_env is None else worker.slowest_env, slowest_seconds=worker.slowest_seconds,
         )  # fmt: skip
 
     def close(self) -> None:
-        """Remove the file; a forked child leaves it to the program."""
+        """Remove the file; a forked child leaves it to the program. Idempotent."""
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)

@@ -1,110 +1,140 @@
-"""``vecenv.evaluate``: runs episodes on a vector environment, each environment by itself where it can, else in lock-step.
+"""``vecenv.evaluate``: runs a list of episodes on a vector environment, row by row if the engine can, otherwise in lockstep.
 
-:class:`FirstReadyRunner` is for engines that answer environment by environment: one that is free gets the next episode, and
-none is stepped for nothing. :class:`LockstepRunner` is for the others: an environment whose episode is over begins the next
-one by a masked reset with a seed of its own, where the engine has that; else all wait for the last one and are seeded
-together. What is left without an episode is stepped along there, and its numbers are dropped. One runner for both would
-lose the zero waste of the first: lock-step costs the longest episode of each batch.
+:class:`FirstReadyRunner` is for engines that return results row by row: a free environment gets the next episode, and no
+step is wasted. :class:`LockstepRunner` is for the other engines. When an episode ends, its environment begins the next one
+with a masked reset and its own seed, if the engine supports that; otherwise all wait until the last episode has ended, and
+are seeded together. Rows without an episode are stepped too, and their results are dropped. A single runner for both would
+lose the efficiency of the first: in lockstep, a batch takes as long as its longest episode.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
-from gymnasium import logger
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, WorkerDied
+from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, WorkerDied, how_to_install
 from vecenv.evaluating.episodes import Attempt, EpisodeResult, EpisodeResults, Episodes, Listed, listed
+from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import Acting, join_rows, take_rows
-from vecenv.front.arguments import seconds_of
+from vecenv.evaluating.tasks import WaitingEpisodes, require_offered
+from vecenv.front.arguments import parse_timeout
+from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, capabilities_of, unable
-from vecenv.front.infos import info_row
+from vecenv.front.infos import RowInfos
 from vecenv.state.snapshots import Kind, Snapshot
-from vecenv.system.uninterrupted import Noted, by_handler
+from vecenv.system.reporting import warn
+from vecenv.system.signals import by_handler, watched_handlers
 
 __all__ = ["evaluate"]
 
 Report: TypeAlias = Callable[[EpisodeResult], None]
 
-_ENVPOOL_SEEDS = 2**31  # below: what its C++ takes
+_ENVPOOL_SEED_LIMIT = 2**31  # seeds must be below this limit of EnvPool's C++ code
 
 
 def evaluate(
     envs: VectorEnv[Any, Any, Any], policy: Callable[..., Any], episodes: Listed, *, seed: int | None = None,
     retries: int = 1, timeout: float | None = None, on_episode: Callable[[EpisodeResult], object] | None = None,
     progress: bool = False, frames: Iterable[int] = (), initial_state: Any = None, arrays: str | None = None,
-    device: Any = None, batch: str = "ready",
+    device: Any = None, batch: str = "ready", folder: str | os.PathLike[str] | None = None, name: str | None = None,
 ) -> EpisodeResults:  # fmt: skip
-    """Run each episode of a list exactly once, and give the results in the order of the list.
+    """Run each episode of a list exactly once, and return the results in the order of the list.
 
-    Results do not depend on the number of environments or workers, unless environments share generators: then there is a
-    warning, and ``generators="own"`` mends it. ``docs/evaluation.md`` says what each engine does.
+    Results do not depend on the number of environments or workers, unless environments share generators: that causes a
+    warning, and ``generators="own"`` solves it. ``docs/evaluation.md`` describes the behaviour on each engine.
 
     Args:
-        envs: A vector environment with one agent each, in any autoreset mode, nothing in flight. Reset it afterwards.
-        policy: ``policy(observations)`` gives an action for each row: the environments that are ready, 1 to ``num_envs``.
-            It also gets what its parameters name: ``rows``, int ``(k,)``, which environments; ``begins``, bool ``(k,)``,
-            which begin an episode; ``episodes``, int ``(k,)``, places in the list; ``rngs``, ``k`` generators, one per
-            episode; ``infos``, ``k`` dicts; ``state``. Actions are arrays of numpy, torch or JAX.
-        episodes: How many, or a sequence of :class:`vecenv.Episode` or snapshots (``envs.save()``).
-        seed: An episode without a seed gets this one plus its place; generators follow from it too. ``None``: a random one.
-        retries: How often a failed episode begins again, with its seed; then its result has the error. Where environments
-            step together, an exception ends the evaluation.
-        timeout: Seconds that one environment has for a step or a reset; then its worker is ended and the episode has failed.
-            ``None``: the vector environment's ``step_timeout``.
+        envs: A vector environment of single-agent environments, in any autoreset mode, with no request in flight. Reset it
+            before using it again.
+        policy: ``policy(observations)`` returns one action per row. The rows are the ready environments, 1 to ``num_envs``.
+            The policy also gets the following, if it has parameters with these names: ``rows``, int ``(k,)``, indices of the
+            environments; ``begins``, bool ``(k,)``, True at the beginning of an episode; ``episodes``, int ``(k,)``, indices
+            in the list; ``rngs``, ``k`` generators, one per episode; ``infos``, ``k`` dicts; ``state``. Actions are numpy,
+            torch or JAX arrays.
+        episodes: A number of episodes, or a sequence of :class:`vecenv.Episode` or snapshots (``envs.save()``).
+        seed: An episode without a seed gets this one plus its index; it also seeds the generators. ``None``: a random one.
+        retries: The number of times a failed episode is repeated with its seed; after that, its result has the error. If
+            environments step together, an exception ends the evaluation.
+        timeout: The limit of a step or a reset of one environment in seconds; after that, the environment's worker is killed
+            and the episode fails. ``None``: the vector environment's ``step_timeout``.
         on_episode: Called with each result, in the order in which episodes end.
-        progress: Show a bar, by ``tqdm``.
-        frames: Places of episodes whose frames are kept (``render_mode="rgb_array"``); they run first, one at a time.
-        initial_state: For a policy that names ``state``: the state at the beginning of an episode, an array or dicts, lists
-            and tuples of them. The policy gets those of its rows, stacked, and returns ``(actions, state)``.
+        progress: Show a progress bar.
+        frames: Indices of episodes to record frames of (``render_mode="rgb_array"``); they run first, one at a time.
+        initial_state: For a policy with a parameter ``state``: the state at the beginning of an episode, an array or a tree
+            of dicts, lists and tuples. The policy gets the states of its rows, stacked, and returns ``(actions, state)``.
         arrays: Observations are ``"numpy"``, ``"torch"`` or ``"jax"`` arrays; ``None``: tensors for a ``torch.nn.Module``.
-        device: Where tensors go; ``None``: where the module's parameters are.
-        batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, the first one repeated, with ``num_envs`` in ``rows``;
-            ``"single"``: one row at a time, so that no result depends on the rows beside it.
+        device: The device of tensors; ``None``: that of the module's parameters.
+        batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, filled up with copies of the first one, which have
+            ``num_envs`` in ``rows``; ``"single"``: one row at a time, so that no result depends on other rows.
+        folder: Keep results in ``episodes.jsonl`` in this folder, and run only episodes that have no result there, or that
+            failed. Infos made of numbers, strings, arrays, lists, tuples and dicts are read back unchanged; other objects
+            are read back as their ``repr``. Without ``seed``, the folder's seed is used again.
+        name: The name of the policy; a folder holds the results of one policy.
 
     Returns:
         A list of :class:`vecenv.EpisodeResult`, with ``returns``, ``lengths``, ``mean`` and ``std``.
 
     Raises:
-        TypeError, ValueError: Wrong arguments, before anything runs; a policy that does not give an action for each row.
-        NotImplementedError: The engine lacks seeds, options, snapshots, frames or timeouts for each episode.
+        TypeError, ValueError: An argument is invalid; or the policy did not return one action per row. The former is raised
+            before anything runs.
+        NotImplementedError: The engine does not support seeds, options, snapshots, frames or timeouts per episode.
         SnapshotMismatch: A snapshot does not fit the environments.
-        AlreadyPendingCallError: Something is in flight.
-        ImportError: ``progress`` without tqdm.
-        Exception: Of the policy, ``on_episode`` or a signal handler. The next ``reset()`` waits for what was in flight.
+        AlreadyPendingCallError: A request is in flight.
+        ImportError: ``progress`` without rich.
+        Exception: Raised by the policy, ``on_episode`` or a signal handler. The next ``reset()`` waits for the requests
+            in flight.
     """
     _require_vector_env(envs, policy)
+    if seed is None and folder is not None:
+        seed = stored_seed(folder)
     listed_episodes, base = listed(episodes, seed)
     todo = Episodes(listed_episodes, base, retries)
     if on_episode is not None and not callable(on_episode):
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
+    filmed = _parse_frames(frames, len(todo.episodes))
+    journal = _open_journal(folder, name, todo, filmed)
     act = Acting(policy, envs, arrays=arrays, device=device, batch=batch, initial_state=initial_state)
-    bar: Any = None
+    bar = ProgressBar(len(todo.episodes)) if progress else None
 
     def report(result: EpisodeResult) -> None:
+        if journal is not None:
+            result = todo.results[result.index] = journal.append(result)
         if bar is not None:
-            bar.update()
+            bar.update(len(todo.results))
         if on_episode is not None:
             on_episode(result)
 
-    runner = _runner(envs, todo, act, report, seconds_of(timeout), _filmed(frames, len(todo.episodes)))
-    bar = _bar(len(todo.episodes)) if progress else None
-    with contextlib.nullcontext() if bar is None else bar, Noted():
-        runner.run()
-    if getattr(getattr(envs.unwrapped, "_driver", None), "warned_of_draws", ""):
-        logger.warn(
-            "%s",
+    runner = _make_runner(envs, todo, act, report, parse_timeout(timeout), filmed)
+    with journal or contextlib.nullcontext():
+        if journal is not None:
+            todo.results.update(journal.results)
+        with bar or contextlib.nullcontext(), watched_handlers():
+            runner.run()
+    if getattr(envs.unwrapped, "_draws_shared", False):
+        warn(
             "what evaluate gave depends on which row each episode ran in, and on the others in its process: they draw "
             "from generators that they share. generators='own' makes results the same for every number of environments",
         )
     return EpisodeResults(todo.results[index] for index in range(len(todo.episodes)))
+
+
+def _open_journal(folder: Any, name: str | None, todo: Episodes, filmed: frozenset[int]) -> Journal | None:
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string or None, got {name!r}")
+    if folder is None:
+        if name is not None:
+            raise ValueError("name= is kept in a folder: give folder=, too")
+        return None
+    if filmed:
+        raise ValueError("frames= does not go with folder=, which does not keep them")
+    return Journal(folder, todo.episodes, todo.entropy, name)
 
 
 def _require_vector_env(envs: Any, policy: Any) -> None:
@@ -117,41 +147,44 @@ def _require_vector_env(envs: Any, policy: Any) -> None:
         raise TypeError(f"evaluate(envs, policy, episodes){wrong}")
 
 
-def _runner(
+def _make_runner(
     envs: Any, todo: Episodes, act: Acting, report: Report, limit: float | None, filmed: frozenset[int]
 ) -> FirstReadyRunner | LockstepRunner:
-    """What runs them on this engine.
+    """Return the runner for this engine.
 
     Raises:
-        NotImplementedError: Nothing can.
+        NotImplementedError: The engine lacks something that the episodes need.
     """
-    able = capabilities_of(envs)
+    capabilities = capabilities_of(envs)
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
-        able = None  # what its engine can do by row goes past it
-    if (begun := _one_of_each_kind(todo)) and (able is None or not able.snapshots):
+        capabilities = None  # the engine would step single rows without calling the wrapper
+    if (snapshots := _first_snapshot_per_kind(todo)) and (capabilities is None or not capabilities.snapshots):
         unable(envs, "begin episodes with snapshots", "they cannot be loaded")
-    if able is not None and able.first_ready and able.masked_seeds and hasattr(envs, "abandon"):
+    if capabilities is not None and capabilities.first_ready and capabilities.masked_seeds and hasattr(envs, "abandon"):
         if filmed and envs.render_mode != "rgb_array":
             raise ValueError(f"frames need render_mode='rgb_array', got {envs.render_mode!r}")
-        if limit is not None and able.in_this_process:
-            unable(envs, "end environments that hang", "the calling process steps some: isolate=True, or num_workers=")
-        if flying := sorted(envs.in_flight.tolist()):
-            raise AlreadyPendingCallError(f"Calling `evaluate` while envs {flying} are in flight: `recv` first.", "send")
-        if limit is None and not able.in_this_process:
+        if limit is not None and capabilities.in_this_process:
+            unable(envs, "end environments that hang", "the calling process steps some: use_caller=False, or num_workers=")
+        if in_flight := sorted(envs.in_flight.tolist()):
+            text = f"Calling `evaluate` while envs {in_flight} are in flight: call `recv` first."
+            raise AlreadyPendingCallError(text, "send")
+        if limit is None and not capabilities.in_this_process:
             limit = envs.step_timeout
-        _require_fitting(envs, begun)
+        require_offered(envs, capabilities, todo.episodes)
+        _require_loadable(envs, snapshots)
         return FirstReadyRunner(envs, todo, act, report, limit, filmed)
     if filmed:
-        unable(envs, "give frames of single environments", "they step together")
+        unable(envs, "render single environments", "they step together")
     if limit is not None:
-        unable(envs, "end environments that hang", "they are no processes of vecenv's")
-    in_waves = _in_waves(envs, able, todo)
-    _require_fitting(envs, begun)
+        unable(envs, "end environments that hang", "vecenv does not run them in processes")
+    in_waves = _in_waves(envs, capabilities, todo)
+    require_offered(envs, capabilities, todo.episodes)
+    _require_loadable(envs, snapshots)
     return LockstepRunner(envs, todo, act, report, in_waves=in_waves)
 
 
-def _one_of_each_kind(todo: Episodes) -> dict[int, Snapshot]:
-    """Of the snapshots that episodes begin with, the first of each kind of environment, by the place of its episode."""
+def _first_snapshot_per_kind(todo: Episodes) -> dict[int, Snapshot]:
+    """Return the first snapshot for each kind of environment, by the index of its episode."""
     found: dict[Kind, tuple[int, Snapshot]] = {}
     for index, episode in enumerate(todo.episodes):
         if episode.snapshot is not None:
@@ -159,103 +192,133 @@ def _one_of_each_kind(todo: Episodes) -> dict[int, Snapshot]:
     return dict(found.values())
 
 
-def _require_fitting(envs: Any, begun: dict[int, Snapshot]) -> None:
-    """Refuse snapshots of other environments. Loading one is the way to know; all rows are reset or loaded anyway."""
-    for index, snapshot in begun.items():
+def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
+    """Raise if a snapshot does not fit the environments. Loads each as a test: all rows are reset or loaded anyway."""
+    for index, snapshot in snapshots.items():
         try:
             try:
                 envs.load(snapshot, env_id=[0])
-            except EnvFailed:  # a worker has died before
+            except EnvFailed:  # a worker died earlier
                 envs.reset()
                 envs.load(snapshot, env_id=[0])
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"episodes[{index}].snapshot: {error}") from error
 
 
-def _in_waves(envs: Any, able: Capabilities | None, todo: Episodes) -> bool:
-    """Whether all rows have to be seeded at once.
+def _in_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> bool:
+    """True if the rows can be seeded only all at once.
 
     Raises:
-        NotImplementedError: No row can be given a seed, or an episode its options.
+        NotImplementedError: Seeds per row, or options per episode, are not supported.
     """
-    if able is None:
+    if capabilities is None:
         if envs.metadata.get("autoreset_mode") not in AutoresetMode:
-            unable(envs, "be evaluated", "its metadata say nothing of its autoreset mode")
+            unable(envs, "be evaluated", "its metadata do not name its autoreset mode")
         return False
-    if not able.row_seeds:
+    if not capabilities.row_seeds:
         unable(envs, "evaluate episodes with a seed each", "its environments share one generator")
-    if any(episode.options for episode in todo.episodes) and not able.reset_options:
+    if any(episode.reset_options for episode in todo.episodes) and not capabilities.reset_options:
         unable(envs, "evaluate episodes with options", "its environments take none")
     largest = max(episode.seed or 0 for episode in todo.episodes)
-    if able.backend == "envpool" and largest >= _ENVPOOL_SEEDS:
+    if capabilities.backend == "envpool" and largest >= _ENVPOOL_SEED_LIMIT:
         unable(envs, f"give an episode the seed {largest}", "EnvPool's seeds are below 2**31")
-    return not (able.reset_mask and able.masked_seeds)
+    return not (capabilities.reset_mask and capabilities.masked_seeds)
 
 
-def _filmed(frames: Iterable[int], count: int) -> frozenset[int]:
+def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
     chosen = frozenset(frames)
     if wrong := [index for index in chosen if not isinstance(index, (int, np.integer)) or not 0 <= index < count]:
         raise ValueError(f"frames must be places of episodes, from 0 to {count - 1}; got {wrong}")
     return frozenset(int(index) for index in chosen)
 
 
-def _bar(total: int) -> Any:
-    try:
-        from tqdm.auto import tqdm
-    except ImportError as error:
-        raise ImportError("progress=True needs tqdm: pip install tqdm") from error
+class ProgressBar:
+    """A progress bar on standard error, without a thread, which would interfere with forking workers.
 
-    class Bar(tqdm):  # type: ignore[misc, unused-ignore]  # (Any where tqdm is not installed)
-        monitor_interval = 0  # its thread would be there when a worker is forked
+    Raises:
+        ImportError: rich is not installed.
+    """
 
-    return Bar(total=total, unit="episode")
+    def __init__(self, total: int) -> None:
+        try:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        except ImportError as error:
+            raise ImportError(f"progress=True needs rich: {how_to_install('bench')}") from error
+        columns = TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        console = Console(stderr=True)
+        self._bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._task = self._bar.add_task("", total=total)
+        self._shown = 0.0
+
+    def __enter__(self) -> None:
+        self._bar.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, completed: int) -> None:
+        """Show the number of episodes that have a result, at most every tenth of a second."""
+        self._bar.update(self._task, completed=completed)
+        if (now := time.monotonic()) > self._shown + 0.1:
+            self._shown = now
+            self._bar.refresh()
 
 
 class EpisodeRunner:
-    """What both share.
+    """The common part of both runners.
 
     Args:
         envs: The vector environment.
-        episodes: The list to be run.
+        episodes: The list of episodes to run.
         act: The policy.
-        report: Called with each result as it comes.
+        report: Called with each result as soon as it is known.
     """
 
     def __init__(self, envs: Any, episodes: Episodes, act: Acting, report: Report) -> None:
         self._envs, self._episodes, self._act, self._report = envs, episodes, act, report
+        self._by_row = infos_by_row(envs)
         self._mode = envs.metadata.get("autoreset_mode")
-        self._waiting: deque[int] = deque()  # places of episodes
+        self._waiting = WaitingEpisodes(episodes.episodes)
         self._running: dict[int, Attempt] = {}  # by environment
 
     def _begin_attempts(self, rows: Iterable[int]) -> list[Attempt]:
-        """The next episode for each of these environments, as long as there are any."""
-        attempts = [self._episodes.begin(self._waiting.popleft(), row) for row in rows if self._waiting]
-        self._running.update({attempt.row: attempt for attempt in attempts})
+        """Begin the next episodes in these rows, until either runs out."""
+        attempts = []
+        for row in rows:
+            index = self._waiting.take(row, worker_is_idle=self._is_idle(row)) if self._waiting else None
+            if index is not None:
+                attempts.append(self._episodes.begin(index, row))
+                self._running[row] = attempts[-1]
         return attempts
 
-    def _end(self, attempt: Attempt, terminated: Any, truncated: Any, infos: Any, place: int) -> None:
-        """An episode is over: its info is in row ``place`` of ``infos``."""
+    def _is_idle(self, row: int) -> bool:
+        """True if no row of this row's worker runs an episode."""
+        return True
+
+    def _end(self, attempt: Attempt, terminated: Any, truncated: Any, info: Any) -> None:
+        """Report an episode that has ended; ``info`` is that of its last step."""
         del self._running[attempt.row]
-        info = info_row(infos, place)
         info = info.get("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else info
         self._report(self._episodes.ended(attempt, bool(terminated), bool(truncated), info))
 
 
 class FirstReadyRunner(EpisodeRunner):
-    """Runs episodes on an engine with first-ready batches and a seed for each environment.
+    """A runner for engines with first-ready batches and a seed for each environment.
 
-    What is in flight before and after an exception tells which environments it is about. An exception of an environment is
-    its own. A worker that dies takes all its environments with it, and any of them may have caused it: their episodes are
-    run again when all others are done, one at a time in a worker, where a death has one cause. So an episode that kills its
-    worker costs the others nothing but time, and results do not depend on which environments shared a worker.
+    The requests in flight before and after an exception show which environments it concerns. An exception raised by an
+    environment belongs to that environment. The death of a worker ends all its environments, any of which may have caused
+    it: their episodes are repeated after all others, one at a time per worker, so that only one episode can be the cause. An
+    episode that kills its worker costs the others only time, and results do not depend on which environments shared a
+    worker.
 
-    Snapshots are loaded while nothing is in flight: where an environment waits for that, those that arrive are held back
-    until all have.
+    Snapshots are loaded while nothing is in flight: if an environment waits for that, results that arrive are held back
+    until all have arrived.
 
     Args:
-        envs, episodes, act, report: As of :class:`EpisodeRunner`.
-        timeout: Seconds that a step, or a reset, of an environment takes at most; ``None``: no limit.
-        filmed: Places of the episodes whose frames are kept.
+        envs, episodes, act, report: See :class:`EpisodeRunner`.
+        timeout: The limit of a step or a reset of an environment in seconds; ``None``: no limit.
+        filmed: Indices of the episodes to record frames of.
     """
 
     def __init__(
@@ -265,76 +328,81 @@ class FirstReadyRunner(EpisodeRunner):
         self._timeout, self._filmed = timeout, filmed
         self._groups: list[list[int]] = [list(rows) for rows in envs.worker_rows]
         self._group_of = {row: group for group in self._groups for row in group}
-        self._suspects: list[int] = []
-        self._in_flight: dict[int, float] = {}  # row -> since when
+        self._suspects: list[int] = []  # indices of the episodes to repeat one at a time per worker
+        self._in_flight: dict[int, float] = {}  # row -> start of its request
         self._broken: set[int] = set()  # rows that failed and were not reset since
         self._restores = any(episode.snapshot is not None for episode in episodes.episodes)
-        self._free: list[int] = []  # rows that get the next episodes
-        self._held: list[tuple[list[int], Any, Any, list[int]]] = []  # what `_step` is to be called with then
+        self._free: list[int] = []  # rows for the next episodes
+        self._idle: list[int] = []  # rows without an episode, in a worker that steps others
+        self._queued_steps: list[tuple[list[int], Any, list[Any]]] = []  # the arguments of later calls of `_step`
+        self._restarts = envs.capabilities.restarts
 
     def run(self) -> None:
-        """Run them all, the filmed ones first, one at a time: frames can be taken while nothing is in flight."""
+        """Run all episodes, the filmed ones first, one at a time: frames can be rendered only while nothing is in flight."""
         for index in sorted(self._filmed):
-            self._pass([index], [0])
-        count = len(self._episodes.episodes)
-        self._pass([index for index in range(count) if index not in self._filmed], range(self._envs.num_envs))
+            self._run_episodes([index], [0])
+        done = self._filmed | self._episodes.results.keys()
+        left = [index for index in range(len(self._episodes.episodes)) if index not in done]
+        self._run_episodes(left, range(self._envs.num_envs))
         while self._suspects:
             suspects, self._suspects = sorted(self._suspects), []
-            self._pass(suspects, [group[0] for group in self._groups])
+            self._run_episodes(suspects, [group[0] for group in self._groups])
 
-    def _pass(self, indices: Sequence[int], rows: Iterable[int]) -> None:
+    def _run_episodes(self, indices: Sequence[int], rows: Iterable[int]) -> None:
         """Run episodes in some rows."""
-        self._waiting.extend(indices)
-        self._free = list(rows)
-        self._release()
+        self._waiting.add(indices)
+        self._free, self._idle = list(rows), []
+        self._advance()
         while self._running:
             try:
-                answer = self._receive()
+                results = self._receive()
             except WorkerDied as error:
-                self._died(error)
+                self._handle_death(error)
             except Exception as error:
-                if by_handler(error):  # a time limit, say, which fell into an environment of this process
+                if by_handler(error):  # e.g. a time limit that expired in an environment of this process
                     raise
-                self._raised(error)
+                self._handle_exception(error)
             else:
-                self._take(*answer)
-            self._release()
+                self._apply_results(*results)
+            self._advance()
 
-    def _take(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: dict[Any, Any]) -> None:
-        """Take answers that arrived, begin episodes where one is over, and step the other environments."""
-        came = infos.pop("env_id").tolist()
-        infos.pop("_env_id", None)
-        places: list[int] = []
-        for place, row in enumerate(came):
-            attempt, over = self._running[row], bool(terminations[place] or truncations[place])
+    def _apply_results(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> None:
+        """Apply results that arrived, begin episodes where one is over, and step the other environments."""
+        assert infos.env_ids is not None
+        rows = infos.env_ids.tolist()
+        executed = infos.executed_steps()
+        positions: list[int] = []
+        for position, row in enumerate(rows):
+            attempt, over = self._running[row], bool(terminations[position] or truncations[position])
             del self._in_flight[row]
-            if "restarted" in infos and infos["_restarted"][place]:  # on_failure="restart": the episode is lost
-                self._lost_in_restart(row)
+            if self._restarts and (attempt.begins or truncations[position]) and _is_restart(infos.row(position)):
+                self._handle_restart(row)
                 continue
             if not attempt.begins:
-                attempt.episode_return += float(rewards[place])
-                attempt.length += 1
+                attempt.episode_return += float(rewards[position])
+                attempt.length += executed if isinstance(executed, int) else int(executed[position])
             if attempt.index in self._filmed and not (over and self._mode is AutoresetMode.SAME_STEP):
                 attempt.frames.append(self._frame(row))
             if not over:
-                places.append(place)
+                positions.append(position)
                 continue
             self._free.append(row)
-            self._end(attempt, terminations[place], truncations[place], infos, place)
-        self._begin()  # before the policy is asked: resets may take long
-        if places:
-            if len(places) < len(came):
-                observations = take_rows(self._envs.single_observation_space, observations, places)
-            self._held.append(([came[place] for place in places], observations, infos, places))
+            self._end(attempt, terminations[position], truncations[position], infos.row(position))
+        latest_infos = [infos.row(position) for position in positions] if self._act.takes_infos else []
+        self._begin()  # before the policy is called, so that slow resets run meanwhile
+        if positions:
+            if len(positions) < len(rows):
+                observations = take_rows(self._envs.single_observation_space, observations, positions)
+            self._queued_steps.append(([rows[position] for position in positions], observations, latest_infos))
 
-    def _release(self) -> None:
-        """Step the environments that have answered, unless others have to answer first."""
+    def _advance(self) -> None:
+        """Begin episodes and step ready environments, unless loading a snapshot has to wait for the requests in flight."""
         self._begin()
-        while self._held and not (self._free and self._in_flight):
-            self._step(*self._held.pop(0))
+        while self._queued_steps and not (self._free and self._in_flight):
+            self._step(*self._queued_steps.pop(0))
 
     def _frame(self, row: int) -> Any:
-        """The frame of a row. Calls are refused while any worker is dead: then the other rows are reset first."""
+        """Return a rendered frame of a row. If calls are refused because a worker is dead, reset the other rows first."""
         try:
             return self._envs.exec_func(_render, [row])[row]
         except EnvFailed:
@@ -342,68 +410,77 @@ class FirstReadyRunner(EpisodeRunner):
             self._envs.reset(options={"reset_mask": others})
             return self._envs.exec_func(_render, [row])[row]
 
-    # -- asking -----------------------------------------------------------------------------------------------------
+    # -- requests ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
         """Begin the next episodes in rows that are free."""
+        if self._waiting:
+            self._free += self._idle
+            self._idle.clear()
         while self._waiting and self._free:
             if self._restores and self._in_flight:
                 return
             attempts = self._begin_attempts(self._free)
-            del self._free[: len(attempts)]
+            begun = {attempt.row for attempt in attempts}
+            self._idle += [row for row in self._free if row not in begun]
+            self._free.clear()
             self._restore([attempt for attempt in attempts if attempt.episode.snapshot is not None])
             fresh = [attempt for attempt in attempts if attempt.episode.snapshot is None]
             broken = [attempt for attempt in fresh if attempt.row in self._broken]
             if len(broken) < len(fresh):
                 self._reset([attempt for attempt in fresh if attempt.row not in self._broken])
-            for attempt in broken:  # their workers are started anew, which may fail
+            for attempt in broken:  # the reset restarts their workers, which may fail
                 try:
                     self._reset([attempt])
                 except Exception as error:
-                    self._charge(attempt, error)
+                    self._record_failure(attempt, error)
         self._free.clear()
 
+    def _is_idle(self, row: int) -> bool:
+        return not any(other in self._running for other in self._group_of[row])
+
     def _restore(self, attempts: Sequence[Attempt]) -> None:
-        """Put states in place, and have the policy step on from there."""
+        """Load the snapshots of these attempts, and queue their first step."""
         rows: list[int] = []
-        seen: list[Any] = []
+        observations: list[Any] = []
         for attempt in attempts:
             try:
-                if self._broken:  # states are put in place while all workers run
+                if self._broken:  # load() is refused while a worker is dead
                     self._envs.reset(options={"reset_mask": np.isin(np.arange(self._envs.num_envs), list(self._broken))})
                     self._broken.clear()
-                seen.append(self._envs.load(attempt.episode.snapshot, env_id=[attempt.row]))
+                observations.append(self._envs.load(attempt.episode.snapshot, env_id=[attempt.row]))
             except SnapshotMismatch:
                 raise
             except Exception as error:
                 self._broken.add(attempt.row)
-                self._charge(attempt, error)
+                self._record_failure(attempt, error)
                 continue
             rows.append(attempt.row)
             if attempt.index in self._filmed:
                 attempt.frames.append(self._frame(attempt.row))
         if rows:
-            self._held.append((rows, join_rows(self._envs.single_observation_space, seen), {}, list(range(len(rows)))))
+            batch = join_rows(self._envs.single_observation_space, observations)
+            self._queued_steps.append((rows, batch, [{} for _ in rows]))
 
     def _reset(self, attempts: Sequence[Attempt]) -> None:
         rows = [attempt.row for attempt in attempts]
         seeds = [attempt.episode.seed for attempt in attempts]
-        options = [None if (given := attempt.episode.options) is None else dict(given) for attempt in attempts]
+        options = [attempt.episode.reset_options for attempt in attempts]
         self._envs.reset_async(seed=seeds, options=options, env_id=rows)
         self._broken.difference_update(rows)
         self._in_flight.update(dict.fromkeys(rows, time.monotonic()))
 
-    def _step(self, rows: list[int], observations: Any, infos: Any, places: list[int]) -> None:
-        """Ask the policy, and step these rows."""
-        actions = self._act(observations, [self._running[row] for row in rows], [infos] * len(rows), places)
+    def _step(self, rows: list[int], observations: Any, infos: list[Any]) -> None:
+        """Call the policy, and step these rows."""
+        actions = self._act(observations, [self._running[row] for row in rows], infos)
         try:
             self._send(actions, rows)
-        except EnvFailed:  # a worker has died meanwhile: find its rows
-            for place, row in enumerate(rows):
+        except EnvFailed:  # a worker died in the meantime: step rows one by one to find those of this worker
+            for position, row in enumerate(rows):
                 try:
-                    self._send(take_rows(self._envs.single_action_space, actions, [place]), [row])
+                    self._send(take_rows(self._envs.single_action_space, actions, [position]), [row])
                 except EnvFailed as error:
-                    self._lose(row, error)
+                    self._fail_or_requeue(row, error)
             self._begin()
 
     def _send(self, actions: Any, rows: list[int]) -> None:
@@ -411,190 +488,200 @@ class FirstReadyRunner(EpisodeRunner):
         self._in_flight.update(dict.fromkeys(rows, time.monotonic()))
 
     def _receive(self) -> Any:
-        """Answers of environments that are done, at least one; ends workers that hang."""
+        """Wait for at least one ready environment, return the results, and end workers that hang."""
         if self._timeout is None:
-            return self._envs.recv(count=len(self._in_flight), at_least=1)
+            return self._by_row.results("recv", count=len(self._in_flight), at_least=1)
         while True:
             now = time.monotonic()
-            ends = {row: since + self._limit(row) for row, since in self._in_flight.items()}
-            late = [row for row, end in ends.items() if end <= now]
-            if late:
-                self._envs.abandon(late)
+            deadlines = {row: since + self._limit(row) for row, since in self._in_flight.items()}
+            expired = [row for row, deadline in deadlines.items() if deadline <= now]
+            if expired:
+                self._envs.abandon(expired)
             try:
-                return self._envs.recv(None if late else min(ends.values()) - now, count=len(self._in_flight), at_least=1)
+                timeout = None if expired else min(deadlines.values()) - now
+                return self._by_row.results("recv", timeout, count=len(self._in_flight), at_least=1)
             except StepTimeout:
-                if late:
+                if expired:
                     raise
 
     def _limit(self, row: int) -> float:
-        """A worker steps its rows one after the other."""
+        """Return the time limit of a row's request: the limit of one, times the active rows of its worker."""
         assert self._timeout is not None
         return self._timeout * sum(other in self._running for other in self._group_of[row])
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
-    def _answered(self, error: Exception) -> list[int]:
-        """The rows that an exception is the answer to."""
-        flying = set(self._envs.in_flight.tolist())
-        rows = [row for row in self._in_flight if row not in flying]
-        if not rows:  # it is about nothing that was asked
+    def _failed_rows(self, error: Exception) -> list[int]:
+        """Return the rows with a request that ended with this exception."""
+        in_flight = set(self._envs.in_flight.tolist())
+        rows = [row for row in self._in_flight if row not in in_flight]
+        if not rows:  # unrelated to any request
             raise error
         return rows
 
-    def _died(self, error: WorkerDied) -> None:
-        """A worker died."""
-        rows = self._answered(error)
-        self._suspect(rows)
+    def _handle_death(self, error: WorkerDied) -> None:
+        """Process the death of a worker."""
+        rows = self._failed_rows(error)
+        self._mark_suspects(rows)
         for row in rows:
-            self._lose(row, error)
+            self._fail_or_requeue(row, error)
 
-    def _raised(self, error: Exception) -> None:
-        """Environments raised."""
-        for row in self._answered(error):
+    def _handle_exception(self, error: Exception) -> None:
+        """Process an exception that environments raised."""
+        for row in self._failed_rows(error):
             del self._in_flight[row]
             self._broken.add(row)
             record = next((each for each in reversed(self._envs.errors) if each.env == row), None)
             own = record.error if record is not None and isinstance(record.error, Exception) else error
-            self._charge(self._running[row], own)
+            self._record_failure(self._running[row], own)
 
-    def _lost_in_restart(self, row: int) -> None:
-        """The engine has rebuilt an environment by itself."""
+    def _handle_restart(self, row: int) -> None:
+        """Process the restart of an environment by the engine."""
         for record in reversed(self._envs.errors):
             error = record.error
             if record.env == row or (isinstance(error, WorkerDied) and row in error.envs):
                 if record.env is None:
-                    self._suspect([row])
-                return self._lose(row, error)
-        return self._lose(row, EnvFailed(f"env {row} failed and was rebuilt"))
+                    self._mark_suspects([row])
+                return self._fail_or_requeue(row, error)
+        return self._fail_or_requeue(row, EnvFailed(f"env {row} failed and was rebuilt"))
 
-    def _suspect(self, rows: Sequence[int]) -> None:
-        """Mark the attempts that ran in the workers of these rows, where there were several."""
+    def _mark_suspects(self, rows: Sequence[int]) -> None:
+        """Mark the attempts in the workers of these rows as suspects, if a worker ran several."""
         for group in {id(group): group for group in (self._group_of[row] for row in rows)}.values():
-            there = [self._running[row] for row in group if row in self._running]
-            for attempt in there:
-                attempt.suspect = attempt.suspect or len(there) > 1
+            attempts = [self._running[row] for row in group if row in self._running]
+            for attempt in attempts:
+                attempt.suspect = attempt.suspect or len(attempts) > 1
 
-    def _lose(self, row: int, error: Any) -> None:
-        """The attempt in a row is lost; that is its own failure unless another may have caused it."""
+    def _fail_or_requeue(self, row: int, error: Any) -> None:
+        """End the attempt in a row: record its failure, or requeue the episode if another attempt may have caused it."""
         attempt = self._running[row]
         self._in_flight.pop(row, None)
         self._broken.add(row)
         if not attempt.suspect:
-            return self._charge(attempt, error)
+            return self._record_failure(attempt, error)
         self._suspects.append(attempt.index)
-        self._leave(attempt)
+        self._free_row(attempt)
 
-    def _leave(self, attempt: Attempt) -> None:
+    def _free_row(self, attempt: Attempt) -> None:
         del self._running[attempt.row]
         self._free.append(attempt.row)
 
-    def _charge(self, attempt: Attempt, error: Exception) -> None:
-        """An attempt failed: the episode is begun again or has its result."""
+    def _record_failure(self, attempt: Attempt, error: Exception) -> None:
+        """Record the failure of an attempt, and repeat the episode or report its result."""
         if by_handler(error):
             raise error
-        self._leave(attempt)
+        self._free_row(attempt)
         result = self._episodes.failed(attempt, error)
         if result is None:
-            self._waiting.append(attempt.index)
+            self._waiting.add([attempt.index])
         else:
             self._report(result)
 
 
 class LockstepRunner(EpisodeRunner):
-    """Runs episodes on any vector environment.
+    """A runner for any vector environment.
 
     Args:
-        envs, episodes, act, report: As of :class:`EpisodeRunner`.
-        in_waves: Seeds are given to all environments at once or not at all.
+        envs, episodes, act, report: See :class:`EpisodeRunner`.
+        in_waves: True if environments can be seeded only all at once.
     """
 
     def __init__(self, envs: Any, episodes: Episodes, act: Acting, report: Report, *, in_waves: bool) -> None:
         super().__init__(envs, episodes, act, report)
         self._in_waves = in_waves
-        self._waiting.extend(range(len(episodes.episodes)))
         self._all_rows = range(envs.num_envs)
-        self._infos: list[Any] = []  # where the latest info of each environment is
+        self._infos: list[Any] = []  # the latest info of each row, if the policy has a parameter `infos`
 
     def run(self) -> None:
-        """Run them all."""
+        """Run all episodes."""
+        self._waiting.add(index for index in range(len(self._episodes.episodes)) if index not in self._episodes.results)
         while self._waiting:
             observations = self._begin_all()
             while self._running:
-                observations, *numbers, infos = self._step(observations)
-                self._infos = [{key: infos[key] for key in infos if key not in ("env_id", "_env_id")}] * len(self._all_rows)
-                ended = self._note(*map(np.asarray, numbers))
+                observations, rewards, terminations, truncations, infos = self._step(observations)
+                self._infos = infos.rows() if self._act.takes_infos else []
+                ended = self._record_step(np.asarray(rewards), np.asarray(terminations), np.asarray(truncations), infos)
                 free = [row for row in self._all_rows if row not in self._running]
                 if self._waiting and free and not self._in_waves:
                     observations = self._begin(observations, free)
                 idle = [row for row in ended if row not in self._running]
-                if idle and self._running and self._mode is AutoresetMode.DISABLED:  # (they are stepped, as all are)
+                # ended rows are stepped too, and without autoreset they need a reset first
+                if idle and self._running and self._mode is AutoresetMode.DISABLED:
                     observations, _ = self._envs.reset(options={"reset_mask": self._mask(idle)})
 
     def _begin_all(self) -> Any:
-        """Begin the next episodes by a reset of all environments; those that get none are seeded too."""
+        """Begin the next episodes by resetting all environments; rows without an episode are seeded too."""
         rows = [attempt.row for attempt in self._begin_attempts(self._all_rows)]
         seeds = [self._running[min(row, rows[-1])].episode.seed for row in self._all_rows]
         options = self._shared_options(rows)
-        observations, infos = self._envs.reset(seed=seeds, options=options or None)
-        self._infos = [infos] * len(self._all_rows)
+        observations, infos = self._by_row.results("reset", seed=seeds, options=options or None)
+        self._infos = infos.rows() if self._act.takes_infos else []
         return self._restore(self._reset(rows) if options is None else observations, rows)
 
     def _begin(self, observations: Any, free: list[int]) -> Any:
-        """The next episodes in rows that are free."""
+        """Begin the next episodes in free rows, and return the observations of all rows."""
         rows = [attempt.row for attempt in self._begin_attempts(free)]
-        if anew := [row for row in rows if self._running[row].episode.snapshot is None]:
-            observations = self._reset(anew)
+        if reset := [row for row in rows if self._running[row].episode.snapshot is None]:
+            observations = self._reset(reset)
         return self._restore(observations, rows)
 
     def _restore(self, observations: Any, rows: list[int]) -> Any:
-        """Put states in place in those of the rows whose episodes begin with one."""
+        """Load the snapshots of episodes in these rows, and return the observations of all rows."""
         snapshots = {row: snapshot for row in rows if (snapshot := self._running[row].episode.snapshot) is not None}
         if not snapshots:
             return observations
-        seen = self._envs.load(list(snapshots.values()), env_id=list(snapshots))
+        loaded = self._envs.load(list(snapshots.values()), env_id=list(snapshots))
         self._infos = [{} if row in snapshots else info for row, info in enumerate(self._infos)]
         space = self._envs.single_observation_space
-        place = {row: at for at, row in enumerate(snapshots, len(self._all_rows))}
-        return take_rows(space, join_rows(space, [observations, seen]), [place.get(row, row) for row in self._all_rows])
+        position = {row: at for at, row in enumerate(snapshots, len(self._all_rows))}
+        return take_rows(space, join_rows(space, [observations, loaded]), [position.get(row, row) for row in self._all_rows])
 
     def _shared_options(self, rows: list[int]) -> dict[str, Any] | None:
-        """The options of the episodes of these rows; ``None`` if they differ."""
-        options = [dict(self._running[row].episode.options or {}) for row in rows]
+        """Return the options of the episodes in these rows; ``None`` if they differ."""
+        options = [self._running[row].episode.reset_options or {} for row in rows]
         return options[0] if all(each == options[0] for each in options) else None
 
     def _reset(self, rows: list[int]) -> Any:
-        """Reset these rows by a mask; where they have options of their own, one after the other."""
+        """Reset these rows by a mask, or one after the other if their options differ."""
         options = self._shared_options(rows)
         if options is None:
             return [self._reset([row]) for row in rows][-1]
         mask = self._mask(rows)
         seeds = [self._running[row].episode.seed if mask[row] else None for row in self._all_rows]
-        observations, infos = self._envs.reset(seed=seeds, options={**options, "reset_mask": mask})
-        self._infos = [infos if mask[row] else self._infos[row] for row in self._all_rows]
+        observations, infos = self._by_row.results("reset", seed=seeds, options={**options, "reset_mask": mask})
+        if self._act.takes_infos:
+            self._infos = [infos.row(row) if mask[row] else self._infos[row] for row in self._all_rows]
         return observations
 
     def _mask(self, rows: list[int]) -> Any:
         return np.isin(self._all_rows, rows)
 
     def _step(self, observations: Any) -> Any:
-        """Ask the policy about the rows that have an episode; the others do as the first of those."""
+        """Call the policy for the rows with an episode, and step all rows; the others get the first action."""
         envs, rows = self._envs, sorted(self._running)
-        attempts, infos = [self._running[row] for row in rows], [self._infos[row] for row in rows]
+        attempts, infos = [self._running[row] for row in rows], [self._infos[row] for row in rows if self._infos]
         if len(rows) == envs.num_envs:
-            return envs.step(self._act(observations, attempts, infos, rows))
-        some = self._act(take_rows(envs.single_observation_space, observations, rows), attempts, infos, rows)
-        place = {row: at for at, row in enumerate(rows)}
-        return envs.step(take_rows(envs.single_action_space, some, [place.get(row, 0) for row in self._all_rows]))
+            return self._by_row.results("step", self._act(observations, attempts, infos))
+        some_actions = self._act(take_rows(envs.single_observation_space, observations, rows), attempts, infos)
+        position = {row: at for at, row in enumerate(rows)}
+        actions = take_rows(envs.single_action_space, some_actions, [position.get(row, 0) for row in self._all_rows])
+        return self._by_row.results("step", actions)
 
-    def _note(self, rewards: Any, terminations: Any, truncations: Any) -> list[int]:
-        """Add up, and report episodes that are over; which environments have ended."""
+    def _record_step(self, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> list[int]:
+        """Add up rewards and lengths, report ended episodes, and return the rows that ended."""
         ended = terminations | truncations
+        executed = infos.executed_steps()
         for row, attempt in list(self._running.items()):
             attempt.episode_return += float(rewards[row])
-            attempt.length += 1
+            attempt.length += executed if isinstance(executed, int) else int(executed[row])
             if ended[row]:
-                self._end(attempt, terminations[row], truncations[row], self._infos[row], row)
+                self._end(attempt, terminations[row], truncations[row], infos.row(row))
         return np.flatnonzero(ended).tolist()
+
+
+def _is_restart(info: Any) -> bool:
+    """True if the engine rebuilt the environment of this info, with ``on_failure="restart"``."""
+    return isinstance(info, dict) and info.get("restarted") is True
 
 
 def _render(env: Any) -> Any:

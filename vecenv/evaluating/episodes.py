@@ -1,7 +1,7 @@
-"""Episodes to be run, their seeds and generators, attempts at them, and results.
+"""Episodes, their seeds and generators, attempts at them, and results.
 
-Everything about an episode follows from its place in the list and from the seed of the evaluation, and never from the
-environment that runs it: so results are the same for every number of environments.
+An episode depends only on its index in the list and the seed of the evaluation, never on the environment that runs it, so
+that results are the same for every number of environments.
 """
 
 from __future__ import annotations
@@ -11,33 +11,42 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from vecenv.errors import SnapshotMismatch
+from vecenv.evaluating.tables import make_table
 from vecenv.state.snapshots import Snapshot
 
 __all__ = ["Attempt", "Episode", "EpisodeResult", "EpisodeResults", "Episodes", "Listed", "listed"]
 
-_BASES: Final = 2**30  # seeds are drawn from below this: with the number of episodes they are within what every engine takes
+_BASES: Final = 2**30  # plus the number of episodes, seeds stay within the range of every engine
 
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode to be run.
+    """An episode to run.
 
     Args:
-        seed: Of its reset; ``None``: the seed of the evaluation plus the place in the list.
-        options: Of its reset; ``None``: none.
-        snapshot: It begins with this state in place of a reset; ``seed`` and ``options`` are ``None`` then.
+        seed: The seed of its reset; ``None``: the seed of the evaluation plus its index in the list.
+        options: The options of its reset; ``None``: none.
+        snapshot: The state it begins with, instead of a reset; ``seed``, ``options`` and ``env`` must then be ``None``.
+        env: The name of an environment that :class:`vecenv.EnvChoice` offers.
     """
 
     seed: int | None = None
     options: Mapping[str, Any] | None = None
     snapshot: Snapshot | None = None
+    env: str | None = None
+
+    @property
+    def reset_options(self) -> dict[str, Any] | None:
+        """The options of its reset, with the name of the environment."""
+        named = {} if self.env is None else {"env": self.env}
+        return None if self.options is None and not named else {**(self.options or {}), **named}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +54,18 @@ class EpisodeResult:
     """The result of one episode.
 
     Attributes:
-        index: Its place in the list.
-        seed: Its reset was given this one; ``None``: it began with a snapshot.
-        options: And these.
-        episode_return: Sum of its rewards, added up in their order as float64; nan if it failed.
-        length: Steps that were answered.
+        index: Its index in the list.
+        seed: The seed of its reset; ``None``: it began with a snapshot.
+        options: The options of its reset.
+        episode_return: The sum of its rewards, added in their order as float64; nan if it failed.
+        length: The number of environment steps; with :class:`vecenv.wrappers.ActionChunks`, of all executed actions.
         terminated, truncated: How it ended; both ``False`` if it failed.
-        info: The last one.
-        error: Why it failed, in the last attempt; ``None`` if it did not.
-        seconds: From asking for its reset to its end, of the last attempt.
-        attempts: How often it was begun.
-        frames: uint8 ``(height, width, 3)`` each, where they were asked for: after its reset and after each step.
+        info: The last info.
+        error: The cause of the failure of the last attempt; ``None`` if it did not fail.
+        seconds: The time from the request for its reset to its end, in the last attempt.
+        attempts: The number of attempts.
+        frames: uint8 ``(height, width, 3)`` each, if frames were requested: after its reset and after each step.
+        env: The name of its environment, if it has one.
     """
 
     index: int
@@ -70,13 +80,14 @@ class EpisodeResult:
     seconds: float
     attempts: int = 1
     frames: tuple[NDArray[np.uint8], ...] = ()
+    env: str | None = None
 
 
 class EpisodeResults(list[EpisodeResult]):
-    """A list of results in the order of the episodes, with figures over them.
+    """A list of results in the order of the episodes, with statistics.
 
     Attributes:
-        returns: float64 ``(episodes,)``; nan where an episode failed.
+        returns: float64 ``(episodes,)``; nan for failed episodes.
         lengths: int64 ``(episodes,)``.
         mean, std: Of the returns of all episodes that did not fail, as float; nan if all failed.
     """
@@ -91,15 +102,41 @@ class EpisodeResults(list[EpisodeResult]):
 
     @property
     def mean(self) -> float:
-        return self._of_ended(np.mean)
+        return self._of_finished(np.mean)
 
     @property
     def std(self) -> float:
-        return self._of_ended(np.std)
+        return self._of_finished(np.std)
 
-    def _of_ended(self, figure: Callable[..., Any]) -> float:
+    def group(self, by: str = "env") -> dict[Any, EpisodeResults]:
+        """Group the results by an attribute of :class:`EpisodeResult`, such as ``"env"`` or ``"terminated"``.
+
+        Raises:
+            ValueError: There is no such attribute, or its values are neither numbers nor strings.
+        """
+        names = [each.name for each in fields(EpisodeResult) if each.name not in ("options", "info", "error", "frames")]
+        if by not in names:
+            raise ValueError(f"by must be one of {', '.join(names)}; got {by!r}")
+        groups: dict[Any, EpisodeResults] = {}
+        for result in self:
+            groups.setdefault(getattr(result, by), EpisodeResults()).append(result)
+        return groups
+
+    def table(self, by: str = "env") -> Any:
+        """Build a ``rich.table.Table`` with one row per group, see :meth:`group`, and one for all episodes.
+
+        Its columns are the number of episodes; the mean return with its 95 % interval (by Student's distribution) and mean
+        length, both of the episodes that did not fail; and the number of failures. ``rich.print(results.table())`` shows it.
+
+        Raises:
+            ValueError: See :meth:`group`.
+            ImportError: rich is not installed.
+        """
+        return make_table(by, self.group(by))
+
+    def _of_finished(self, statistic: Callable[..., Any]) -> float:
         returns = [each.episode_return for each in self if each.error is None]
-        return float(figure(returns)) if returns else float("nan")
+        return float(statistic(returns)) if returns else float("nan")
 
     def __repr__(self) -> str:
         failed = sum(each.error is not None for each in self)
@@ -110,22 +147,22 @@ class EpisodeResults(list[EpisodeResult]):
 
 
 Listed: TypeAlias = int | Sequence[Episode | Snapshot]
-"""How many episodes, or which; a snapshot stands for the episode that begins with it."""
+"""A number of episodes, or a list of them; a snapshot represents the episode that begins with it."""
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One time that an episode is run.
+    """One attempt at an episode.
 
     Attributes:
-        episode: What is run.
-        index: Its place in the list.
+        episode: The episode.
+        index: Its index in the list.
         row: The environment that runs it.
-        rng: The policy's own, for this episode: the same at every attempt.
-        begins: Its first observation has not been shown to the policy.
-        suspect: It ran beside others in a worker that died, and may have caused that.
-        episode_return, length: So far.
-        frames: As far as they were asked for.
+        rng: The policy's generator for this episode: the same at every attempt.
+        begins: True until the policy has received its first observation.
+        suspect: True if it shared a worker that died with others, and may have caused the death.
+        episode_return, length: The totals so far.
+        frames: The frames so far, if they were requested.
         began: ``time.perf_counter()`` at its beginning.
     """
 
@@ -143,15 +180,15 @@ class Attempt:
 
 @dataclass(slots=True)
 class Episodes:
-    """The list, and the results as they come.
+    """The list of episodes, with the results so far.
 
     Attributes:
-        episodes: With a seed each.
-        entropy: Of the generators.
-        retries: How often an episode that failed is begun again.
-        results: By index.
-        failures: By index, how often it failed.
-        begun: By index, how often it was begun.
+        episodes: The episodes, all with a seed.
+        entropy: The seed of the generators.
+        retries: The number of times a failed episode is repeated.
+        results: The results by index.
+        failures: The number of failures by index.
+        begun: The number of attempts by index.
     """
 
     episodes: list[Episode]
@@ -167,13 +204,13 @@ class Episodes:
             raise ValueError(f"retries must be an integer from 0 on, got {retries!r}")
 
     def begin(self, index: int, row: int) -> Attempt:
-        """An attempt at an episode, in a row."""
+        """Begin an attempt at an episode in a row."""
         self.begun[index] += 1
         rng = np.random.default_rng(np.random.SeedSequence(self.entropy, spawn_key=(index,)))
         return Attempt(self.episodes[index], index, row, rng)
 
     def failed(self, attempt: Attempt, error: Exception) -> EpisodeResult | None:
-        """An attempt failed: the result, or ``None`` if the episode is to be begun again."""
+        """Record a failed attempt; returns the result, or ``None`` if the episode is to be repeated."""
         self.failures[attempt.index] += 1
         again = self.failures[attempt.index] <= self.retries
         return None if again else self.ended(attempt, False, False, {}, error)
@@ -181,23 +218,23 @@ class Episodes:
     def ended(
         self, attempt: Attempt, terminated: bool, truncated: bool, info: Any, error: Exception | None = None
     ) -> EpisodeResult:
-        """An episode is over: its result."""
+        """Store and return the result of an episode that has ended."""
         index, episode = attempt.index, attempt.episode
         episode_return = attempt.episode_return if error is None else float("nan")
         seed = episode.seed if episode.snapshot is None else None
         result = self.results[index] = EpisodeResult(
             index, seed, episode.options, episode_return, attempt.length, terminated, truncated, info, error,
-            time.perf_counter() - attempt.began, self.begun[index], tuple(attempt.frames),
+            time.perf_counter() - attempt.began, self.begun[index], tuple(attempt.frames), episode.env,
         )  # fmt: skip
         return result
 
 
 def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
-    """The episodes with a seed each, and the seed they come from.
+    """Parse a list of episodes; returns them, all with a seed, and the seed of the evaluation.
 
     Raises:
-        TypeError: Neither a number nor a list of episodes; a seed that is no integer, options that are no dict.
-        ValueError: There are none; a seed below 0; a snapshot of an episode that is over.
+        TypeError: Neither a number nor a list of episodes; a seed that is not an integer; options that are not a dict.
+        ValueError: An empty list; a negative seed; a snapshot of an episode that has ended.
         SnapshotMismatch: The bytes of a snapshot are damaged.
     """
     base = secrets.randbelow(_BASES) if seed is None else _natural(seed, "seed")
@@ -218,18 +255,23 @@ def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
             raise ValueError(f"episodes[{index}].options has 'reset_mask', which is about many environments")
         if episode.snapshot is not None:
             _require_beginning(index, episode)
+        if episode.env is not None and (not isinstance(episode.env, str) or "env" in (episode.options or {})):
+            given = f"{episode.env!r}" + " and options with 'env'" * ("env" in (episode.options or {}))
+            raise TypeError(f"episodes[{index}].env must be a name, got {given}")
         own = base + index if episode.seed is None else _natural(episode.seed, f"episodes[{index}].seed")
-        wanted[index] = Episode(own, episode.options, episode.snapshot)
+        wanted[index] = Episode(own, episode.options, episode.snapshot, episode.env)
     return wanted, base
 
 
 def _require_beginning(index: int, episode: Episode) -> None:
-    """Refuse a snapshot that no episode can begin with."""
+    """Raise for a snapshot that no episode can begin with."""
     snapshot, name = episode.snapshot, f"episodes[{index}].snapshot"
     if not isinstance(snapshot, Snapshot):
         raise TypeError(f"{name} must be one of those that envs.save() gives, got {snapshot!r}")
-    if episode.seed is not None or episode.options is not None:
-        raise ValueError(f"episodes[{index}] has a snapshot, so there is no reset that could be given its seed or options")
+    if episode.seed is not None or episode.options is not None or episode.env is not None:
+        raise ValueError(
+            f"episodes[{index}] has a snapshot, so there is no reset that could be given its seed, options or env"
+        )
     try:
         snapshot.require_whole()
     except SnapshotMismatch as error:

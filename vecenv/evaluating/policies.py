@@ -1,7 +1,7 @@
-"""Calls a policy with the environments that are ready, and with what else it names among its parameters.
+"""Calls of a policy for the ready environments, with the extra arguments that its parameters name.
 
-Its signature is read once, before anything runs, so that a policy that wants something unknown is an error at once.
-Observations and actions are cut and joined by their spaces; states of recurrent policies are trees of arrays.
+The signature is read once, before anything runs, so that an unknown parameter is an immediate error. Observations and
+actions are split and joined by their spaces; states of recurrent policies are trees of arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import operator
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -18,7 +18,6 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from vecenv.evaluating.episodes import Attempt, Episode
-from vecenv.front.infos import info_row
 
 __all__ = ["ARRAYS", "BATCHES", "Acting", "join_rows", "map_leaves", "take_rows"]
 
@@ -34,19 +33,19 @@ _KNOWN: Final = (*_OF_ATTEMPTS, "infos", "state")
 
 
 class Acting:
-    """Asks a policy for actions.
+    """A caller of a policy.
 
     Args:
         policy: The policy; its parameters are checked.
         envs: The vector environment.
-        arrays: What observations are given as: ``"numpy"``, ``"torch"``, ``"jax"``; ``None``: tensors to a torch module, to
-            all others what comes.
-        device: Where tensors go.
+        arrays: The library of observations: ``"numpy"``, ``"torch"`` or ``"jax"``; ``None``: tensors for a torch module,
+            unchanged observations for other policies.
+        device: The device of tensors.
         batch: ``"ready"``, ``"padded"`` or ``"single"``; see :func:`vecenv.evaluate`.
-        initial_state: Of one episode, for a policy that takes ``state``.
+        initial_state: The state of one episode, for a policy with a parameter ``state``.
 
     Raises:
-        TypeError, ValueError: It cannot be called like that.
+        TypeError, ValueError: The policy cannot be called with these arguments.
     """
 
     def __init__(
@@ -74,24 +73,23 @@ class Acting:
         self._states: list[Any] = [initial_state] * self._num_envs
 
     def __call__(
-        self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Mapping[Any, Any]], places: Sequence[int]
+        self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]
     ) -> Any:
-        """Actions, one for each attempt, in their order; as numpy, unless they came in something else that is no array.
+        """Return one action per attempt, in their order; arrays become numpy's, other values stay unchanged.
 
         Args:
-            observations: One row for each of them.
-            attempts: The episodes that they belong to.
-            infos: The dict of arrays that came last with each of them ...
-            places: ... and the row of each in it.
+            observations: One row per attempt.
+            attempts: The attempts at episodes.
+            infos: The latest info of each attempt; only read if :attr:`takes_infos`.
 
         Raises:
-            ValueError, TypeError: It gave another number of actions.
+            ValueError, TypeError: The policy returned another number of actions.
         """
         if self._batch != "single":
-            actions = self._ask(observations, attempts, infos, places)
+            actions = self._ask(observations, attempts, infos)
         else:
             each = [
-                self._ask(take_rows(self._spaces[0], observations, [at]), [attempt], infos[at : at + 1], [places[at]])
+                self._ask(take_rows(self._spaces[0], observations, [at]), [attempt], infos[at : at + 1])
                 for at, attempt in enumerate(attempts)
             ]
             actions = join_rows(self._spaces[1], each)
@@ -99,15 +97,20 @@ class Acting:
             attempt.begins = False
         return actions
 
-    def _ask(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any], places: Sequence[int]) -> Any:
+    @property
+    def takes_infos(self) -> bool:
+        """True if the policy has a parameter ``infos``."""
+        return "infos" in self._named
+
+    def _ask(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]) -> Any:
         count, named = len(attempts), self._named
         if padding := self._num_envs - count if self._batch == "padded" else 0:
             observations = take_rows(self._spaces[0], observations, [*range(count), *[0] * padding])
             fillers = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
-            attempts, infos, places = [*attempts, *fillers], [*infos, *[{}] * padding], [*places, *[0] * padding]
+            attempts, infos = [*attempts, *fillers], [*infos, *({} for _ in range(padding))]
         given: dict[str, Any] = {name: of(attempts) for name, of in _OF_ATTEMPTS.items() if name in named}
         if "infos" in named:
-            given["infos"] = [*map(info_row, infos, places)]
+            given["infos"] = list(infos)
         if "state" in named:
             states = [self._initial if each.begins else self._states[each.row] for each in attempts]
             given["state"] = map_leaves(_stack, *states)
@@ -146,14 +149,14 @@ def _is_module(policy: Any) -> bool:
 
 
 def _named(policy: Any) -> frozenset[str]:
-    """Which of the things that a policy may be told it names.
+    """Return the parameters of a policy that are in ``_KNOWN``.
 
     Raises:
-        TypeError: It takes no observations, or needs something else.
+        TypeError: The policy has no parameter for observations, or needs an unknown one.
     """
     try:
         parameters = list(inspect.signature(policy).parameters.values())
-    except (TypeError, ValueError):  # written in C
+    except (TypeError, ValueError):  # a function written in C
         return frozenset()
     by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     if not by_place and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
@@ -167,7 +170,7 @@ def _named(policy: Any) -> frozenset[str]:
 
 
 def _conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
-    """What converts observations, and the context that the policy is called in."""
+    """Return a function that converts observations, and the context in which to call the policy."""
     if arrays == "torch":
         import torch
 
@@ -180,7 +183,7 @@ def _conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], 
 
 
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
-    """A function of the parts of batches of elements of a space, one for each part that is neither Dict nor Tuple."""
+    """Apply a function to each part of batches of a space that is neither Dict nor Tuple."""
     if isinstance(space, spaces.Dict):
         return {key: map_parts(function, part, *(each[key] for each in batches)) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -189,7 +192,7 @@ def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) ->
 
 
 def take_rows(space: Space[Any], batch: Any, places: Sequence[int]) -> Any:
-    """Some rows of a batch of elements of a space, in the same form."""
+    """Select rows of a batch of a space, in the same structure."""
 
     def take(part: Any) -> Any:
         if isinstance(part, tuple | list):
@@ -200,7 +203,7 @@ def take_rows(space: Space[Any], batch: Any, places: Sequence[int]) -> Any:
 
 
 def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:
-    """Batches one after the other."""
+    """Concatenate batches of a space."""
 
     def join(*parts: Any) -> Any:
         if all(hasattr(part, "shape") for part in parts):
@@ -211,10 +214,10 @@ def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:
 
 
 def count_rows(space: Space[Any], batch: Any) -> set[int]:
-    """How many rows the parts of a batch have: one number, where it is a batch.
+    """Return the numbers of rows in the parts of a batch: exactly one number for a valid batch.
 
     Raises:
-        TypeError, KeyError, IndexError: It is none, or lacks a part.
+        TypeError, KeyError, IndexError: It is not a batch of the space, or lacks a part.
     """
     found: set[int] = set()
     map_parts(lambda part: found.add(len(part)), space, batch)
@@ -222,7 +225,7 @@ def count_rows(space: Space[Any], batch: Any) -> set[int]:
 
 
 def to_numpy(batch: Any) -> Any:
-    """Arrays of torch and JAX as numpy's, wherever they stand; the rest as it is."""
+    """Convert all arrays of torch and JAX in a tree to numpy; other leaves stay unchanged."""
 
     def convert(leaf: Any) -> Any:
         if hasattr(leaf, "detach"):
@@ -233,7 +236,7 @@ def to_numpy(batch: Any) -> Any:
 
 
 def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
-    """A function of the leaves of trees of dicts, lists, tuples and ``None``, which have the same form."""
+    """Apply a function to the leaves of trees of dicts, lists, tuples and ``None`` with the same structure."""
     if tree is None:
         return None
     if isinstance(tree, dict):
@@ -245,12 +248,12 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 
 def _stack(*leaves: Any) -> Any:
-    """Leaves as one with a new first axis."""
+    """Stack leaves along a new first axis."""
     return _library_of(leaves[0]).stack(leaves)
 
 
 def _library_of(leaf: Any) -> Any:
-    """The library that an array is of: torch, ``jax.numpy``, else numpy."""
+    """Return the library of an array: torch, ``jax.numpy``, or else numpy."""
     if hasattr(leaf, "detach"):
         import torch
 

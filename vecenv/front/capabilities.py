@@ -1,4 +1,4 @@
-"""What a vector environment can do beside ``reset`` and ``step``: said by it, asked of it, never guessed from its class."""
+"""The capabilities of a backend beyond ``reset`` and ``step``, which each backend declares."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, Final, NoReturn
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do. Everything that is ``False`` here is refused by :class:`NotImplementedError`.
+    """The capabilities of a backend. Calls that need a ``False`` one raise :class:`NotImplementedError`.
 
     Attributes:
         backend: ``"process"``, ``"ray"``, ``"envpool"``, ``"jax"``, ``"native"``.
         attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``, ``set_next_options``: there are Python environments.
-        first_ready: ``send`` to some environments, ``recv`` of those that are done first.
+        first_ready: ``send`` to some environments, ``recv`` of those that finish first.
         timeouts: ``step_wait(timeout)`` and the like.
-        row_seeds: A seed for each row, in any order; else one for all.
+        row_seeds: A seed for each row, in any order; otherwise one for all.
         reset_mask: ``reset(options={"reset_mask": ...})``.
         masked_seeds: Seeds together with a reset mask.
         reset_options: Options other than the mask reach the environments.
@@ -26,7 +26,7 @@ class Capabilities:
         snapshots: ``save``, ``load``, ``state_dict``, ``load_state_dict``.
         freezing: ``freeze``, ``thaw``.
         recording: ``record``; failures leave files (``record_failures=``).
-        spare_workers: The next episodes of rows are begun ahead of time.
+        spare_workers: The next episodes of rows begin ahead of time.
         in_this_process: Environments are stepped by the calling process.
         runs_jax: They run as JAX programs of the calling process.
     """
@@ -54,23 +54,29 @@ class Capabilities:
 
 
 def capabilities_of(envs: object) -> Capabilities | None:
-    """What a vector environment says it can do; ``None`` if it is none of ours and says nothing."""
-    said = getattr(envs, "capabilities", None)
-    return said if isinstance(said, Capabilities) else None
+    """Return the capabilities that a vector environment declares; ``None`` if it is not vecenv's and declares none."""
+    declared = getattr(envs, "capabilities", None)
+    return declared if isinstance(declared, Capabilities) else None
 
 
 def unable(envs: object, what: str, reason: str) -> NoReturn:
-    """Say that a backend cannot do something, in the one way there is; ``envs`` is what does it, or its name."""
+    """Raise for a missing capability, with the same text everywhere. ``envs`` is the vector environment or its name."""
     name = envs if isinstance(envs, str) else type(envs).__name__
     raise NotImplementedError(f"{name} cannot {what}: {reason}")
 
 
+def overridden(cls: type[Any], base: type[Any]) -> set[str]:
+    """Return the names of the guarded methods of ``base`` that a subclass has overridden, not just guarded otherwise."""
+    bodies = {name: method.__wrapped__ for name, method in vars(base).items() if hasattr(method, "__wrapped__")}
+    return {name for name, body in bodies.items() if getattr(getattr(cls, name), "__wrapped__", None) is not body}
+
+
 class _Unable(NotImplementedError, AttributeError):
-    """So that ``hasattr`` and ``getattr`` with a default go on telling what there is."""
+    """An error that ``hasattr``, and ``getattr`` with a default, treat as a missing attribute."""
 
 
 class OfWorkers:
-    """An attribute that only a backend with workers has: reading it on another one says so."""
+    """An attribute of backends with workers. Reading it on another backend raises ``NotImplementedError``."""
 
     def __init__(self, capability: str = "workers") -> None:
         self._capability = capability
@@ -88,12 +94,12 @@ class OfWorkers:
 
 
 FIGURES: Final = (
-    "steps", "steps_per_second", "wait_fraction", "step_time_mean", "step_time_slowest_env", "straggler_share", "resets",
-    "restarts", "errors", "bytes_pickled", "in_flight",
+    "steps", "steps_per_second", "seconds", "wait_fraction", "step_time_mean", "step_time_slowest_env", "straggler_share",
+    "resets", "restarts", "errors", "bytes_pickled", "in_flight",
 )  # fmt: skip
 """The keys of ``stats()`` on every backend; see :meth:`vecenv.AsyncVectorEnv.stats`."""
 
 
 def figures(known: Mapping[str, float]) -> dict[str, float]:
-    """All figures, nan where a backend does not know one, and those that it alone has."""
+    """Return all statistics: nan for those that a backend does not know, and those that only this backend has."""
     return {**dict.fromkeys(FIGURES, math.nan), **known}

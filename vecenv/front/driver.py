@@ -1,19 +1,18 @@
-"""What steps environments, whatever it is: the seam under :mod:`vecenv.front.vector_env`.
+"""The interface between a vector environment (:mod:`vecenv.front.vector_env`) and a backend.
 
-The vector environment has the interface, a driver has the environments: worker processes or hosts
-(:mod:`vecenv.engine.engine`), EnvPool's threads, a device, a library of its own.
+The vector environment has Gymnasium's methods; a driver has the environments: worker processes
+(:mod:`vecenv.engine.process_engine`), hosts, EnvPool's threads, a device, a library's own vector environment.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import threading
 import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
 
@@ -22,20 +21,22 @@ import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from vecenv.errors import StepTimeout
-from vecenv.front.arguments import ResetOptions, env_ids_of, seconds_of
+from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout
 from vecenv.front.capabilities import Capabilities, figures, unable
-from vecenv.system.uninterrupted import Noted, by_handler
+from vecenv.front.guard import CallState
+from vecenv.front.infos import RowInfos
+from vecenv.system.signals import by_handler, watched_handlers
 
-# -- which methods may be called ---------------------------------------------------------------------------------------
+# -- the order of calls ------------------------------------------------------------------------------------------------
 #
-# One table, :data:`NEXT`: method -> the phase it needs and the next. Everything else is an illegal call, raised in one place
-# (:func:`advance`) with Gymnasium's classes and texts.
+# One table, :data:`NEXT`: method -> the phase that it needs and the next one. Every other call is illegal, and
+# :func:`advance` alone raises for it, with Gymnasium's classes and texts.
 
 R = TypeVar("R")
 
 
 class Phase(Enum):
-    """What the vector environment is in the middle of; the values are Gymnasium's ``AsyncState`` values."""
+    """The pending operation of a vector environment. The values are Gymnasium's ``AsyncState`` values."""
 
     DEFAULT = "default"
     WAITING_RESET = "reset"
@@ -57,18 +58,18 @@ NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
 
 
 def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
-    """The phase after ``method``, or Gymnasium's error for a call that is out of order.
+    """Return the phase after ``method``, or raise Gymnasium's error for a call that is out of order.
 
     Args:
-        phase: The phase now.
+        phase: The current phase.
         method: One of the names in :data:`NEXT`.
-        owner: Whose phase it is; the name of its class stands in the message after ``close()``.
-        name: What was called, where that has another name (``save``).
+        owner: The vector environment. The message after ``close()`` names its class.
+        name: The name of the called method, if that differs (``save``).
 
     Raises:
         ClosedEnvironmentError: After ``close()``.
         AlreadyPendingCallError: A new request while a call is pending.
-        NoAsyncCallError: Waiting for an answer that was never asked for.
+        NoAsyncCallError: Waiting for the result of a call that was never made.
     """
     before, after = NEXT[method]
     if phase is before:
@@ -82,20 +83,20 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
 
 
 def still_pending(name: str, phase: Phase) -> str:
-    """Why a method has to wait; where Gymnasium has it too, in Gymnasium's own words, which differ by a full stop."""
+    """Return the text for a method that has to wait. Gymnasium's methods have Gymnasium's, which differ by a full stop."""
     end = "" if name == "reset_async" else "." if name in NEXT else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
 
 
 def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
-    """``begin()``, a reset of all environments; the answer to a call that is still pending is fetched and dropped.
+    """Call ``begin``, a reset of all environments, after fetching and dropping the result of a pending call.
 
-    A step that timed out, or was interrupted by Ctrl-C, is still pending. Interfaces of other libraries have no method
-    that fetches it, so without this every later reset would be refused.
+    A step that timed out, or was interrupted by Ctrl-C, is still pending. Interfaces of other libraries have no method that
+    fetches its result, so otherwise every later reset would raise.
 
     Raises:
-        StepTimeout: The pending answer is still not there; it stays pending.
-        Exception: Of ``begin``.
+        StepTimeout: The pending result has still not arrived; it stays pending.
+        Exception: An error of ``begin``.
     """
     try:
         return begin()
@@ -103,23 +104,23 @@ def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
         kind = error.name
     inner = getattr(envs, "unwrapped", envs)  # vector wrappers have no such methods
     wait = getattr(inner, f"{kind}_wait" if kind in ("reset", "step", "call") else "recv")
-    with Noted():
+    with watched_handlers():
         try:
             wait()
         except StepTimeout:
             raise
-        except Exception as error:  # the dropped answer itself; `errors` has it
+        except Exception as error:  # the dropped result itself, which `errors` records
             if by_handler(error):
                 raise
     return begin()
 
 
-Stepped: TypeAlias = tuple[Any, Any, Any, Any, dict[str, Any]]
-"""What ``step`` returns."""
+Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
+"""A driver's result: the values of ``step``, with unmerged infos, or a library's own dict of arrays."""
 
 
 class Call(NamedTuple):
-    """What is pending: a reset or a step, of how many rows, to be answered by ``recv`` only or not."""
+    """A pending call: a reset or a step, its number of rows, and whether only ``recv`` can fetch its results."""
 
     kind: Phase
     rows: int
@@ -127,11 +128,11 @@ class Call(NamedTuple):
 
 
 NOTHING: Final = Call(Phase.DEFAULT, 0, by_row=True)
-"""Nothing is pending."""
+"""The absence of a pending call."""
 
 
 left_in_a_fork: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Everything whose ``abandon()`` is called in a process that is forked from this one."""
+"""Objects with an ``abandon()`` to call in each forked child of this process."""
 
 
 def _abandon_all() -> None:
@@ -143,79 +144,97 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_abandon_all)
 
 
-class Driver:
-    """Steps environments under a vector environment, and keeps the state of the call in progress for the guard.
-
-    Until an answer was handed over its call is pending: reading an answer changes nothing, and can be repeated. What a call
-    changes it puts in place by one store, or by C code in one instruction: before it nothing has happened, afterwards the
-    answer is pending.
+@dataclass(slots=True)
+class Counters:
+    """Steps and resets of environments with results that were returned.
 
     Attributes:
-        capabilities: What it can do.
-        why_not: Capability -> why there is none.
+        steps, resets: Their numbers.
+        steps_loaded: How many of the steps came with a state that was loaded.
+    """
+
+    steps: int = 0
+    resets: int = 0
+    steps_loaded: int = 0
+
+
+class Driver:
+    """The interface of backends.
+
+    A call is pending until its result has been returned. A driver changes its state by single stores, or sets
+    ``state.changing`` while it makes several changes that belong together; it never waits then. The change with which a
+    result is returned (:meth:`finish`) ends in the guard. See :mod:`vecenv.front.guard`.
+
+    Attributes:
+        capabilities: The backend's capabilities.
+        why_not: Capability -> reason why it is missing.
         num_envs: Number of environments.
-        batch_size: Rows that :meth:`recv` gives by default.
-        copies: Each answer has observations of its own.
-        name: The class of the vector environment, for refusals.
-        owner: The process that may call.
-        own_means: What a forked child lacks.
+        batch_size: Default number of rows that :meth:`recv` returns.
+        copies: Each result has its own observations.
+        name: The class of the vector environment, for error texts.
+        own_means: The resources that a forked child lacks, for error texts.
         yields: Another thread may close it in the middle of a call.
         waited: Seconds spent waiting.
-        caller: The thread that is in a call; 0: none.
-        barred: Why calls are refused: ``"closing"``, ``"closed"`` or ``"forked"``; empty: they are not.
-        last_call_ended: The latest call ended by itself; another one was interrupted.
-        pending: What was asked and is not taken: one object, which only the guard and the driver replace. Here it is what
-            was taken last, and how many steps and resets were taken.
-        next_pending: The same once the answer that is being given is taken; ``None``: nothing changes.
-        pending_error: The exception that is the answer being given; any other leaves the answer pending.
+        began: The ``time.monotonic()`` of the start.
+        state: Shared with the guard: whether a call can begin.
+        counters: Steps and resets that were returned.
+        pending_error: The exception that is the result of the current call; any other leaves the result pending.
+        is_interrupted: An exception interrupted the wait for the pending call, which a reset of all environments may drop.
     """
 
     why_not: ClassVar[Mapping[str, str]] = {
         "attributes": "its environments are no Python objects",
-        "snapshots": "its environments are a library's own, which does not give their state away",
+        "snapshots": "its environments are a library's own, which does not expose their state",
         "workers": "its environments are stepped by no worker processes",
         "freezing": "its environments are stepped by no worker processes",
-        "recording": "what its environments were asked is not recorded",
+        "recording": "calls of its environments are not recorded",
     }
     name = ""
     own_means = "its threads"
     copies = True
     yields = True
-    caller = 0
-    barred = ""
-    last_call_ended = True
-    pending: Any = (None, 0, 0)
-    next_pending: Any = None
+    began = 0.0
     pending_error: BaseException | None = None
     num_envs: int
     batch_size: int
     _last_figures: dict[str, float] | None = None
 
+    def __init__(self) -> None:
+        self.state, self.counters = CallState(), Counters()
+
     def open(self, name: str) -> None:
-        """From now on this process may call, as the vector environment of this name does."""
-        self.name, self.owner, self.began = name, os.getpid(), time.monotonic()
-        # those of the class would make every look at them slow
-        self.caller, self.barred, self.last_call_ended, self.pending = 0, "", True, self.pending
-        self.next_pending = self.pending_error = None
+        """Admit calls from this process, for the vector environment of this name."""
+        self.name, self.state.owner, self.began = name, os.getpid(), time.monotonic()
         left_in_a_fork.add(self)
 
-    def resume(self) -> None:
-        """The call before was interrupted: put right what it left in between."""
-
     def leave(self) -> None:
-        """A call has ended in the middle of which this was closed: let go of what it used. Idempotent."""
+        """Release the resources of a call during which the driver was closed. Idempotent."""
         self.close()
 
     def abandon(self) -> None:
-        """In a forked child: refuse all calls."""
-        self.barred = "forked"
+        """Refuse all calls, in a forked child."""
+        self.state.barred = "forked"
+
+    def note_interruption(self) -> None:
+        """Note that an exception has interrupted the wait for the pending call."""
+
+    @property
+    def is_interrupted(self) -> bool:
+        return False
+
+    def finish(self, taken: Any, steps: int, resets: int) -> None:
+        """Mark the call of a result as returned, with these numbers of steps and resets. The guard ends this change."""
+        self.state.changing = True
+        self.taken = taken
+        self.counters.steps += steps
+        self.counters.resets += resets
 
     @property
     def capabilities(self) -> Capabilities:
         raise NotImplementedError
 
     def reason(self, capability: str) -> str:
-        """Why there is no such capability."""
+        """Return the reason why a capability is missing."""
         return self.why_not[capability]
 
     @property
@@ -224,92 +243,76 @@ class Driver:
 
     @property
     def outstanding(self) -> Call:
-        """What is in flight. Looking at it changes nothing: another thread may do it."""
+        """The call in flight. Reading it changes nothing, so other threads may do it."""
         raise NotImplementedError
 
     @property
     def phase(self) -> Phase:
-        """What is pending of all environments; rows that :meth:`recv` gives do not count."""
+        """The pending operation on all environments, not counting rows that :meth:`recv` returns."""
         call = self.outstanding
-        return Phase.DEFAULT if call.by_row else call.kind
+        return Phase.DEFAULT if call.by_row or self.state.changing else call.kind
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments whose rows ``recv`` has still to give, in no order."""
+        """The environments that are in flight until ``recv`` returns their rows, in no order."""
         call = self.outstanding
         if call.by_row and 0 < call.rows < self.num_envs:
             unable(self.name, "`in_flight`", f"its library tells only that {call.rows} are, as stats() does")
         return np.arange(call.rows if call.by_row else 0, dtype=np.intp)
 
     def require_idle(self, method: str) -> None:
-        """Refuse a method of all environments while anything is pending.
+        """Raise for a method of all environments while a call is pending.
 
         Raises:
-            AlreadyPendingCallError: Something is.
+            AlreadyPendingCallError: A call is pending.
         """
         require_idle(self.outstanding, method)
-
-    # -- what a subclass says of an answer, in place of `next_pending` as a whole -------------------------------------
-
-    @property
-    def taken(self) -> Any:
-        """What was taken last."""
-        return self.pending[0]
-
-    @taken.setter
-    def taken(self, taken: Any) -> None:
-        self.pending = taken, *self.pending[1:]
-
-    def gives(self, taken: Any, steps: int, resets: int) -> None:
-        """The answer that is being given is what will be taken last, of that many steps and resets."""
-        _, all_steps, all_resets = self.pending
-        self.next_pending = taken, all_steps + steps, all_resets + resets
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
-        """Begin to reset these rows (``None``: all); checks first, and raises before anything is asked.
+        """Begin to reset these rows (``None``: all). Check first, and raise before any request is submitted.
 
         Args:
             seeds: One or ``None`` for every environment, of which only those of ``ids`` count.
             ids: Distinct and in range.
-            options: Others than ``reset_mask``; a list has an entry for every environment.
-            by_row: It is answered by :meth:`recv` only.
+            options: Options other than ``reset_mask``; a list has an entry for every environment.
+            by_row: Only :meth:`recv` can fetch the results.
         """
 
     def step(self, actions: Any) -> None:
-        """Begin a step of all rows; checks first, and raises before anything is asked."""
+        """Begin a step of all rows. Check first, and raise before any request is submitted."""
 
     def send(self, actions: Any, env_id: Any) -> None:
-        """Begin a step of some rows (``None``: those of the latest :meth:`recv`), for :meth:`recv`; checks first."""
+        """Begin a step of some rows (``None``: those of the latest :meth:`recv`), for :meth:`recv`. Check first."""
 
     def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        """The answer to the step, or to the reset, of which only observations and infos count.
+        """Wait for the result of the step, or of the reset, of which only observations and infos are valid.
 
         Args:
-            kind: Which of the two is pending, not by row.
-            deadline: Of ``time.monotonic()``; ``None``: as long as it takes, or as the driver's own options say.
+            kind: The phase of the pending call, which is not by row.
+            deadline: Of ``time.monotonic()``; ``None``: no limit but the driver's own options.
 
         Returns:
-            ``None`` where it is not there by then.
+            ``None`` if the result has not arrived by then.
         """
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        """The next ``count`` rows (``None``: :attr:`batch_size`), as :meth:`answer`.
+        """Wait for the next ``count`` rows (``None``: :attr:`batch_size`), with the arguments of :meth:`answer`.
 
         Raises:
-            NoAsyncCallError: Not that many are in flight.
+            NoAsyncCallError: Fewer are in flight.
             AlreadyPendingCallError: A step that is not by row is pending.
-            NotImplementedError: Only all of them are answered.
+            NotImplementedError: The backend returns only all rows.
         """
 
     def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
-        """The next ``count`` rows; or fewer, but ``least`` of them, from a moment of ``time.monotonic()`` on.
+        """Wait for the next ``count`` rows, or for only ``least`` of them from a moment of ``time.monotonic()`` on.
 
-        An answer that is read changes nothing, so this asks for ever fewer until there are that many.
+        Reading a result changes nothing, so this tries decreasing numbers until that many rows are ready.
 
         Raises:
-            NotImplementedError: Rows are not done one by one here.
+            NotImplementedError: The backend does not finish rows one by one.
         """
         if not self.capabilities.first_ready:
             unable(self.name, f"recv at least {least} environments", "all of them are done at the same time")
@@ -323,42 +326,39 @@ class Driver:
         return answer or self.recv(least, deadline)
 
     def _recv_some(self, count: int, deadline: float | None) -> Stepped | None:
-        """That many rows; ``None``, too, where there will never be that many without others being sent to."""
+        """Return that many rows, or ``None``, also if that many can never be ready without further requests."""
         try:
             return self.recv(count, deadline)
         except NoAsyncCallError:
             return None
 
     def too_late(self, method: str, timeout: Any) -> StepTimeout:
-        """The exception of a call that was not answered in time."""
-        seconds = seconds_of(timeout)
-        return StepTimeout(
-            f"The call to `{method}` has timed out after {seconds} second(s)."
-            f"{self._lateness(seconds)}\nThe answer is still pending: call `{method}` again, or `close()`."
-        )
+        """Return the exception for a call without a result in time."""
+        return step_timeout(method, timeout, self._lateness)
 
     def _lateness(self, seconds: float | None) -> str:
-        """What is known of what is late after that many seconds, in lines of its own."""
+        """Describe the late workers after that many seconds, one per line."""
         return ""
 
-    # -- figures and the end --------------------------------------------------------------------------------------------
+    # -- statistics and the end -----------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, float]:
-        """Figures since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After the end they stay as they were."""
+        """Return statistics since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After closing they stay unchanged."""
         return self._figures() if self._last_figures is None else dict(self._last_figures)
 
     def keep_figures(self) -> None:
-        """The end is near: from here on the figures stay as they are."""
+        """Keep the current statistics for use after closing."""
         self._last_figures = self.stats()
 
     def _figures(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
-        _, steps, resets = self.pending
+        steps = self.counters.steps
         return figures({
             "steps": float(steps),
             "steps_per_second": steps / elapsed,
+            "seconds": elapsed,
             "wait_fraction": self.waited / elapsed,
-            "resets": float(resets),
+            "resets": float(self.counters.resets),
             "restarts": 0.0,
             "errors": 0.0,
             "bytes_pickled": 0.0,
@@ -366,11 +366,30 @@ class Driver:
         })  # fmt: skip
 
     def close(self, *, terminate: bool = False) -> None:
-        """Let go of everything. Idempotent."""
+        """Release all resources. Idempotent."""
+
+
+def step_timeout(method: str, timeout: Any, describe: Callable[[float | None], str]) -> StepTimeout:
+    """Return the exception for a call without a result in time; ``describe`` lists the late workers, one per line."""
+    seconds = parse_timeout(timeout)
+    return StepTimeout(
+        f"The call to `{method}` has timed out after {seconds} second(s)."
+        f"{describe(seconds)}\nThe answer is still pending: call `{method}` again, or `close()`.",
+        timeout=seconds,
+    )
+
+
+def too_few_in_flight(wanted: int, underway: int, ready: int) -> NoAsyncCallError:
+    """Return the exception of a ``recv`` that would wait forever."""
+    return NoAsyncCallError(
+        f"Calling `recv` for {wanted} environments, but only {underway} are in flight and {ready} are ready: "
+        "send() more first.",
+        "recv",
+    )
 
 
 def require_idle(outstanding: Call, method: str) -> None:
-    """Refuse a method of all environments while anything is pending of any of them."""
+    """Raise for a method of all environments while a call on any of them is pending."""
     if outstanding.rows and outstanding.by_row:
         raise AlreadyPendingCallError(
             f"Calling `{method}` for envs 0..{outstanding.rows - 1}, which are still in flight: `recv` them first.", "send"
@@ -380,7 +399,7 @@ def require_idle(outstanding: Call, method: str) -> None:
 
 
 def require_no_step(outstanding: Call) -> None:
-    """Refuse ``recv`` while a step is pending that ``step_wait`` fetches."""
+    """Raise for ``recv`` while a step is pending that ``step_wait`` fetches."""
     if outstanding.kind is Phase.WAITING_STEP and not outstanding.by_row:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
@@ -388,18 +407,20 @@ def require_no_step(outstanding: Call) -> None:
 
 
 class LockstepDriver(Driver):
-    """Drives environments that step together: each call has one answer, about all of them.
+    """A driver of environments that step together: each call has one result, about all of them.
 
-    JAX on a device, a library's own vector environment, the double of :mod:`vecenv.testing`. What is left to a subclass:
-    :attr:`capabilities`, ``close``, and the five below.
+    It serves JAX on a device, a library's own vector environment, and the double of :mod:`vecenv.testing`. A subclass
+    implements :attr:`capabilities`, ``close``, and the five methods below. ``asked`` is the latest call, ``None`` before
+    the first one, in one object with all its changes; it is pending if it is not ``taken``.
 
     Attributes:
-        asked: The call that was made last; ``None`` before the first one. It is part of one object with all that the call
-            has changed. Another one than ``taken`` is pending.
-        why: The reason why a call is about all environments or none.
+        why: Reason why calls are about all environments or none.
+        taken: The latest call with a result that was returned.
     """
 
     def __init__(self, num_envs: int) -> None:
+        super().__init__()
+        self.taken: Call | None = None
         self.num_envs = self.batch_size = num_envs
         self.why = "they step together"
         self._waited = 0.0
@@ -410,19 +431,19 @@ class LockstepDriver(Driver):
 
     @abstractmethod
     def begin_reset(self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions) -> None:
-        """Begin to reset the rows of ``mask`` (``None``: all); checks first, and raises before anything is asked."""
+        """Begin to reset the rows of ``mask`` (``None``: all). Check first, and raise before any request is submitted."""
 
     @abstractmethod
     def begin_step(self, call: Call, actions: Any) -> None:
-        """Begin a step; checks first, and raises before anything is asked."""
+        """Begin a step. Check first, and raise before any request is submitted."""
 
     @abstractmethod
     def wait(self, deadline: float) -> bool:
-        """Wait for the answer until ``deadline`` (monotonic); whether it is there."""
+        """Wait for the result until ``deadline`` (monotonic), and return ``True`` if it has arrived."""
 
     @abstractmethod
     def read(self, kind: Phase) -> Stepped:
-        """The answer to a step, or to a reset, whose rewards are 0 and flags ``False``. It can be called again."""
+        """Return the result of a step, or of a reset (rewards 0, flags ``False``). Can be repeated."""
 
     @property
     def waited(self) -> float:
@@ -431,7 +452,7 @@ class LockstepDriver(Driver):
     @property
     def outstanding(self) -> Call:
         asked = self.asked
-        return NOTHING if asked is None or asked is self.taken else asked
+        return NOTHING if asked is None or asked is self.taken or self.state.changing else asked
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:
@@ -443,6 +464,7 @@ class LockstepDriver(Driver):
             unable(self.name, f"reset {rows} of {self.batch_size} environments", self.why)
         mask = None if ids is None else np.isin(np.arange(self.batch_size), ids)
         self.begin_reset(Call(Phase.WAITING_RESET, rows, by_row), seeds, mask, options)
+        self.state.changing = False  # this reset has replaced a call that an exception interrupted
 
     def step(self, actions: Any) -> None:
         require_idle(self.outstanding, "step_async")
@@ -450,7 +472,7 @@ class LockstepDriver(Driver):
 
     def send(self, actions: Any, env_id: Any) -> None:
         if env_id is not None:
-            self._require_all(env_ids_of(env_id, self.batch_size), "send")
+            self._require_all(parse_env_ids(env_id, self.batch_size), "send")
         require_idle(self.outstanding, "send")
         self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=True), actions)
 
@@ -459,8 +481,14 @@ class LockstepDriver(Driver):
         if deadline is not None and not self.wait(deadline):
             return None
         steps = call.rows if call.kind is Phase.WAITING_STEP else 0
-        self.gives(call, steps, call.rows - steps)
-        return self.read(call.kind)
+        try:
+            stepped = self.read(call.kind)
+        except BaseException as error:
+            if error is self.pending_error:
+                self.finish(call, steps, call.rows - steps)
+            raise
+        self.finish(call, steps, call.rows - steps)
+        return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
         total, outstanding = self.batch_size, self.outstanding
@@ -468,52 +496,13 @@ class LockstepDriver(Driver):
             unable(self.name, f"recv {count} of {total} environments", "all of them are done at the same time")
         require_no_step(outstanding)
         if outstanding.rows < total:
-            raise NoAsyncCallError(
-                f"Calling `recv` for {total} environments, but only {outstanding.rows} are in flight and 0 are ready: "
-                "send() more first.",
-                "recv",
-            )
+            raise too_few_in_flight(total, outstanding.rows, 0)
         stepped = self.answer(outstanding.kind, deadline)
         if stepped is not None:
+            assert isinstance(stepped[4], dict)
             stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))
         return stepped
 
     def _require_all(self, ids: npt.NDArray[np.intp] | None, method: str) -> None:
         if not np.array_equal(ids, np.arange(self.batch_size)):  # type: ignore[arg-type]
             unable(self.name, f"{method} to some environments", f"{self.why}: name all of them, in order, or none")
-
-
-class RunOnce:
-    """Runs a function once, however often it is started, and keeps what it returned or raised.
-
-    So a driver that was interrupted while it started a thread can start it again.
-
-    Attributes:
-        future: The answer, of a thread.
-        failure: The exception that is the answer.
-    """
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self.future: Future[Any] = Future()
-        self.failure: BaseException | None = None
-        self._function, self._begun = function, threading.Lock()
-        self._returned: Any = None
-
-    def __call__(self) -> None:
-        """Run it, in a thread."""
-        if self._begun.acquire(blocking=False):
-            try:
-                self.future.set_result(self._function())
-            except BaseException as error:
-                self.failure = error
-                self.future.set_exception(error)
-
-    def here(self) -> Any:
-        """Run it in the caller's own thread. What interrupts is no answer, and it is to be run again."""
-        if self._returned is None:
-            try:
-                self._returned = self._function()
-            except Exception as error:
-                self.failure = error
-                raise
-        return self._returned

@@ -1,49 +1,370 @@
-"""The dict of arrays with masks that vector environments return for infos, read row by row."""
+"""Infos of a result, by row, and merged into Gymnasium's dict of arrays.
+
+A driver returns the infos of a result as :class:`RowInfos`: one info per row, exactly as the environment returned it.
+Merging is the last step of ``step``, ``reset`` and ``recv``; :func:`vecenv.infos_by_row` skips it.
+
+Merging follows ``gymnasium.vector.VectorEnv._add_info``: the first environment that has a key decides the dtype of its
+column. If that dtype cannot represent a later value, Gymnasium casts or truncates the value, or raises. Here the column gets
+a dtype that can represent all of its values, or becomes an object array of the values themselves, so that none is changed.
+One value is lost, as in Gymnasium: that of an info's own ``_x`` beside ``x``, because ``infos["_x"]`` is the mask of ``x``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-_PYTHON_NUMBERS = "?ld"  # dtypes (bool, int64, float64) that Gymnasium gives a column of Python's bool, int and float
+from vecenv.errors import InfoError
+from vecenv.system.reporting import warn
+from vecenv.system.signals import contained
+
+Array = npt.NDArray[Any]
+
+_PYTHON_NUMBERS: Final = "?ld"  # bool, int64, float64: Gymnasium's columns of Python's bool, int and float
+_ID_KEYS: Final = ("env_id", "_env_id")
+_WIDENED_TOGETHER: Final = ("iufc", "U", "S", "M", "m")  # groups of dtype kinds: a column is widened only within its group
+_MAX_SHOWN_CHARACTERS: Final = 80
+
+
+class RowInfos:
+    """The infos of one result. They may lie in shared memory: use them before the rows are stepped again.
+
+    Attributes:
+        env_ids: The environments of the rows, in the order of the result of ``recv``; ``None``: all, in order.
+    """
+
+    __slots__ = ("env_ids",)
+    env_ids: Array | None
+
+    def rows(self) -> list[Any]:
+        """Return one info per row, as the environment returned it, in new dicts."""
+        raise NotImplementedError
+
+    def row(self, position: int) -> Any:
+        """Return the info of one row of the result; see :meth:`rows`."""
+        return self.rows()[position]
+
+    def merged(self) -> dict[Any, Any]:
+        """Return Gymnasium's dict of new arrays with masks.
+
+        Raises:
+            InfoError: An info is not a dict.
+        """
+        raise NotImplementedError
+
+    def executed_steps(self) -> npt.NDArray[np.int64] | int:
+        """Return the number of environment steps that each row represents; see :func:`executed_steps`."""
+        rows = self.rows()
+        ends = [row.get("final_info") if isinstance(row, dict) else None for row in rows]
+        steps = [_chunk_steps(row) or _chunk_steps(end) for row, end in zip(rows, ends, strict=True)]
+        return np.array([1 if each is None else each for each in steps], np.int64) if any(steps) else 1
+
+
+class ColumnInfos(RowInfos):
+    """Infos that a library returns as a dict of arrays.
+
+    Args:
+        columns: The dict; :meth:`merged` returns it unchanged.
+        count: Number of rows.
+        env_ids: The environments of the rows, if the dict has them as ``"env_id"``.
+    """
+
+    __slots__ = ("_columns", "_count")
+
+    def __init__(self, columns: dict[Any, Any], count: int, env_ids: Array | None) -> None:
+        self.env_ids = env_ids
+        self._columns, self._count = columns, count
+
+    def rows(self) -> list[Any]:
+        return info_rows(self._own_columns(), self._count)
+
+    def row(self, position: int) -> Any:
+        return info_row(self._own_columns(), position)
+
+    def merged(self) -> dict[Any, Any]:
+        return self._columns
+
+    def executed_steps(self) -> npt.NDArray[np.int64] | int:
+        return executed_steps(self._columns, self._count)
+
+    def _own_columns(self) -> dict[Any, Any]:
+        if self.env_ids is None:  # without env_ids, these keys may come from an environment
+            return self._columns
+        return {key: value for key, value in self._columns.items() if key not in _ID_KEYS}
+
+
+class ListedInfos(RowInfos):
+    """Infos in the form of a list with one info per row."""
+
+    __slots__ = ("_listed",)
+
+    def __init__(self, listed: list[Any], env_ids: Array | None = None) -> None:
+        self.env_ids = env_ids
+        self._listed = listed
+
+    def rows(self) -> list[Any]:
+        return self._listed
+
+
+# -- merging -------------------------------------------------------------------------------------------------------------
+
+
+class InfoMerger:
+    """A merger of the infos of single environments. It warns once per key if Gymnasium would have changed a value."""
+
+    def __init__(self) -> None:
+        self._warned: set[str] = set()
+
+    def merge(self, infos: Sequence[Any], env_ids: Sequence[int]) -> dict[Any, Any]:
+        """Merge the infos of some environments into one dict of arrays.
+
+        Args:
+            infos: One per row.
+            env_ids: The environment of each row, for errors and warnings.
+
+        Raises:
+            InfoError: An info is not a dict, or reading it raises.
+        """
+        for env, info in zip(env_ids, infos, strict=True):
+            if not isinstance(info, Mapping):
+                raise InfoError(
+                    f"env {env} returned an info that is not a dict but {shown(info)}: it cannot be merged with those of "
+                    "other environments. `error.result` is the result of the call, with one info per row"
+                )
+        return self._merge(infos, range(len(infos)), len(infos), env_ids, "infos")
+
+    def _merge(
+        self, infos: Sequence[Any], positions: Sequence[int], count: int, env_ids: Sequence[int], path: str
+    ) -> dict[Any, Any]:
+        """Merge dicts that belong to the given positions among ``count`` rows."""
+        columns: dict[Any, tuple[list[int], list[Any]]] = {}
+        names: dict[Any, dict[str, list[int]]] = {}  # for keys that are not plain strings: names of masks -> positions
+        for position, info in zip(positions, infos, strict=True):
+            for key, value in info.items() if type(info) is dict else _items(info, env_ids[position]):
+                if key in columns:
+                    where, values = columns[key]
+                else:
+                    where, values = columns[key] = [], []
+                if type(key) is not str or (names and key in names):  # 1 and True are equal keys with different masks
+                    before = {f"_{str.__str__(key)}": where.copy()} if where and key not in names else {}
+                    names.setdefault(key, before).setdefault(_mask_name(key, env_ids[position]), []).append(position)
+                where.append(position)
+                values.append(value)
+        masks = {f"_{key}" for key in columns if type(key) is str}.union(*names.values())
+        merged: dict[Any, Any] = {}
+        for key, (where, values) in columns.items():
+            inner = f"{path}[{shown(key)}]"
+            if key in masks:
+                self._warn(inner, f"{inner} of env {env_ids[where[0]]} is dropped: that key is the mask of another one")
+                merged.setdefault(key, np.zeros(count, np.bool_))
+            else:
+                merged[key] = self._column(key, where, values, count, env_ids, inner)
+            for name, there in names[key].items() if key in names else ((f"_{key}", where),):
+                if name not in merged:
+                    merged[name] = np.zeros(count, np.bool_)
+                merged[name][there] = True
+        return merged
+
+    def _column(
+        self, key: Any, where: list[int], values: list[Any], count: int, env_ids: Sequence[int], path: str
+    ) -> Any:
+        """Return the column of one key: an array of ``count`` rows, or a dict of such columns."""
+        if isinstance(key, str) and key == "final_obs":
+            return object_column(where, values, count)
+        first, kind = values[0], type(values[0])
+        kinds = set(map(type, values))
+        if all(issubclass(each, dict) for each in kinds):
+            return self._merge(values, where, count, env_ids, path)
+        if kind in (int, float, bool) or issubclass(kind, np.number):
+            shape, dtype = (), np.dtype(kind)
+            alike = len(kinds) == 1
+        elif isinstance(first, np.ndarray):
+            shape, dtype = first.shape, first.dtype
+            alike = all(isinstance(value, np.ndarray) and (value.shape, value.dtype) == (shape, dtype) for value in values)
+        else:
+            return object_column(where, values, count)
+        if not alike:
+            return self._mixed_column(where, values, count, env_ids, path, dtype, shape)
+        column = np.zeros((count, *shape), dtype)
+        if column.ndim > 1:
+            for position, value in zip(where, values, strict=True):
+                column[position] = value
+            return column
+        try:
+            column[where] = np.array(values, dtype)
+        except OverflowError:  # an int beyond 64 bits
+            return object_column(where, values, count)
+        return column
+
+    def _mixed_column(
+        self, where: list[int], values: list[Any], count: int, env_ids: Sequence[int], path: str, dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+    ) -> Array:  # fmt: skip
+        """Return a column for values of several types. ``dtype`` and ``shape`` are those of the first value."""
+        parts = [np.asarray(value) if isinstance(value, _WITH_DTYPES) else None for value in values]
+        column: Array | None = None
+        if all(part is not None and part.shape == shape for part in parts):
+            kinds = [part.dtype for part in parts if part is not None]
+            for wanted in (dtype, _widest(kinds)):
+                if wanted is not None and all(part is not None and _survives_cast(part, wanted) for part in parts):
+                    column = np.zeros((count, *shape), wanted)
+                    column[where] = np.array([part for part in parts if part is not None], wanted)
+                    break
+        if column is None:
+            column = object_column(where, values, count)
+        if column.dtype != dtype and path not in self._warned:
+            for position, value in zip(where, values, strict=True):
+                if (stored := _cast_silently(value, dtype, shape)) is not None:
+                    text = (
+                        f"{path}: env {env_ids[position]} returned {shown(value)}, and the column that env "
+                        f"{env_ids[where[0]]} began has dtype {dtype}: Gymnasium would store {shown(stored)}. Here the "
+                        f"column has dtype {column.dtype} in that case; return the same type in every environment"
+                    )
+                    self._warn(path, text)
+                    break
+        return column
+
+    def _warn(self, path: str, text: str) -> None:
+        if path not in self._warned:
+            self._warned.add(path)
+            warn(text)
+
+
+def _items(info: Mapping[Any, Any], env: int) -> list[tuple[Any, Any]]:
+    """Return the items of a mapping that is not a plain dict; its class may come from the environment, and raise."""
+
+    def fail(error: BaseException) -> list[tuple[Any, Any]]:
+        raise InfoError(f"env {env}: its info, a {type(info).__name__}, cannot be read ({type(error).__name__})") from error
+
+    return contained(lambda: list(info.items()), fail, Exception)
+
+
+def _mask_name(key: Any, env: int) -> str:
+    def fail(error: BaseException) -> str:
+        raise InfoError(f"env {env}: a key of its info, a {type(key).__name__}, cannot be formatted") from error
+
+    return contained(lambda: f"_{key}", fail, Exception)
+
+
+_WITH_DTYPES: Final = (bool, int, float, np.generic, np.ndarray)
+
+
+def object_column(where: Sequence[int], values: Sequence[Any], count: int) -> Array:
+    """Return an object array that holds values at some positions, and ``None`` elsewhere."""
+    column = np.full(count, None, dtype=object)
+    for position, value in zip(where, values, strict=True):
+        column[position] = value
+    return column
+
+
+def _widest(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any] | None:
+    """Return a dtype for the values of all these dtypes; ``None`` if their meaning would change (bools, text, numbers)."""
+    if not any(all(dtype.kind in kinds for dtype in dtypes) for kinds in _WIDENED_TOGETHER):
+        return None
+    return np.result_type(*dtypes)
+
+
+def _survives_cast(values: Array, dtype: np.dtype[Any]) -> bool:
+    """True if an array is unchanged after a cast to ``dtype`` and back."""
+    if values.dtype.hasobject or dtype.hasobject:
+        return values.dtype == dtype
+    try:
+        with np.errstate(all="ignore"):
+            back = values.astype(dtype).astype(values.dtype)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    # a number must not become text or a bool, although "5" and True would survive the round trip
+    alike = values.dtype.kind == dtype.kind or {values.dtype.kind, dtype.kind} <= set("iufc") or (
+        values.dtype.kind == "b" and dtype.kind in "iufc"
+    )
+    return alike and back.tobytes() == values.tobytes()
+
+
+def _cast_silently(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+    """Return the value that Gymnasium's column would hold; ``None`` if it is equal, or if Gymnasium would raise."""
+    cell = np.zeros((1, *shape), dtype)
+    try:
+        with np.errstate(all="ignore"):
+            cell[0] = value
+            return None if np.array_equal(cell[0], value) else cell[0]
+    except Exception:
+        return None
+
+
+def shown(value: Any) -> str:
+    """Return a value's ``repr``, shortened for messages."""
+    kind = type(value).__name__
+    text = contained(lambda: repr(value), lambda error: f"a {kind} without a repr ({type(error).__name__})", Exception)
+    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
+
+
+# -- splitting a dict of arrays ------------------------------------------------------------------------------------------
 
 
 def own_keys(infos: Mapping[Any, Any]) -> list[Any]:
-    """The keys of a dict of arrays that are not the mask of another key."""
-    return [key for key in infos if not (isinstance(key, str) and key.startswith("_") and _unmasked(key, infos))]
+    """Return the keys of a dict of arrays that are not the mask of another key."""
+    return [key for key in infos if not (isinstance(key, str) and key.startswith("_") and _is_mask(key, infos))]
 
 
-def _unmasked(key: str, infos: Mapping[Any, Any]) -> bool:
+def _is_mask(key: str, infos: Mapping[Any, Any]) -> bool:
     return key[1:] in infos or (key[1:].isdigit() and int(key[1:]) in infos)
 
 
 def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
-    """One info an environment, of the dict of arrays with masks that vector environments return.
+    """Split a dict of arrays with masks into one info per row.
 
-    Numbers that Gymnasium has put into a column of bool, int64 or float64 are Python's again.
+    It is for vector environments of other libraries; for those of this package see :func:`vecenv.infos_by_row`. Numbers from
+    columns of bool, int64 or float64, in which Gymnasium stores Python numbers, become Python numbers again.
     """
     rows: list[dict[Any, Any]] = [{} for _ in range(count)]
     for key in own_keys(infos):
         mask = infos.get(f"_{key}")
         for row in range(count) if mask is None else np.flatnonzero(mask).tolist():
-            rows[row][key] = _at(infos[key], row)
+            rows[row][key] = _value_at(infos[key], row)
     return rows
 
 
 def info_row(infos: Mapping[Any, Any], row: int) -> dict[Any, Any]:
-    """One environment's info of them; as :func:`info_rows`."""
-    info: dict[Any, Any] = _at(infos, row)
+    """Return the info of one row; see :func:`info_rows`."""
+    info: dict[Any, Any] = _value_at(infos, row)
     return info
 
 
-def _at(column: Any, row: int) -> Any:
+def executed_steps(infos: Mapping[Any, Any], count: int) -> npt.NDArray[np.int64] | int:
+    """Return the number of environment steps that each row of a result represents.
+
+    It is 1, unless the environment executes chunks of actions (:class:`vecenv.wrappers.ActionChunks`).
+
+    Args:
+        infos: Infos of the result.
+        count: Number of its rows.
+
+    Returns:
+        int64 ``(count,)``, or 1 for all rows.
+    """
+    parts = [part for part in (infos, infos.get("final_info")) if isinstance(part, Mapping) and "_chunk_steps" in part]
+    if not parts:
+        return 1
+    steps = np.ones(count, np.int64)
+    for part in parts:
+        mask = part["_chunk_steps"]
+        steps[mask] = part["chunk_steps"][mask]
+    return steps
+
+
+def _chunk_steps(info: Any) -> Any:
+    return info.get("chunk_steps") if isinstance(info, dict) else None
+
+
+def _value_at(column: Any, row: int) -> Any:
     if isinstance(column, dict):
         masks = {key: column.get(f"_{key}") for key in own_keys(column)}
-        return {key: _at(column[key], row) for key, mask in masks.items() if mask is None or mask[row]}
+        return {key: _value_at(column[key], row) for key, mask in masks.items() if mask is None or mask[row]}
     value = column[row]
     if isinstance(value, np.generic) and column.dtype.char in _PYTHON_NUMBERS:
         return value.item()
-    # (a copy, so that a kept row does not keep the whole column)
+    # copied, so that a row that is kept does not keep the whole column alive
     return value.copy() if isinstance(value, np.ndarray) and not column.dtype.hasobject else value

@@ -1,185 +1,75 @@
 """Gymnasium's vector interface, over any :class:`~vecenv.front.driver.Driver`.
 
-Arguments, the order of calls, their errors and what a backend cannot do are the same wherever environments are stepped, so
-they are here, once. What differs is the driver.
+Arguments, the order of calls, their errors and missing capabilities are handled in the same way for all backends, so that
+code is here. Only the drivers differ.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import get_ident
-from types import FrameType
-from typing import Any, ClassVar, Concatenate, Final, Generic, NoReturn, ParamSpec, TypeVar
+from typing import Any, ClassVar, Final, Generic
 
-import gymnasium
 import numpy as np
 import numpy.typing as npt
 from gymnasium.core import ActType, ObsType
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.vector_env import ArrayType
 
-from vecenv.errors import BusyError, ErrorRecord, ForkedError, VecEnvError
+from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import (
-    NotClosedUnasked,
+    NoCloseOnCollect,
     ResetOptions,
-    count_of,
-    deadline_of,
-    env_ids_of,
-    least_of,
-    refuse_options,
-    reset_mask_of,
-    rows_of,
-    seeds_of,
+    deadline_after,
+    parse_at_least,
+    parse_count,
+    parse_env_ids,
+    parse_rows,
+    parse_seeds,
+    parse_within,
+    reject_options,
+    split_reset_mask,
 )
-from vecenv.front.capabilities import Capabilities, OfWorkers, unable
+from vecenv.front.capabilities import Capabilities, OfWorkers, overridden, unable
 from vecenv.front.driver import Driver, Phase, advance
-
-P = ParamSpec("P")
-R = TypeVar("R")
+from vecenv.front.guard import exclusive
+from vecenv.front.infos import RowInfos
+from vecenv.front.results import merged_result, row_infos, unmerged_result
 
 _PATIENCE: Final = 60.0  # close() without a timeout waits this long for another thread's call
 _RESERVED: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
 _SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
-_HALVES: Final = {
+HALVES: Final = {
     "step": ("step_async", "step_wait"), "reset": ("reset_async", "reset_wait"), "call": ("call_async", "call_wait"),
     "exec_func": ("exec_func_send", "exec_func_fetch"),
 }  # fmt: skip
-"""Call -> the two that it is made of."""
+"""Call -> the two calls that it consists of."""
+_WITH_INFOS: Final = ("reset", "reset_wait", "step", "step_wait", "recv")
 
 
-# -- one call at a time: one thread, in the process that built the environments, until they are closed -----------------
-#
-# The guard also hands answers over. An answer counts as taken when the caller has it, and not before: a method prepares what
-# is pending afterwards (:attr:`vecenv.front.driver.Driver.next_pending`), and the guard puts that in place on the line that
-# returns. Whatever a signal handler raises before leaves the answer pending. CPython looks for signals and for other threads
-# after calls and at jumps: there is none on that line, nor between the look at ``caller`` and the store into it.
+class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
+    """The common base of the vector environments of all backends.
 
-_OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
-_BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
-
-
-def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Let one call in at a time, and lose no answer on its way out.
-
-    Raises (the decorated method):
-        ForkedError: In a child of the process that built the vector environment.
-        ClosedEnvironmentError: After ``close()``.
-        BusyError: Another call is under way, in another thread or around this one.
-    """
-
-    name = method.__name__
-
-    @functools.wraps(method)
-    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        driver, me = self._driver, get_ident()
-        if driver.caller or driver.barred or self._in_halves:
-            if name in self._in_halves:
-                return self._make_in_halves(name, args, kwargs)  # type: ignore[no-any-return]
-            if driver.caller or driver.barred:
-                _require_right(self, driver, name)
-        try:
-            ended = driver.last_call_ended
-            driver.caller = me
-            driver.last_call_ended = False
-            driver.next_pending = driver.pending_error = None
-            if not ended:
-                driver.resume()
-            answer = method(self, *args, **kwargs)
-            if driver.barred:
-                _raise_barred(self, driver)
-            next_pending = driver.next_pending
-            driver.caller, driver.last_call_ended = 0, True
-        except BaseException as error:
-            driver.caller = 0
-            if not _is_answer(self, driver, error):
-                raise
-            driver.pending_error = None
-            driver.pending = driver.next_pending; raise  # noqa: E702 - no call and no jump between the two
-        if next_pending is None:
-            return answer
-        driver.pending = next_pending; return answer  # noqa: E702 - likewise
-
-    return guarded
-
-
-def _is_answer(envs: Any, driver: Any, error: BaseException) -> bool:
-    """Whether the exception that a call ends by is its answer."""
-    if driver.barred:
-        driver.leave()
-        # What a signal handler raised comes out as it is. So only exceptions count that may follow from a thing that is
-        # gone: our own classes and Gymnasium's, and the bare ones of Python, not what is derived from these.
-        if driver.barred != "forked" and (isinstance(error, _OURS) or type(error) in _BARE):
-            try:
-                _raise_barred(envs, driver)
-            except ClosedEnvironmentError as closed:
-                raise closed from error
-    return error is driver.pending_error and driver.next_pending is not None
-
-
-def _raise_barred(envs: Any, driver: Any) -> NoReturn:
-    """Say that the vector environment was closed, or that this is another process. Lets go of what a call still used."""
-    kind = type(envs).__name__
-    if driver.barred == "forked":
-        raise ForkedError(
-            f"this {kind} belongs to another process (pid {driver.owner}); a forked child cannot use {driver.own_means}: "
-            "build a new one in the child"
-        )
-    driver.leave()
-    raise ClosedEnvironmentError(f"Trying to operate on `{kind}`, after a call to `close()`.")
-
-
-def _require_right(envs: Any, driver: Any, method: str) -> None:
-    """Refuse a call where there is a reason to."""
-    kind = type(envs).__name__
-    if driver.barred:
-        _raise_barred(envs, driver)
-    if driver.caller != get_ident():
-        raise BusyError(f"another thread is in a call on this {kind}; `{method}` was refused")
-    if is_within_a_call(envs, 3):  # around the one that asks
-        raise BusyError(f"a call on this {kind} is under way in this thread; `{method}` was refused")
-
-
-def is_within_a_call(envs: object, depth: int = 1) -> bool:
-    """Whether a call on a vector environment is on this thread's stack, from that many frames up on.
-
-    ``caller`` alone does not tell: an exception that falls into the very first instruction after a call has failed leaves it
-    as it was.
-    """
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        if frame.f_code is _GUARDED and frame.f_locals["self"] is envs and "ended" in frame.f_locals:
-            return True
-        frame = frame.f_back
-    return False
-
-
-_GUARDED: Final = exclusive(is_within_a_call).__code__
-
-
-# -- the vector environment ---------------------------------------------------------------------------------------------
-
-class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
-    """The front of all backends.
-
-    A subclass sets Gymnasium's attributes and gives its driver to :meth:`_open`. ``step``, ``reset`` and others have two
-    halves each, of which a subclass may have its own: then the guard makes the call in two.
+    A subclass sets Gymnasium's attributes and passes its driver to :meth:`_open`. ``step``, ``reset`` and others have two
+    halves each. If a subclass overrides a half, the guard makes the call in two halves.
     """
 
     autoreset_mode: AutoresetMode
+    _collected_infos: list[RowInfos] | None = None  # collects the infos of each result, for `infos_by_row` around wrappers
     _driver: Any
     _in_halves: ClassVar[frozenset[str]] = frozenset()
+    _gives_rows: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = {name for halves in _HALVES.values() for name in halves if getattr(cls, name) is not vars(VectorEnvBase)[name]}
-        cls._in_halves = frozenset(whole for whole, halves in _HALVES.items() if not own.isdisjoint(halves))
+        own = overridden(cls, VectorEnvBase)
+        cls._gives_rows = own.isdisjoint(_WITH_INFOS)
+        cls._in_halves = frozenset(whole for whole, halves in HALVES.items() if not own.isdisjoint(halves))
 
     def _open(self, driver: Driver) -> None:
         self._driver = driver
@@ -190,7 +80,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None
+        self, *, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, _by_row: bool = False
     ) -> tuple[ObsType, dict[str, Any]]:
         """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
 
@@ -198,29 +88,29 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
             Observations of all environments, and infos.
         """
         self._begin_reset(seed, options, None)
-        observations, *_, infos = self._driver.answer(Phase.WAITING_RESET, None)
+        observations, *_, infos = self._merged(self._driver.answer(Phase.WAITING_RESET, None), _by_row)
         return observations, infos
 
     @exclusive
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, *, env_id: Any = None
     ) -> None:
-        """Begin a reset. The answer is fetched by :meth:`reset_wait` for all environments, or by :meth:`recv` as it comes.
-        What was sent and not received is dropped; EnvPool with ``batch_size=None`` refuses.
+        """Begin a reset. Fetch the result with :meth:`reset_wait` for all environments, or with :meth:`recv` row by row.
+        Results in flight are dropped; EnvPool with ``batch_size=None`` raises.
 
         Args:
-            seed: An int gives environment i ``seed + i``; a sequence gives each its own; ``None`` none: each goes on with
-                the random numbers it has (the first time, with unpredictable ones).
-            options: Handed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
-                environments are reset, the others keep their last observation. Environments that failed are built anew; one
-                that the mask leaves out has an observation of zeros meanwhile, as it may have been written in part. A
-                sequence of ``num_envs`` dicts (or ``None``) gives each its own. The dict is not changed.
+            seed: An int gives environment i the seed ``seed + i``; a sequence has one for each; ``None`` gives none: each
+                continues with its random numbers (the first time, with unpredictable ones).
+            options: Passed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
+                environments are reset, the others keep their last observation. Failed environments are rebuilt; one that the
+                mask leaves out has an observation of zeros meanwhile, as the last one may be incomplete. A sequence of
+                ``num_envs`` dicts (or ``None``) has one for each. The dict is not changed.
             env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
-                answers. A sequence of seeds, or of options, has one for each of them, in their order. Where environments
-                step together, all indices in order.
+                results. A sequence of seeds, or of options, has one for each of them, in their order. On backends in which
+                environments step together: all indices in order.
 
         Raises:
-            NotImplementedError: What the backend cannot do, see :attr:`capabilities`.
+            NotImplementedError: The backend lacks a capability, see :attr:`capabilities`.
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
             gymnasium.error.ResetNeeded: EnvPool and JAX: the first reset is not of all environments.
             gymnasium.error.AlreadyPendingCallError: A call is pending; with ``env_id``, one of these is in flight.
@@ -228,138 +118,149 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._begin_reset(seed, options, env_id)
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
-        ids = None if env_id is None else env_ids_of(env_id, self.num_envs)
+        ids = None if env_id is None else parse_env_ids(env_id, self.num_envs)
         rows = None if ids is None else ids.tolist()
-        seeds = seeds_of(seed, self.num_envs, rows)
-        self._require_phase("reset_async")
-        mask, others = reset_mask_of(options, self.num_envs, rows)
+        seeds = parse_seeds(seed, self.num_envs, rows)
+        if not self._driver.is_interrupted:
+            self._require_phase("reset_async")
+        mask, others = split_reset_mask(options, self.num_envs, rows)
         if others is not None:
             able = self.capabilities
             if not (able.row_options if isinstance(others, list) else able.reset_options):
-                refuse_options(self, others, "its environments take none")
+                reject_options(self, others, "its environments take none")
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
+        if self._driver.state.changing and (ids is not None or mask is not None):
+            raise ResetNeeded("an exception interrupted an earlier call in the middle: reset() all environments first")
         self._driver.reset(seeds, ids if mask is None else np.flatnonzero(mask), others, by_row=ids is not None)
 
     @exclusive
-    def reset_wait(self, timeout: float | None = None) -> tuple[ObsType, dict[str, Any]]:
-        """Fetch the answer to :meth:`reset_async`; as :meth:`reset`.
+    def reset_wait(self, timeout: float | None = None, *, _by_row: bool = False) -> tuple[ObsType, dict[str, Any]]:
+        """Fetch the result of :meth:`reset_async`, in the form of :meth:`reset`.
 
         Raises:
-            gymnasium.error.NoAsyncCallError: There is none.
-            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still pending, call again.
-            Exception: What an environment raised.
+            gymnasium.error.NoAsyncCallError: No reset is pending.
+            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
+            Exception: An environment's exception.
         """
-        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, timeout)
+        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, timeout, _by_row)
         return observations, infos
 
     # -- step ------------------------------------------------------------------------------------------------------
 
     @exclusive
-    def step(self, actions: ActType) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
+    def step(
+        self, actions: ActType, *, _by_row: bool = False
+    ) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
         """Step every environment once; see :meth:`step_async` and :meth:`step_wait`.
 
         Returns:
-            ``(observations, rewards, terminations, truncations, infos)``; for NumPy ``float64`` rewards and ``bool`` flags.
+            ``(observations, rewards, terminations, truncations, infos)``; with NumPy, ``float64`` rewards and ``bool``
+            flags.
         """
         driver = self._driver
         driver.step(actions)
-        return driver.answer(Phase.WAITING_STEP, None)  # type: ignore[no-any-return]
+        stepped = driver.answer(Phase.WAITING_STEP, None)
+        if stepped[4] or _by_row:  # an empty dict needs no merging; `RowInfos` is always true
+            stepped = self._merged(stepped, _by_row)
+        return stepped  # type: ignore[no-any-return]
 
     @exclusive
     def step_async(self, actions: ActType) -> None:
         """Begin a step.
 
         Args:
-            actions: A batch of ``action_space``. For Python environments whatever ``gymnasium.vector.utils.iterate`` takes
-                for it, and each gets its action as it is passed here, uncast and unclipped, as an array of its own.
+            actions: A batch of ``action_space``. For Python environments, anything that ``gymnasium.vector.utils.iterate``
+                accepts for it; each receives its action unchanged, neither cast nor clipped, as an array of its own.
 
         Raises:
             TypeError, ValueError: Wrong number, shape, structure or dtype; nothing was sent.
-            EnvFailed: An environment that failed was not reset since.
+            EnvFailed: A failed environment has not been reset since.
             gymnasium.error.ResetNeeded: EnvPool and JAX: before the first reset; without autoreset, after an episode's end.
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
         """
         self._driver.step(actions)
 
     @exclusive
-    def step_wait(self, timeout: float | None = None) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
-        """Fetch the answer to :meth:`step_async`; as :meth:`step`.
+    def step_wait(
+        self, timeout: float | None = None, *, _by_row: bool = False
+    ) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
+        """Fetch the result of :meth:`step_async`, in the form of :meth:`step`.
 
         Raises:
-            gymnasium.error.NoAsyncCallError: There is none.
-            vecenv.errors.StepTimeout: Not within ``timeout`` seconds; the answer is still pending, call again.
-            WorkerDied: A worker process ended; the next ``reset()`` starts it anew.
-            Exception: What an environment raised, after all the others have been stepped.
+            gymnasium.error.NoAsyncCallError: No step is pending.
+            vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
+            WorkerDied: A worker process ended; the next ``reset()`` starts a new one.
+            Exception: An environment's exception, after all others have been stepped.
         """
-        return self._answer("step_wait", Phase.WAITING_STEP, timeout)  # type: ignore[no-any-return]
+        return self._answer("step_wait", Phase.WAITING_STEP, timeout, _by_row)  # type: ignore[no-any-return]
 
     # -- send and recv ---------------------------------------------------------------------------------------------
 
     @exclusive
     def send(self, actions: Any, env_id: Any = None) -> None:
-        """Step some environments that are not in flight, without waiting; :meth:`recv` gives their results.
+        """Step some environments that are not in flight, without waiting; :meth:`recv` returns their results.
 
         Args:
-            actions: A batch of as many actions as there are environments in ``env_id``, in its order.
-            env_id: Which environments, distinct indices; ``None``: those of the latest :meth:`recv`, or all at first. Where
-                environments step together, all of them in order.
+            actions: A batch with one action per environment in ``env_id``, in its order.
+            env_id: Distinct indices of environments; ``None``: those of the latest :meth:`recv`, or all at first. On
+                backends in which environments step together: all of them in order.
 
         Raises:
-            ValueError, TypeError: Indices out of range or twice, or actions that do not go with them; nothing was sent.
-            NotImplementedError: It names only some environments, and they step together.
-            gymnasium.error.AlreadyPendingCallError: One of them is in flight, or was not received yet.
-            EnvFailed: One of them failed and was not reset since.
+            ValueError, TypeError: Indices out of range or repeated, or actions that do not match them; nothing was sent.
+            NotImplementedError: ``env_id`` has only some environments, but they step together.
+            gymnasium.error.AlreadyPendingCallError: One of them is in flight, or its result has not been received.
+            EnvFailed: One of them failed and has not been reset since.
         """
         self._driver.send(actions, env_id)
 
     @exclusive
     def recv(
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
-        within: float | None = None,
+        within: float | None = None, _by_row: bool = False,
     ) -> tuple[Any, ArrayType, ArrayType, ArrayType, dict[str, Any]]:  # fmt: skip
-        """The next ``count`` environments that are done, of :meth:`send` or :meth:`reset_async`, in the order of their ends.
+        """Wait for the next ``count`` environments of :meth:`send` or :meth:`reset_async`, in order of completion.
 
         Args:
-            timeout: Seconds to wait at most.
-            count: How many, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Without first-ready rows
-                (:attr:`capabilities`) it is all of the outstanding call.
-            at_least: That many are enough once ``within`` seconds have passed; the others stay in flight. Default 1 where
+            timeout: Maximum number of seconds to wait.
+            count: Number of environments, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Without first-ready rows
+                (:attr:`capabilities`) it is all of the pending call.
+            at_least: Number of environments that suffices after ``within`` seconds; the others stay in flight. Default 1 if
                 ``within`` is given.
-            within: Seconds from the call on; default 0 where ``at_least`` is given: what is there, as soon as it is
-                that many. Where fewer than ``count`` are in flight, it waits for no more than these.
+            within: Seconds since the beginning of the call; default 0 if ``at_least`` is given: return as soon as that many
+                are ready. If fewer than ``count`` are in flight, it waits only for these.
 
         Returns:
-            What ``step`` returns, with ``count`` rows instead of ``num_envs``, all of them fresh arrays.
-            ``infos["env_id"]``, int ``(count,)``, tells which environments they are. Rows of a reset have reward 0 and both
-            flags False.
+            The values of ``step``, with ``count`` rows instead of ``num_envs``, all of them new arrays. ``infos["env_id"]``,
+            int ``(count,)``, has the indices of the environments. Rows of a reset have reward 0 and both flags False.
 
         Raises:
-            NoAsyncCallError: Fewer than ``count`` environments, or than are enough, are in flight or ready.
-            gymnasium.error.AlreadyPendingCallError: The answer to :meth:`step_async` is pending.
-            TypeError, ValueError: ``timeout``, ``count``, ``at_least`` or ``within`` without a meaning.
-            NotImplementedError: Only that many, or at least that many, where all are answered at once.
-            StepTimeout: Not within ``timeout`` seconds; nothing is lost, call again.
-            Exception: What an environment raised; the rows of the others are kept for the next call.
+            NoAsyncCallError: Fewer environments than ``count``, or than suffice, are in flight or ready.
+            gymnasium.error.AlreadyPendingCallError: The result of :meth:`step_async` is pending.
+            TypeError, ValueError: An invalid ``timeout``, ``count``, ``at_least`` or ``within``.
+            NotImplementedError: ``count`` or ``at_least``, on a backend that finishes all environments at once.
+            StepTimeout: Not finished within ``timeout`` seconds; nothing is lost, call again.
+            Exception: An environment's exception; the rows of the others are kept for the next call.
         """
         driver = self._driver
         if count is not None:
-            count = count_of(count, self.num_envs)
-        deadline = None if timeout is None else deadline_of(timeout)
-        if at_least is within is None:
+            count = parse_count(count, self.num_envs)
+        deadline = None if timeout is None else deadline_after(timeout)
+        if at_least is None and within is None:
             answer = driver.recv(count, deadline)
         else:
-            least = least_of(at_least, within, self.batch_size if count is None else count)
-            answer = driver.recv_enough(count, deadline, *least)
+            enough_from = parse_within(within)
+            enough = parse_at_least(at_least, self.batch_size if count is None else count)
+            answer = driver.recv_enough(count, deadline, enough, enough_from)
         if answer is None:
             raise driver.too_late("recv", timeout)
-        return answer  # type: ignore[no-any-return]
+        return self._merged(answer, _by_row, len(answer[1]))  # type: ignore[no-any-return]
 
     # -- the environments themselves: methods, attributes, functions, frames -----------------------------------------
 
     @exclusive
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """``env.get_wrapper_attr(name)`` of every environment, called with the arguments if it can be called.
+        """Call ``env.get_wrapper_attr(name)`` of every environment, or return the attribute if it is not callable.
 
         Raises:
             NotImplementedError: The backend has no Python environments.
@@ -371,6 +272,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
         """Begin a :meth:`call`."""
         self._begin_call("call_async", name, args, kwargs)
+        self._driver.keep_call()
 
     def _begin_call(self, method: str, name: str, args: Any, kwargs: Any) -> None:
         self._need("attributes", method)
@@ -381,14 +283,11 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Fetch the answer to :meth:`call_async`: a tuple of one result an environment.
-
-        The answers to :meth:`exec_func_send`, and to a :meth:`set_attr`, a save or a load that was interrupted, are fetched
-        by it, too.
+        """Fetch the result of :meth:`call_async`, or of :meth:`exec_func_send`: a tuple of one result per environment.
 
         Raises:
-            StepTimeout: Not within ``timeout`` seconds; the answer is still pending, call again.
-            Exception: What the call raised in an environment; the environments stay alive.
+            StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
+            Exception: An environment's exception; the environments stay alive.
         """
         self._need("attributes", "call_wait")
         self._require_phase("call_wait")
@@ -398,7 +297,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
     def exec_func(
         self, func: Callable[..., Any], indices: Sequence[int] | int | None = None, *args: Any, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """``func(env, *args, **kwargs)`` in the workers, for the environments ``indices`` (``None``: all).
+        """Call ``func(env, *args, **kwargs)`` in the workers, for the environments ``indices`` (``None``: all).
 
         ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, ``None`` for the others.
         """
@@ -411,6 +310,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
     ) -> None:
         """Begin an :meth:`exec_func`."""
         self._begin_exec("exec_func_send", func, indices, args, kwargs)
+        self._driver.keep_call()
 
     def _begin_exec(self, method: str, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:
         self._need("attributes", method)
@@ -418,27 +318,24 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         if not callable(func):
             raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
         named = [indices] if isinstance(indices, (int, np.integer)) else indices
-        self._driver.begin_exec(func, rows_of(named if named is None else list(named), self.num_envs), args, kwargs)
+        self._driver.begin_exec(func, parse_rows(named if named is None else list(named), self.num_envs), args, kwargs)
 
     @exclusive
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Fetch the answer to :meth:`exec_func_send`."""
+        """Fetch the result of :meth:`exec_func_send`."""
         self._need("attributes", "exec_func_fetch")
         self._require_phase("call_wait")
         return self._driver.call_answer(timeout)  # type: ignore[no-any-return]
 
     @exclusive
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """An attribute of every environment (of whichever wrapper has it)."""
+        """Return an attribute of every environment, from the outermost wrapper that has it."""
         self._begin_call("get_attr", name, (), {})
         return self._driver.call_answer(None)  # type: ignore[no-any-return]
 
     @exclusive
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
-        """Set an attribute of every environment; a list or tuple is one value an environment, else all get the same.
-
-        If it is interrupted while the call is pending, :meth:`call_wait` fetches that.
-        """
+        """Set an attribute of every environment: a list or tuple has one value for each, any other value is for all."""
         self._need("attributes", "set_attr")
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
@@ -455,31 +352,29 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
     def set_next_options(
         self, options: ResetOptions = None, *, seed: int | Sequence[int | None] | None = None, env_id: Any = None
     ) -> None:
-        """Options, and seeds, of the next episode that autoreset begins in each environment; once.
+        """Set options, and seeds, of the next episode that autoreset begins in each environment, once.
 
-        They wait there until its episode is over, through resets by name, by a mask or of all environments, which have
-        options of their own. Later ones take their place; ``set_next_options()`` takes them away. An environment that
-        fails, or whose worker dies, forgets them. If it is interrupted while the call is pending, :meth:`call_wait` fetches
-        that.
+        They stay until the current episode ends, through resets by index, by a mask or of all environments, which have
+        options of their own. Later ones replace them; ``set_next_options()`` removes them. They are lost if an environment
+        fails or its worker dies.
 
         Args:
-            options: A dict for each of them, of which each gets a copy; or a sequence with a dict or ``None`` for each.
-            seed: As of ``reset``: an int gives environment i ``seed + i``; a sequence gives each its own.
-            env_id: Only these environments; a sequence of options or seeds is in their order. The others keep what they
-                have.
+            options: A dict for each of them, of which each receives a copy; or a sequence with a dict or ``None`` for each.
+            seed: The seeds of ``reset``: an int gives environment i the seed ``seed + i``; a sequence has one for each.
+            env_id: Only these environments; a sequence of options or seeds is in their order. The others keep theirs.
 
         Raises:
             TypeError, ValueError: Options, seeds or indices of the wrong length, type or range, options that cannot be
-                pickled; a ``reset_mask``, which is about a reset of many; an autoreset mode that begins no episodes.
+                pickled; a ``reset_mask``, which applies to a reset of many; an autoreset mode that begins no episodes.
                 Nothing was sent.
-            AlreadyPendingCallError: Something is in flight.
+            AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         self._need("attributes", "set_next_options")
-        rows = rows_of(env_id, self.num_envs)
+        rows = parse_rows(env_id, self.num_envs)
         if self.autoreset_mode is AutoresetMode.DISABLED:
             raise ValueError("autoreset_mode=DISABLED begins no episodes: give reset() the options, and a reset_mask")
-        seeds = seeds_of(seed, self.num_envs, rows)
-        mask, options = reset_mask_of(options, self.num_envs, rows)
+        seeds = parse_seeds(seed, self.num_envs, rows)
+        mask, options = split_reset_mask(options, self.num_envs, rows)
         if mask is not None:
             raise ValueError("options['reset_mask'] is about a reset of many environments: use env_id instead")
         self._driver.require_idle("set_next_options")
@@ -490,7 +385,7 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def render(self) -> Any:
-        """One frame (or list of frames) an environment, in a tuple."""
+        """Return one frame (or list of frames) per environment, in a tuple."""
         self._begin_call("render", "render", (), {})
         return self._driver.call_answer(None)
 
@@ -498,177 +393,178 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Any, ...]:
-        """The state of every environment, or of some: all that decides how it goes on, bit for bit.
+        """Return the state of every environment, or of some: everything that determines how it continues, bit for bit.
 
-        The first time that a kind of environment is saved, environments of its own are built, by the same ``env_fn`` and in
-        the same place, to prove that their state can be taken and put back exactly; see ``docs/state.md``. Environments
-        are not touched. If it is interrupted while the call is pending, :meth:`call_wait` gives that. Of environments on a
-        JAX device it is their row of the pytree, and there is nothing to prove.
+        Before an environment is saved for the first time, three more are built by the same ``env_fn`` in the same process,
+        and make about a thousand steps to prove that their state can be saved and loaded exactly; see ``docs/state.md``. The
+        environment itself is not stepped. For environments on a JAX device the state is their row of the pytree, which needs
+        no proof.
 
         Args:
-            env_id: Which environments, distinct indices; ``None``: all.
-            verify: ``False`` leaves the proof out.
+            env_id: Distinct indices of environments; ``None``: all.
+            verify: Prove it by building such environments and stepping them at random, as ``docs/state.md`` describes; their
+                side effects are real. ``False`` omits the proof.
 
         Returns:
-            One :class:`~vecenv.state.snapshots.Snapshot` an environment, in the order of ``env_id``. They can be pickled.
+            One :class:`~vecenv.state.snapshots.Snapshot` per environment, in the order of ``env_id``. They can be pickled.
 
         Raises:
-            NotImplementedError: The backend saves nothing.
-            NotRestorable: An environment cannot be saved, or not exactly; says which, what and where.
+            NotImplementedError: The backend cannot save environments.
+            NotRestorable: An environment cannot be saved, or not exactly; the text names it, the reason and the place.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
-            EnvFailed: One of them failed and was not reset since.
+            EnvFailed: One of them failed and has not been reset since.
             gymnasium.error.ResetNeeded: JAX: before the first ``reset``.
         """
         self._need("snapshots", "save")
-        rows = rows_of(env_id, self.num_envs)
+        rows = parse_rows(env_id, self.num_envs)
         self._driver.require_idle("save")
         return self._driver.save(rows, verify)  # type: ignore[no-any-return]
 
     @exclusive
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Let environments go on from saved states, exactly as those that were saved would have gone on.
+        """Load saved states, from which environments continue exactly as those that were saved would have continued.
 
-        They may come from other rows, engines, processes and machines; what they must agree in is the environment, what it
-        was made with, its wrappers and their versions. Environments that raised are built anew.
+        The states may come from other rows, engines, processes and machines; the environment, its constructor arguments, its
+        wrappers and their versions must be the same. Environments that raised are rebuilt.
 
         Args:
-            snapshots: As many as there are environments in ``env_id``, in its order; or one, for all of them. Loading runs
-                what their bytes say, as unpickling does: load only what you have kept yourself.
-            env_id: Which environments, distinct indices; ``None``: all.
+            snapshots: One per environment in ``env_id``, in its order; or one for all of them. Loading can run code, like
+                unpickling: load only snapshots that you have kept yourself.
+            env_id: Distinct indices of environments; ``None``: all.
 
         Returns:
-            Their observations, as they were when they were saved: fresh arrays, as :meth:`recv` gives.
+            Their observations at the time of saving: new arrays, in the form of :meth:`recv`.
 
         Raises:
-            SnapshotMismatch: The number is wrong, or one does not fit: says which and what differs. Nothing was touched.
-            EnvFailed: The worker of one of them is dead; a reset of its rows comes first.
+            SnapshotMismatch: The number is wrong, or a snapshot does not fit: the text names it and the difference. Nothing
+                has changed.
+            EnvFailed: The worker of one of them is dead; reset its rows first.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         self._need("snapshots", "load")
-        rows = rows_of(env_id, self.num_envs)
+        rows = parse_rows(env_id, self.num_envs)
         self._driver.require_idle("load")
         return self._driver.load(snapshots, rows)
 
     @exclusive
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
-        """All of it in one dict that can be pickled: snapshots of all environments, counters, seeds of restarts, and the
-        generators of the vector environment's own spaces. Errors as of :meth:`save`."""
+        """Return the whole state in one dict that can be pickled.
+
+        It has snapshots of all environments, counters, seeds of restarts, and the generators of the vector environment's own
+        spaces. The errors are those of :meth:`save`.
+        """
         self._need("snapshots", "state_dict")
         self._driver.require_idle("state_dict")
         return self._driver.state_dict([getattr(self, name) for name in _SPACES], verify)  # type: ignore[no-any-return]
 
     @exclusive
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Go on from what :meth:`state_dict` gave, here or elsewhere; returns and raises as :meth:`load`."""
+        """Load the result of :meth:`state_dict`, here or elsewhere. Returns and raises like :meth:`load`."""
         self._need("snapshots", "load_state_dict")
         self._driver.require_idle("load_state_dict")
         return self._driver.load_state_dict(state, [getattr(self, name) for name in _SPACES])
 
     @exclusive
     def freeze(self, env_id: Any = None) -> Any:
-        """Copy the processes of environments, whatever these are made of: C code, other libraries, generators.
+        """Copy the processes of environments of any kind, with C code, other libraries and generators. Experimental.
 
-        A copy waits, on this machine and for this program, and takes the memory that it or the environment has written to
-        since: some MiB. On Linux, with one process per environment (``num_workers=None``).
+        A copy waits, on this machine and for this program. It occupies the memory that it or the environment has written to
+        since: some MiB. Requires Linux, and one process per environment (``num_workers=None``).
 
         Args:
-            env_id: Which environments, distinct indices; ``None``: all.
+            env_id: Distinct indices of environments; ``None``: all.
 
         Returns:
             A list of :class:`vecenv.Frozen`, for :meth:`thaw`.
 
         Raises:
-            NotImplementedError: The backend or the system cannot (:attr:`capabilities`).
-            NotRestorable: A process has more than one thread, uses a GPU, or has sockets, pipes or files open that a copy
-                would share: says which environment and what.
+            NotImplementedError: The backend or the system cannot do it (:attr:`capabilities`).
+            NotRestorable: A process has more than one thread, child processes or a timer, uses a GPU, or has memory,
+                sockets, pipes or files that a copy would share: the text names the environment and the reason.
             EnvFailed: The worker of one of them is dead.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         self._need("freezing", "freeze")
-        rows = rows_of(env_id, self.num_envs)
+        rows = parse_rows(env_id, self.num_envs)
         self._driver.require_idle("freeze")
         return self._driver.freeze(rows)
 
     @exclusive
     def thaw(self, frozen: Any, into: Any, *, reseed: bool = False) -> tuple[ObsType, dict[str, Any]]:
-        """Let environments go on from a frozen one, exactly as that would have.
+        """Replace environments by copies of a frozen one, which continue exactly as that would have. Experimental.
 
         Args:
-            frozen: What :meth:`freeze` of this vector environment gave. It can be thawed any number of times.
-            into: Which environments go on from there; their own end.
-            reseed: Each gets random numbers of its own; else all of them draw the same.
+            frozen: A result of :meth:`freeze` of this vector environment. It can be thawed any number of times.
+            into: Distinct indices of the environments to replace, which end.
+            reseed: Each copy gets its own random numbers; otherwise all of them draw the same.
 
         Returns:
-            Their observations and infos as of the freeze; of the infos, what does not travel by pickle.
+            Their observations and infos at the time of the freeze; infos without their pickled parts.
 
         Raises:
-            NotImplementedError: As of :meth:`freeze`.
-            ValueError: It is closed, or of another vector environment; indices that are out of range or twice.
-            WorkerDied: The copy has ended. Nothing was changed.
+            NotImplementedError: The reasons of :meth:`freeze`.
+            ValueError: It is closed, or of another vector environment; indices that are out of range or repeated.
+            WorkerDied: The copy has ended. Nothing has changed.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         self._need("freezing", "thaw")
-        rows = rows_of(into, self.num_envs)
+        rows = parse_rows(into, self.num_envs)
         self._driver.require_idle("thaw")
         return self._driver.thaw(frozen, rows, reseed)  # type: ignore[no-any-return]
 
-    @exclusive
     def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write what an environment was asked so far to a file that ``vecenv replay`` takes, without a failure.
+        """Write a file for ``vecenv replay``; see :meth:`vecenv.AsyncVectorEnv.record`."""
+        unable(self, "`record`", self._driver.reason("recording"))
 
-        Args:
-            env_id: Which environment.
-            path: Where; ``None``: a name of its own in the folder of ``record_failures=``.
-
-        Returns:
-            Where it is.
-
-        Raises:
-            NotImplementedError: The backend records nothing, or ``record_failures=`` was not given.
-            ValueError: There is no such environment.
-            OSError: The file cannot be written.
-        """
-        self._need("recording", "record")
-        return self._driver.record(rows_of([env_id], self.num_envs)[0], path)  # type: ignore[no-any-return]
-
-    # the second set of names
     reset_send, reset_fetch = reset_async, reset_wait
     step_send, step_fetch = step_async, step_wait
     call_send, call_fetch = call_async, call_wait
 
-    # -- what only workers have ------------------------------------------------------------------------------------
+    # -- members of backends with workers --------------------------------------------------------------------------
+
+    def add_observer(self, observer: Any) -> None:
+        """Add an observer of all calls; see :meth:`vecenv.AsyncVectorEnv.add_observer`."""
+        self._need("workers", "add_observer")
 
     def abandon(self, env_id: Any) -> None:
-        """Wait no longer for some environments; see :meth:`vecenv.AsyncVectorEnv.abandon`."""
+        """Stop waiting for some environments; see :meth:`vecenv.AsyncVectorEnv.abandon`."""
         self._need("workers", "abandon")
 
+    def submissions(self) -> Any:
+        """Return the requests to single environments; see :meth:`vecenv.AsyncVectorEnv.submissions`."""
+        self._need("workers", "submissions")
+
     def publish_stats(self, name: str | None = None) -> None:
-        """Let ``vecenv top`` show the workers; see :meth:`vecenv.AsyncVectorEnv.publish_stats`."""
+        """Publish statistics for ``vecenv top``; see :meth:`vecenv.AsyncVectorEnv.publish_stats`."""
         self._need("workers", "publish_stats")
 
-    for _name in (  # a `__getattr__` would make every look at an attribute slow
+    def worker_stats(self) -> Any:
+        """Return the statistics of each worker; see :meth:`vecenv.AsyncVectorEnv.worker_stats`."""
+        self._need("workers", "worker_stats")
+
+    for _name in (  # a `__getattr__` would slow down all attributes
         "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
-        "generators", "processes", "parent_pipes", "worker_rows",
+        "generators", "last_received", "processes", "parent_pipes", "worker_rows",
     ):  # fmt: skip
         locals()[_name] = OfWorkers()
     del _name
     local_envs: Any = OfWorkers("attributes")
 
-    # -- what can be looked at -------------------------------------------------------------------------------------
+    # -- attributes ------------------------------------------------------------------------------------------------
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this backend can do."""
+        """The capabilities of this backend."""
         return self._driver.capabilities  # type: ignore[no-any-return]
 
     @property
     def batch_size(self) -> int:
-        """Rows that :meth:`recv` returns."""
+        """Default number of rows that :meth:`recv` returns."""
         return self._driver.batch_size  # type: ignore[no-any-return]
 
     @property
     def copy(self) -> bool:
-        """Each answer has observations of its own, which stay as they are."""
+        """True if each result has its own observations, which never change later."""
         return self._driver.copies  # type: ignore[no-any-return]
 
     @copy.setter
@@ -676,18 +572,18 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._driver.copies = copy
 
     num_workers: int = 0
-    """Worker processes."""
+    """Number of worker processes."""
     plan: Any = None
-    """Why it was chosen how environments are stepped, where there was a choice."""
+    """The plan with the reasons for the choice of workers, if there was a choice."""
 
     @property
     def step_timeout(self) -> float | None:
-        """Seconds until a ``reset`` or ``step`` without a timeout of its own is taken to hang; ``None``: never."""
+        """Seconds until a ``reset`` or ``step`` without a timeout of its own is considered to hang; ``None``: never."""
         return None
 
     @property
     def errors(self) -> deque[ErrorRecord]:
-        """What failed so far, oldest first, at most 1,000 records; empty where environments are no Python objects."""
+        """The failures so far, oldest first, at most 1,000 records; empty if environments are not Python objects."""
         return deque()
 
     @property
@@ -697,80 +593,87 @@ class VectorEnvBase(NotClosedUnasked, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments that were sent to, or reset by name, and whose rows were not received, in no order.
+        """The environments of :meth:`send`, or of a reset by index, that are in flight until :meth:`recv`, in no order.
 
         Raises:
-            NotImplementedError: Some are, and the library does not tell which.
+            NotImplementedError: Some are in flight, and the library does not report which ones.
         """
         return self._driver.in_flight  # type: ignore[no-any-return]
 
     def stats(self) -> dict[str, float]:
-        """Figures since construction.
+        """Return statistics since construction.
 
-        ``steps`` of environments, and ``resets``, whose answers were taken; ``steps_per_second``; ``wait_fraction`` (of the
-        time, spent by the caller waiting); ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share``
-        (of the workers' time, idle because another one took longer); ``restarts``; ``errors``; ``bytes_pickled``. Counts are
-        exact; times inside environments are extrapolated where a worker's share of a batch takes less than a millisecond.
-        ``in_flight``: environments whose step or reset was asked for and not fetched. What a backend does not know is nan.
-        After :meth:`close` they stay as they were.
+        ``steps`` of environments, and ``resets``, with results that were returned; ``steps_per_second``; ``wait_fraction``
+        (share of the time that the caller spent waiting); ``step_time_mean`` and ``step_time_slowest_env`` in seconds;
+        ``straggler_share`` (share of the workers' time, idle because another one took longer); ``restarts``; ``errors``;
+        ``bytes_pickled``. Counts are exact; times inside environments are extrapolated if a worker's share of a batch takes
+        less than a millisecond. ``in_flight``: environments with a step or reset that was not fetched. Values unknown to a
+        backend are nan. After :meth:`close` they stay unchanged.
         """
         return self._driver.stats()  # type: ignore[no-any-return]
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False) -> None:
-        """Let go of the backend. In a forked child, do nothing.
+        """Release the backend. In a forked child, do nothing.
 
         Args:
-            timeout: Seconds to wait for another thread that is in a call, where the backend cannot be closed in the middle
-                of one; afterwards it is left to that call.
+            timeout: Seconds to wait for another thread that is in a call, if the backend cannot be closed in the middle of
+                one; afterwards that call releases it.
             terminate: Do not wait.
         """
-        until = deadline_of(0.0 if terminate else timeout)
+        until = deadline_after(0.0 if terminate else timeout)
         driver = self._driver
         driver.keep_figures()
         self.closed = True
-        if driver.barred == "forked":  # what the backend has is not ours
+        state = driver.state
+        if state.barred == "forked":  # the backend's resources belong to the parent
             return
-        driver.barred = "closed"  # before anything is missing: a call in the middle of which this comes says so
-        me = get_ident()
-        while driver.caller not in (0, me) and not driver.yields and (until is None or time.monotonic() < until):
+        state.barred = "closed"  # before anything is released, so that a call in progress raises the right error
+        outside = 0, get_ident()
+        while state.caller not in outside and not driver.yields and (until is None or time.monotonic() < until):
             time.sleep(0.001)
-        if driver.caller in (0, me) or driver.yields:
+        if state.caller in outside or driver.yields:
             driver.close(terminate=terminate)
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, method: str, kind: Phase, timeout: float | None) -> Any:
-        """The answer that is pending; it is so until it has been handed over."""
+    def _answer(self, method: str, kind: Phase, timeout: float | None, by_row: bool) -> Any:
+        """Return the result of the pending call."""
         self._require_phase(method)
-        answer = self._driver.answer(kind, deadline_of(timeout))
-        if answer is None:
+        if (answer := self._driver.answer(kind, deadline_after(timeout))) is None:
             raise self._driver.too_late(method, timeout)
-        return answer
+        return self._merged(answer, by_row)
+
+    def _merged(self, stepped: Any, by_row: bool, count: int | None = None) -> Any:
+        """Return a driver's result with merged infos; with ``by_row``, with its :class:`RowInfos`."""
+        infos = row_infos(stepped[4], count or self.num_envs)
+        if self._collected_infos is not None:
+            self._collected_infos.append(infos)
+        return (unmerged_result if by_row else merged_result)(self._driver, stepped, infos)
 
     def _make_in_halves(self, whole: str, args: Any, kwargs: Any) -> Any:
-        """A call of which a subclass has a half of its own."""
-        begin, wait = _HALVES[whole]
+        """Make a call by its two halves, one of which a subclass has overridden."""
+        begin, wait = HALVES[whole]
         getattr(self, begin)(*args, **kwargs)
         return getattr(self, wait)()
 
     def _need(self, capability: str, name: str) -> None:
-        """Refuse ``name`` where there is no such capability.
+        """Raise for ``name`` if the backend lacks a capability.
 
         Raises:
-            NotImplementedError: Says which backend it is, and why.
+            NotImplementedError: The text names the backend and the reason.
         """
         if not getattr(self.capabilities, capability, False):
             unable(self, f"`{name}`", self._driver.reason(capability))
 
     @property
     def _phase(self) -> Phase:
-        """What the vector environment is in the middle of; rows that ``recv`` fetches do not count."""
-        if self.closed or self._driver.barred:
+        """The pending operation of the vector environment, not counting rows that ``recv`` fetches."""
+        if self.closed or self._driver.state.barred:
             return Phase.CLOSED
         return self._driver.phase  # type: ignore[no-any-return]
 
     def _require_phase(self, method: str) -> None:
-        """Refuse one of the methods of :data:`vecenv.front.driver.NEXT` that is out of order."""
+        """Raise for one of the methods of :data:`vecenv.front.driver.NEXT` that is out of order."""
         advance(self._phase, method, self)

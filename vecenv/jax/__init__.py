@@ -1,6 +1,6 @@
-"""Environments inside JAX: pure functions, compiled whole, differentiable where the physics is.
+"""Environments inside JAX: pure functions that are compiled whole, and differentiable where the physics is.
 
-The names are loaded when they are first touched; ``import vecenv.jax`` does not import JAX.
+Each name is loaded on first access, so ``import vecenv.jax`` does not import JAX.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _HOMES = {
     "bridging": ("Bridge", "bridge", "run"),
     "env": ("EnvState", "JaxEnv", "NativeState"),
     "functional": ("FunctionalVectorEnv",),
-    "interop": ("GymEnv", "jax_space"),
+    "interop": ("jax_space",),
     "libraries": ("adapt", "available_envs", "differentiability", "make_env", "require_gradient"),
     "rollouts": (
         "EpisodeMetrics", "Trajectory", "eval_rollout_episode", "fast_eval_rollout_episode", "reset_carry", "rollout",

@@ -1,47 +1,34 @@
-"""The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use inside compiled programs.
+"""The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use in compiled programs.
 
-Each step is one call into the host, answered by :mod:`vecenv.jax.host`. The call's first argument and first result is
-``state.token``, an integer that is new after every call. It orders the calls where the effects of JAX do not, and lets the
-host refuse a state that was stepped before. The program itself computes everything that follows from a step's results
-(counts, returns, masks).
-
-A call has to be made exactly once and in the order of the program. JAX offers three callbacks, and none of them promises
-this. ``pure_callback`` may be dropped, merged, hoisted and repeated; unordered ``io_callback`` is reordered; ordered
-``io_callback`` costs some 80 us, because it makes JAX arrays of its arguments inside the callback, and the copy of an
-argument beyond 100 kB is queued on the very thread pool that the callback blocks: with as many callbacks at once as there
-are cores, nothing moves any more.
-
-So there are two transports with the same meaning. ``"primitive"`` is a primitive of our own with the same ordered effect,
-lowered to the same XLA call, whose host function gets numpy arrays and nothing else. It leans on names that JAX does
-not promise to keep, all of them in :func:`private_parts`, hence a self-test before its first use. ``"io_callback"`` is
-JAX's, with large arguments cut into pieces that are copied on the spot.
-
-Neither is safe from being hoisted out of a differentiated ``scan`` when its arguments do not change from step to step
-(jax-ml/jax#16637): a caller must pass something that does, such as a count.
+Each step is one host call, executed by :mod:`vecenv.jax.host`. The first argument and first result of a call is
+``state.token``, which changes with every call. It orders calls where JAX's effects do not, and the host refuses a stale one.
+Counts, returns and masks are computed in the program. Only the ordered ``io_callback`` runs exactly once and in program
+order: ``pure_callback`` may be dropped, merged, hoisted or repeated, and the unordered ``io_callback`` may be reordered. It
+costs about 80 us per call, because it converts the arguments to JAX arrays inside the callback. JAX queues the copy of an
+argument over 100 kB on the thread pool that the callback blocks, so large arguments are split into pieces.
+A callback with constant arguments may be hoisted out of a differentiated ``scan`` (jax-ml/jax#16637): pass one that changes
+from step to step, such as a count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import itertools
 import math
 import multiprocessing.context
 import re
-import sys
 import threading
 import traceback
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import gymnasium as gym
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -57,176 +44,61 @@ from vecenv.jax.env import Array, EnvState, PyTree
 from vecenv.jax.functional import action_spec, check_action
 from vecenv.jax.host import CallbackHost, InfoColumns
 from vecenv.jax.interop import jax_space
-from vecenv.link.observations import flat_of
+from vecenv.link.observations import flatten
 
-__all__ = ["TRANSPORTS", "Bridge", "HostCallFailed", "bridge", "host_call", "primitive_problem", "run"]
+__all__ = ["Bridge", "HostCallFailed", "bridge", "host_call", "run"]
 
 _FLOAT64 = ("cast", "keep")
-TRANSPORTS = ("auto", "primitive", "io_callback")
-_PIECE = 1 << 15  # bytes; JAX copies arguments on the spot up to about 100 kB
+_PIECE = 1 << 15  # bytes; JAX copies arguments immediately up to about 100 kB
 
-struct: Any = jax.ShapeDtypeStruct  # which has no types
+struct: Any = jax.ShapeDtypeStruct  # annotated as Any because it has no type hints
 
 
 # -- calls into the host -----------------------------------------------------------------------------------------------
 
 
-def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], args: Sequence[Any], transport: str) -> Any:
+def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], args: Sequence[Any]) -> Any:
     """Call ``function(*arrays)`` on the host, once, after every earlier host call of the program.
 
     Args:
-        function: Is given numpy arrays, which may be read-only, and returns one array of the exact shape and dtype for each
-            of ``results``; they are copied. It must touch nothing of JAX: what it waits for may be waiting for it.
+        function: Takes NumPy arrays, which may be read-only, and returns one array of the exact shape and dtype for each
+            of ``results``, which are copied. It must not use JAX, which may be waiting for this call.
         results: Shapes and dtypes.
-        args: Arrays. A call has no derivative: ``stop_gradient`` what may carry one.
-        transport: From :func:`choose_transport`.
+        args: Arrays. A call has no derivative: apply ``stop_gradient`` to arguments that may carry one.
     """
-    if transport == "primitive":
-        shapes = tuple(jax.core.ShapedArray(result.shape, result.dtype) for result in results)
-        return _primitive().bind(*args, function=function, results=shapes)
     pieces = [_cut(arg) for arg in args]
     parts = [(len(cut), arg.shape) for cut, arg in zip(pieces, args, strict=True)]
 
-    def of_whole(*pieces: Any) -> tuple[Any, ...]:
-        left = iter([np.asarray(piece) for piece in pieces])  # JAX's, and ready: the first thing done is a copy
+    def call_with_whole_arrays(*pieces: Any) -> tuple[Any, ...]:
+        left = iter([np.asarray(piece) for piece in pieces])  # does not block: JAX begins the callback by copying them
         whole = []
         for count, shape in parts:
-            taken = list(itertools.islice(left, count))
-            whole.append(taken[0] if count == 1 else np.concatenate(taken).reshape(shape))
+            cut = list(itertools.islice(left, count))
+            whole.append(cut[0] if count == 1 else np.concatenate(cut).reshape(shape))
         return tuple(function(*whole))
 
-    return list(io_callback(of_whole, tuple(results), *itertools.chain(*pieces), ordered=True))
+    return list(io_callback(call_with_whole_arrays, tuple(results), *itertools.chain(*pieces), ordered=True))
 
 
 def _cut(arg: Any) -> list[Any]:
-    """An argument in pieces small enough for JAX to copy on the spot."""
+    """Split an argument into pieces that are small enough for JAX to copy immediately."""
     flat = jnp.reshape(arg, -1)
     count = max(1, _PIECE // flat.dtype.itemsize)
     return [arg] if flat.size <= count else [flat[start : start + count] for start in range(0, flat.size, count)]
-
-
-def choose_transport(wanted: str) -> str:
-    """``"primitive"`` or ``"io_callback"``: what ``wanted`` amounts to here.
-
-    Raises:
-        ValueError: No such transport.
-        RuntimeError: ``"primitive"`` was asked for and does not work with this version of JAX or on this device.
-    """
-    if wanted not in TRANSPORTS:
-        raise ValueError(f"transport must be one of {TRANSPORTS}, got {wanted!r}.")
-    if wanted == "io_callback":
-        return wanted
-    problem = primitive_problem(jax.default_backend())
-    if problem is None:
-        return "primitive"
-    if wanted == "primitive":
-        raise RuntimeError(
-            f"The transport 'primitive' does not work here ({problem}); 'io_callback' does the same, more slowly."
-        )
-    return "io_callback"
-
-
-# -- transport: a primitive of our own -------------------------------------------------------------------------------
-
-
-@functools.cache
-def primitive_problem(platform: str) -> str | None:
-    """Why the transport ``"primitive"`` cannot be used on a platform, or ``None`` if a test program ran as it should."""
-    if platform == "tpu":
-        return "TPUs take host callbacks by another way"
-    log: list[int] = []
-
-    def count(index: Any) -> tuple[Any, ...]:
-        log.append(int(index))
-        return (np.asarray(index + 1),)
-
-    def program(start: Any) -> Any:
-        shape = struct((), jnp.int32)
-        return jax.lax.scan(lambda i, _: (host_call(count, [shape], [i], "primitive")[0], None), start, None, length=3)[0]
-
-    try:
-        private_parts()  # looks for what is needed, outside of any program
-        with jax.disable_jit(False), jax.ensure_compile_time_eval():
-            last = int(jax.jit(program)(np.int32(0)))
-    except Exception as error:  # whatever a version that moved things around may raise
-        return f"{type(error).__name__}: {error}"
-    return None if (last, log) == (3, [0, 1, 2]) else f"three calls in a row were executed as {log}"
-
-
-TESTED: Final = "0.10.2"
-"""The version of JAX that vecenv's own tests run with."""
-
-
-@functools.cache
-def private_parts() -> tuple[Any, Any, Any]:
-    """The parts of JAX that are not public: the effect of an ordered callback, how one is lowered, and how it is sharded.
-
-    Raises:
-        ImportError: One is missing or has other arguments in the installed version, which the message names.
-    """
-    try:
-        from jax._src.callback import _callback_op_sharding as callback_sharding
-        from jax.interpreters import mlir
-
-        emit_python_callback: Any = mlir.emit_python_callback
-        inspect.signature(callback_sharding).bind("axis_context", "sharding", "avals_out")
-        inspect.signature(emit_python_callback).bind(
-            "ctx", "callback", "token", "operands", "operand_avals", "result_avals", has_side_effect=True,
-            returns_token=True, sharding=None,
-        )  # fmt: skip
-        mlir.TokenSet, mlir.register_lowering  # noqa: B018
-    except (ImportError, AttributeError, TypeError) as error:
-        raise ImportError(
-            f"vecenv's fast host calls need parts of JAX that are not public, and jax {jax.__version__} with jaxlib "
-            f"{jaxlib.version.__version__} has them no longer, or changed ({error}). They were tested with jax {TESTED}; "
-            "transport='io_callback' works with every version."
-        ) from error
-    with jax.disable_jit(False):
-        traced: Any = jax.make_jaxpr(lambda: io_callback(lambda: np.int32(0), struct((), np.int32), ordered=True))()
-    (effect,) = traced.effects
-    return effect, emit_python_callback, callback_sharding
-
-
-@functools.cache
-def _primitive() -> Any:
-    from jax.interpreters import mlir
-
-    ordered, emit_python_callback, callback_sharding = private_parts()
-    primitive: Any = Primitive("vecenv_host_call")
-    primitive.multiple_results = True
-    primitive.def_effectful_abstract_eval(lambda *_, function, results: (list(results), {ordered}))
-
-    def lower(ctx: Any, *args: Any, function: Any, results: Any) -> Any:
-        called, token, _ = emit_python_callback(
-            ctx, lambda *arrays: tuple(function(*arrays)), ctx.tokens_in.get(ordered), list(args), ctx.avals_in,
-            ctx.avals_out, has_side_effect=True, returns_token=True,
-            sharding=callback_sharding(ctx.module_context.axis_context, None, ctx.avals_out),
-        )  # fmt: skip
-        ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ordered: token})))
-        return called
-
-    def alone(*args: Any, **params: Any) -> Any:
-        """A call outside of any program, as a program of its own: also under ``disable_jit``, which would come back here."""
-        with jax.disable_jit(False):
-            return jax.jit(lambda *arrays: primitive.bind(*arrays, **params))(*args)
-
-    mlir.register_lowering(primitive, lower, cacheable=False)
-    primitive.def_impl(alone)
-    return primitive
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------------
 
 
 class HostCallFailed(VecEnvError, RuntimeError):
-    """Stands in for an exception on its way through XLA, which keeps nothing of it but the text."""
+    """A substitute for an exception that passes through XLA, which keeps only the text."""
 
 
 def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[..., Sequence[Any]]:
-    """A method of a host object in the form that programs keep it: without keeping the object.
+    """Wrap a method of a host object for use in compiled programs, without keeping the object alive.
 
-    JAX's caches hold a program's callbacks for as long as it pleases them, so this refers to the object weakly. What the
-    method raises is left on the object, where :func:`_original_errors` finds it.
+    JAX's caches keep a program's callbacks indefinitely, so the result refers to the object weakly. An exception that the
+    method raises is stored on the object, where :func:`_original_errors` finds it.
 
     Args:
         method: A weak reference to a bound method; its object gets the attribute ``failure``.
@@ -239,9 +111,9 @@ def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[...,
             raise HostCallFailed("the environments of this program are gone: keep a reference to the bridge")
         try:
             return bound(*args, *arrays)  # type: ignore[no-any-return]
-        except BaseException as error:  # Ctrl-C too: XLA would make a text of it
+        except BaseException as error:  # includes Ctrl-C: XLA would reduce it to its text
             failed = _stand_in(bound.__self__, error)
-        # Raised out here, with nothing of the environments in reach: JAX logs it, and logs are kept.
+        # Raised after the handler and without references to the environments: JAX logs the exception, and logs are kept.
         del bound, arrays
         raise failed
 
@@ -265,7 +137,7 @@ _MARK = re.compile(r"\[vecenv host call (\d+)\]")
 
 @contextlib.contextmanager
 def _original_errors() -> Iterator[None]:
-    """Within the block, an exception raised on the host by a compiled program arrives as itself, not as JAX's error."""
+    """Replace JAX's error by the exception that a compiled program raised on the host."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -288,14 +160,14 @@ def _original(error: BaseException) -> BaseException | None:
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)``, waited for, with exceptions of bridged environments as they were raised.
+    """Return the finished result of ``function(*args, **kwargs)``, and raise exceptions of bridged environments unchanged.
 
-    A compiled program that steps environments can fail as environments do: a worker dies, a reply does not come, or the user
-    presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` with the text in it; here they are ``WorkerDied``,
-    ``StepTimeout``, ``KeyboardInterrupt``, or whatever the environment raised.
+    A compiled program that steps environments can fail as environments do: a worker dies, a reply does not arrive, or the
+    user presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` with the text in it. This function raises
+    ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``, or the environment's own exception instead.
 
-    The arguments are waited for first. A program whose inputs are ready calls the host from the thread that started it,
-    and only there can Ctrl-C reach it.
+    It first waits until the arguments are computed. A program with finished inputs calls the host from the thread that
+    started it, and Ctrl-C interrupts only that thread.
     """
     wait: Any = jax.block_until_ready
     wait((args, kwargs))
@@ -307,19 +179,18 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
-    """``call(results, args)``; mapped over ``lanes``, once, with those axes in front of every result and argument.
+    """Return ``call(results, args)``; under ``vmap`` over ``lanes``, make one call with the mapped axes in front.
 
-    JAX would map a host call by making one for each lane, with nothing to say whose environments it is about, or refuse it.
-    So the call comes with a rule: the mapped axis becomes one more axis of its arrays. ``jax.vmap`` may be nested: the lanes
-    are then the product of its axes.
+    JAX would make one host call per lane, without any sign of the lane, or refuse. A batching rule makes the mapped axis an
+    axis of the arrays instead. Under nested ``vmap``, the product of the axes is the number of lanes.
 
     Raises:
-        ValueError: It is mapped and ``lanes`` is ``None``; it is mapped over axes whose product cannot be ``lanes``. Where
-            it is not mapped, or not over enough, the error comes when the program is compiled.
+        ValueError: It is mapped and ``lanes`` is ``None``, or over axes with a product that cannot be ``lanes``. A call that
+            is not mapped, or over too few lanes, raises when the program is compiled.
     """
 
     def under(sizes: tuple[int, ...]) -> Any:
-        """The call under maps over ``sizes``, the outermost first."""
+        """Return the call under maps over ``sizes``, the outermost first."""
         left = (lanes or 1) // math.prod(sizes)
         wide = [struct((*sizes, *result.shape), result.dtype) for result in results]
 
@@ -353,7 +224,7 @@ def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int 
 
 
 def _called_under(sizes: tuple[int, ...], num_envs: int) -> str:
-    """What a bridge is mapped over, and how to get that many lanes: each lane's environments are made beforehand."""
+    """Describe the axes that a bridge is mapped over, and the way to get that many lanes."""
     wanted, over = math.prod(sizes), " times ".join(map(str, sizes))
     advice = f"make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
     return f"it is called under jax.vmap over {over}. For {wanted} lanes of {num_envs}, {advice}"
@@ -361,7 +232,7 @@ def _called_under(sizes: tuple[int, ...], num_envs: int) -> str:
 
 @functools.cache
 def _unmapped() -> Any:
-    """Stands for a call in one lane. It has shapes and no meaning: every other lane's environments would be missing."""
+    """Return a primitive for a call in one lane. It has shapes, but cannot run without the other lanes' environments."""
     from jax.interpreters import mlir
 
     primitive: Any = Primitive("vecenv_one_lane")
@@ -380,52 +251,47 @@ def _unmapped() -> Any:
 
 
 class Bridge:
-    """A vector env for use inside compiled programs, as pure-looking functions; ``bridge`` is another name for it.
+    """A vector env as functions for compiled programs; ``bridge`` is another name for this class.
 
-    ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called as they are, or inside ``jit``, ``scan``,
+    ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called directly, or inside ``jit``, ``scan``,
     ``while_loop``, ``cond`` and ``grad``; under ``vmap`` with ``lanes``. Each call is made exactly once, in program order.
     A state can be used once: afterwards, and after the next ``reset``, the host refuses it with ``StaleStateError``.
-    Nothing is differentiated through.
+    Gradients do not flow through the environments.
 
-    Exceptions of the environments are raised as themselves by calls outside of compiled programs, and by
-    :func:`vecenv.jax.run`. A program of one's own that is called without it fails with JAX's ``JaxRuntimeError``. After
-    any of them the next call must be ``reset``.
+    Calls outside of compiled programs, and :func:`vecenv.jax.run`, raise the environments' own exceptions. Another compiled
+    program fails with JAX's ``JaxRuntimeError``. After any of these exceptions the next call must be ``reset``.
 
     Args:
-        envs: Any Gymnasium vector env: vecenv's over processes or EnvPool, Gymnasium's own, wrapped or not. It is the
-            bridge's from now on: do not step it, and close the bridge instead. Workers should have been started by
+        envs: Any Gymnasium vector env: vecenv's over processes or EnvPool, or Gymnasium's own, wrapped or not. The bridge
+            owns it from now on: do not step it, and close the bridge instead. Workers should have been started by
             forkserver or spawn.
         info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
             (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Others
             are left out.
         discount: For ``EnvState.discounted_return``.
-        float64: What becomes of float64 observations and infos. ``"cast"``: float32, or float64 in JAX's 64-bit mode.
-            ``"keep"``: float64, and an error outside of that mode.
-        transport: ``"primitive"``: fast, through parts of JAX that may change. ``"io_callback"``: JAX's own. ``"auto"``:
-            the first if it passes a test here.
-        timeout: Seconds that a step, and a reset, may take, after which they raise ``StepTimeout``; ``None`` waits for ever.
-            ``"auto"``: the vector env's own ``step_timeout``, which may also restart what hangs, and 60 where it has none.
-            Vector envs without ``step_wait``, as ``SyncVectorEnv``, step in this process, where nothing can end a wait.
+        float64: The conversion of float64 observations and infos. ``"cast"``: to float32, or none in JAX's 64-bit mode.
+            ``"keep"``: none, and an error outside of that mode.
+        timeout: Seconds that a step, and a reset, may take before it raises ``StepTimeout``; ``None`` waits forever.
+            ``"auto"``: the vector env's own ``step_timeout``, which may also restart a hanging worker, and 60 without one.
+            Vector envs without ``step_wait``, such as ``SyncVectorEnv``, step in this process, where a wait cannot be ended.
         lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
 
     Raises:
-        TypeError: ``envs`` is no vector env; its spaces have no fixed size; ``info_spec`` is no specification.
-        ValueError: An option has no meaning, or the environments run JAX in this process.
-        RuntimeError: ``transport="primitive"`` does not work here.
+        TypeError: ``envs`` is not a vector env; its spaces have no fixed size; ``info_spec`` is not a specification.
+        ValueError: An option has an invalid value, or the environments run JAX in this process.
 
     Attributes:
         num_envs: Environments in one state (in one lane).
-        single_observation_space, single_action_space: Of one environment, as the vector env has them, with ``sample(key)``.
+        single_observation_space, single_action_space: Of one environment, equal to the vector env's, with ``sample(key)``.
         observation_space, action_space: Of ``num_envs``; see :func:`~vecenv.jax.jax_space`.
         autoreset_mode: The vector env's.
         envs: The vector env.
-        transport: ``"primitive"`` or ``"io_callback"``.
-        discount, lanes: As given.
+        discount, lanes: The arguments.
     """
 
     def __init__(
         self, envs: VectorEnv[Any, Any, Any], info_spec: Mapping[str, Any] | None = None, discount: float = 1.0,
-        float64: str = "cast", transport: str = "auto", timeout: float | str | None = "auto", lanes: int | None = None,
+        float64: str = "cast", timeout: float | str | None = "auto", lanes: int | None = None,
     ) -> None:  # fmt: skip
         _check_options(envs, float64, timeout, lanes)
         _refuse_jax_in_process(envs)
@@ -443,7 +309,6 @@ class Bridge:
         self._action_spec = action_spec(envs.single_action_space)
         self.observation_space: gym.Space[Any] = jax_space(batch_space(envs.single_observation_space, self.num_envs))
         self.action_space: gym.Space[Any] = jax_space(batch_space(envs.single_action_space, self.num_envs))
-        self.transport = choose_transport(transport)
         functions = self._reset, self._step, self._send, self._recv, self._reset_mask
         self._compiled = {function.__name__: jax.jit(function) for function in functions}
 
@@ -453,7 +318,7 @@ class Bridge:
         """Begin an episode in every environment. Environment i gets the seed ``jax.random.bits(key, (n,))[i] >> 1``.
 
         Args:
-            key: ``jax.random.key(0)``, or a raw one.
+            key: ``jax.random.key(0)``, or a raw key.
 
         Returns:
             The state before the first step: ``reward`` 0, ``valid`` False, ``first`` True.
@@ -461,39 +326,40 @@ class Bridge:
         return self._run(self._reset, key)
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
-        """One step of every environment.
+        """Step every environment once.
 
         Args:
-            state: The newest one; it cannot be used again.
+            state: The newest state; it cannot be used again.
             action: Leaves ``[num_envs, ...]`` as in the action space, of its dtype or one that casts to it within the kind.
 
         Raises:
             ValueError: Wrong shape or structure of the action or the state; ``vmap`` without ``lanes``.
-            TypeError: Wrong dtype; ``state`` is no state of a bridge.
-            StaleStateError: ``state`` is not the newest one, or is another bridge's.
-            Exception: What an environment raised; ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``.
+            TypeError: Wrong dtype; ``state`` does not come from a bridge.
+            StaleStateError: ``state`` is not the newest one, or belongs to another bridge.
+            Exception: An environment's own exception; ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``.
         """
         return self._run(self._step, self._checked(state), self._action(action))
 
     def send(self, state: EnvState, action: PyTree) -> EnvState:
-        """Begin a step, and do not wait for it: ``recv(send(state, action))`` is ``step(state, action)``.
+        """Begin a step without waiting for it: ``recv(send(state, action))`` equals ``step(state, action)``.
 
-        The result is pending: everything in it is as in ``state``, and only :meth:`recv` takes it. What the program computes
-        in between is computed while the environments step.
+        The returned state is pending: its fields are those of ``state``, and only :meth:`recv` accepts it. The program can
+        compute while the environments step.
         """
         return self._run(self._send, self._checked(state), self._action(action))
 
     def recv(self, state: EnvState) -> EnvState:
-        """Wait for the step that :meth:`send` began, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds for the step that :meth:`send` began."""
         return self._run(self._recv, self._checked(state))
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
-        """Begin another episode in some environments; the others stay exactly as they are. For ``AutoresetMode.DISABLED``.
+        """Begin another episode in some environments and leave the others unchanged. For ``AutoresetMode.DISABLED``.
 
         Args:
             state: As for :meth:`step`.
             mask: ``bool[num_envs]``, the rows to reset.
-            key: For their seeds, as in :meth:`reset`. EnvPool cannot seed some environments; they go on as they would.
+            key: For their seeds, as in :meth:`reset`. EnvPool cannot seed some environments; these continue their own
+                sequence.
 
         Raises:
             ValueError: The environments reset themselves; ``mask`` is not ``bool[num_envs]``.
@@ -523,13 +389,13 @@ class Bridge:
         closed = ", closed" if self._host.closed else ""
         return (
             f"{type(self).__name__}({self.envs!r}, {lanes}num_envs={self.num_envs}, "
-            f"autoreset_mode={self.autoreset_mode.name}, transport={self.transport!r}{closed})"
+            f"autoreset_mode={self.autoreset_mode.name}{closed})"
         )
 
     # -- guards ------------------------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., EnvState], *args: Any) -> EnvState:
-        """A function below, traced into the caller's program, or compiled and waited for if there is none."""
+        """Run one of the functions below: traced into the caller's program, or else compiled and waited for."""
         name = function.__name__
         if self._host.closed:
             raise ClosedEnvironmentError(f"Calling `{name.removeprefix('_')}` of a bridge that was closed.")
@@ -537,7 +403,7 @@ class Bridge:
             return function(*args)
         with _original_errors():
             state: EnvState = self._compiled[name](*args)
-            if not isinstance(state.token, jax.core.Tracer):  # arguments that are constants of a program being traced
+            if not isinstance(state.token, jax.core.Tracer):  # as for constants of a program being traced
                 state.token.block_until_ready()
         return state
 
@@ -579,7 +445,7 @@ class Bridge:
         return state.replace(token=token)
 
     def _after(self, state: EnvState, token: Array, arrays: Iterator[Any]) -> EnvState:
-        """The state after a step of ``state`` with these results."""
+        """Return the state after a step of ``state`` with these results."""
         build = self._host.observation_tree.build
         obs = build(arrays)
         reward, terminated, truncated = itertools.islice(arrays, 3)
@@ -593,17 +459,17 @@ class Bridge:
     # -- the host call -----------------------------------------------------------------------------------------------
 
     def _call(self, command: str, *args: Array) -> tuple[Array, Iterator[Any]]:
-        """One call of the host, of this state's rows or, under ``vmap`` over the lanes, of all lanes' at once.
+        """Make one host call about this state's rows or, under ``vmap`` over the lanes, about all lanes together.
 
         Returns:
-            The new token, and the arrays of the answer.
+            The new token, and the arrays of the reply.
         """
-        # Not `self`: JAX keeps this function for as long as it keeps the program, which may be for ever.
-        method, transport = weakref.WeakMethod(self._host.call), self.transport
+        # Does not capture `self`: JAX keeps this function as long as the program, possibly forever.
+        method = weakref.WeakMethod(self._host.call)
 
         def call(results: list[Any], args: Sequence[Array]) -> Any:
             shapes = tuple((result.shape, np.dtype(result.dtype)) for result in results)
-            return host_call(_host_function(method, command, shapes), results, args, transport)
+            return host_call(_host_function(method, command, shapes), results, args)
 
         results = [struct((2,), jnp.int32)]
         if command != "send":
@@ -616,10 +482,10 @@ class Bridge:
         return (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
 
     def _action_leaves(self, action: PyTree) -> list[Array]:
-        return [jnp.asarray(leaf) for leaf in flat_of(self._host.action_tree, action)]
+        return [jnp.asarray(leaf) for leaf in flatten(self._host.action_tree, action)]
 
     def _results(self, stepped: bool) -> list[Any]:
-        """Shapes and dtypes of what JAX gets for the arrays of a step or a reset."""
+        """Return the shapes and dtypes in JAX of the arrays of a step or a reset."""
         seen: Any = jax.dtypes.canonicalize_dtype
         every: list[Any] = [*self._host.observation_tree.leaves(), *self._infos.columns]
         wide = any(each.dtype == np.float64 for each in every)
@@ -631,7 +497,7 @@ class Bridge:
 
 
 bridge = Bridge
-"""The name by which programs build one: ``vecenv.jax.bridge(envs)``."""
+"""The public name of the constructor: ``vecenv.jax.bridge(envs)``."""
 
 
 def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None) -> None:
@@ -644,13 +510,13 @@ def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: 
     if timeout not in (None, "auto") and (isinstance(timeout, str) or not timeout > 0):
         raise ValueError(f"timeout must be positive, None or 'auto', got {timeout!r}.")
     if lanes is not None and (lanes < 1 or envs.num_envs % lanes):
-        raise ValueError(f"lanes={lanes}: {envs.num_envs} environments do not make so many equal groups.")
+        raise ValueError(f"lanes={lanes}: {envs.num_envs} environments cannot be split into equal groups.")
 
 
 def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
     """Refuse environments that run JAX in this process.
 
-    They are stepped inside a callback of a JAX program, and what they compute may be queued behind that very program.
+    They would be stepped inside a callback of a JAX program, and their computations may be queued behind that program.
 
     Raises:
         ValueError: ``envs`` runs JAX, or holds an environment that does.
@@ -672,7 +538,7 @@ def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
 
 
 def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
-    """Warn of workers started by fork: a copy of a process in which JAX has threads may stop at any lock they held."""
+    """Warn about forked workers: in a copy of a process, locks that JAX's threads held are never released."""
     processes = getattr(envs.unwrapped, "processes", None) or ()
     fork = getattr(multiprocessing.context, "ForkProcess", None)
     if fork is not None and any(isinstance(process, fork) for process in processes):
@@ -685,30 +551,29 @@ def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
 
 
 def _layers(env: Any) -> Iterator[Any]:
-    """An environment and what it wraps."""
+    """Yield an environment and every environment that it wraps."""
     while env is not None:
         yield env
         env = getattr(env, "env", None) if isinstance(env, gym.Wrapper) else None
 
 
 def _uses_jax(env: Any) -> bool:
-    """Whether an object holds JAX arrays or compiled functions, or its class's code names a module of JAX."""
-    held = getattr(env, "__dict__", {}).values()
-    if any(isinstance(value, jax.Array) or type(value).__module__.partition(".")[0] in ("jaxlib", "jax") for value in held):
+    """True if an object holds JAX arrays or compiled functions, or the code of its class names a module of JAX."""
+    held = [type(value).__module__ for value in getattr(env, "__dict__", {}).values()]
+    if any(module.partition(".")[0] in ("jaxlib", "jax") for module in held):
         return True
-    for cls in type(env).__mro__:
-        module = sys.modules.get(cls.__module__)
-        if module is None or cls.__module__.partition(".")[0] in ("builtins", "gymnasium", "typing", "abc"):
-            continue
-        for function in vars(cls).values():
-            if isinstance(function, types.FunctionType) and _names_jax(function.__code__, function.__globals__):
-                return True
-    return False
+    functions = [
+        function
+        for cls in type(env).__mro__
+        if cls.__module__.partition(".")[0] not in ("builtins", "gymnasium", "typing", "abc")
+        for function in vars(cls).values()
+        if isinstance(function, types.FunctionType)
+    ]
+    return any(_names_jax(function.__code__, function.__globals__) for function in functions)
 
 
 def _names_jax(code: types.CodeType, names: dict[str, Any]) -> bool:
-    for name in code.co_names:
-        found = names.get(name)
-        if isinstance(found, types.ModuleType) and found.__name__.partition(".")[0] == "jax":
-            return True
-    return any(_names_jax(part, names) for part in code.co_consts if isinstance(part, types.CodeType))
+    modules = [found for name in code.co_names if isinstance(found := names.get(name), types.ModuleType)]
+    return any(module.__name__.partition(".")[0] == "jax" for module in modules) or any(
+        _names_jax(part, names) for part in code.co_consts if isinstance(part, types.CodeType)
+    )

@@ -1,18 +1,13 @@
 """``EnvState``, the state of a batch of environments, and ``JaxEnv``, one environment as pure functions.
 
-Bridged process environments and JAX-native ones share :class:`EnvState`, so one set of rollouts serves both. What an
-algorithm reads has the same name and the same meaning in every autoreset mode. Above all ``next_obs`` is always the true
-successor of the observation that was acted on, never the first observation of the next episode. Two fields are for the
-implementation alone: ``token`` (the bridge's order of calls) and ``inner`` (the physics of a JAX-native environment).
+Bridged and JAX-native environments share :class:`EnvState`, so one set of rollouts serves both. Its fields mean the same in
+every autoreset mode; ``next_obs`` is always the true successor, never the first observation of the next episode.
 
-Brax, MuJoCo Playground, gymnax, jumanji and Gymnasium's ``FuncEnv`` all offer pure functions of a state, a key and an
-action, and all disagree on names, on what ``done`` means and on what resets. :class:`JaxEnv` is the smallest common form: a
-single environment, no batch, no autoreset, no time limit but its own. Everything else is written once, against this
-protocol, in :mod:`vecenv.jax.functional`.
-
-Each subclass of :class:`Wrapped` changes one thing about an environment. :func:`probe` says what can be differentiated,
-before it fails: JAX notices a missing derivative deep inside a trace, in words about ``lax.while_loop``, or not at all. An
-environment that only compares its action with zero has a gradient that is exactly zero.
+Brax, MuJoCo Playground, gymnax, jumanji and ``FuncEnv`` disagree on names, on the meaning of ``done`` and on resets.
+:class:`JaxEnv` is the smallest common form: one environment, no batch, no autoreset, no time limit but its own;
+:mod:`vecenv.jax.functional` adds the rest once. :func:`probe` finds a missing derivative beforehand: JAX notices it deep in
+a trace, with an error about ``lax.while_loop``, or never. The gradient of a step that only
+compares its action with zero is zero.
 """
 
 from __future__ import annotations
@@ -39,12 +34,12 @@ Stepped: TypeAlias = tuple[PyTree, PyTree, Array, Array, Array, dict[str, Any]] 
 
 
 def select(mask: Array, yes: Array, no: Array) -> Array:
-    """``where`` with a mask over the leading axes of arrays of any further shape."""
+    """Apply ``where`` with a mask over the leading axes of arrays of any further shape."""
     return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - mask.ndim)), yes, no)
 
 
 def merge_rows(mask: Array, yes: Any, no: Any) -> Any:
-    """Row by row ``yes`` where ``mask`` holds, else ``no``, over two trees of the same structure."""
+    """Choose ``yes`` in each row where ``mask`` holds, and ``no`` elsewhere, over two trees of the same structure."""
     return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
 
 
@@ -54,24 +49,24 @@ class EnvState:
     """The state of ``num_envs`` environments after a reset or a step. ``B`` is the batch shape, usually ``(num_envs,)``.
 
     Attributes:
-        obs: What to act on next. Leaves ``[*B, ...]`` in the dtypes of the observation space.
+        obs: The observation to act on next. Leaves ``[*B, ...]`` in the dtypes of the observation space.
         reward: ``float[*B]`` of the last step; 0 after a reset, on the reset step of NEXT_STEP, and on finished rows of
             DISABLED.
         terminated: ``bool[*B]``: the episode ended in a terminal state of the task.
-        truncated: ``bool[*B]``: the episode was cut, by a time limit for instance. Both may be true at once.
+        truncated: ``bool[*B]``: the episode was cut off, by a time limit for instance. Both may be true at once.
         next_obs: The observation that followed the action, also where the episode ended. Leaves as ``obs``.
         valid: ``bool[*B]``: a real transition happened. False after a reset, on NEXT_STEP's reset steps, and on finished
             rows of DISABLED. Learn only from valid transitions.
         first: ``bool[*B]``: ``obs`` is the first of its episode; recurrent policies reset their carry here.
-        steps: ``int32[*B]``: steps taken in the episode that ``obs`` belongs to.
+        steps: ``int32[*B]``: steps so far in the episode that ``obs`` belongs to.
         episode_return: ``float[*B]``: sum of rewards of that episode so far.
         discounted_return: ``float[*B]``: the same, discounted by the environment's ``discount``.
         last_return: ``float[*B]``: return of the last episode that ended; 0 before there was one.
         last_length: ``int32[*B]``: its length in steps.
         last_discounted_return: ``float[*B]``: its discounted return.
         info: A dict of arrays ``[*B, ...]`` of fixed structure, reported by the last step; meaningful where ``valid``.
-        token: Of bridged environments: ``int32[2]``, a ticket for the next call. ``None`` elsewhere.
-        inner: Of JAX-native environments: a :class:`NativeState`. ``None`` elsewhere.
+        token: For bridged environments: ``int32[2]``, a ticket for the next call. Otherwise ``None``.
+        inner: For JAX-native environments: a :class:`NativeState`. Otherwise ``None``.
     """
 
     obs: PyTree
@@ -97,12 +92,12 @@ class EnvState:
         return self.terminated | self.truncated
 
     def replace(self, **changes: Any) -> EnvState:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     @classmethod
     def at_start(cls, obs: PyTree, shape: tuple[int, ...], info: dict[str, Any], **hidden: Any) -> EnvState:
-        """The state of ``shape`` environments after a reset; ``hidden`` is ``token`` or ``inner``."""
+        """Return the state of ``shape`` environments after a reset; ``hidden`` is ``token`` or ``inner``."""
         zero, no, none = jnp.zeros(shape, jnp.result_type(float)), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32)
         return cls(
             obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
@@ -111,7 +106,7 @@ class EnvState:
         )  # fmt: skip
 
     def restarted(self, mask: Array, obs: PyTree, **changes: Any) -> EnvState:
-        """The rows under ``mask`` at the start of another episode, with what is known of the last one."""
+        """Put the rows under ``mask`` at the start of another episode; the results of their last episode stay."""
         zero, no = jnp.zeros_like(self.reward), jnp.zeros_like(self.terminated)
         begun = self.replace(
             obs=obs, next_obs=obs, reward=zero, terminated=no, truncated=no, valid=no, first=~no,
@@ -123,13 +118,13 @@ class EnvState:
         self, mode: AutoresetMode, discount: float, *, obs: PyTree, next_obs: PyTree, reward: Array, terminated: Array,
         truncated: Array, info: dict[str, Any],
     ) -> EnvState:  # fmt: skip
-        """The state after a step of this one; what becomes of rows that had ended, or end now, depends on ``mode``.
+        """Return the state after a step of this one; ``mode`` decides about rows that had ended, or end now.
 
         Args:
-            mode: NEXT_STEP: rows that had ended have begun their next episode instead of stepping. SAME_STEP: rows that end
-                have an ``obs`` of their next episode. DISABLED: rows that had ended stay as they are.
+            mode: NEXT_STEP: rows that had ended have begun their next episode instead of stepping. SAME_STEP: in rows that
+                end, ``obs`` already belongs to the next episode. DISABLED: rows that had ended stay as they are.
             discount: For ``discounted_return``.
-            obs, next_obs, reward, terminated, truncated, info: Of the step; of rows that did not step, anything.
+            obs, next_obs, reward, terminated, truncated, info: Of the step; arbitrary in rows that did not step.
         """
         no = jnp.zeros_like(self.terminated)
         idle = no if mode is AutoresetMode.SAME_STEP else self.done  # rows that did not step
@@ -156,7 +151,7 @@ class EnvState:
             first=begins, info=info, steps=steps, episode_return=total, discounted_return=discounted, **last,
         )  # fmt: skip
         if mode is AutoresetMode.DISABLED:
-            held: EnvState = merge_rows(idle, self, after)  # (obs and next_obs are the same where nothing resets itself)
+            held: EnvState = merge_rows(idle, self, after)  # obs and next_obs are equal where nothing resets itself
             return held.replace(next_obs=held.obs, reward=reward, valid=~idle, first=no)
         return after
 
@@ -164,12 +159,12 @@ class EnvState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NativeState:
-    """What a JAX-native environment carries besides what algorithms read. All leaves ``[*B, ...]``.
+    """The fields of a JAX-native environment's state that algorithms do not read. All leaves ``[*B, ...]``.
 
     Attributes:
         env: The states of the single environments, stacked.
-        key: ``uint32[*B, k]``: each row's own random key; with ``episode`` it decides every start state and every noise.
-        episode: ``int32[*B]``: how many episodes of this key came before.
+        key: ``uint32[*B, k]``: each row's own random key; with ``episode`` it decides every start state and all noise.
+        episode: ``int32[*B]``: the number of earlier episodes of this key.
         elapsed: ``int32[*B]``: steps counted against the time limit (``steps``, and more in a staggered first episode).
         pool: Stored start states ``[*B, pool_size, ...]`` with their observations, for ``reset="cached"`` and ``"pool"``.
         model: The leaves of the physics model that domain randomisation made different from row to row.
@@ -183,7 +178,7 @@ class NativeState:
     model: PyTree = None
 
     def replace(self, **changes: Any) -> NativeState:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -194,9 +189,9 @@ class JaxEnv(Protocol):
     Attributes:
         single_observation_space: Space of one observation (Box, Discrete, MultiDiscrete, MultiBinary, Dict, Tuple).
         single_action_space: Space of one action.
-        max_episode_steps: Time limit to apply from outside, in steps, or ``None``.
-        differentiable: ``"reverse"`` (any gradient), ``"forward"`` (``jax.jvp`` only), or ``"none"``: the gradient of a
-            step with respect to the action.
+        max_episode_steps: Time limit in steps for callers to apply, or ``None``.
+        differentiable: The derivative of a step with respect to the action: ``"reverse"`` (any gradient), ``"forward"``
+            (``jax.jvp`` only), ``"zero"`` (0 for every action) or ``"none"``.
     """
 
     single_observation_space: gym.Space[Any]
@@ -207,20 +202,20 @@ class JaxEnv(Protocol):
     def differentiable(self) -> str: ...
 
     def init(self, key: Array) -> Start:
-        """Begin an episode: ``(state, obs)``. The structure, shapes and dtypes of ``state`` never change afterwards."""
+        """Begin an episode and return ``(state, obs)``. The structure, shapes and dtypes of ``state`` never change."""
         ...
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        """One step: ``(state, obs, reward, terminated, truncated, info)``; scalars are 0-d."""
+        """Step once and return ``(state, obs, reward, terminated, truncated, info)``; scalars are 0-d."""
         ...
 
 
 class Adapter(JaxEnv):
-    """Base of the adapters: the protocol, and its optional parts with their defaults.
+    """The base class of the adapters: the protocol and its optional parts with their defaults.
 
     Attributes:
         name: For messages and ``repr``.
-        frames_per_second: Steps per second of simulated time, for ``render_fps``; 0 where it is unknown.
+        frames_per_second: Steps per second of simulated time, for ``render_fps``; 0 if unknown.
     """
 
     name: str = "env"
@@ -230,17 +225,17 @@ class Adapter(JaxEnv):
 
     @property
     def differentiable(self) -> str:
-        """``"reverse"``, ``"forward"`` or ``"none"``; found by tracing the derivative of a step once, without running it."""
+        """The kind of derivative, as in :class:`JaxEnv`; found by tracing it once, without running it."""
         if self._differentiable is None:
             self._differentiable = probe(self)
         return self._differentiable
 
     def gradient_advice(self) -> str:
-        """What to do about a missing gradient; one sentence for the error message."""
+        """Return one sentence for the error message about a missing gradient: the remedy."""
         return "This environment computes its step in a way that JAX cannot differentiate."
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
-        """One frame ``uint8[height, width, 3]`` of one environment's state.
+        """Draw one environment's state as ``uint8[height, width, 3]``.
 
         Raises:
             NotImplementedError: The library cannot draw this environment.
@@ -249,7 +244,7 @@ class Adapter(JaxEnv):
 
     @property
     def model(self) -> PyTree:
-        """The physics model that domain randomisation may change.
+        """The physics model, which domain randomisation may change.
 
         Raises:
             ValueError: There is none.
@@ -257,7 +252,7 @@ class Adapter(JaxEnv):
         raise ValueError(f"{self.name} has no physics model to randomise; `randomize` works for Brax and Playground.")
 
     def using(self, model: PyTree) -> contextlib.AbstractContextManager[None]:
-        """Within the block, ``init`` and ``step`` run on ``model`` instead of their own."""
+        """Run ``init`` and ``step`` on ``model`` instead of their own within the block."""
         raise ValueError(f"{self.name} has no physics model to replace.")
 
     def __repr__(self) -> str:
@@ -265,22 +260,23 @@ class Adapter(JaxEnv):
 
 
 def fixed(x: Any) -> Array:
-    """``x`` as an array of a definite dtype (not weakly typed), which is what loops demand."""
+    """Return ``x`` as an array of a definite dtype (not weakly typed), because loops require one."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
     return jnp.asarray(x, jnp.result_type(x))
 
 
 def default_key(seed: int) -> Array:
-    """A raw key of the default generator, ``uint32[k]``: what all adapters hand to their environments."""
+    """Return a raw key of the default generator, ``uint32[k]``, the form that all adapters pass to their environments."""
     return jax.random.key_data(jax.random.key(seed))
 
 
 def probe(env: JaxEnv) -> str:
-    """Trace derivatives of one step with respect to the action: ``"reverse"``, ``"forward"`` or ``"none"``.
+    """Trace derivatives of one step with respect to the action and return ``"reverse"``, ``"forward"``, ``"zero"`` or
+    ``"none"``.
 
-    This takes about as long as tracing the step, and compiles nothing. ``"none"`` also where the action cannot reach the
-    state, the observation or the reward.
+    This takes about as long as tracing the step, and compiles nothing. ``"zero"``: no derivative of the state, the
+    observation or the reward depends on the action, as where it enters by ``action > 0``.
     """
     key = default_key(0)
     state, _ = jax.eval_shape(env.init, key)
@@ -305,7 +301,7 @@ def probe(env: JaxEnv) -> str:
     except (NotImplementedError, TypeError, ValueError):
         return "none"
     if not _reaches(traced.jaxpr, len(jax.tree.leaves(action))):
-        return "none"
+        return "zero"
     try:
         jax.eval_shape(jax.grad(total), action, state)
     except (NotImplementedError, TypeError, ValueError):
@@ -314,7 +310,7 @@ def probe(env: JaxEnv) -> str:
 
 
 def _reaches(jaxpr: Any, inputs: int) -> bool:
-    """Can any result depend on the first ``inputs`` arguments? Read off the outermost equations."""
+    """True if a result may depend on the first ``inputs`` arguments. Examines only the outermost equations."""
     live = set(jaxpr.invars[:inputs])
     for equation in jaxpr.eqns:
         if any(not hasattr(var, "val") and var in live for var in equation.invars):
@@ -327,7 +323,7 @@ class Wrapped(Adapter):
 
     def __init__(self, env: JaxEnv) -> None:
         self.env = env
-        self._more: Any = env  # with whatever optional parts of an Adapter it has
+        self._more: Any = env  # its optional parts of an Adapter are not in the protocol
         self.name = getattr(env, "name", type(env).__name__)
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -359,7 +355,7 @@ class Wrapped(Adapter):
 
 
 class Limited(Wrapped):
-    """Another time limit than the environment's own (-1: none)."""
+    """An environment with another time limit than its own (-1: none)."""
 
     def __init__(self, env: JaxEnv, max_episode_steps: int) -> None:
         super().__init__(env)
@@ -367,7 +363,7 @@ class Limited(Wrapped):
 
 
 class FrameSkip(Wrapped):
-    """Every action is repeated ``count`` times, but never past the end of an episode; rewards are summed up to there."""
+    """An environment that repeats every action ``count`` times, up to the end of the episode, and sums the rewards."""
 
     def __init__(self, env: JaxEnv, count: int) -> None:
         super().__init__(env)
@@ -389,7 +385,7 @@ class FrameSkip(Wrapped):
 
 
 class Rescaled(Wrapped):
-    """Actions in ``[low, high]`` are mapped linearly onto the bounds of the environment's own Box."""
+    """An environment that maps actions in ``[low, high]`` linearly onto the bounds of its own Box."""
 
     def __init__(self, env: JaxEnv, low: Any, high: Any) -> None:
         super().__init__(env)
@@ -408,10 +404,10 @@ class Rescaled(Wrapped):
 
 
 class Fixed(Wrapped):
-    """States, observations and flags keep the structure, shapes and dtypes that ``init`` gave them.
+    """An environment with fixed structure, shapes and dtypes of states, observations and flags, those of ``init``.
 
-    Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like; a scan or a while loop refuses
-    them, and a silent cast somewhere else is worse. Here is the one place where they are put right or refused.
+    Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like. Scans and while loops refuse them,
+    and silent casts elsewhere would be worse, so they are converted or refused here.
     """
 
     def __init__(self, env: JaxEnv) -> None:

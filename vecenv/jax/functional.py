@@ -1,17 +1,14 @@
 """``FunctionalVectorEnv``: a batch of JAX-native environments as pure functions, ``reset`` and ``step``.
 
-:class:`FunctionalEpisodes` is the batch logic: steps, time limits, statistics and new episodes, pure, over a flat batch
-of ``n`` rows. :class:`FunctionalVectorEnv` compiles it whole, gives it any batch shape, lays it over several devices, and
-checks while tracing whatever can be checked there, so that compiled steps cost nothing for it. Three decisions carry
-the rest:
+:class:`FunctionalEpisodes` is the batch logic, pure, over ``n`` rows; :class:`FunctionalVectorEnv` compiles it, reshapes it,
+spreads it over devices, and checks arguments while tracing, at no cost for compiled steps. Its three main decisions:
 
-* **Fresh starts at almost no cost.** Resetting every row at every step and selecting costs a reset a step; restoring one
-  stored start state makes all episodes alike. Here a while loop picks up to ``chunk`` rows that need it, resets those, and
-  goes on while some are left: nothing happens on the many steps on which no episode ends.
-* **The loop has a derivative.** A while loop has no reverse mode, but none is needed: a row that restarts forgets where it
-  came from, and every other row passes through. That is the rule given to JAX below.
-* **Keys belong to rows.** Row i's start states and noise are decided by its own key and its own episode count, so they
-  depend neither on how many rows there are nor on when the others finish.
+* Resetting every row at every step costs one reset per step, and restoring a stored start makes all episodes equal. So a
+  while loop resets up to ``chunk`` finished rows at a time, and does nothing on steps in which no episode ends.
+* JAX cannot differentiate a while loop in reverse mode, but its derivative is simple: zero for rows that restart, the
+  identity for others.
+* A row's own key and episode count determine its start states and noise: neither the number of rows nor the order in which
+  others finish matters.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from gymnasium.vector.utils import batch_space
 from jax.dtypes import float0
 
 from vecenv.errors import StaleStateError
-from vecenv.front.arguments import mode_of, wrong_shape
+from vecenv.front.arguments import parse_autoreset_mode, shape_error
 from vecenv.jax.env import Array, EnvState, Fixed, FrameSkip, JaxEnv, NativeState, PyTree, default_key, merge_rows, select
 from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
@@ -39,7 +36,7 @@ from vecenv.jax.libraries import adapt
 __all__ = ["GONE", "FunctionalEpisodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
 
 GONE = (
-    "The arrays of this state are gone: it was donated to another computation (jit with donate_argnums). A state can be "
+    "The arrays of this state were deleted: it was donated to another computation (jit with donate_argnums). A state can be "
     "kept across such a call only as a copy: jax.tree.map(jnp.copy, state), or envs.state of a JaxVectorEnv."
 )
 _RESETS = ("fresh", "cached", "pool")
@@ -51,39 +48,40 @@ class FunctionalVectorEnv:
     ``reset`` and ``step`` are compiled, and may be used inside ``jit``, ``scan``, ``vmap``, ``grad`` and ``checkpoint``.
     States are ordinary immutable pytrees: keep one to return to it, step one twice with different actions to branch.
 
-    Row i's stream of start states and noise is decided by the key, by i and by its own count of episodes. It does not
-    depend on ``num_envs`` or on the other rows.
+    The key, the index of a row and its own count of episodes determine its start states and noise, which do not depend on
+    ``num_envs`` or on the other rows.
 
     Args:
-        env: A ``JaxEnv``, or anything :func:`~vecenv.jax.adapt` takes: an environment of Brax, Playground, gymnax, jumanji,
+        env: A ``JaxEnv``, or any input of :func:`~vecenv.jax.adapt`: an environment of Brax, Playground, gymnax, jumanji,
             a ``FuncEnv``, or a name.
-        num_envs: How many; a tuple for a batch of any shape, ``()`` for a single environment without a batch axis.
+        num_envs: The number of environments; a tuple for a batch of any shape, ``()`` for a single environment without a
+            batch axis.
         autoreset_mode: ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED`` (``gymnasium.vector.AutoresetMode`` or its value).
-        max_episode_steps: Time limit in steps of this class, after which ``truncated`` is set; ``None`` takes the
+        max_episode_steps: Time limit in steps of this class, after which ``truncated`` is set; ``None`` uses the
             environment's own, -1 means none. As in ``gymnasium.wrappers.TimeLimit``, ``terminated`` may be set as well.
-        reset: Where the start states of later episodes come from. ``"fresh"``: computed, every one different. ``"cached"``:
-            each row returns to its first one, as Brax's training wrapper does. ``"pool"``: each row draws from
-            ``pool_size`` of its own, computed at ``reset``; needs memory for that many states a row.
-        stagger: Rows begin their first episode with a random share of the time limit already used up, so that they do not
-            all time out together.
-        frame_skip: How often every action is repeated, up to the end of the episode; rewards are summed.
+        reset: The source of the start states of later episodes. ``"fresh"``: computed, every one different. ``"cached"``:
+            each row returns to its first one, as in Brax's training wrapper. ``"pool"``: each row draws from
+            ``pool_size`` of its own, computed at ``reset``; needs memory for that many states per row.
+        stagger: Begin the first episode of each row with a random share of the time limit already used up, so that the rows
+            do not all time out together.
+        frame_skip: The number of times that every action is repeated, up to the end of the episode; rewards are summed.
         randomize: ``randomize(model, keys) -> (models, in_axes)`` makes a different physics model for every row, as in
             Brax's and Playground's training code (``mujoco_playground.registry.get_domain_randomizer(name)`` fits). Called
-            at ``reset`` with ``keys`` ``uint32[n, k]``; a row keeps its model until it is given another key.
-        discount: For ``EnvState.discounted_return``.
-        pool_size: For ``reset="pool"``.
-        micro_batch: Rows that are stepped at a time, one group after the other. Faster on a CPU once a whole batch no longer
-            fits its caches.
-        devices: JAX devices to spread the rows over, an equal share each; default, the default device alone.
+            at ``reset`` with ``keys`` ``uint32[n, k]``; a row keeps its model until it gets another key.
+        discount: Discount factor of ``EnvState.discounted_return``.
+        pool_size: Number of start states per row with ``reset="pool"``.
+        micro_batch: Number of rows that are stepped at a time, one group after the other. Faster on a CPU if the whole batch
+            does not fit into its caches.
+        devices: JAX devices over which the rows are spread equally; ``None`` uses only the default device.
 
     Attributes:
-        num_envs: Total number of environments. ``batch_shape``: how they are arranged.
+        num_envs: Total number of environments. ``batch_shape``: their arrangement.
         single_observation_space, single_action_space: Of one environment, with ``sample(key)``.
         observation_space, action_space: Of the batch, for one batch axis; see :func:`~vecenv.jax.jax_space`.
         single_env: The adapted environment, after ``frame_skip``.
 
     Raises:
-        ValueError: An option out of range, or two that contradict each other.
+        ValueError: An option is out of range, or two options contradict each other.
     """
 
     def __init__(
@@ -94,7 +92,7 @@ class FunctionalVectorEnv:
     ) -> None:  # fmt: skip
         self.batch_shape = (int(num_envs),) if isinstance(num_envs, int | np.integer) else tuple(num_envs)
         self.num_envs = math.prod(self.batch_shape)
-        self.autoreset_mode = mode_of(autoreset_mode)
+        self.autoreset_mode = parse_autoreset_mode(autoreset_mode)
         self.discount = float(discount)
         self.reset_source = reset
         adapted: JaxEnv = adapt(env) if frame_skip == 1 else FrameSkip(adapt(env), frame_skip)
@@ -111,9 +109,9 @@ class FunctionalVectorEnv:
         )  # fmt: skip
         self._action_spec = action_spec(self.single_action_space)
         spread = self._spread_over(devices)
-        self._begin = jax.jit(self._shaped(spread(self._episodes.begin)))
-        self._step = jax.jit(self._shaped(spread(self._episodes.step)))
-        self._restart = jax.jit(self._shaped(spread(self._episodes.restart)))
+        self._begin = jax.jit(self._with_batch_shape(spread(self._episodes.begin)))
+        self._step = jax.jit(self._with_batch_shape(spread(self._episodes.step)))
+        self._restart = jax.jit(self._with_batch_shape(spread(self._episodes.restart)))
         self._step_donating = jax.jit(
             lambda inner, rest, action: self._step(rest.replace(inner=inner), action), donate_argnums=0
         )
@@ -135,7 +133,7 @@ class FunctionalVectorEnv:
         """Begin an episode in every row.
 
         Args:
-            key: One key (``jax.random.key(0)`` or a raw one), from which row i gets ``fold_in(key, i)``; or one key a row.
+            key: One key (``jax.random.key(0)`` or a raw one), from which row i gets ``fold_in(key, i)``; or one key per row.
 
         Returns:
             The state before the first step: ``reward`` 0, ``valid`` False, ``first`` True.
@@ -143,35 +141,38 @@ class FunctionalVectorEnv:
         return self.begin(self.row_keys(key))
 
     def begin(self, key: Any, episode: Any = None) -> EnvState:
-        """Begin episode number ``episode`` (``int32[*B]``, default 0) of each row's own raw key ``uint32[*B, k]``."""
+        """Begin episode number ``episode`` (``int32[*B]``, default 0) in each row; ``key``: raw keys, ``uint32[*B, k]``."""
         if episode is None:
             episode = jnp.zeros(self.batch_shape, jnp.int32)
         return self._begin(key, episode)  # type: ignore[no-any-return]
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
-        """One step of every row.
+        """Step every row once.
 
         Args:
             state: From ``reset``, ``step`` or ``reset_mask`` of this environment; it stays usable.
-            action: Leaves ``[*B, ...]`` as in the action space, of its dtype or one that casts to it within the kind. JAX's
-                own float64, in 64-bit mode, is kept where the space says float32.
+            action: Leaves ``[*B, ...]`` as in the action space, of its dtype, or of one of the same kind, which is
+                cast. In 64-bit mode, a float64 JAX array stays float64 for a float32 space.
 
         Raises:
             ValueError: Wrong shape or structure.
-            TypeError: Wrong dtype: floats for a Discrete space, say; or ``state`` is no state of a native environment.
+            TypeError: Wrong dtype: floats for a Discrete space, for example; or ``state`` does not come from a native
+                environment.
             StaleStateError: The arrays of ``state`` have been donated to another computation.
         """
         self.check_state(state)
-        return self._attempted(self._step, state, self.check_action(action))
+        return self._call_step(self._step, state, self.check_action(action))
 
     def step_donating(self, state: EnvState, action: PyTree) -> EnvState:
-        """As :meth:`step`, but ``state.inner`` is given up: its memory is used for the result, and stepping ``state`` again
-        raises ``StaleStateError``. Everything else in ``state`` stays readable."""
+        """Step every row and reuse the memory of ``state.inner`` for the result.
+
+        Stepping ``state`` again raises ``StaleStateError``. Everything else in ``state`` stays readable.
+        """
         self.check_state(state)
-        return self._attempted(self._step_donating, state.inner, state.replace(inner=None), self.check_action(action))
+        return self._call_step(self._step_donating, state.inner, state.replace(inner=None), self.check_action(action))
 
     @staticmethod
-    def _attempted(step: Callable[..., EnvState], *args: Any) -> EnvState:
+    def _call_step(step: Callable[..., EnvState], *args: Any) -> EnvState:
         try:
             return step(*args)
         except (RuntimeError, ValueError) as error:
@@ -180,12 +181,13 @@ class FunctionalVectorEnv:
             raise
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array | None = None) -> EnvState:
-        """Begin another episode in some rows, in any autoreset mode; the others stay exactly as they are.
+        """Begin another episode in some rows, in any autoreset mode, and leave the others unchanged.
 
         Args:
             state: As for ``step``.
             mask: ``bool[*B]``, the rows to reset.
-            key: ``None`` goes on to the next episode of each row's own stream; a key, as for ``reset``, begins a new one.
+            key: ``None`` continues with the next episode of each row's own sequence; a key, as for ``reset``, begins a new
+                sequence.
 
         Raises:
             ValueError: ``mask`` is not ``bool[*B]``.
@@ -199,7 +201,7 @@ class FunctionalVectorEnv:
         return after
 
     def row_keys(self, key: Array) -> Array:
-        """One raw key a row, ``uint32[*B, k]``, of the default generator; see :meth:`reset`."""
+        """Return one raw key per row, ``uint32[*B, k]``, of the default generator; see :meth:`reset`."""
         key = jnp.asarray(key)
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             key = jax.random.key_data(key)
@@ -218,24 +220,24 @@ class FunctionalVectorEnv:
             f"reset={self.reset_source!r}, max_episode_steps={self.max_episode_steps})"
         )
 
-    # -- guards ----------------------------------------------------------------------------------------------------
+    # -- checks ----------------------------------------------------------------------------------------------------
 
     def check_action(self, action: PyTree) -> PyTree:
-        """``action`` in the dtypes of the space; raises as :meth:`step` does."""
+        """Convert ``action`` to the dtypes of the space; raises like :meth:`step`."""
         return check_action(action, self._action_spec, self.batch_shape, self.single_action_space)
 
     def check_state(self, state: Any) -> None:
-        """Raises as :meth:`step` does where ``state`` is none of these environments'."""
+        """Raise as :meth:`step` does if ``state`` does not belong to these environments."""
         if not isinstance(state, EnvState) or state.inner is None:
             kind = "a state of a bridged environment" if isinstance(state, EnvState) else type(state).__name__
             raise TypeError(f"step and reset_mask take the EnvState that reset returned, not {kind}.")
         if state.terminated.shape != self.batch_shape:
-            raise ValueError(f"The state is of {state.terminated.shape} environments, this vector is of {self.batch_shape}.")
+            raise ValueError(f"The state has batch shape {state.terminated.shape}, expected {self.batch_shape}.")
 
     # -- batch shapes and devices ----------------------------------------------------------------------------------
 
-    def _shaped(self, flat: Callable[..., Any]) -> Callable[..., Any]:
-        """``flat`` works on one batch axis; the result works on ``batch_shape``."""
+    def _with_batch_shape(self, flat: Callable[..., Any]) -> Callable[..., Any]:
+        """Adapt ``flat``, a function over one batch axis, to ``batch_shape``."""
         depth = len(self.batch_shape)
         if depth == 1:
             return flat
@@ -247,7 +249,7 @@ class FunctionalVectorEnv:
         return shaped
 
     def _spread_over(self, devices: Sequence[Any] | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """How to lay a function of rows over devices: each steps and restarts its own share, nothing is exchanged."""
+        """Return a decorator that spreads a function of rows over devices, without communication between them."""
         if devices is None:
             return lambda flat: flat
         if self.num_envs % len(devices):
@@ -267,32 +269,32 @@ def _limit(steps: int | None) -> int | None:
 
 
 def action_spec(space: gym.Space[Any]) -> PyTree:
-    """Shapes and dtypes of one action as JAX sees them."""
+    """Return the shapes and dtypes of one action in JAX."""
     sample = space.sample()
     struct: Any = jax.ShapeDtypeStruct
     return jax.tree.map(lambda leaf: struct(np.shape(leaf), jnp.result_type(np.asarray(leaf))), sample)
 
 
 def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], space: gym.Space[Any]) -> PyTree:
-    """``action`` in the dtypes of ``spec``, that of one action of ``space``.
+    """Convert ``action`` to the dtypes of ``spec``, which describes one action of ``space``.
 
     Raises:
         ValueError: Wrong shape or structure.
-        TypeError: Wrong dtype: floats for a Discrete space, say.
+        TypeError: Wrong dtype: floats for a Discrete space, for example.
     """
 
     def check(path: Any, spec: Any, leaf: Any) -> Any:
         where = f"actions{jax.tree_util.keystr(path)}"
         if not isinstance(leaf, np.ndarray | jax.Array):
             leaf = np.asarray(leaf)
-        want = batch_shape + spec.shape
-        if leaf.shape != want:
-            raise wrong_shape(where, leaf.shape, want)
+        expected = batch_shape + spec.shape
+        if leaf.shape != expected:
+            raise shape_error(where, leaf.shape, expected)
         precise = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64 and spec.dtype == jnp.float32
-        if leaf.dtype == spec.dtype or precise:  # in 64-bit mode an action of JAX's keeps its precision
+        if leaf.dtype == spec.dtype or precise:  # in 64-bit mode a JAX action keeps its precision
             return leaf
         if not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
-            raise TypeError(f"{where} has dtype {leaf.dtype}, which is no {spec.dtype}.")
+            raise TypeError(f"{where} has dtype {leaf.dtype}, which cannot be cast to {spec.dtype} within its kind.")
         return leaf.astype(spec.dtype)
 
     if isinstance(spec, jax.ShapeDtypeStruct):
@@ -305,12 +307,12 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
         raise ValueError(f"The action must be structured as {space}: {error}") from error
 
 
-# randomize(model, keys) -> (models, in_axes), as in Brax's and Playground's training code: ``keys`` is uint32[n, k], the
-# leaves of ``models`` that ``in_axes`` marks with 0 have a leading axis of n.
+# randomize(model, keys) -> (models, in_axes), as in Brax's and Playground's training code: ``keys`` is uint32[n, k], and
+# the leaves of ``models`` with 0 in ``in_axes`` have a leading axis of n.
 Randomize = Callable[[Any, Array], tuple[Any, Any]]
 
-_FIRST = 0  # folded into an episode's key: the start state; step t folds in t >= 1
-_POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's key; no episode count comes near
+_FIRST = 0  # folded into an episode's key for its start state; step t folds in t >= 1
+_POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's key; no episode count gets that high
 
 
 @dataclasses.dataclass(eq=False)
@@ -327,23 +329,23 @@ class FunctionalEpisodes:
     micro_batch: int | None
 
     def __post_init__(self) -> None:
-        self._varied: list[int] = []  # which leaves of the model differ from row to row
+        self._varied: list[int] = []  # indices of the model's leaves that differ from row to row
         self._restart_rows = jax.custom_jvp(self._restart_loop)
         self._restart_rows.defjvp(self._restart_derivative)
         if self.randomize is not None:
-            jax.eval_shape(self._models, default_key(0)[None])  # learns which leaves vary
+            jax.eval_shape(self._models, default_key(0)[None])  # sets `_varied`
 
-    # -- what the outside calls ------------------------------------------------------------------------------------
+    # -- the interface to FunctionalVectorEnv ----------------------------------------------------------------------
 
     def begin(self, key: Array, episode: Array) -> EnvState:
-        """All rows at the start of an episode. ``key`` is ``uint32[n, k]``, ``episode`` is ``int32[n]``."""
+        """Begin an episode in all rows. ``key`` is ``uint32[n, k]``, ``episode`` is ``int32[n]``."""
         n = key.shape[0]
         model = self._models(key)
         pool = self._pools(key, model)
         env, obs = jax.vmap(self._start)((key, episode, model, pool))
         elapsed = jnp.zeros(n, jnp.int32)
         if self.stagger:
-            limit = self.limit or 1  # FunctionalVectorEnv sees to it that there is one
+            limit = self.limit or 1  # FunctionalVectorEnv requires a limit for stagger
             draw: Any = jax.vmap(lambda k: jax.random.randint(jax.random.fold_in(k, _STAGGER), (), 0, limit))
             elapsed = draw(key).astype(jnp.int32)
         inner = NativeState(env, key, episode, elapsed, pool, model)
@@ -351,13 +353,13 @@ class FunctionalEpisodes:
         return EnvState.at_start(obs, (n,), info, inner=inner)
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
-        """One step of every row that is in an episode; what becomes of the others says :meth:`EnvState.advanced`."""
+        """Step every row that is in an episode once. For finished rows see :meth:`EnvState.advanced`."""
         ended, mode = state.done, self.mode
-        # Rows that do not step are stepped too, past their end, and their results are thrown away: restarts write a few rows
-        # in place, where choosing between two whole states would read both and write a third.
+        # Finished rows are stepped as well, and their results are discarded: a restart writes a few rows in place, but a
+        # select between two whole states would read both and write a third.
         idle = None if mode is AutoresetMode.SAME_STEP else ended
         steps = jnp.where(ended, 0, state.steps) if mode is AutoresetMode.NEXT_STEP else state.steps
-        stepped = self._advance(_cut(idle, state.inner), steps, _cut(idle, action))
+        stepped = self._advance(_stop_gradient(idle, state.inner), steps, _stop_gradient(idle, action))
         env, obs, reward, terminated, truncated, info = stepped
         inner = state.inner.replace(env=env, elapsed=state.inner.elapsed + 1)
         if self.limit is not None:
@@ -378,23 +380,23 @@ class FunctionalEpisodes:
         return after.replace(inner=inner)
 
     def restart(self, state: EnvState, mask: Array, key: Array | None) -> EnvState:
-        """Begin the next episode of the rows under ``mask``; with ``key`` (``uint32[n, k]``) the first of that key."""
+        """Begin the next episode of the rows under ``mask``, or the first of ``key`` (``uint32[n, k]``) if it is given."""
         inner = state.inner
         if key is None:
             inner, obs = self._next_episode(mask, inner, state.obs)
         else:
             keys = jnp.where(mask[:, None], key, inner.key)
-            anew = self.begin(keys, jnp.where(mask, 0, inner.episode))
-            inner, obs = merge_rows(mask, (anew.inner, anew.obs), (inner, state.obs))
+            fresh = self.begin(keys, jnp.where(mask, 0, inner.episode))
+            inner, obs = merge_rows(mask, (fresh.inner, fresh.obs), (inner, state.obs))
         return state.replace(inner=None).restarted(mask, obs).replace(inner=inner)
 
     def _advance(self, inner: NativeState, steps: Array, action: PyTree) -> Any:
-        """Step every row once: ``(env, obs, reward, terminated, truncated, info)``, no limits, no resets."""
+        """Step every row once, without limits or resets; return ``(env, obs, reward, terminated, truncated, info)``."""
 
         def one(row: Any) -> Any:
             env, key, episode, step, model, action = row
             noise = jax.random.fold_in(jax.random.fold_in(key, episode), step + 1)
-            *stepped, info = self._with(model, lambda: self.env.step(env, action, noise))
+            *stepped, info = self._with_model(model, lambda: self.env.step(env, action, noise))
             return (*stepped, jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype), self._info_spec, info))
 
         rows = (inner.env, inner.key, inner.episode, steps, inner.model, action)
@@ -402,26 +404,26 @@ class FunctionalEpisodes:
             return jax.vmap(one)(rows)
         return jax.lax.map(one, rows, batch_size=self.micro_batch)
 
-    # -- the beginning of episodes ---------------------------------------------------------------------------------
+    # -- the start of episodes -------------------------------------------------------------------------------------
 
     def _start(self, row: Any) -> tuple[PyTree, PyTree]:
-        """Start state and observation of one row's episode: computed, or taken from its pool."""
+        """Return the start state and observation of one row's episode: newly computed, or from its pool."""
         key, episode, model, pool = row
         key = jax.random.fold_in(jax.random.fold_in(key, episode), _FIRST)
         if pool is None:
-            return self._with(model, lambda: self.env.init(key))  # type: ignore[no-any-return]
+            return self._with_model(model, lambda: self.env.init(key))  # type: ignore[no-any-return]
         drawn = jax.random.randint(key, (), 0, self.pool_size) if self.pool_size > 1 else 0
         return jax.tree.map(lambda leaf: leaf[drawn], pool)  # type: ignore[no-any-return]
 
-    def _next_episode(self, need: Array, inner: NativeState, obs: PyTree) -> tuple[NativeState, PyTree]:
-        episode = inner.episode + need.astype(jnp.int32)
+    def _next_episode(self, mask: Array, inner: NativeState, obs: PyTree) -> tuple[NativeState, PyTree]:
+        episode = inner.episode + mask.astype(jnp.int32)
         source = (inner.key, episode, inner.model, inner.pool)
-        env, obs = self._restart_rows(need, source, (inner.env, obs))
-        return inner.replace(env=env, episode=episode, elapsed=jnp.where(need, 0, inner.elapsed)), obs
+        env, obs = self._restart_rows(mask, source, (inner.env, obs))
+        return inner.replace(env=env, episode=episode, elapsed=jnp.where(mask, 0, inner.elapsed)), obs
 
-    def _restart_loop(self, need: Array, source: PyTree, current: PyTree) -> PyTree:
-        """``current`` with the rows under ``need`` started anew from ``source``, ``chunk`` rows at a time."""
-        n = need.shape[0]
+    def _restart_loop(self, mask: Array, source: PyTree, current: PyTree) -> PyTree:
+        """Restart the rows under ``mask`` of ``current`` from ``source``, ``chunk`` rows at a time."""
+        n = mask.shape[0]
         chunk = min(n, max(8, -(-n // 16)))
 
         def some_left(carry: Any) -> Array:
@@ -431,22 +433,22 @@ class FunctionalEpisodes:
             left, current = carry
             rows = jnp.nonzero(left, size=chunk, fill_value=n)[0]
             chosen = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), source)
-            present = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), current)
-            fresh = _apart(jax.vmap(self._start), rows[0] < n, chosen, present)
+            unchanged = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), current)
+            fresh = _call_unfused(jax.vmap(self._start), rows[0] < n, chosen, unchanged)
             current = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), current, fresh)
             return left.at[rows].set(False, mode="drop"), current
 
-        return jax.lax.while_loop(some_left, start_some, (need, current))[1]
+        return jax.lax.while_loop(some_left, start_some, (mask, current))[1]
 
     def _restart_derivative(self, primals: Any, tangents: Any) -> Any:
-        """Rows that restart forget their past; the others pass through."""
+        """Return zero tangents for rows that restart, and unchanged ones for the others."""
 
-        def through(tangent: Any) -> Any:
+        def propagate(tangent: Any) -> Any:
             if tangent.dtype == float0:
                 return tangent
             return select(primals[0], jnp.zeros_like(tangent), tangent)
 
-        return self._restart_rows(*primals), jax.tree.map(through, tangents[2])
+        return self._restart_rows(*primals), jax.tree.map(propagate, tangents[2])
 
     def _pools(self, key: Array, model: PyTree) -> PyTree:
         if not self.pool_size:
@@ -454,14 +456,14 @@ class FunctionalEpisodes:
 
         def store(key: Array, model: PyTree) -> Any:
             keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, _POOL), i))(jnp.arange(self.pool_size))
-            return self._with(model, lambda: jax.vmap(self.env.init)(keys))
+            return self._with_model(model, lambda: jax.vmap(self.env.init)(keys))
 
         return jax.vmap(store)(key, model)
 
     # -- domain randomisation --------------------------------------------------------------------------------------
 
     def _models(self, key: Array) -> list[Array] | None:
-        """The leaves of the physics model that differ from row to row, each ``[n, ...]``."""
+        """Return the leaves of the physics model that differ from row to row, each ``[n, ...]``."""
         if self.randomize is None:
             return None
         keys = jax.vmap(lambda k: jax.random.fold_in(k, _MODEL))(key)
@@ -475,8 +477,8 @@ class FunctionalEpisodes:
         leaves = jax.tree.leaves(models)
         return [jnp.asarray(leaves[i]) for i in self._varied]
 
-    def _with(self, varied: list[Array] | None, body: Callable[[], Any]) -> Any:
-        """Run ``body`` with one row's model in place."""
+    def _with_model(self, varied: list[Array] | None, body: Callable[[], Any]) -> Any:
+        """Run ``body`` with one row's model in the environment."""
         if varied is None:
             return body()
         leaves, structure = jax.tree.flatten(self.env.model)
@@ -487,26 +489,26 @@ class FunctionalEpisodes:
 
     @functools.cached_property
     def _info_spec(self) -> Any:
-        """Shapes and dtypes of one environment's info, by tracing a step."""
+        """The shapes and dtypes of one environment's info, from a traced step."""
         key = default_key(0)
         state, _ = jax.eval_shape(self.env.init, key)
         action = jax.tree.map(jnp.asarray, self.env.single_action_space.sample())
         return jax.eval_shape(lambda state, action: self.env.step(state, action, key)[5], state, action)
 
 
-def _apart(function: Callable[[Any], Any], always: Array, argument: Any, otherwise: Any) -> Any:
-    """``function(argument)`` as the branch of a conditional that is always taken.
+def _call_unfused(function: Callable[[Any], Any], always_true: Array, argument: Any, unused: Any) -> Any:
+    """Return ``function(argument)`` from a conditional that always chooses this branch.
 
-    XLA does not fuse across the edge of a branch. Fused with what stands around it, a start would be rounded differently
-    in the restart loop and in a reset, and the same key would not give the same episode to the last bit.
+    XLA does not fuse across a branch. Fused with the code around it, a start would be rounded differently in the restart
+    loop and in a reset, and the same key would not give bitwise the same episode.
     """
-    return jax.lax.cond(always, lambda: function(argument), lambda: otherwise)
+    return jax.lax.cond(always_true, lambda: function(argument), lambda: unused)
 
 
-def _cut(mask: Array | None, tree: PyTree) -> PyTree:
-    """``tree``, through whose rows under ``mask`` no gradient passes; the compiler sees that nothing is chosen.
+def _stop_gradient(mask: Array | None, tree: PyTree) -> PyTree:
+    """Stop the gradient in the rows of ``tree`` under ``mask``, without a select at run time.
 
-    A step past the end of an episode may have a derivative that is not finite. Its result is thrown away, but zero times
-    infinity is NaN, which would reach the action and all steps before.
+    The derivative of a step past the end of an episode may be infinite. Its result is discarded, but zero times infinity is
+    NaN, which would reach the action and all earlier steps.
     """
     return tree if mask is None else merge_rows(mask, jax.lax.stop_gradient(tree), tree)

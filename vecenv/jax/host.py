@@ -1,11 +1,11 @@
-"""The host's side of the bridge: a Gymnasium vector env as a handful of functions of numpy arrays.
+"""The host side of the bridge: a Gymnasium vector env as a few functions of NumPy arrays.
 
-Nothing here imports JAX. A host callback that reads a JAX array other than its argument may wait for a program that waits
-for the callback; a module without JAX cannot do that.
+This module does not import JAX: a host callback that reads a JAX array other than its argument can wait for the program that
+waits for the callback.
 
 Environments cannot go back: a program that steps a state twice, or an old one, would silently get the transition of another
 state. So every state carries a ticket, ``(epoch, count)``: the reset from which it descends, and the number of calls since
-then. Every call hands in the ticket, which must be the newest.
+then. Every call passes a ticket, which must be the newest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from vecenv.errors import ObservationError, StaleStateError
 from vecenv.front.arguments import GymnasiumAsync
 from vecenv.front.capabilities import capabilities_of
-from vecenv.link.observations import flat_of
+from vecenv.link.observations import flatten
 from vecenv.shm.layout import Tree, fixed_tree
 
 Array: TypeAlias = npt.NDArray[Any]
@@ -37,13 +37,13 @@ Stepped: TypeAlias = tuple[Any, Array, Array, Array, dict[str, Any]]
 
 _USUAL_TIMEOUT: Final = 60.0
 _FLAG: Final[Result] = ((), np.dtype(np.bool_))
-_epochs = itertools.count(1)  # of all bridges, so that a state of another one is recognised
+_epochs = itertools.count(1)  # shared by all bridges, so that the state of another bridge is recognised
 _last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakValueDictionary()
-"""Id of a vector env -> which of the hosts over it reset it last; no other one's states are of use."""
+"""Id of a vector env -> the host that reset it last. States of its other hosts are invalid."""
 
 
 def _tree_of(space: gymnasium.Space[Any], name: str) -> Tree:
-    """The arrays of a space.
+    """Return the arrays of a space.
 
     Raises:
         TypeError: Its values have no fixed size, so they cannot be arrays of a compiled program.
@@ -60,7 +60,7 @@ class CallbackHost:
     Args:
         envs: Any Gymnasium vector env.
         infos: The infos to report.
-        timeout: Seconds that an answer may take; ``None`` waits for ever. ``"auto"``: see :func:`vecenv.jax.bridge`.
+        timeout: Seconds to wait for a reply; ``None`` waits forever. ``"auto"``: see :func:`vecenv.jax.bridge`.
 
     Attributes:
         failure: The exception of the last call that failed, with its number; see :func:`vecenv.jax.run`.
@@ -78,12 +78,12 @@ class CallbackHost:
         self.mode = self._requests.mode
         self._action_specs = [((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.action_tree.leaves()]
         self._epoch = self._count = 0
-        self._why_not: str | None = "before the first reset"  # there is no newest state, because ...
-        self._pending: Rows | None = None  # the rows of the step that was sent
-        self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and were not reset
+        self._why_not: str | None = "before the first reset"  # the reason that no state is current
+        self._pending: Rows | None = None  # the rows of the pending step
+        self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and have not been reset
 
     def call(self, command: str, results: Sequence[Result], *arrays: Array) -> list[Array]:
-        """One call of a program: a ticket and arrays in, a ticket and arrays of the shapes and dtypes ``results`` out."""
+        """Execute one call: receive a ticket and arrays, return a ticket and arrays of the shapes and dtypes ``results``."""
         if self.closed:
             raise ClosedEnvironmentError("The bridge was closed: its environments cannot be stepped any more.")
         if command == "reset":
@@ -135,7 +135,7 @@ class CallbackHost:
         return self._recv()
 
     def _send(self, *actions: Array) -> list[Array]:
-        # Copies, in the dtypes of the space: arguments are read-only, and environments may write to what they are given.
+        # Copies, in the dtypes of the space: arguments are read-only, and environments may write to their actions.
         specs = self._action_specs
         own = [np.array(array, dtype).reshape(shape) for array, (shape, dtype) in zip(actions, specs, strict=True)]
         build, rows = self.action_tree.build, np.flatnonzero(~self._ended)
@@ -157,7 +157,7 @@ class CallbackHost:
             if self.mode is AutoresetMode.DISABLED:
                 self._ended = ended
             return outcome
-        mine = np.isin(answered, rows)  # the others were stepped along, and their results are ignored
+        mine = np.isin(answered, rows)  # the other rows were stepped as well; ignore their results
         whole = self._blank(stepped=True)
         for array, values in zip(whole, outcome, strict=True):
             array[answered[mine]] = values[mine]
@@ -165,7 +165,7 @@ class CallbackHost:
         return whole
 
     def _outcome(self, stepped: Stepped, rows: int) -> list[Array]:
-        """Observations, reward, flags, in same-step mode what was observed last, and infos."""
+        """Return observations, reward, flags, in same-step mode the successors of the actions, and infos."""
         observations, rewards, terminations, truncations, infos = stepped
         leaves = self._leaves(observations, rows)
         outcome = [*leaves, rewards, terminations, truncations]
@@ -174,24 +174,24 @@ class CallbackHost:
         return outcome + self._infos.read(infos, rows)
 
     def _successors(self, leaves: list[Array], ended: Array, infos: dict[str, Any]) -> list[Array]:
-        """What followed the actions: ``leaves``, but the last observation of an episode where one ended."""
+        """Return ``leaves`` with the last observation of an episode in rows where one ended."""
         if not ended.any():
             return leaves
         if "final_obs" not in infos:
             raise ObservationError("an episode ended in same-step mode and infos['final_obs'] is missing")
         successors = [leaf.copy() for leaf in leaves]
         for row in np.flatnonzero(ended).tolist():
-            for leaf, value in zip(successors, flat_of(self.observation_tree, infos["final_obs"][row]), strict=True):
+            for leaf, value in zip(successors, flatten(self.observation_tree, infos["final_obs"][row]), strict=True):
                 leaf[row] = value
         return successors
 
     def _leaves(self, observations: Any, rows: int) -> list[Array]:
-        """The arrays of a batch of observations, checked."""
+        """Check a batch of observations and return its arrays."""
         exact = self.observation_tree.exact(observations, rows)
         if exact is not None:
             return exact
         try:
-            arrays = [np.asarray(array) for array in flat_of(self.observation_tree, observations)]
+            arrays = [np.asarray(array) for array in flatten(self.observation_tree, observations)]
         except (KeyError, IndexError, TypeError) as error:
             raise ObservationError(f"observations are not structured as {self.envs.single_observation_space}") from error
         for array, leaf in zip(arrays, self.observation_tree.leaves(), strict=True):
@@ -200,7 +200,7 @@ class CallbackHost:
         return arrays
 
     def specs(self, stepped: bool) -> list[Result]:
-        """Shape and dtype of one environment's part of each array that a step, or a reset, gives, the ticket apart."""
+        """Return shape and dtype, per environment, of each array of a step or a reset, without the ticket."""
         observations: list[Result] = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
         specs = [*observations]
         if stepped:
@@ -216,19 +216,19 @@ class CallbackHost:
     # -- several bridges over one vector env -----------------------------------------------------------------------------
 
     def _take_over(self) -> None:
-        """End the states of another bridge over the same vector env: this one resets what they are states of."""
-        name = id(self.envs.unwrapped)  # wrapped once more, it is the same
+        """Invalidate the states of another bridge over the same vector env, because this one resets its environments."""
+        name = id(self.envs.unwrapped)  # independent of wrappers
         holder = _last_reset_by.get(name)
         if holder is not None and holder is not self:
             holder._why_not = "because another bridge over the same vector env has reset them"
-            holder._requests.drain()  # raises while there is an answer that does not come; then it is still the holder
+            holder._requests.drain()  # raises if a reply is late; the other bridge then remains the holder
             holder._pending = None
         _last_reset_by[name] = self
 
     # -- the ticket ------------------------------------------------------------------------------------------------------
 
     def _spend(self, ticket: Array, pending: bool = False) -> None:
-        """Check a ticket and take it: whatever happens now, that state cannot be used again."""
+        """Check a ticket and use it up: the state is invalid afterwards, even if the call fails."""
         if self._why_not is not None:
             raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
         for epoch, count in ticket.reshape(-1, 2).tolist():
@@ -245,7 +245,7 @@ class CallbackHost:
         self._why_not = "because an earlier call failed"
 
 
-_COMMANDS: dict[str, Callable[..., list[Array]]] = {  # with a ticket
+_COMMANDS: dict[str, Callable[..., list[Array]]] = {  # the commands with a ticket
     "step": CallbackHost._step, "send": CallbackHost._send, "recv": CallbackHost._recv,
     "reset_mask": CallbackHost._reset_mask,
 }  # fmt: skip
@@ -262,23 +262,23 @@ def _fitted(array: Array, result: Result) -> Array:
 
 
 class Requests:
-    """Asks a vector env for resets and steps, in the way that its capabilities name; one request is pending at most.
+    """An adapter that resets and steps a vector env through the calls that it supports; at most one request is pending.
 
-    With ``step_async`` and ``step_wait`` an env steps while the program computes, and a wait can end. With ``first_ready``
-    some rows can step. Of all others, and of wrappers, only ``reset`` and ``step`` are used: the second half of a step does
-    the work, and a row that must not be stepped is reset and stepped along, and its results are ignored.
+    An env with ``step_async`` and ``step_wait`` steps while the program computes, and a wait can time out. One with
+    ``first_ready`` can step some rows. Of all others, and of wrappers, only ``reset`` and ``step`` are used: the second half
+    of a step does the work, and a row that must not step is reset, stepped with the others, and its results are ignored.
 
     Args:
         envs: The vector env.
-        timeout: As of :func:`vecenv.jax.bridge`.
+        timeout: As for :func:`vecenv.jax.bridge`.
 
     Raises:
-        ValueError: It does not say when it resets.
+        ValueError: Its metadata have no autoreset mode.
 
     Attributes:
-        mode: When the env resets its rows.
-        timeout: Seconds that a wait may take; ``None``: for ever, or as long as the env itself says.
-        seeded_masks: Whether a reset of some rows takes seeds.
+        mode: The autoreset mode of the env.
+        timeout: Seconds that a wait may take; ``None``: no limit except the env's own.
+        seeded_masks: True if a reset of some rows accepts seeds.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], timeout: float | str | None) -> None:
@@ -288,7 +288,7 @@ class Requests:
             raise ValueError(f"{envs} does not say when it resets: metadata['autoreset_mode'] is missing.")
         self.mode = AutoresetMode(mode)
         able = capabilities_of(envs)
-        if timeout == "auto":  # an engine that is given no timeout goes by its own step_timeout
+        if timeout == "auto":  # without a timeout, an engine applies its own step_timeout
             timeout = _USUAL_TIMEOUT if able is None or _own_timeout(envs) is None else None
         assert not isinstance(timeout, str)
         self.timeout = timeout
@@ -297,9 +297,9 @@ class Requests:
         inner = capabilities_of(envs.unwrapped)
         self.seeded_masks = inner is None or inner.masked_seeds
         self._all = np.arange(envs.num_envs)
-        self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that ended by now and were not reset
-        self._pending: Callable[..., Any] | None = None  # what waits for the answer
-        self._some = False  # ... which is of some rows
+        self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that have ended and have not been reset
+        self._pending: Callable[..., Any] | None = None  # waits for the reply
+        self._some = False  # True if the pending request is about some rows only
         self._lost: BaseException | None = None
 
     def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -314,7 +314,7 @@ class Requests:
         return self._wait()  # type: ignore[no-any-return]
 
     def begin(self, actions: Any, rows: Rows | None = None, chosen: Any = None) -> None:
-        """Begin a step of all rows, or of ``rows``, whose actions are ``chosen``; the others have ended."""
+        """Begin a step of all rows, or of ``rows`` with the actions ``chosen``; the others have ended."""
         self._some = rows is not None and self._steps_some
         if rows is not None and not self._some and self._ended.any():
             self.reset(None, self._ended.copy())
@@ -330,7 +330,7 @@ class Requests:
             self._pending = self.envs.step_wait
 
     def finish(self) -> tuple[Rows, Stepped]:
-        """The outcome of :meth:`begin`, and of which rows it is: of all, where the env cannot step some."""
+        """Return the rows and the results of the step that :meth:`begin` began: all rows if the env cannot step some."""
         stepped: Stepped = self._wait()
         if self._some:
             return np.asarray(stepped[4]["env_id"], np.intp), stepped
@@ -339,7 +339,7 @@ class Requests:
         return self._all, stepped
 
     def drain(self) -> None:
-        """Wait for an answer that is still pending, and drop it."""
+        """Wait for a pending reply and discard it."""
         self._require_count()
         if self._pending is None or not self._splits:
             self._pending = None
@@ -348,7 +348,7 @@ class Requests:
             self._wait()
         except multiprocessing.TimeoutError:
             raise
-        except Exception:  # of a step that no program waits for; the reset will show whether it mattered
+        except Exception:  # no program waits for this step; if the failure persists, the next reset raises
             return
 
     def _wait(self) -> Any:
@@ -357,7 +357,7 @@ class Requests:
             answer = self._pending(timeout=self.timeout) if self._splits else self._pending()
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
             if isinstance(self.envs, GymnasiumAsync) and capabilities_of(self.envs) is None:
-                self._lost = error  # Gymnasium's own takes the late answer for that of the next call
+                self._lost = error  # Gymnasium would return the late reply from the next call
             raise
         except BaseException:
             self._pending = None
@@ -374,14 +374,14 @@ class Requests:
 
 
 def _own_timeout(envs: VectorEnv[Any, Any, Any]) -> float | None:
-    """After how many seconds a vector env itself takes a step to hang; ``None``: never."""
-    with contextlib.suppress(NotImplementedError):  # of a backend without one
+    """Return the seconds after which a vector env itself treats a step as hanging; ``None``: never."""
+    with contextlib.suppress(NotImplementedError):  # from a backend without a timeout
         return getattr(envs, "step_timeout", None)
     return None
 
 
 class InfoColumn(NamedTuple):
-    """One number or array that an environment may report, by its place in the info dict."""
+    """One number or array that an environment may report, by its path in the info dict."""
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
@@ -395,16 +395,16 @@ class InfoColumn(NamedTuple):
 class InfoColumns:
     """All columns of a specification: infos in a fixed form, which compiled programs can carry.
 
-    Gymnasium's infos are whatever environments report, whenever they report it. A program has to know beforehand, so every
-    key becomes a column with a mask ``_key``, Gymnasium's own form. Keys outside of the specification are left out.
+    Environments report any infos at any time. A program needs a fixed structure, so every key becomes a column with a mask
+    ``_key``, which is Gymnasium's own form. Keys outside of the specification are left out.
 
     Args:
         spec: Key -> a dict of the same kind, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,
             which stands for one number.
 
     Raises:
-        TypeError: Something else, or a key that is no str.
-        ValueError: A key that begins with an underscore: those are the masks'.
+        TypeError: Any other value, or a key that is not a str.
+        ValueError: A key that begins with an underscore, which marks masks.
     """
 
     def __init__(self, spec: Mapping[str, Any] | None) -> None:
@@ -422,7 +422,7 @@ class InfoColumns:
             return
         if not path:
             raise TypeError(f"info_spec must be a dict of names, got {type(spec).__name__}.")
-        plain = isinstance(spec, type | str | np.dtype)  # scalar types have attributes called shape and dtype, too
+        plain = isinstance(spec, type | str | np.dtype)  # scalar types also have attributes named shape and dtype
         try:
             shape, dtype = () if plain else tuple(spec.shape), np.dtype(spec if plain else spec.dtype)
         except (TypeError, AttributeError) as error:
@@ -433,7 +433,7 @@ class InfoColumns:
         self.columns.append(InfoColumn(path, shape, dtype))
 
     def build(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """``arrays`` (a column and its mask, in turn) as a dict of Gymnasium's form."""
+        """Return ``arrays``, which alternate between columns and masks, as a dict in Gymnasium's form."""
         built: dict[str, Any] = {}
         for column, values, mask in zip(self.columns, arrays[::2], arrays[1::2], strict=True):
             place = built
@@ -443,12 +443,12 @@ class InfoColumns:
         return built
 
     def read(self, infos: Mapping[str, Any], rows: int) -> list[Array]:
-        """Columns and masks of ``rows`` environments, ``[(rows, ...), (rows,)]`` in turn.
+        """Return columns and masks of ``rows`` environments, alternately ``(rows, ...)`` and ``(rows,)``.
 
-        What an episode ended on (``final_info``, in same-step mode) goes before what the next one began with.
+        In same-step mode, infos of the end of an episode (``final_info``) replace those of the beginning of the next.
 
         Raises:
-            ObservationError: A value does not have the shape or the kind of dtype that was specified.
+            ObservationError: A value differs from the specified shape or kind of dtype.
         """
         read: list[Array] = []
         final = infos.get("final_info") or {}
@@ -464,7 +464,7 @@ class InfoColumns:
 
 
 def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Array) -> None:
-    """Write the rows of a column that ``infos`` has."""
+    """Write the rows of a column that ``infos`` reports."""
     for key in column.path[:-1]:
         infos = infos.get(key, {})
         if not isinstance(infos, Mapping):

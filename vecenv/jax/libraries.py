@@ -1,15 +1,12 @@
 """Environments of Brax, MuJoCo Playground, gymnax, jumanji and Gymnasium's ``FuncEnv`` as :class:`~vecenv.jax.JaxEnv`.
 
-``adapt`` recognises an environment and picks the adapter of its library; ``make_env`` builds one by name. Only Brax and
-MuJoCo Playground have registries of bare names. The two do not overlap, so a name alone says which library is meant.
+Names in Brax and Playground do not overlap, so ``make_env`` needs no library. The adapters hide these traits:
 
-What the libraries do not say in their types, and what the adapters therefore put right:
-
-* Brax and Playground: actions of the built-in environments are in [-1, 1], also where the actuators' control range is not
-  (``humanoid`` 0.4, ``inverted_pendulum`` 3, ``pusher`` 2: these rescale inside ``step``). ``done`` is termination; the time
-  limit is the wrapper's business. ``info["time_out"]`` of some environments equals ``done`` and says nothing about a limit.
-  Some of their wrappers change the ``info`` dict of the state they are given, so it is copied first.
-* gymnax: ``step`` resets by itself and computes a reset at every step; ``step_env`` does neither.
+* Brax and Playground: actions are in [-1, 1], even where the actuators' range differs (``humanoid`` 0.4,
+  ``inverted_pendulum`` 3, ``pusher`` 2 rescale in ``step``). ``done`` is termination; wrappers apply the time limit.
+  ``info["time_out"]`` equals ``done`` in some environments and implies no limit. Some wrappers modify the ``info`` dict of
+  their input state, so the adapter copies it.
+* gymnax: ``step`` resets and computes a reset at every step; ``step_env`` does neither.
 * jumanji: ``last`` with a discount of 0 is termination, any other ``last`` is truncation.
 """
 
@@ -44,20 +41,20 @@ __all__ = [
 def adapt(
     env: Any, *, rescale: str | tuple[Any, Any] | None = None, max_episode_steps: int | None = None, **env_kwargs: Any
 ) -> JaxEnv:
-    """Make a :class:`JaxEnv` of an environment of Brax, MuJoCo Playground, gymnax, jumanji or Gymnasium's ``FuncEnv``.
+    """Convert an environment of Brax, MuJoCo Playground, gymnax, jumanji or Gymnasium's ``FuncEnv`` to a :class:`JaxEnv`.
 
     Args:
-        env: The environment; or a name known to Brax or Playground; or a pair ``(env, params)`` of gymnax's or a
-            ``FuncEnv``; or a ``JaxEnv``, which is returned as it is. Brax's and Playground's training wrappers around an
-            environment are recognised: an ``AutoResetWrapper`` is taken off (autoreset is done better outside), the limit
+        env: The environment; or a name in Brax or Playground; or a pair ``(env, params)`` of gymnax or a
+            ``FuncEnv``; or a ``JaxEnv``, which is returned unchanged. Brax's and Playground's training wrappers around an
+            environment are recognised: an ``AutoResetWrapper`` is removed (autoreset is better done outside), the limit
             of an ``EpisodeWrapper`` is adopted, wrappers that batch are refused.
-        rescale: ``(low, high)`` advertises ``Box(low, high)`` and maps actions linearly onto the native bounds;
-            ``"actuator"`` takes the control range of the physics model's actuators for ``low`` and ``high``.
+        rescale: ``(low, high)`` declares ``Box(low, high)`` and maps actions linearly onto the native bounds;
+            ``"actuator"`` uses the control range of the physics model's actuators for ``low`` and ``high``.
         max_episode_steps: Replaces the time limit in steps; -1 for none.
         **env_kwargs: Passed to the library together with a name, such as ``backend="spring"``.
 
     Raises:
-        gymnasium.error.NameNotFound: No installed library knows the name; close matches are listed.
+        gymnasium.error.NameNotFound: No installed library has the name; close matches are listed.
         TypeError: The object is of no known kind, or keyword arguments came with an environment that exists already.
         ValueError: A wrapped environment that cannot be unwrapped, or a rescaling of unbounded actions.
     """
@@ -75,14 +72,14 @@ def adapt(
 
 
 def differentiability(env: Any) -> str:
-    """How a step of ``env`` can be differentiated with respect to its action.
+    """Return the kind of derivative that a step of ``env`` has with respect to its action.
 
     Args:
-        env: A ``JaxEnv``, anything :func:`vecenv.jax.adapt` accepts, or a vector env over one.
+        env: A ``JaxEnv``, any input of :func:`vecenv.jax.adapt`, or a vector env over one.
 
     Returns:
-        ``"reverse"``: ``jax.grad`` and everything else; ``"forward"``: ``jax.jvp`` only; ``"none"``: no derivative, or
-        one that is zero whatever the action.
+        ``"reverse"``: ``jax.grad`` and everything else; ``"forward"``: ``jax.jvp`` only; ``"zero"``: it is 0 for every
+        action; ``"none"``: no derivative.
     """
     return adapt(getattr(env, "single_env", env)).differentiable
 
@@ -91,14 +88,14 @@ def require_gradient(env: Any, mode: str = "reverse") -> None:
     """Raise unless ``env`` can be differentiated in ``mode`` (``"reverse"`` or ``"forward"``).
 
     Raises:
-        ValueError: It cannot; the message names the cure where there is one.
+        ValueError: It cannot; the message names the remedy if there is one.
     """
     single = getattr(env, "single_env", env)
     found = getattr(single, "differentiable", "reverse")
     if found == "reverse" or (found == "forward" and mode == "forward"):
         return
     advice = getattr(single, "gradient_advice", lambda: "")()
-    what = "no derivative" if found == "none" else "no reverse-mode derivative (jax.grad)"
+    what = {"none": "no derivative", "zero": "a derivative of 0"}.get(found, "no reverse-mode derivative (jax.grad)")
     raise ValueError(f"A step of {getattr(single, 'name', single)} has {what} with respect to its action. {advice}")
 
 
@@ -106,14 +103,14 @@ _MODULES = {"brax": "brax.envs", "playground": "mujoco_playground"}
 
 
 def available_envs(library: str | None = None) -> dict[str, tuple[str, ...]]:
-    """The names that :func:`make_env` and ``JaxVectorEnv`` know, by library; only libraries that are installed.
+    """Return the names that :func:`make_env` and ``JaxVectorEnv`` accept, by library; only installed libraries.
 
     Args:
         library: ``"brax"`` or ``"playground"`` for one of them; default, all.
 
     Raises:
         ValueError: An unknown library.
-        ImportError: The library asked for is not installed.
+        ImportError: ``library`` is not installed.
     """
     if library is None:
         installed = [name for name, module in _MODULES.items() if importlib.util.find_spec(module.split(".")[0])]
@@ -126,13 +123,13 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
 
     Args:
         name: Such as ``"ant"`` (Brax) or ``"CartpoleBalance"`` (Playground).
-        library: ``"brax"`` or ``"playground"``; default, whichever knows the name.
+        library: ``"brax"`` or ``"playground"``; default, the one that has the name.
         **kwargs: For Brax, of the environment's class (``backend="spring"``); for Playground, ``config`` and
-            ``config_overrides``. Playground runs on MJX's JAX implementation unless ``config_overrides`` says otherwise:
+            ``config_overrides``. Playground runs on MJX's JAX implementation unless ``config_overrides`` selects another:
             its own default, warp, compiles for half a minute on a CPU and has no gradient.
 
     Raises:
-        gymnasium.error.NameNotFound: No library knows the name; close matches are listed.
+        gymnasium.error.NameNotFound: No library has the name; close matches are listed.
         TypeError: The environment refuses a keyword argument.
         ValueError: It refuses the value of one, such as a backend that does not exist.
         FileNotFoundError: A Playground environment needs model files that could not be fetched.
@@ -167,7 +164,7 @@ def _build_brax(name: str, **kwargs: Any) -> Any:
     kind = envs._envs[name]
     signatures = [inspect.signature(vars(cls)["__init__"]) for cls in kind.__mro__[:-1] if "__init__" in vars(cls)]
     if unknown := sorted(kwargs.keys() - {parameter for each in signatures for parameter in each.parameters}):
-        raise TypeError(f"Brax's {name} has no arguments {unknown}.")  # which it might ignore
+        raise TypeError(f"Brax's {name} has no arguments {unknown}.")  # Brax might ignore them
     try:
         return envs.get_environment(name, **kwargs)
     except ValueError as error:
@@ -214,10 +211,10 @@ _EPISODE = {"EpisodeWrapper"}
 
 
 def recognise(env: Any) -> JaxEnv:
-    """The adapter for an environment object, chosen by what it can do.
+    """Return the adapter for an environment object, chosen by its methods.
 
     Raises:
-        TypeError: It is like nothing known; the message lists what is.
+        TypeError: The object matches no known kind; the message lists those.
     """
     env, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
     if hasattr(env, "step_env") and hasattr(env, "reset_env"):
@@ -237,7 +234,7 @@ def recognise(env: Any) -> JaxEnv:
 
 
 def _unwrap(env: Any) -> JaxEnv:
-    """Take Brax's and Playground's training wrappers off from the outside; adopt the limit of an episode wrapper."""
+    """Remove Brax's and Playground's training wrappers from the outside; adopt the limit of an episode wrapper."""
     limit, skip, layer = None, 1, env
     while type(layer).__name__ in _AUTORESET | _EPISODE:
         if type(layer).__name__ in _EPISODE:
@@ -259,7 +256,7 @@ def _unwrap(env: Any) -> JaxEnv:
 
 
 class BraxAdapter(Adapter):
-    """Brax and MuJoCo Playground: ``reset(key) -> State``, ``step(State, action) -> State``.
+    """An adapter for Brax and MuJoCo Playground: ``reset(key) -> State``, ``step(State, action) -> State``.
 
     ``info`` holds the environment's metrics and the numeric entries of its own ``info`` (not its random keys).
     """
@@ -282,7 +279,7 @@ class BraxAdapter(Adapter):
         return state, plain(state.obs)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        if self.is_playground:  # it scans over the action, as float64 in 64-bit mode, and the space says float32
+        if self.is_playground:  # in 64-bit mode its scan over the action needs float64, but the space is float32
             action = jnp.asarray(action, jnp.result_type(float))
         state = self.env.step(jax.tree.map(lambda leaf: leaf, state), action)  # the copy: wrappers change info in place
         info = {**_numeric(state.info), **_numeric(state.metrics)}
@@ -328,7 +325,7 @@ class BraxAdapter(Adapter):
 
 
 class GymnaxAdapter(Adapter):
-    """gymnax: ``reset_env(key, params)``, ``step_env(key, state, action, params)``."""
+    """An adapter for gymnax: ``reset_env(key, params)``, ``step_env(key, state, action, params)``."""
 
     def __init__(self, env: Any, params: Any = None) -> None:
         self.env = env
@@ -352,7 +349,7 @@ class GymnaxAdapter(Adapter):
 
 
 class JumanjiAdapter(Adapter):
-    """jumanji: ``reset(key) -> (state, TimeStep)``, ``step(state, action) -> (state, TimeStep)``."""
+    """An adapter for jumanji: ``reset(key) -> (state, TimeStep)``, ``step(state, action) -> (state, TimeStep)``."""
 
     def __init__(self, env: Any) -> None:
         self.env = env
@@ -377,7 +374,7 @@ class JumanjiAdapter(Adapter):
 
 
 class FuncAdapter(Adapter):
-    """Gymnasium's ``FuncEnv``: ``initial``, ``transition``, ``observation``, ``reward``, ``terminal``."""
+    """An adapter for ``FuncEnv``: ``initial``, ``transition``, ``observation``, ``reward``, ``terminal``."""
 
     def __init__(self, env: Any, params: Any = None) -> None:
         self.env = env
@@ -400,7 +397,7 @@ class FuncAdapter(Adapter):
 
 
 def actuator_range(env: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """``(low, high)``, each ``float32[action_size]``: the control range of the actuators of a physics model."""
+    """Return ``(low, high)``, each ``float32[action_size]``: the control range of the actuators of a physics model."""
     model = env.model
     table = model.actuator.ctrl_range if hasattr(model, "actuator") else model.actuator_ctrlrange
     table = np.asarray(table, np.float32)
@@ -408,7 +405,7 @@ def actuator_range(env: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
 
 
 def plain(value: Any) -> PyTree:
-    """Observations as dicts, tuples and arrays: named tuples and dataclasses become dicts of their fields."""
+    """Convert observations to dicts, tuples and arrays: named tuples and dataclasses become dicts of their fields."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
@@ -421,7 +418,7 @@ def plain(value: Any) -> PyTree:
 
 
 def space_like(obs: PyTree) -> gym.Space[Any]:
-    """An unbounded space for observations of given shapes and dtypes (arrays or ``ShapeDtypeStruct``)."""
+    """Return an unbounded space for observations of given shapes and dtypes (arrays or ``ShapeDtypeStruct``)."""
     if isinstance(obs, dict):
         return spaces.Dict({key: space_like(value) for key, value in obs.items()})
     if isinstance(obs, tuple):
@@ -436,7 +433,7 @@ def space_like(obs: PyTree) -> gym.Space[Any]:
 
 
 def _numeric(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of an info dict that are arrays, at any depth; random keys and other objects are left out."""
+    """Select the entries of an info dict that are arrays, at any depth; random keys and other objects are left out."""
     kept: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, Mapping):
@@ -461,7 +458,7 @@ def _box(low: Any, high: Any, shape: Any, dtype: Any) -> gym.Space[Any]:
 
 
 def _gymnax_space(space: Any, obs: PyTree = None) -> gym.Space[Any]:
-    """A space of gymnax, its Boxes in the dtypes of ``obs``: ``Catch-bsuite`` announces int32 and returns float32."""
+    """Convert a gymnax space, with Boxes in the dtypes of ``obs``: ``Catch-bsuite`` declares int32 and returns float32."""
     kind = type(space).__name__
     if kind == "Discrete":
         return spaces.Discrete(int(space.n))

@@ -1,28 +1,19 @@
-"""Rollouts over anything with ``reset(key)`` and ``step(state, action)`` on :class:`~vecenv.jax.EnvState`.
+"""Rollouts over any environment with ``reset(key)`` and ``step(state, action)`` on :class:`~vecenv.jax.EnvState`.
 
-A bridged vector of processes and a JAX-native one are the same to these functions. Every call of ``env.step`` counts: there
-is none to learn a shape, none after the last transition that is wanted, and none whose result is thrown away.
+Every call of ``env.step`` counts: none is made to learn a shape, after the last transition, or for a discarded result.
 
-A policy is a function ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a
-recurrent policy (``()`` for others), ``first`` (``bool[n]``) marks rows whose episode begins with ``obs``, where that memory
-must be reset (:func:`reset_carry`), and ``extras`` is a dict of arrays to keep with the transition, such as
-log-probabilities. :func:`stateless` makes one of a simpler function.
+A policy is ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a recurrent
+policy (``()`` for others), to be reset (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) marks that ``obs`` begins
+an episode. ``extras`` is a dict of arrays to keep with the transition. :func:`stateless` wraps a simpler function.
 
-With ``overlap=True`` there are two environments, and while the processes of one step, the policy acts for the other. The
-order of the calls is what makes them overlap: host calls of a program run one after the other, as they are written, and
-the policy of one half stands between the ``send`` of the other half and its ``recv``.
-
-Evaluations count whole episodes, each exactly once: the first of every row, or its first few. What the environment does
-afterwards, while slower rows finish, is masked, and the loop stops when the last episode that is wanted has ended.
-
-:func:`truncated_bptt` differentiates a rollout in pieces. The gradient of a long rollout of a physical system grows
-exponentially with its length, and the memory that it needs grows linearly. Cutting it every ``horizon`` steps bounds both.
+Evaluations count whole episodes, each once; steps of a row after its last one are masked. The gradient of a long rollout
+of a physical system grows exponentially with its length and its memory linearly, so :func:`truncated_bptt` cuts
+it every ``horizon`` steps.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -35,7 +26,7 @@ from vecenv.jax.env import Array, EnvState, PyTree, select
 from vecenv.jax.libraries import require_gradient
 
 __all__ = [
-    "EpisodeMetrics", "FunctionalEnv", "Policy", "SplitEnv", "StepFunction", "Trajectory", "eval_rollout_episode",
+    "EpisodeMetrics", "FunctionalEnv", "Policy", "StepFunction", "Trajectory", "eval_rollout_episode",
     "fast_eval_rollout_episode", "reset_carry", "rollout", "stateless", "truncated_bptt",
 ]  # fmt: skip
 
@@ -44,32 +35,23 @@ Policy = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[PyTree, PyTree, 
 
 
 class FunctionalEnv(Protocol):
-    """What the rollouts ask of an environment; a ``discount`` attribute is used where there is one."""
+    """An environment for the rollouts, which use its ``discount`` attribute if it has one."""
 
     def step(self, state: EnvState, action: PyTree) -> EnvState: ...
-
-
-class SplitEnv(FunctionalEnv, Protocol):
-    """What ``overlap=True`` asks of each half: a step in two parts. The pending state between them keeps ``obs`` and
-    ``first`` as they were."""
-
-    def send(self, state: EnvState, action: PyTree) -> EnvState: ...
-
-    def recv(self, state: EnvState) -> EnvState: ...
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """Transitions, leaves ``[T, *B, ...]``: row t is what happened between ``obs[t]`` and ``next_obs[t]``.
+    """Transitions with leaves ``[T, *B, ...]``: row t describes the step from ``obs[t]`` to ``next_obs[t]``.
 
     Attributes:
-        obs, action: What was seen, and done.
+        obs, action: The observation acted on, and the action.
         reward, terminated, truncated, next_obs, valid: As in :class:`~vecenv.jax.EnvState`, after the step. Bootstrap from
             ``next_obs`` where not ``terminated``; learn only where ``valid``.
         first: ``obs`` begins an episode.
-        policy_extras: What the policy returned beside the action.
-        env_extras: The fields of the state that were asked for by name, after the step.
+        policy_extras: The policy's ``extras``.
+        env_extras: The fields of the state that ``extras`` names, after the step.
     """
 
     obs: PyTree
@@ -89,7 +71,7 @@ class Trajectory:
         return self.terminated | self.truncated
 
     def keeping(self, names: Sequence[str]) -> Trajectory:
-        """With these fields only, and ``None`` in the others; ``"done"`` is both flags. What is left out is not computed.
+        """Keep only these fields, and set the others to ``None``, which are then not computed; ``"done"`` means both flags.
 
         Raises:
             ValueError: There is no such field.
@@ -103,7 +85,7 @@ class Trajectory:
 
 
 def stateless(function: Callable[[PyTree, PyTree, Array], tuple[PyTree, dict[str, Any]]]) -> Policy:
-    """A policy without memory of ``function(params, obs, key) -> (action, extras)``; its carry is ``()``."""
+    """Turn ``function(params, obs, key) -> (action, extras)`` into a policy without memory; its carry is ``()``."""
 
     def policy(params: PyTree, carry: PyTree, obs: PyTree, first: Array, key: Array) -> Any:
         del first
@@ -114,47 +96,31 @@ def stateless(function: Callable[[PyTree, PyTree, Array], tuple[PyTree, dict[str
 
 
 def rollout(
-    env: FunctionalEnv | StepFunction | tuple[SplitEnv, SplitEnv], policy: Policy, params: PyTree,
-    state: EnvState | tuple[EnvState, EnvState], carry: PyTree, key: Array, length: int, extras: Sequence[str] = (), *,
-    overlap: bool = False, checkpoint: bool = False,
-) -> tuple[Trajectory, Any, PyTree]:  # fmt: skip
-    """``length`` steps of a policy.
+    env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
+    length: int, extras: Sequence[str] = (), *, checkpoint: bool = False,
+) -> tuple[Trajectory, EnvState, PyTree]:  # fmt: skip
+    """Take ``length`` steps of a policy.
 
     Args:
-        env: Anything with ``step(state, action)`` on ``EnvState``, or such a function itself; with ``overlap``, a pair of
-            bridged environments.
+        env: Anything with ``step(state, action)`` on ``EnvState``, or such a function itself.
         policy: See the top of this module.
         params: Passed to the policy.
-        state: Where to begin: from ``env.reset(key)`` or an earlier rollout. With ``overlap``, a pair.
-        carry: The policy's memory to begin with; ``()`` for none. With ``overlap``, a pair.
+        state: The state to begin with: from ``env.reset(key)`` or an earlier rollout.
+        carry: The policy's memory to begin with; ``()`` for none.
         key: For the policy's randomness; step t gets ``fold_in(key, t)``.
         length: Number of steps ``T``.
         extras: Names of ``EnvState`` fields (``"steps"``, ``"last_return"``, ``"done"`` ...) or keys of its ``info`` to keep
             in ``env_extras``.
-        overlap: Double-buffered stepping: while one half of the environments steps in its processes, the policy acts for the
-            other half. Everything is exactly as in two rollouts without it, of half i with ``fold_in(key, i)``; the
-            trajectory has the rows of the first half, then those of the second.
-        checkpoint: Recompute each step in the backward pass instead of storing what it needs: memory for time. Only for
-            environments that may be stepped twice, so not for bridged processes.
+        checkpoint: Recompute each step in the backward pass instead of storing its intermediate values, which saves memory
+            and costs time. Only for environments that may be stepped twice, so not for bridged processes.
 
     Returns:
-        The trajectory, the state after it (``EnvState``; with ``overlap``, a pair), and the policy's memory after it.
+        The trajectory, the state after it, and the policy's memory after it.
 
     Raises:
-        ValueError: ``extras`` names something that the state does not have; or ``overlap`` without pairs, pairs without
-            ``overlap``, and ``overlap`` with ``checkpoint`` or a policy whose extras have no axis of rows.
-        TypeError: ``overlap`` with an environment that has no ``send`` and ``recv``.
+        ValueError: ``extras`` names a field that the state does not have.
     """
-    pairs = [name for name, value in (("env", env), ("state", state)) if isinstance(value, tuple)]
-    for each in state if isinstance(state, tuple) else (state,):
-        _check_extras(each, extras)
-    if overlap:
-        if checkpoint:
-            raise ValueError("overlap=True steps processes, which cannot be stepped again: leave checkpoint=False.")
-        _check_halves(env, state, carry, length)
-        return _overlapped(env, policy, params, state, carry, key, length, extras)
-    if pairs:
-        raise ValueError(f"{' and '.join(pairs)}: a pair is for overlap=True; without it, roll out each half alone.")
+    _check_extras(state, extras)
 
     def act(carried: Any, t: Array) -> Any:
         state, carry = carried
@@ -169,14 +135,17 @@ def rollout(
 def take_step(
     env: Any, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array, extras: Sequence[str] = ()
 ) -> tuple[EnvState, PyTree, Trajectory]:
-    """Act once: ``(state, carry, transition)``, the last with leaves ``[*B, ...]``; ``extras`` as for :func:`rollout`."""
+    """Act once and return ``(state, carry, transition)``.
+
+    The transition has leaves ``[*B, ...]``; ``extras`` as for :func:`rollout`.
+    """
     carry, action, policy_extras = policy(params, carry, state.obs, state.first, key)
     after = getattr(env, "step", env)(state, action)
     return after, carry, _transition(state, action, policy_extras, after, extras)
 
 
 def reset_carry(first: Array, carry: PyTree, initial: PyTree) -> PyTree:
-    """A recurrent policy's memory with the rows that begin an episode set to ``initial`` (leaves ``[*B, ...]``)."""
+    """Set a recurrent policy's memory to ``initial`` (leaves ``[*B, ...]``) in the rows that begin an episode."""
     return jax.tree.map(lambda start, old: select(first, jnp.broadcast_to(start, old.shape), old), initial, carry)
 
 
@@ -202,99 +171,18 @@ def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
             raise ValueError(f"No field {name!r} in the state; there are {known}, and in its info {sorted(state.info)}.")
 
 
-# -- two halves ----------------------------------------------------------------------------------------------------------
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _RolloutRequest:
-    """One half between its ``send`` and its ``recv``."""
-
-    pending: EnvState
-    carry: PyTree
-    action: PyTree
-    policy_extras: dict[str, Any]
-
-
-def _overlapped(
-    envs: Any, policy: Policy, params: PyTree, states: Any, carries: Any, key: Array, length: int, extras: Sequence[str],
-) -> tuple[Trajectory, tuple[EnvState, ...], tuple[PyTree, ...]]:
-    keys = [jax.random.fold_in(key, half) for half in (0, 1)]
-    rows = states[0].reward.shape[0]
-
-    def send(half: int, state: EnvState, carry: PyTree, t: Any) -> _RolloutRequest:
-        now = jax.random.fold_in(keys[half], t)
-        carry, action, policy_extras = policy(params, carry, state.obs, state.first, now)
-        return _RolloutRequest(envs[half].send(state, action), carry, action, policy_extras)
-
-    def recv(half: int, request: _RolloutRequest) -> tuple[EnvState, Trajectory]:
-        after = envs[half].recv(request.pending)
-        return after, _transition(request.pending, request.action, request.policy_extras, after, extras)
-
-    def received(half: int, request: _RolloutRequest, trajectory: Trajectory, t: Any) -> tuple[EnvState, Trajectory]:
-        """The state after the step that is pending, and ``trajectory`` with its row t."""
-        state, transition = recv(half, request)
-
-        def put(whole: Array, part: Array) -> Array:
-            return jax.lax.dynamic_update_slice(whole, part[None], (t, half * rows) + (0,) * (part.ndim - 1))
-
-        return state, jax.tree.map(put, trajectory, transition)
-
-    def turn(t: Array, carried: Any) -> Any:
-        requests, trajectory = list(carried[0]), carried[1]
-        for half in (0, 1):
-            state, trajectory = received(half, requests[half], trajectory, t - 1)
-            requests[half] = send(half, state, requests[half].carry, t)
-        return tuple(requests), trajectory
-
-    requests = tuple(send(half, states[half], carries[half], 0) for half in (0, 1))
-    trajectory = _blank([jax.eval_shape(functools.partial(recv, half), requests[half])[1] for half in (0, 1)], length)
-    # Rows are written into the trajectory as they come, because the last one comes after the loop: appending it would copy
-    # all the others.
-    requests, trajectory = jax.lax.fori_loop(1, length, turn, (requests, trajectory))
-    first, trajectory = received(0, requests[0], trajectory, length - 1)
-    second, trajectory = received(1, requests[1], trajectory, length - 1)
-    return trajectory, (first, second), tuple(request.carry for request in requests)
-
-
-def _blank(transitions: list[Trajectory], length: int) -> Trajectory:
-    """Room for ``length`` transitions of both halves, whose shapes are given."""
-
-    def zeros(path: Any, first: Any, second: Any) -> Array:
-        if not (first.ndim and second.ndim):
-            where = jax.tree_util.keystr(path)
-            raise ValueError(f"overlap=True joins the rows of both halves; the policy's {where} has no axis of rows.")
-        return jnp.zeros((length, first.shape[0] + second.shape[0], *first.shape[1:]), first.dtype)
-
-    return jax.tree_util.tree_map_with_path(zeros, *transitions)  # type: ignore[no-any-return]
-
-
-def _check_halves(env: Any, state: Any, carry: Any, length: int) -> None:
-    for name, value in (("env", env), ("state", state), ("carry", carry)):
-        if not isinstance(value, tuple) or len(value) != 2:
-            found = f"{len(value)} of them" if isinstance(value, tuple) else type(value).__name__
-            raise ValueError(f"overlap=True takes a pair as {name}, one for each half of the environments; got {found}.")
-    for half in env:
-        if not (hasattr(half, "send") and hasattr(half, "recv")):
-            raise TypeError(f"overlap=True needs send and recv, as bridges have them; {type(half).__name__} has none.")
-    if env[0] is env[1]:
-        raise ValueError("overlap=True needs two environments, and got one twice.")
-    if length < 1:
-        raise ValueError(f"overlap=True needs a length of at least 1, got {length}.")
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class EpisodeMetrics:
-    """One entry an episode; ``[*B]``, or ``[num_episodes]`` where that was asked for.
+    """The results of an evaluation, one entry per episode: ``[*B]``, or ``[num_episodes]`` if that was given.
 
     Attributes:
         episode_return, discounted_return: ``float``: sums of rewards, the second with the environment's ``discount``.
         episode_length: ``int32``: steps.
-        terminated, truncated: ``bool``: how it ended.
-        finished: ``bool``: whether it ended before the evaluation did. The entries of an unfinished episode are of its
-            beginning only.
-        env_steps: ``int32[]``: how many vector steps were made.
+        terminated, truncated: ``bool``: the flags of its end.
+        finished: ``bool``: it ended before the evaluation did. The entries of an unfinished episode cover only its
+            beginning.
+        env_steps: ``int32[]``: the number of vector steps.
     """
 
     episode_return: Array
@@ -310,12 +198,12 @@ def eval_rollout_episode(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
     max_steps: int, *, keep: Sequence[str] | None = None,
 ) -> tuple[Trajectory, EpisodeMetrics, EnvState]:  # fmt: skip
-    """The first episode of every row, step by step, until the last of them has ended.
+    """Evaluate the first episode of every row, step by step, until the last of them has ended.
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
-        max_steps: Steps at most; the trajectory has this length.
-        keep: The fields of the trajectory that are wanted, as ``("reward", "done")``; the others are ``None``, and cost
+        max_steps: Maximum number of steps, and the length of the trajectory.
+        keep: The fields of the trajectory to keep, such as ``("reward", "done")``; the others are ``None``, and cost
             neither time nor memory. Default, all.
 
     Raises:
@@ -323,8 +211,8 @@ def eval_rollout_episode(
 
     Returns:
         The trajectory, its metrics, and the last state. After a row's first episode ``reward`` is 0, ``valid`` is False,
-        and ``terminated``, ``truncated`` and ``done`` stay as the episode ended: the length of the episode is the number of
-        rows up to the first ``done``. The other fields mean nothing there. Lanes of a bridge stop together.
+        and ``terminated``, ``truncated`` and ``done`` keep their values from its end: the length of the episode is the
+        number of rows up to the first ``done``. The other fields have no meaning there. Lanes of a bridge stop together.
     """
     whole = _counted_step(env, policy, params, key)
 
@@ -351,18 +239,18 @@ def fast_eval_rollout_episode(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
     max_steps: int, num_episodes: int | None = None,
 ) -> tuple[EpisodeMetrics, EnvState]:  # fmt: skip
-    """Metrics of whole episodes and nothing else; stops as soon as the last of them has ended.
+    """Evaluate whole episodes and return only their metrics; stops when the last of them has ended.
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
-        max_steps: Steps at most for one episode per row, and as many times more for several.
-        num_episodes: Default, one episode per row. Otherwise the number of all of them, the same share for each row, decided
-            beforehand (taking whichever end first would favour short ones); entry ``r * n + i`` is episode r of row i. Rows
+        max_steps: Maximum number of steps for one episode per row; for several, it is multiplied by their number per row.
+        num_episodes: Default, one episode per row. Otherwise the total number, the same share for each row, decided
+            beforehand (counting the first to end would favour short ones); entry ``r * n + i`` is episode r of row i. Rows
             that do not reset themselves (DISABLED) are reset, by ``env.reset_mask``, while they have episodes left.
 
     Returns:
-        Metrics, and the last state. It is a while loop, so it is not differentiable in reverse mode, and under ``vmap`` a
-        JAX-native environment is stepped until the last lane is ready.
+        Metrics, and the last state. The while loop has no reverse-mode derivative, and under ``vmap`` a JAX-native
+        environment is stepped until the last lane has finished.
 
     Raises:
         ValueError: ``num_episodes`` is not positive.
@@ -394,7 +282,7 @@ def fast_eval_rollout_episode(
 
 
 def _in_any_lane(state: EnvState, going: Array) -> Array:
-    """Whether ``going`` holds in any lane: those of a bridged environment can only be stepped together."""
+    """Return ``going`` over all lanes of a bridged environment, because its lanes can only be stepped together."""
     if state.token is None:
         return going
     return _anywhere(going)  # type: ignore[no-any-return]
@@ -414,11 +302,11 @@ def _(size: int, batched: Any, going: Array) -> tuple[Array, bool]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Tally:
-    """Running sums of one or several episodes a row.
+    """Running sums of one or several episodes per row.
 
     Attributes:
         sums: Leaves ``[rounds, *B]``, and ``env_steps``.
-        count, quota: ``int32[*B]``: how many episodes ended, and how many are wanted.
+        count, quota: ``int32[*B]``: the episodes that have ended, and the number to evaluate.
     """
 
     sums: EpisodeMetrics
@@ -434,7 +322,7 @@ class _Tally:
 
     @property
     def active(self) -> Array:
-        """``bool[*B]``: rows whose share of episodes has not ended."""
+        """``bool[*B]``: the rows with episodes left."""
         return self.count < self.quota
 
     def add(self, state: EnvState, discount: float) -> _Tally:
@@ -458,13 +346,13 @@ class _Tally:
         return _Tally(sums, self.count + jnp.any(ended, axis=0), self.quota)
 
     def last_flags(self) -> dict[str, Any]:
-        """``terminated`` and ``truncated`` (``bool[*B]``) as the latest episode of each row that has ended left them."""
+        """Return ``terminated`` and ``truncated`` (``bool[*B]``) of the end of each row's latest finished episode."""
         latest = jnp.maximum(self.count - 1, 0)[None]
         names = ("terminated", "truncated")
         return {name: jnp.take_along_axis(getattr(self.sums, name), latest, axis=0)[0] for name in names}
 
     def metrics(self) -> EpisodeMetrics:
-        """Of the first episode of every row."""
+        """Return the metrics of the first episode of every row."""
         return jax.tree.map(lambda x: x[0] if x.ndim else x, self.sums)  # type: ignore[no-any-return]
 
 
@@ -474,7 +362,7 @@ _Carried: TypeAlias = tuple[EnvState, PyTree, _Tally]
 def _counted_step(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, key: Array
 ) -> Callable[[_Carried], tuple[_Carried, Trajectory]]:
-    """One step of an evaluation; what it adds to a row that has had its episodes is blank."""
+    """Return a function for one step of an evaluation; rows without episodes left add nothing."""
     discount = float(getattr(env, "discount", 1.0))
 
     def act(carried: _Carried) -> tuple[_Carried, Trajectory]:
@@ -494,7 +382,7 @@ def _counted_step(
 def truncated_bptt(
     env: FunctionalEnv, policy: Policy, horizon: int, loss: Callable[[Trajectory], Array]
 ) -> Callable[[PyTree, EnvState, PyTree, Array, int], tuple[Array, PyTree, EnvState, PyTree]]:
-    """A function that rolls out and differentiates in pieces of ``horizon`` steps.
+    """Return a function that rolls out and differentiates in pieces of ``horizon`` steps.
 
     Args:
         env: A differentiable :class:`~vecenv.jax.FunctionalVectorEnv`.
@@ -504,10 +392,11 @@ def truncated_bptt(
 
     Returns:
         ``gradients(params, state, carry, key, pieces) -> (loss, grads, state, carry)``: means over ``pieces`` pieces, and
-        where the rollout ended. ``pieces`` is static under ``jit``.
+        the end of the rollout. ``pieces`` is static under ``jit``.
 
     Raises:
-        ValueError: ``horizon`` is not positive, or the environment has no reverse-mode derivative; says the cure.
+        ValueError: ``horizon`` is not positive, or the environment has no reverse-mode derivative; the message names the
+            remedy.
     """
     if horizon < 1:
         raise ValueError(f"horizon must be positive, got {horizon}.")

@@ -1,20 +1,18 @@
-"""Messages between the caller and its workers: what they say, and their bytes. Values and pure functions, no I/O.
+"""The messages between the caller and its workers, and their encoding, without I/O.
 
-A message is five bytes, a word and a sequence number; the high bit of the word says that a pickled payload follows. A step
-or a reset, and its answer, is five bytes and nothing else, because everything else lies in shared memory. The sequence
-number makes it impossible to give an answer to another request, for example to one made after a timeout.
+A message is five bytes: an operation and a sequence number. The operation's high bit announces a pickled payload. Most steps
+and resets need none, as their data lies in shared memory. A late reply cannot be assigned to another request, because it
+carries the number of its own request.
 
-The payload of an answer is an :class:`Outcome`. Each info value, result and observation in it is a pickle of its own: one
-that cannot be pickled, or does harm when it is unpickled, is reported with its environment and key, and the others arrive.
-
-Pickle sends a class by its name, cloudpickle sends those of ``__main__`` by value, as copies; but ``except MyError`` and
-``isinstance`` around a call of the engine mean the program's own class. So everything that can be found by its name is sent
-by it. A spawned worker has copies of the classes of ``__main__``; these are sent by their name as well, together with the
-copy for a program that has no such name. An exception is sent as an object only if it survives a pickle, and as text always.
+In a reply's payload (:class:`Outcome`) each info value, result and observation is pickled separately: one that cannot be
+pickled or unpickled is reported with its environment and key, and the others arrive. Classes and functions of ``__main__``
+are sent by name wherever possible, because ``isinstance`` and ``except MyError`` in the program refer to its own classes;
+a spawned worker adds its copy, for a program without that name. Exceptions are sent as text, and as objects if possible.
 """
 
 from __future__ import annotations
 
+import collections
 import io
 import operator
 import pickle
@@ -25,20 +23,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
-from types import FunctionType
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from types import CodeType, FunctionType
 from typing import Any, Final, TypeAlias
 
 import cloudpickle
 
-from vecenv.errors import EnvError, RemoteTraceback
+from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback
+from vecenv.front.infos import shown
 from vecenv.shm.arena import Place, SharedBlock, place_of
-from vecenv.system.uninterrupted import contained
+from vecenv.system.signals import contained
 
-# -- words and their bytes ---------------------------------------------------------------------------------------------
+# -- operations and their bytes ----------------------------------------------------------------------------------------
 
 
 class Op(IntEnum):
-    """What the caller asks of a worker. ``*_SOME`` means the rows whose ``requested`` number equals the message's own."""
+    """The operation of a request. ``*_SOME`` applies to the rows with the message's number in ``requested``."""
 
     STEP = 1
     STEP_SOME = 2
@@ -49,31 +50,32 @@ class Op(IntEnum):
     SET_ATTR = 7
     EXEC = 8
     CLOSE = 9
-    SET_NEXT = 10  # options and seeds of the episodes that autoreset begins
+    SET_NEXT = 10  # options and seeds for the episodes that autoreset begins
     SAVE = 11
     PROVE = 12
-    CHECK = 13  # snapshots to be loaded: read them and refuse those that do not fit, but touch nothing ...
-    LOAD = 14  # ... until all were found to fit
-    TAKE = 15  # another row, and an episode to begin ahead of time: not answered, and may be sent twice
-    FREEZE = 21  # copy the worker; the copy waits ...
-    THAW = 22  # ... until it is to be copied again, for a row
+    CHECK = 13  # read the snapshots to be loaded and refuse those that do not fit, but change nothing ...
+    LOAD = 14  # ... until all are known to fit
+    RUN = 21  # (function, argument): call the process's function, which may turn the process into another worker
 
 
 class Reply(IntEnum):
-    """What a worker answers."""
+    """The kind of a reply."""
 
-    READY = 17  # start-up is over; the payload holds what went wrong, per environment
+    READY = 17  # start-up is over; the payload holds the failures, by environment
     PLAIN = 18  # done, every info is empty
     COLUMNS = 19  # done, infos lie in shared memory
     FULL = 20  # done, the payload (an Outcome) holds what shared memory could not
 
 
-Message = tuple[int, int, bytes | None]  # word, sequence number, pickled payload
+Message = tuple[int, int, bytes | None]  # operation, sequence number, pickled payload
 
 Definition: TypeAlias = tuple[tuple[Any, Any], ...]
-"""Of an info: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
+"""Types: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
 
 PAYLOAD: Final = 0x80
+OVERLAPS: Final = 0x40
+"""Added to the operation of a message about one row, which a worker with ``env_threads`` executes concurrently. Its
+reply may precede theirs."""
 _HEADER: Final = struct.Struct("<BI")
 _LENGTH: Final = struct.Struct("<Q")
 HEAD: Final = _HEADER.size
@@ -83,18 +85,18 @@ FULL_HEAD: Final = HEAD + _LENGTH.size
 
 
 pack_head: Final = _HEADER.pack
-"""``(word, number) -> bytes``: a message without a payload. Give it plain ints: packing an enum takes longer."""
+"""``(operation, number) -> bytes``: a message without a payload. Pass plain ints: packing an enum takes longer."""
 
 
 def encode(word: int, seq: int, payload: bytes | None = None) -> bytes:
-    """The bytes of one message; ``payload`` is an already pickled object or nothing."""
+    """Encode one message. ``payload`` is already pickled."""
     if payload is None:
         return _HEADER.pack(word, seq)
     return _HEADER.pack(word | PAYLOAD, seq) + _LENGTH.pack(len(payload)) + payload
 
 
 def decode(data: bytes | bytearray) -> Message:
-    """The message whose bytes are ``data``, all of them."""
+    """Decode the bytes of exactly one message."""
     word, seq = _HEADER.unpack_from(data)
     if word < PAYLOAD:
         return word, seq, None
@@ -102,11 +104,11 @@ def decode(data: bytes | bytearray) -> Message:
 
 
 def missing_bytes(data: bytes | bytearray, have: int | None = None) -> int:
-    """How many bytes a message still lacks, but for one that lacks its length: then as many as that takes.
+    """Return how many bytes a message lacks. If even its length is missing, return how many bytes that lacks.
 
     Args:
         data: Its first bytes.
-        have: How many bytes of it are there, where that is more than ``data``.
+        have: Number of bytes received, if more than those in ``data``.
     """
     have = len(data) if have is None else have
     if have < HEAD:
@@ -124,7 +126,7 @@ def missing_bytes(data: bytes | bytearray, have: int | None = None) -> int:
 
 @dataclass(slots=True)
 class Failure:
-    """One environment's exception. ``error`` is the exception itself, in a message a :class:`PackedError`."""
+    """An exception of one environment. In a message, ``error`` is a :class:`PackedError`."""
 
     env: int
     error: Any
@@ -132,22 +134,27 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """The exception in a line."""
+        """The exception's type and text."""
         return self.error.summary if isinstance(self.error, PackedError) else summary(self.error)
+
+    @property
+    def has_result(self) -> bool:
+        """True if the row has a result besides: a value of it could not be sent."""
+        return not self.fatal and not isinstance(self.error, EpisodeOver)
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What a request brought about, apart from what lies in shared memory. All keys are environment indices.
+    """The results of a request, except those in shared memory. All keys are environment indices.
 
     Attributes:
         infos: Infos that could not be written as columns.
         observations: Observations of spaces without a fixed size.
-        finals: Last observations of ended episodes, where they are not in shared memory.
-        failures: Environments that raised.
+        finals: Last observations of ended episodes, if they are not in shared memory.
+        failures: Exceptions of environments.
         results: Results of ``call`` and functions.
         schemas: Definitions of info columns used for the first time.
-        warnings: (field, text) that the caller logs once.
+        warnings: (field, text) pairs, which the caller logs once.
         columns: Some infos or final observations lie in shared memory.
     """
 
@@ -161,19 +168,19 @@ class Outcome:
     columns: bool = False
 
     def is_plain(self) -> bool:
-        """Nothing here that would have to travel."""
+        """True if the outcome needs no payload."""
         values = self.infos or self.observations or self.finals or self.results
         return not (values or self.failures or self.schemas or self.warnings)
 
 
 PLAIN_OUTCOME: Final = Outcome()
-"""The outcome of a step or a reset that has nothing to report, the same object every time: it is never written to."""
+"""The outcome of a step or a reset without a payload. The object is shared: never modify it."""
 
 _WHAT: Final = {"results": "result", "observations": "observation", "finals": "observation"}
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """The payload of an outcome. It never raises because of an environment's values: each becomes a failure."""
+    """Pickle an outcome. A value that cannot be pickled becomes a failure of its environment."""
     failures = [
         one if isinstance(one.error, PackedError) else Failure(one.env, pack_error(one.error), one.fatal)
         for one in outcome.failures
@@ -188,7 +195,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
             return [(None, info)]
         try:
             return [(key, value) for key, value in info.items()]
-        except BaseException as error:  # the environment's own code; the worker goes on
+        except BaseException as error:  # raised by the environment's code: the worker continues
             note(row, error, f"info, a {type(info).__name__}, cannot be read")
             return []
 
@@ -213,7 +220,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
 
 
 def decode_outcome(payload: bytes) -> Outcome:
-    """The outcome again; each value that cannot be unpickled becomes a failure of its environment."""
+    """Unpickle an outcome. A value that cannot be unpickled becomes a failure of its environment."""
     outcome: Outcome = pickle.loads(payload)
     for row, (is_mapping, blobs) in list(outcome.infos.items()):
         items = [item for blob in blobs if (item := _unpickled(outcome, row, "info", blob)) is not None]
@@ -231,12 +238,12 @@ def _unpickled(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
         stand_in.__cause__ = error if isinstance(error, Exception) else None
         outcome.failures.append(Failure(row, stand_in, fatal=False))
 
-    # SystemExit included: an environment must not end its caller
+    # SystemExit included: an environment must not end the caller's process
     return contained(partial(pickle.loads, blob), failed, BaseException)
 
 
 def _key_in(blob: bytes) -> str:
-    """The key of an info value that cannot be unpickled: the first string in its pickle."""
+    """Return the key of an info value that cannot be unpickled, for errors: the first string or number in its pickle."""
     import pickletools
 
     for opcode, argument, _ in pickletools.genops(blob):
@@ -251,7 +258,7 @@ def _key_in(blob: bytes) -> str:
 
 
 def _of_main(qualname: str, copy: bytes) -> Any:
-    """What the main module has by this name; else the copy."""
+    """Return the main module's object of this name, or else the copy."""
     try:
         return operator.attrgetter(qualname)(sys.modules["__main__"])
     except AttributeError:
@@ -259,17 +266,17 @@ def _of_main(qualname: str, copy: bytes) -> Any:
 
 
 class _ByName:
-    """A pickler's rule: what the main module defines is pickled by its name."""
+    """A mixin for picklers that sends classes and functions of the main module by name."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, (type, FunctionType)) and value.__module__ in ("__main__", "__mp_main__"):
             try:
                 if operator.attrgetter(value.__qualname__)(sys.modules[value.__module__]) is value:
-                    return NotImplemented  # pickle sends its name
+                    return NotImplemented  # pickle sends the name
             except (AttributeError, KeyError):
                 pass
             if "<locals>" not in value.__qualname__:
-                return _of_main, (value.__qualname__, cloudpickle.dumps(value))
+                return _of_main, (value.__qualname__, dumps_with_code(value))
         other: Any = getattr(super(), "reducer_override", None)
         return NotImplemented if other is None else other(value)
 
@@ -278,30 +285,52 @@ class _Pickler(_ByName, pickle.Pickler):
     pass
 
 
-class _CloudPickler(_ByName, cloudpickle.Pickler):  # type: ignore[misc]
+def _reduce_code(code: CodeType) -> tuple[Any, ...]:
+    """Pickle code with the name of its file, which cloudpickle omits from version 3.1.3 on: tracebacks need it."""
+    function, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return function, tuple(code.co_filename if argument == "<dynamic-code>" else argument for argument in arguments)
+
+
+_REDUCERS: Final = collections.ChainMap({CodeType: _reduce_code}, *cloudpickle.Pickler.dispatch_table.maps)
+
+
+class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """cloudpickle's pickler, which keeps the file names of code."""
+
+    dispatch_table: Any = _REDUCERS
+
+
+def dumps_with_code(value: Any) -> bytes:
+    """Pickle a value, with the code of functions and classes that cannot be imported by name."""
+    buffer = io.BytesIO()
+    _CodePickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+class _CloudPickler(_ByName, _CodePickler):
     pass
 
 
 def dumps(value: Any, *, by_value: bool = False) -> bytes:
-    """Pickle for the other side, instances of the copied classes of a spawned worker included.
+    """Pickle a value for the other side, including instances of the classes that a spawned worker has copied.
 
     Args:
-        value: What is sent.
-        by_value: Send by value what has no name on the other side, a lambda for example.
+        value: The value to send.
+        by_value: Send objects by value that have no name on the other side, such as a lambda.
     """
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError):  # not the exception of a time limit
+    except (pickle.PicklingError, TypeError, AttributeError):  # not `Exception`: a time limit's exception must get through
         buffer = io.BytesIO()
         (_CloudPickler if by_value else _Pickler)(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         return buffer.getvalue()
 
 
 def dumps_by_value(value: Any) -> bytes:
-    """Pickle for a spawned process, which has copies of the classes of ``__main__``: they came with its functions."""
+    """Pickle a value for a spawned process, which received copies of the classes of ``__main__`` with its functions."""
     blob: bytes = dumps(value, by_value=True)
     if b"__main__" in blob:
-        blob = cloudpickle.dumps(value)
+        blob = dumps_with_code(value)
     return blob
 
 
@@ -313,8 +342,8 @@ class PackedError:
     """An exception in a message.
 
     Attributes:
-        blob: The pickled object, ``None`` if it does not survive a pickle.
-        summary: ``Type: text``, always.
+        blob: The pickled exception, or ``None`` if it cannot be pickled and unpickled.
+        summary: ``Type: text``.
         text: The traceback as the worker would have printed it.
     """
 
@@ -323,22 +352,19 @@ class PackedError:
     text: str
 
 
-def shown(value: Any) -> str:
-    """The repr of an environment's value, also of one whose ``__repr__`` raises."""
-    try:
-        return repr(value)
-    except Exception:
-        return f"a {type(value).__name__}"
-
-
 def summary(error: BaseException) -> str:
-    """``Type: text``, also of an exception whose own ``__str__`` raises."""
+    """Return ``Type: text``, even if the exception's own ``__str__`` raises."""
     name = type(error).__name__
     return contained(lambda: f"{name}: {error}", lambda _: f"{name} (it could not be printed)", BaseException)
 
 
+def original_summary(error: BaseException) -> str:
+    """Return the :func:`summary` of an exception, or of the exception that it replaces."""
+    return error.original if isinstance(error, EnvError) and error.original else summary(error)
+
+
 def pack_error(error: BaseException) -> PackedError:
-    """Make an exception ready for a message, in the process that raised it. Errors of its own code are contained."""
+    """Convert an exception for a message, in the process that raised it. Contains errors of the exception's own code."""
 
     def pickled() -> bytes | None:
         blob = dumps(error, by_value=True)
@@ -346,39 +372,40 @@ def pack_error(error: BaseException) -> PackedError:
 
     unprintable = f"{type(error).__name__} (its traceback could not be formatted)\n"
     text = contained(lambda: "".join(traceback.format_exception(error)), lambda _: unprintable, BaseException)
-    # pickling or unpickling may do harm, SystemExit included: here, and so not in the caller
+    # pickling or unpickling may even raise SystemExit: find that out here and not in the caller
     blob = contained(pickled, lambda _: None, BaseException) if isinstance(error, Exception) else None
     return PackedError(blob, summary(error), text)
 
 
 def unpack_error(packed: PackedError, note: str) -> Exception:
-    """The exception again, with the remote traceback as its cause and ``note`` attached.
+    """Restore an exception, with the remote traceback as its cause and ``note`` attached.
 
-    An exception that did not survive pickling, or is no ``Exception`` (an environment's ``sys.exit`` must not end the
+    An exception that cannot be unpickled, or is not an ``Exception`` (an environment's ``sys.exit`` must not end the
     caller), becomes an :class:`~vecenv.errors.EnvError`.
     """
     loaded = None if packed.blob is None else contained(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
-    error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}")
+    error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}", original=packed.summary)
     error.__cause__ = RemoteTraceback(packed.text)
     contained(partial(error.add_note, note), lambda _: None, Exception)
     return error
 
 
-# -- functions that build environments, on their way to a worker -------------------------------------------------------
+# -- functions that build environments ---------------------------------------------------------------------------------
 #
-# Each function travels once, and the environments that it builds there share it, as in a forked process. Of arrays in shared
-# memory (:func:`vecenv.share`) the descriptor travels, and not the data.
+# Each function is sent once, and the environments that it builds in a worker share it, as in a forked process. For arrays in
+# shared memory (:func:`vecenv.share`) the descriptor is sent instead of the data. Functions are pickled while the receiving
+# process is being started, because locks, queues and the like of ``multiprocessing`` can be pickled only then.
 
 
 @dataclass(slots=True)
 class PackedEnvFns:
-    """Functions that build environments, pickled.
+    """Pickled functions that build environments.
 
     Attributes:
-        which: For each environment, which of ``functions`` builds it.
-        functions: Each once.
-        blocks: The shared memory that they use. It can be pickled while a process is started, which gets descriptors;
-            anything else gets the data.
+        which: Index in ``functions`` for each environment.
+        functions: The distinct functions.
+        blocks: The shared memory that they use. A process that is being started receives descriptors of it; pickling it at
+            any other time copies the data.
     """
 
     which: list[int] = field(default_factory=list)
@@ -387,15 +414,15 @@ class PackedEnvFns:
 
     @classmethod
     def of(cls, envs: Iterable[int], env_fns: Sequence[Callable[[], Any]], why: str) -> PackedEnvFns:
-        """Pickle what builds these environments.
+        """Pickle the functions that build the given environments.
 
         Args:
-            envs: Their indices.
-            env_fns: What builds each of them, in their order.
-            why: What needs it pickled, for a note on the error.
+            envs: The environments' indices.
+            env_fns: One function per environment, in the order of ``envs``.
+            why: The reason for pickling, for a note on the error.
 
         Raises:
-            Exception: What pickling a function raised, with a note that says which.
+            Exception: The error of pickling a function, with a note that names its environment.
         """
         packed = cls()
         numbers: dict[int, int] = {}
@@ -413,20 +440,21 @@ class PackedEnvFns:
         return packed
 
     def part(self, envs: range) -> PackedEnvFns:
-        """What builds some of them, for a process of its own."""
+        """Select the functions of some environments, for a process of their own."""
         which = self.which[envs.start : envs.stop]
         numbers = sorted(set(which))
         return PackedEnvFns([numbers.index(number) for number in which], [self.functions[n] for n in numbers], self.blocks)
 
     def load(self, first: int, where: str, hint: str = "") -> list[Callable[[], Any]]:
-        """The functions again.
+        """Unpickle the functions.
 
         Args:
             first: Index of the first environment.
-            where: Says in an error where this is; ``hint``: what to do.
+            where: The place, for an error text.
+            hint: Advice to append to the error text.
 
         Raises:
-            RuntimeError: One cannot be unpickled. Its ``env`` says which.
+            RuntimeError: A function cannot be unpickled. Its attribute ``env`` is the environment's index.
         """
         functions: list[Callable[[], Any]] = []
         for number, blob in enumerate(self.functions):
@@ -441,11 +469,41 @@ class PackedEnvFns:
         return [functions[number] for number in self.which]
 
 
-class _FunctionPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Notes the blocks that it meets, and pickles in place of an array in one of them where it lies."""
+class EnvFnsToStart:
+    """An argument for a new process, which receives it as :class:`PackedEnvFns`.
+
+    The functions are pickled when the process is started, which raises the errors of :meth:`PackedEnvFns.of`.
+
+    Args:
+        envs, env_fns, why: Arguments of :meth:`PackedEnvFns.of`.
+        separately: Leave out the pickled functions. The caller sends :attr:`functions` later.
+
+    Attributes:
+        functions: The pickled functions, available after the process was started.
+    """
+
+    def __init__(
+        self, envs: Iterable[int], env_fns: Sequence[Callable[[], Any]], why: str, *, separately: bool = False
+    ) -> None:
+        self.functions: list[bytes] = []
+        self._arguments = envs, env_fns, why
+        self._separately = separately
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        packed = PackedEnvFns.of(*self._arguments)
+        self.functions = packed.functions
+        return PackedEnvFns, (packed.which, [] if self._separately else packed.functions, packed.blocks)
+
+
+class _FunctionPickler(_CodePickler):
+    """A pickler that collects shared-memory blocks and replaces each array in one by its place."""
 
     def __init__(self, file: io.BytesIO, blocks: list[SharedBlock]) -> None:
-        super().__init__(file)
+        if get_spawning_popen() is not None:  # multiprocessing's own reducers: pipes, queues, shared arrays
+            code, first, *others = _CodePickler.dispatch_table.maps
+            reducers: Any = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+            self.dispatch_table = collections.ChainMap(code, first, reducers, *others)
+        super().__init__(file)  # reads dispatch_table
         self._blocks = blocks
 
     def persistent_id(self, value: Any) -> tuple[int, Place] | None:

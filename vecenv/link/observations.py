@@ -1,15 +1,17 @@
-"""Keeps the observations of a batch: three stores with one interface, each with a worker's side and the caller's side.
+"""Stores for the observations of a batch, with one interface, and the functions with which a worker fills them.
 
-* :class:`SharedStore`: spaces of fixed size lie in shared memory; the worker writes every leaf once, in place, after
-  checking its shape, and the caller copies a leaf at a time or gives out the views themselves;
-* :class:`PickledStore`: all other spaces (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom ones), and every space under
-  ``shared_memory=False``: the reply carries the value, Gymnasium's ``concatenate`` makes the batch;
-* :class:`RegisteredStore`: custom spaces whose author registered shared-memory functions with Gymnasium: it calls those.
+* :class:`SharedStore`: spaces of fixed size lie in shared memory. The worker checks the shape of every leaf and writes it
+  once, in place; the caller copies leaf by leaf, or returns views of them.
+* :class:`PickledStore`: all other spaces (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom ones), and every space with
+  ``shared_memory=False``. Replies carry the observations, and Gymnasium's ``concatenate`` builds the batch.
+* :class:`RegisteredStore`: custom spaces with shared-memory functions that their author registered with Gymnasium.
+
+The store classes are the caller's side, the ``make_*`` functions the worker's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -27,40 +29,42 @@ from vecenv.errors import ObservationError
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
 
-KEPT: Final = object()
-Put: TypeAlias = Callable[[int, Any], Any]
-"""``put(k, observation)`` keeps the observation of a worker's k-th row and returns :data:`KEPT`, or the value to be sent."""
+WRITTEN: Final = object()
+"""Returned by a :data:`RowWriter` that wrote the observation into its store, so that the reply need not carry it."""
 
-_Warn: TypeAlias = Callable[[str, str], None]
+RowWriter: TypeAlias = Callable[[int, Any], Any]
+"""``write(k, observation)`` stores the observation of a worker's k-th row; returns :data:`WRITTEN` or the value to send."""
+
+_WarnFn: TypeAlias = Callable[[str, str], None]
 
 
 class Store(Protocol):
-    """The caller's side of a store."""
+    """The interface of the three stores."""
 
     observations: Any
 
     def accept(self, row: int, observation: Any) -> None:
-        """Take an observation that came in a reply."""
-        raise AssertionError("observations in shared memory never travel in a reply")
+        """Store the observation of one row, received in a reply."""
+        raise AssertionError("observations in shared memory are never part of a reply")
 
     def batch(self, copy: bool) -> Any:
-        """The whole batch, in the containers of Gymnasium's batched space."""
+        """Return the whole batch, in the containers of Gymnasium's batched space."""
 
     def take(self, rows: Array) -> Any:
-        """A fresh batch of some rows."""
+        """Return a new batch of some rows."""
 
     def row(self, row: int) -> Any:
-        """A fresh copy of one environment's observation."""
+        """Return a copy of one row."""
 
-    def put_row(self, row: int, observation: Any) -> None:
-        """Set one row from the caller's side."""
+    def set_row(self, row: int, observation: Any) -> None:
+        """Replace one row, from the caller's side."""
 
-    def require(self, observation: Any) -> None:
-        """Refuse an observation that no row can have, by an exception; nothing is changed."""
+    def validate(self, observation: Any) -> None:
+        """Raise if the observation fits no row. Changes nothing."""
 
 
 class SharedStore(Store):
-    """Observations of fixed size, in shared memory."""
+    """A store in shared memory, for spaces of fixed size."""
 
     def __init__(self, tree: Tree, leaves: Sequence[Array]) -> None:
         self._tree = tree
@@ -80,76 +84,73 @@ class SharedStore(Store):
     def row(self, row: int) -> Any:
         return self._tree.build(iter([leaf[row].copy() for leaf in self._leaves]))
 
-    def put_row(self, row: int, observation: Any) -> None:
-        for leaf, value in zip(self._leaves, flat_of(self._tree, observation), strict=True):
+    def set_row(self, row: int, observation: Any) -> None:
+        for leaf, value in zip(self._leaves, flatten(self._tree, observation), strict=True):
             leaf[row] = value
 
-    def blank(self, row: int) -> None:
-        """Set one row to zeros, as before the first reset."""
+    def clear_row(self, row: int) -> None:
+        """Set one row to zeros, the state before the first reset."""
         for leaf in self._leaves:
             leaf[row] = 0
 
-    def require(self, observation: Any) -> None:
-        require_leaves(self._leaves, flat_of(self._tree, observation))
+    def validate(self, observation: Any) -> None:
+        for rows, leaf in zip(self._leaves, flatten(self._tree, observation), strict=True):
+            shape, dtype = rows.shape[1:], rows.dtype
+            if np.shape(leaf) != shape or not np.can_cast(np.asarray(leaf).dtype, dtype, "same_kind"):
+                raise ObservationError(f"got {_describe(leaf)}, expected an array of shape {shape} ({dtype})")
 
 
-def flat_of(tree: Tree, observation: Any) -> list[Any]:
-    """The leaves of one observation."""
-    flat: list[Any] = []
-    tree.map(lambda leaf: flat.append(leaf) or leaf, observation)  # type: ignore[func-returns-value]
-    return flat
+def flatten(tree: Tree, observation: Any) -> list[Any]:
+    """Return the leaves of an observation in a list."""
+    leaves: list[Any] = []
+    tree.map(lambda leaf: leaves.append(leaf) or leaf, observation)  # type: ignore[func-returns-value]
+    return leaves
 
 
-def require_leaves(batches: Sequence[Array], leaves: Sequence[Any]) -> None:
-    """Refuse leaves that are no row of their batch."""
-    for batch, leaf in zip(batches, leaves, strict=True):
-        if np.shape(leaf) != batch.shape[1:] or not np.can_cast(np.asarray(leaf).dtype, batch.dtype, "same_kind"):
-            raise ObservationError(f"got {_brief(leaf)}, wanted an array of shape {batch.shape[1:]} ({batch.dtype})")
-
-
-def _one_row(space: Space[Any], observation: Any) -> None:
-    """Refuse an observation that Gymnasium cannot make a batch of, by an exception."""
+def _check_batchable(space: Space[Any], observation: Any) -> None:
+    """Raise if Gymnasium cannot batch the observation."""
     concatenate(space, [observation], create_empty_array(space, n=1, fn=np.zeros))  # type: ignore[arg-type]
 
 
 class PickledStore:
-    """Observations that travel in the replies."""
+    """A store in the caller's memory, for observations that arrive in replies."""
 
     def __init__(self, space: Space[Any], num_envs: int) -> None:
         self._space = space
-        self._last: list[Any] = [None] * num_envs
-        self._known = [False] * num_envs
-        # None for a custom space, zeros otherwise, as Gymnasium has it before the first reset
+        self._latest: list[Any] = [None] * num_envs
+        self._received = [False] * num_envs
+        # like Gymnasium before the first reset: None for a custom space, zeros otherwise
         self.observations: Any = create_empty_array(space, n=num_envs, fn=np.zeros)
 
     def accept(self, row: int, observation: Any) -> None:
-        self._last[row] = observation
-        self._known[row] = True
+        self._latest[row] = observation
+        self._received[row] = True
 
     def batch(self, copy: bool) -> Any:
-        self._require(range(len(self._last)))
-        self.observations = self._concatenate(self._last, self.observations, range(len(self._last)))
+        self._check_received(range(len(self._latest)))
+        self.observations = self._concatenate(self._latest, self.observations, range(len(self._latest)))
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
-        chosen = rows.tolist()
-        self._require(chosen)
-        out = create_empty_array(self._space, n=len(chosen), fn=np.zeros)
-        return self._concatenate([self._last[row] for row in chosen], out, chosen)
+        indices = rows.tolist()
+        self._check_received(indices)
+        out = create_empty_array(self._space, n=len(indices), fn=np.zeros)
+        # a tuple batch would hold the stored observations themselves, which the caller must not be able to change
+        return deepcopy(self._concatenate([self._latest[row] for row in indices], out, indices))
 
     def row(self, row: int) -> Any:
-        return deepcopy(self._last[row])
+        return deepcopy(self._latest[row])
 
-    def put_row(self, row: int, observation: Any) -> None:
+    def set_row(self, row: int, observation: Any) -> None:
         self.accept(row, observation)
 
-    def require(self, observation: Any) -> None:
-        _one_row(self._space, observation)
+    def validate(self, observation: Any) -> None:
+        _check_batchable(self._space, observation)
 
-    def _require(self, rows: Sequence[int]) -> None:
-        missing = [row for row in rows if not self._known[row]]
+    def _check_received(self, rows: Sequence[int]) -> None:
+        missing = [row for row in rows if not self._received[row]]
         if missing:
-            raise ValueError(f"envs {missing} have no observation yet: reset all environments once before a reset_mask")
+            raise ValueError(f"envs {missing} have no observation yet: reset all environments before using a reset_mask")
 
     def _concatenate(self, items: Sequence[Any], out: Any, rows: Sequence[int]) -> Any:
         try:
@@ -157,20 +158,19 @@ class PickledStore:
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             for row, item in zip(rows, items, strict=True):
                 try:
-                    _one_row(self._space, item)
+                    _check_batchable(self._space, item)
                 except Exception as reason:
-                    raise ObservationError(
-                        f"env {row}: observation does not fit its space: got {_brief(item)}, wanted {self._space} ({reason})"
-                    ) from error
+                    got = f"got {_describe(item)}, expected {self._space}"
+                    raise ObservationError(f"env {row}: observation does not fit its space: {got} ({reason})") from error
             raise
 
 
 class RegisteredStore(Store):
-    """Observations of a custom space, in shared memory by the functions its author registered with Gymnasium."""
+    """A store in shared memory, for a custom space with functions for that, which its author registered with Gymnasium."""
 
-    def __init__(self, space: Space[Any], num_envs: int, context: Any, spares: int = 0) -> None:
+    def __init__(self, space: Space[Any], num_envs: int, context: Any) -> None:
         self._space = space
-        self.memory = create_shared_memory(space, n=num_envs + spares, ctx=context)
+        self.memory = create_shared_memory(space, n=num_envs, ctx=context)
         self.observations: Any = read_from_shared_memory(space, self.memory, n=num_envs)
         self._num_envs = num_envs
 
@@ -179,21 +179,21 @@ class RegisteredStore(Store):
         return deepcopy(self.observations) if copy else self.observations
 
     def take(self, rows: Array) -> Any:
-        whole = self.batch(copy=True)
-        return tuple(whole[row] for row in rows) if isinstance(whole, tuple) else whole[rows]
+        batch = self.batch(copy=True)
+        return tuple(batch[row] for row in rows) if isinstance(batch, tuple) else batch[rows]
 
     def row(self, row: int) -> Any:
         return deepcopy(self.batch(copy=False)[row])
 
-    def put_row(self, row: int, observation: Any) -> None:
+    def set_row(self, row: int, observation: Any) -> None:
         write_to_shared_memory(self._space, row, observation, self.memory)
 
-    def require(self, observation: Any) -> None:
+    def validate(self, observation: Any) -> None:
         write_to_shared_memory(self._space, 0, observation, create_shared_memory(self._space, n=1))
 
 
 def has_dynamic_part(space: Space[Any]) -> bool:
-    """Whether Gymnasium's own ``Text``, ``OneOf``, ``Graph`` or ``Sequence`` occurs anywhere in ``space``."""
+    """True if ``space`` is or contains a ``Text``, ``OneOf``, ``Graph`` or ``Sequence``."""
     if isinstance(space, spaces.Dict):
         return any(has_dynamic_part(sub) for sub in space.spaces.values())
     if isinstance(space, spaces.Tuple):
@@ -201,162 +201,168 @@ def has_dynamic_part(space: Space[Any]) -> bool:
     return isinstance(space, (spaces.Text, spaces.OneOf, spaces.Graph, spaces.Sequence))
 
 
-def tree_writer(tree: Tree, leaves: Sequence[Array], first: int, warn: _Warn) -> Put:
-    """A function that writes one environment's observation into row k of every leaf, shape-checked.
+def make_row_writer(tree: Tree, leaves: Sequence[Array], first_env: int, warn: _WarnFn) -> RowWriter:
+    """Return a function that checks an observation and writes it into row k of every leaf.
+
+    It raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape, and for a value that the dtype of the
+    space cannot hold (2.7 for an int, 300 for a uint8), like SyncVectorEnv. It calls ``warn`` for a float that overflows to
+    infinity in a smaller float.
 
     Args:
         tree: Structure of one observation.
-        leaves: One array per leaf, row k for the worker's k-th environment.
-        first: Index of the environment in row 0, for error texts.
-        warn: Called with (field, text) when a value had to be changed to fit the dtype of its space.
-
-    The returned function raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape, and for a value
-    that the dtype of the space cannot hold (2.7 for an int, 300 for a uint8), as SyncVectorEnv does. A float that overflows
-    to infinity in a smaller float is reported through ``warn``.
+        leaves: One array per leaf, with a row per environment of the worker.
+        first_env: Index of the environment in row 0, for error messages.
+        warn: Called with field and message.
     """
-    write = _writer(tree, iter(leaves), first, warn, "observation")
+    write = _make_node_writer(tree, iter(leaves), first_env, warn, "observation")
 
-    def put(k: int, observation: Any) -> Any:
+    def write_row(k: int, observation: Any) -> Any:
         write(k, observation)
-        return KEPT
+        return WRITTEN
 
-    return put
+    return write_row
 
 
-def checked_value(tree: Tree, first: int, warn: _Warn, count: int) -> Put:
-    """As :func:`tree_writer`, but the observation is sent: it is checked and cast in memory of the worker's own."""
+def make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> RowWriter:
+    """Return a function that checks and casts like :func:`make_row_writer`, and returns the observation to send."""
     leaves = [np.zeros((count, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
-    write = _writer(tree, iter(leaves), first, warn, "observation")
+    write = _make_node_writer(tree, iter(leaves), first_env, warn, "observation")
 
-    def put(k: int, observation: Any) -> Any:
+    def cast_row(k: int, observation: Any) -> Any:
         write(k, observation)
         return tree.build(iter([leaf[k].copy() for leaf in leaves]))
 
-    return put
+    return cast_row
 
 
 class _ArrayRow:
-    """A row with several axes: a slice takes an array of its dtype and shape, and nothing else."""
+    """A row with several axes; ``row[:] = array`` raises unless dtype and shape are equal."""
 
     __slots__ = ("_dtype", "_row", "_shape")
 
     def __init__(self, row: Array, dtype: np.dtype[Any]) -> None:
         self._row, self._dtype, self._shape = row, dtype, row.shape
 
-    def __setitem__(self, where: slice, observation: Any) -> None:
-        # equal dtypes are not the same where the space has come here by pickle
+    def __setitem__(self, _: slice, observation: Any) -> None:
+        # `!=`, not `is not`: the dtype of an unpickled space is another object
         if observation.__class__ is not np.ndarray or observation.shape != self._shape or observation.dtype != self._dtype:
             raise TypeError
         self._row[...] = observation
 
 
-def direct_rows(leaf: Leaf, array: Array) -> list[Any]:
-    """For each row of ``array``, what an observation is written into by a slice, which checks dtype and shape in one go.
+def make_exact_rows(leaf: Leaf, array: Array) -> list[Any]:
+    """Return a target for each row of ``array`` that accepts only observations of exactly its dtype and shape.
 
-    Everything else, and every scalar, is refused by a ``TypeError`` or a ``ValueError``.
+    ``targets[k][:] = observation`` raises ``TypeError`` or ``ValueError`` for everything else, and for every scalar.
     """
     if leaf.shape == ():
         return [None] * len(array)
-    if leaf.flat:  # a memoryview costs a third of an array, and can do so with one axis only
+    if leaf.flat:  # a memoryview checks both in C, in a third of the time, but only with one axis
         return [memoryview(row) for row in array]
-    dtype = np.dtype(leaf.dtype.str)  # as numpy's own arrays have it: to compare it with another object takes longer
+    dtype = np.dtype(leaf.dtype.str)  # NumPy's own object for this dtype: comparing it with that of an array is faster
     return [_ArrayRow(row, dtype) for row in array]
 
 
-def _misfit(env: int, name: str, got: str, wanted: str) -> ObservationError:
-    return ObservationError(f"env {env}: {name}: got {got}, wanted {wanted}")
+def _observation_error(env: int, field: str, got: str, expected: str) -> ObservationError:
+    return ObservationError(f"env {env}: {field}: got {got}, expected {expected}")
 
 
-def _writer(tree: Tree, leaves: Any, first: int, warn: _Warn, name: str) -> Callable[[int, Any], None]:
+def _make_node_writer(
+    tree: Tree, leaves: Iterator[Array], first_env: int, warn: _WarnFn, field: str
+) -> Callable[[int, Any], None]:
+    """Return a writer for a tree, which consumes one array of ``leaves`` per leaf."""
     if tree.leaf is not None:
-        return _leaf_writer(tree.leaf, next(leaves), first, warn)
-    parts = [(key, _writer(child, leaves, first, warn, f"{name}[{key!r}]")) for key, child in tree.children]
+        return _make_leaf_writer(tree.leaf, next(leaves), first_env, warn)
+    writers = [(key, _make_node_writer(child, leaves, first_env, warn, f"{field}[{key!r}]")) for key, child in tree.children]
 
     def write_dict(k: int, value: Any) -> None:
         try:
-            for key, write in parts:
+            for key, write in writers:
                 write(k, value[key])
         except (KeyError, TypeError, IndexError) as error:
-            raise _misfit(first + k, name, _brief(value), f"a dict with {[key for key, _ in parts]}") from error
+            keys = [key for key, _ in writers]
+            raise _observation_error(first_env + k, field, _describe(value), f"a dict with {keys}") from error
 
     def write_tuple(k: int, value: Any) -> None:
-        if not isinstance(value, (tuple, list)) or len(value) != len(parts):
-            raise _misfit(first + k, name, _brief(value), f"a tuple of {len(parts)}")
-        for index, write in parts:
+        if not isinstance(value, (tuple, list)) or len(value) != len(writers):
+            raise _observation_error(first_env + k, field, _describe(value), f"a tuple of {len(writers)}")
+        for index, write in writers:
             write(k, value[index])
 
     return write_dict if tree.keyed else write_tuple
 
 
-def _leaf_writer(leaf: Leaf, array: Array, first: int, warn: _Warn) -> Callable[[int, Any], None]:
+def _make_leaf_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -> Callable[[int, Any], None]:
+    """Return a writer for one leaf, with a fast path for values that need no conversion."""
     dtype = leaf.dtype
-    write_any = _converting_writer(leaf, array, first, warn)
-    rows = direct_rows(leaf, array)
-    exact = {dtype.type, {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)}
+    convert_and_write = _make_converting_writer(leaf, array, first_env, warn)
+    exact_rows = make_exact_rows(leaf, array)
+    exact_types = {dtype.type, {"i": int, "u": int, "f": float, "b": bool}.get(dtype.kind)}
 
     def write_scalar(k: int, value: Any) -> None:
-        if type(value) in exact:
+        if type(value) in exact_types:
             try:
                 array[k] = value
             except OverflowError as error:
-                raise _misfit(first + k, leaf.name, repr(value), str(dtype)) from error
+                raise _observation_error(first_env + k, leaf.name, repr(value), str(dtype)) from error
         else:
-            write_any(k, value)
+            convert_and_write(k, value)
 
     def write_array(k: int, value: Any) -> None:
         try:
-            rows[k][:] = value
+            exact_rows[k][:] = value
             return
         except (TypeError, ValueError):
             pass
-        write_any(k, value)
+        convert_and_write(k, value)  # outside `except`, so that its errors have no misleading context
 
     return write_scalar if leaf.shape == () else write_array
 
 
-def _converting_writer(leaf: Leaf, array: Array, first: int, warn: _Warn) -> Callable[[int, Any], None]:
-    """Writes everything but the exact match: converts, checks, casts, and warns if that changed the value."""
+def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -> Callable[[int, Any], None]:
+    """Return a writer that converts any value, and raises or warns if the cast to the space changed it."""
     dtype, shape = leaf.dtype, leaf.shape
 
-    def write_any(k: int, value: Any) -> None:
-        def misfit(got: str, wanted: str) -> ObservationError:
-            return _misfit(first + k, leaf.name, got, wanted)
+    def convert_and_write(k: int, value: Any) -> None:
+        def error(got: str, expected: str) -> ObservationError:
+            return _observation_error(first_env + k, leaf.name, got, expected)
 
         try:
-            plain = given = np.asarray(value)
+            plain = converted = np.asarray(value)
             if plain.dtype == object:
-                given = np.asarray(value, dtype=dtype)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise misfit(_brief(value), f"{dtype} of shape {shape}: {error}") from error
-        if given.shape != shape:
-            got = _brief(value) if plain.dtype == object else f"shape {given.shape} ({given.dtype})"
-            raise misfit(got, f"shape {shape} ({dtype})")
+                converted = np.asarray(value, dtype=dtype)
+        except (ValueError, TypeError, OverflowError) as reason:
+            raise error(_describe(value), f"{dtype} of shape {shape}: {reason}") from reason
+        if converted.shape != shape:
+            got = _describe(value) if plain.dtype == object else f"shape {converted.shape} ({converted.dtype})"
+            raise error(got, f"shape {shape} ({dtype})")
         try:
             with np.errstate(all="ignore"):
-                array[k] = given if given.dtype == dtype else given.astype(dtype)
-        except (ValueError, TypeError) as error:
-            raise misfit(_brief(value), f"{dtype}: {error}") from error
-        if given.dtype == dtype or _survives(given, array[k]):
+                array[k] = converted if converted.dtype == dtype else converted.astype(dtype)
+        except (ValueError, TypeError) as reason:
+            raise error(_describe(value), f"{dtype}: {reason}") from reason
+        if converted.dtype == dtype or _is_faithful_cast(converted, array[k]):
             return
-        where = f"env {first + k}: {leaf.name}:"
-        if given.dtype.kind != "f" or dtype.kind != "f":
-            raise ObservationError(f"{where} got {_brief(value)}, whose values the {dtype} of the space cannot hold")
-        warn(leaf.name, f"{where} {given.dtype} values became infinite in the cast to the {dtype} of the space")
+        where = f"env {first_env + k}: {leaf.name}:"
+        if converted.dtype.kind != "f" or dtype.kind != "f":
+            raise ObservationError(f"{where} got {_describe(value)}, which the {dtype} of the space cannot hold")
+        warn(leaf.name, f"{where} {converted.dtype} values became infinite in the cast to the {dtype} of the space")
 
-    return write_any
+    return convert_and_write
 
 
-def _survives(given: Array, cast: Array) -> bool:
-    """Whether a cast kept the values, apart from the rounding of one float type to a smaller one."""
-    if given.dtype.kind == "f" and cast.dtype.kind == "f":
-        return bool(np.array_equal(np.isfinite(given), np.isfinite(cast)))
+def _is_faithful_cast(values: Array, cast: Array) -> bool:
+    """True if a cast kept all values, apart from rounding to a smaller float type."""
+    if values.dtype.kind == "f" and cast.dtype.kind == "f":
+        return bool(np.array_equal(np.isfinite(values), np.isfinite(cast)))
     try:
-        return bool(np.array_equal(given, cast))
-    except TypeError:
+        return bool(np.array_equal(values, cast))
+    except TypeError:  # not comparable
         return True
 
 
-def _brief(value: Any) -> str:
+def _describe(value: Any) -> str:
+    """Describe a value in error messages, in about 60 characters."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} ({value.dtype})"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Many agents: vectors of PettingZoo parallel environments on the engine. See ``docs/multi_agent.md``."""
+"""Vectors of PettingZoo parallel environments, with many agents, on the engine. See ``docs/multi_agent.md``."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The worker's side: one parallel environment as an ordinary environment whose observation has a fixed size.
+"""The worker's side: adapts one parallel environment to an ordinary one with an observation of fixed size.
 
-The engine knows environments with an observation, a reward and two flags. Here a PettingZoo parallel environment becomes
-one: its observation holds the observations, rewards, flags and masks of all agents (see
-:meth:`vecenv.multi_agent.roster.Roster.observation_space`), written straight into shared memory; its own flags are those of
-the episode. This is the only place that decides which agents are alive, which have to act, and which are padding.
+The engine steps environments with an observation, a reward and two flags. The adapter makes a PettingZoo parallel
+environment such an environment. Its observation holds the observations, rewards, flags and masks of all agents (see
+:meth:`vecenv.multi_agent.roster.Roster.observation_space`), written directly into shared memory; its own flags are those of
+the episode. Only this module decides which agents are alive, which must act, and which are padding.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -19,10 +18,11 @@ import numpy as np
 from gymnasium import spaces
 
 from vecenv.errors import ObservationError
-from vecenv.link.observations import flat_of, tree_writer
-from vecenv.multi_agent.roster import AgentGroup, Roster, map_space, tree_of, zeros
+from vecenv.link.observations import flatten, make_row_writer
+from vecenv.multi_agent.roster import AgentGroup, Roster, build_tree, map_space, zeros
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
+from vecenv.system import reporting
 
 __all__ = [
     "ALL", "MASK_KEYS", "Adapted", "AgentsEnv", "EnvFn", "OneAgent", "RLlibGame", "StackedAgents", "TurnBased",
@@ -37,11 +37,11 @@ __all__ = [
 # * :class:`RLlibGame`: RLlib's ``MultiAgentEnv``;
 # * :class:`OneAgent`: Gymnasium environments.
 #
-# So the rest of the package knows one convention. None of them needs PettingZoo or RLlib to be installed; PettingZoo is
-# imported only to convert a parallelizable AEC game.
+# The rest of the package knows only PettingZoo's convention. The adapters need neither PettingZoo nor RLlib, except that
+# PettingZoo is imported to convert a parallelizable AEC game.
 
 ALL: Final = "__all__"
-"""The key of RLlib's flags that are about all agents."""
+"""The key of RLlib's flags for all agents."""
 
 Step: TypeAlias = tuple[Any, Any, Any, Any, Any]
 
@@ -50,7 +50,7 @@ MASK_KEYS: Final = ("action_mask", "action_masks")
 
 
 def as_parallel(env: Any) -> Any:
-    """``env`` itself if it is parallel, adapted if it is RLlib's, follows ``agent_num``, or is a Gymnasium environment."""
+    """Return a parallel ``env`` itself, or an adapter for RLlib's, ``agent_num``'s or Gymnasium's environments."""
     inner = getattr(env, "unwrapped", env)
     has_methods = [callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space")]
     if has_methods == [True, False]:
@@ -68,10 +68,10 @@ def _agent_num(env: Any) -> int:
 
 
 def from_aec(env: Any) -> Any:
-    """A parallel environment of a PettingZoo AEC environment.
+    """Convert a PettingZoo AEC environment to a parallel one.
 
-    If ``env.metadata["is_parallelizable"]`` is true it is PettingZoo's own ``aec_to_parallel``; every other game is treated
-    as turn based (:class:`TurnBased`).
+    If ``env.metadata["is_parallelizable"]`` is true, PettingZoo's own ``aec_to_parallel`` converts it; every other game is
+    treated as turn based (:class:`TurnBased`).
     """
     if env.metadata.get("is_parallelizable", False):
         from pettingzoo.utils.conversions import aec_to_parallel
@@ -81,7 +81,7 @@ def from_aec(env: Any) -> Any:
 
 
 class Adapted:
-    """What all adapted environments share: agents have spaces, and all that is not here is asked of ``env``."""
+    """The base of adapted environments: provides agents and their spaces, and forwards other attributes to ``env``."""
 
     agents: Any = ()
 
@@ -100,20 +100,20 @@ class Adapted:
         return getattr(self.env, "unwrapped", self.env)
 
     def observation_space(self, agent: Any) -> Any:
-        """The observation space of one agent."""
+        """Return the observation space of one agent."""
         return self._space("observation_space", agent)
 
     def action_space(self, agent: Any) -> Any:
-        """The action space of one agent."""
+        """Return the action space of one agent."""
         return self._space("action_space", agent)
 
     def _space(self, name: str, agent: Any) -> Any:
-        """A space of the environment's: one for all agents, or by a method that RLlib calls ``get_...``."""
+        """Return a space: one for all agents, or the result of a method, which RLlib names ``get_...``."""
         found = getattr(self.unwrapped, f"get_{name}", None) or getattr(self.env, name)
         return found(agent) if callable(found) else found
 
     def _stepped(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
-        """What ``step`` returns; agents whose flags are set leave ``agents``."""
+        """Remove agents with a set flag from ``agents``, and return the results of ``step``."""
         self.agents = [one for one in self.agents if not (terminations.get(one, False) or truncations.get(one, False))]
         return observations, rewards, terminations, truncations, infos
 
@@ -124,10 +124,10 @@ class Adapted:
 class TurnBased(Adapted):
     """A turn-based game: every step is one agent's move.
 
-    ``agents_to_act`` holds the agent whose turn it is; in ``MultiAgentVecEnv`` its row alone is True in ``agent_mask``, and
-    after its move in ``transition_mask``. Every step gives observations and rewards for all agents, so the reward of an
-    agent that did not move (because it lost by another agent's move, say) stands in a row whose ``transition_mask`` is
-    False: it belongs to that agent's last move.
+    ``agents_to_act`` holds the agent to move; in ``MultiAgentVecEnv`` only its row is True in ``agent_mask``, and after its
+    move in ``transition_mask``. Every step returns observations and rewards for all agents, so the reward of an agent that
+    did not move (for example because it lost by another agent's move) is in a row with a False ``transition_mask``: it
+    belongs to that agent's last move.
     """
 
     def __init__(self, env: Any) -> None:
@@ -141,7 +141,7 @@ class TurnBased(Adapted):
 
     @property
     def agents_to_act(self) -> tuple[Any, ...]:
-        """The agent whose turn it is; empty before the first reset."""
+        """The agent to move; empty before the first reset."""
         return (self.env.agent_selection,) if getattr(self.env, "agents", None) else ()
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -151,7 +151,7 @@ class TurnBased(Adapted):
         return {agent: self.env.observe(agent) for agent in self.agents}, dict(self.env.infos)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
-        """Make one move; returns what it brought each agent that was in the game."""
+        """Make one move; returns its results for each agent that was in the game."""
         game = self.env
         before, mover = list(game.agents), game.agent_selection
         if mover not in actions:
@@ -167,30 +167,30 @@ class TurnBased(Adapted):
         return observations, rewards, terminations, truncations, infos
 
     def _skip_dead_agents(self) -> None:
-        """AEC games expect one more step, with no action, from an agent whose episode has ended."""
+        """Step agents with an ended episode once more without an action, as AEC games require."""
         game = self.env
         while game.agents and (game.terminations[game.agent_selection] or game.truncations[game.agent_selection]):
             game.step(None)
 
 
 class StackedAgents(Adapted):
-    """An environment with ``agent_num``: ``A`` agents with one space, arrays with an axis of agents.
+    """An environment with ``agent_num``: ``A`` agents with one space, and arrays with an axis of agents.
 
-    Its ``reset`` returns observations ``[A, *s]``, with or without an info; of ``Dict`` and ``Tuple`` spaces every leaf has
+    Its ``reset`` returns observations ``[A, *s]``, with or without an info; in ``Dict`` and ``Tuple`` spaces every leaf has
     the axis of agents. Its ``step`` takes actions ``[A, *a]`` and returns four values (observations, rewards ``[A]`` or
-    ``[A, 1]``, dones ``[A]``, info) or five. Agents are called ``agent_0`` and so on. An info dict's ``"action_masks"``
-    ``[A, k]`` become the agents' masks, other values are common infos; a list of infos has one per agent.
+    ``[A, 1]``, dones ``[A]``, info) or five. Agents are named ``agent_0`` and so on. An info dict's ``"action_masks"``
+    ``[A, k]`` become the agents' masks, and all its values are common infos; a list of infos has one per agent.
 
-    An environment with a true ``has_auto_reset`` has already begun its next episode when it reports the end of one: its
-    ``info["final_observation"]`` is then the last observation, and the next reset without a seed gives the observation that
-    it returned. Observations of a ``Discrete`` space may come as one-hot rows.
+    An environment with a true ``has_auto_reset`` has already begun its next episode when it reports the end of one:
+    ``info["final_observation"]`` is then the last observation, and the next reset without a seed returns the observation of
+    that step. Observations of a ``Discrete`` space may be one-hot rows.
     """
 
     def __init__(self, env: Any) -> None:
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
-        self._next_episode: Any = None  # what `has_auto_reset` began
-        self.values = 4  # that its latest step returned
+        self._next_episode: Any = None  # the start of the episode that `has_auto_reset` began
+        self.values = 4  # the number of values that its latest step returned
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode with all agents."""
@@ -204,8 +204,8 @@ class StackedAgents(Adapted):
         return self._by_agent(observations), self._infos(info)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
-        """Step all agents; an agent that is done stays in the environment's arrays, and leaves ``agents``."""
-        nothing = np.zeros_like(np.asarray(next(iter(actions.values()))))  # fills the places of agents that are done
+        """Step all agents; an agent that is done stays in the environment's arrays, but leaves ``agents``."""
+        nothing = np.zeros_like(np.asarray(next(iter(actions.values()))))  # for agents that are done
         result = self.env.step(np.stack([np.asarray(actions.get(agent, nothing)) for agent in self.possible_agents]))
         self.values = len(result)
         if self.values not in (4, 5):
@@ -231,10 +231,10 @@ class StackedAgents(Adapted):
         return np.array([bool(isinstance(one, dict) and one.get("TimeLimit.truncated", False)) for one in each])
 
     def _parse_reset(self, result: Any) -> tuple[Any, Any]:
-        """Observations and info of what ``reset`` returned, which may lack the info, or be a tuple of one."""
+        """Return observations and info from the result of ``reset``, which may lack the info or be a tuple of one."""
         with_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, list))
         nested = isinstance(self.env.observation_space, spaces.Tuple)
-        if with_info and nested:  # observations, too, are a tuple, which may end in a dict
+        if with_info and nested:  # the observations are a tuple too, which may end in a dict
             with_info = isinstance(result[0], tuple)
         observations, info = result if with_info else (result, {})
         single = isinstance(observations, tuple) and len(observations) == 1
@@ -243,7 +243,7 @@ class StackedAgents(Adapted):
         return observations, info
 
     def _by_agent(self, observations: Any) -> dict[str, Any]:
-        """One observation per agent, of a structure whose leaves have an axis of agents."""
+        """Split a structure with an axis of agents in its leaves into one observation per agent."""
         space = self.env.observation_space
         rows = map_space(self._rows, space, observations)
 
@@ -253,7 +253,7 @@ class StackedAgents(Adapted):
         return {agent: of_agent(index) for index, agent in enumerate(self.possible_agents)}
 
     def _rows(self, space: spaces.Space[Any], observations: Any) -> Any:
-        """The agents' parts of a leaf; a ``Discrete`` one may come as one-hot rows."""
+        """Return a leaf with one row per agent; a ``Discrete`` leaf may be one-hot."""
         if not isinstance(space, spaces.Discrete):
             return observations
         array = np.asarray(observations).reshape(self.agent_num, -1)
@@ -264,14 +264,14 @@ class StackedAgents(Adapted):
         if isinstance(info, (list, tuple)):
             return dict(zip(self.possible_agents, info, strict=True))
         own = {key: value for key, value in (info or {}).items() if key != "final_observation"}
-        masks = own.pop("action_masks", None)
+        masks = own.get("action_masks")
         return _infos(own, {} if masks is None else dict(zip(self.possible_agents, masks, strict=True)))
 
 
 class OneAgent(Adapted):
-    """A Gymnasium environment, whose one agent is ``agent_0``.
+    """A Gymnasium environment with the single agent ``agent_0``.
 
-    Its infos are about the environment, except an ``"action_mask"`` or ``"action_masks"``, which is the agent's.
+    Its infos belong to the environment, except ``"action_mask"`` and ``"action_masks"``, which belong to the agent.
     """
 
     values = 5
@@ -293,16 +293,15 @@ class OneAgent(Adapted):
 
     def _infos(self, info: Mapping[Any, Any]) -> dict[Any, Any]:
         masks = [info[key] for key in MASK_KEYS if key in info]
-        common = {key: value for key, value in info.items() if key not in MASK_KEYS}
-        return _infos(common, {"agent_0": masks[-1]} if masks else {})
+        return _infos(dict(info), {"agent_0": masks[-1]} if masks else {})
 
 
 class RLlibGame(Adapted):
-    """RLlib's ``MultiAgentEnv``: agents with an observation act next, ``"__all__"`` ends the episode of all agents.
+    """RLlib's ``MultiAgentEnv``: agents with an observation act next, and ``"__all__"`` ends the episode of all agents.
 
-    Which agents are in the game, and whose turn it is, is read from what a step returns, because RLlib's list of agents may
-    say anything. An agent that is in the game and was given no observation waits: it keeps its last one, and does not act.
-    ``infos["__common__"]`` are infos of the environment. A reward that is missing is 0.
+    The results of a step determine which agents are in the game and which act next, since RLlib's list of agents is not
+    reliable. An agent in the game without an observation waits: it keeps its last one and does not act.
+    ``infos["__common__"]`` are infos of the environment. A missing reward is 0.
     """
 
     def __init__(self, env: Any) -> None:
@@ -312,7 +311,7 @@ class RLlibGame(Adapted):
         self._latest: dict[Any, Any] = {}
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Start an episode; agents that have an observation are in the game, and act."""
+        """Start an episode; agents with an observation are in the game, and act."""
         observations, infos = self.env.reset(seed=seed, options=options)
         self._latest = dict(observations)
         self.agents = list(observations)
@@ -337,16 +336,16 @@ class RLlibGame(Adapted):
 
 
 def _infos(common: dict[Any, Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Infos of an environment as a whole, with the agents' action masks."""
+    """Return an environment's common infos, with the agents' action masks."""
     return {**({"common": common} if common else {}), **{agent: {"action_mask": mask} for agent, mask in masks.items()}}
 
 
-_NUMBERS = frozenset({float, int, bool, np.float64, np.float32, np.float16, np.int64, np.int32})  # what most rewards are
+_NUMBERS = frozenset({float, int, bool, np.float64, np.float32, np.float16, np.int64, np.int32})  # the types of most rewards
 
 
 @dataclass(eq=False, repr=False)
 class EnvFn:
-    """Builds environment ``index`` of a vector: an ``env_fn`` for the engine."""
+    """A function that builds environment ``index`` of a vector: an ``env_fn`` for the engine."""
 
     env_fn: Callable[[], Any]
     index: int
@@ -357,11 +356,11 @@ class EnvFn:
 
 
 class AgentsEnv(gymnasium.Env[Any, Any]):
-    """A parallel environment as a Gymnasium environment whose observation holds those of all agents.
+    """A parallel environment as a Gymnasium environment with one observation for all agents.
 
     Args:
         env: The parallel environment.
-        index: Its place in the vector, for error texts.
+        index: Its index in the vector, for error messages.
         roster: The agents and spaces it must have, and their layout.
     """
 
@@ -381,29 +380,29 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._takes_turns = hasattr(env, "agents_to_act")
         self._all_agents = list(roster.agents)
         first = roster.parts[0]
-        self._zips = roster.layout == "stack" and tree_of(first.action_space, "action").leaf is not None
-        self._tree = tree_of(self.observation_space, "observation")
+        self._zips = roster.layout == "stack" and build_tree(first.action_space, "action").leaf is not None
+        self._tree = build_tree(self.observation_space, "observation")
         self._has_scalars = any(leaf.shape == () for leaf in self._tree.leaves())
         self._must_finish = self._has_scalars or roster.state_space is not None
         self._attach(zeros(self._tree))
 
     def observation_buffer(self, row: dict[str, Any]) -> None:
-        """Write every observation into ``row`` from now on: the engine's shared memory."""
+        """Write all further observations into ``row``, which is the engine's shared memory."""
         self._attach(row)
 
     def _attach(self, row: dict[str, Any]) -> None:
         roster = self.roster
         self._row = row
-        self._rewards: Any = memoryview(row["signals"][0])  # takes a number in a third of an array's time
+        self._rewards: Any = memoryview(row["signals"][0])  # assigning a number takes a third of the time of an array
         self._flags = row["signals"][1:]  # in the order of FLAGS
         self._assume_nothing_written()
         self._puts: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
-        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents whose observation is one array
+        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with one array as observation
         for (part, place), name in zip(roster.places(), self._names, strict=True):
-            tree = tree_of(part.observation_space, "observation")
+            tree = build_tree(part.observation_space, "observation")
             held = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
-            leaves = flat_of(tree_of(part.widened(part.observation_space), "observation"), held)
+            leaves = flatten(build_tree(part.widened(part.observation_space), "observation"), held)
             leaves = leaves if part.axis else [leaf[None] for leaf in leaves]
             self._puts.append(self._writer(tree, leaves, place, name))
             self._leaves.append([leaf[place : place + 1] for leaf in leaves])
@@ -411,27 +410,27 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 cells = memoryview(leaves[0][place]) if tree.leaf.flat else None
                 self._single_arrays.append((name, cells, self._puts[-1]))
         if roster.state_space is not None:
-            tree = tree_of(roster.state_space, "state")
-            self._put_state = self._writer(tree, [leaf[None] for leaf in flat_of(tree, row["state"])], 0, None)
+            tree = build_tree(roster.state_space, "state")
+            self._put_state = self._writer(tree, [leaf[None] for leaf in flatten(tree, row["state"])], 0, None)
 
     def _assume_nothing_written(self) -> None:
-        """The next step writes every flag and all padding, whatever the memory holds."""
+        """Make the next step write every flag and all padding, regardless of the memory's contents."""
         self._written: Any = None
-        self._all_acted = False  # the flags in memory say: every agent acted, and is alive
+        self._all_acted = False  # True if the flags in memory mean that every agent acted and is alive
         self._filled = [True] * len(self._names)
 
     def _begin_episode(self) -> None:
         self._alive, self._acting, self._dead = ([False] * len(self._names) for _ in range(3))
-        self._truncated = False  # an agent was truncated in this episode
+        self._truncated = False  # True if an agent was truncated in this episode
 
     def _writer(self, tree: Tree, leaves: list[Array], place: int, agent: Any) -> Callable[[Any], None]:
-        """Writes one agent's observation (or, without an agent, the state), shape-checked."""
+        """Return a function that checks and writes one agent's observation, or the state if ``agent`` is ``None``."""
         name = f"env {self.index}" if agent is None else f"env {self.index}, agent {agent!r}"
 
         def warn(field: str, text: str) -> None:
-            warnings.warn(f"{name}: {text.partition(': ')[2]}", RuntimeWarning, stacklevel=2)
+            reporting.warn(f"{name}: {text.partition(': ')[2]}", RuntimeWarning)
 
-        put = tree_writer(tree, leaves, self.index - place, warn)
+        put = make_row_writer(tree, leaves, self.index - place, warn)
 
         def write(value: Any) -> None:
             try:
@@ -442,11 +441,11 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return write
 
     def take_snapshot(self) -> Any:
-        """Which agents are alive, act and are dead; the environment inside is a layer of its own."""
+        """Return which agents are alive, acting and dead; the wrapped environment saves its own state."""
         return self._alive[:], self._acting[:], self._dead[:], self._truncated
 
     def restore_snapshot(self, state: Any) -> None:
-        """Continue from what :meth:`take_snapshot` gave."""
+        """Continue from the result of :meth:`take_snapshot`."""
         *lists, self._truncated = state
         self._alive, self._acting, self._dead = ([*each] for each in lists)
         self._assume_nothing_written()
@@ -476,7 +475,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         """Step all agents that act; the actions of others are ignored."""
         acting = self._acting
         if self._all_acted and self._zips:
-            given = dict(zip(self._names, action))  # noqa: B905 - the engine sees to the length, and `strict` costs a tenth of it
+            given = dict(zip(self._names, action))  # noqa: B905 - the engine checks the length, and `strict` costs a tenth of it
         else:
             picks = zip(self._names, acting, self._pick_action, strict=True)
             given = {name: pick(action) for name, acts, pick in picks if acts}
@@ -503,9 +502,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return self._finish(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
 
     def _take_uneventful(self, result: tuple[Any, ...]) -> bool:
-        """The short way for what most steps are: every agent was there and is there, nothing ended, and there are no infos.
+        """Apply the results of an ordinary step: all agents were and are present, nothing ended, and infos are empty.
 
-        Flags and masks then stay as they are. False if the step was another one; the long way then says what it was.
+        Flags and masks then stay unchanged. Returns False for any other step, which needs :meth:`_take`.
         """
         observations, rewards, terminations, truncations, infos = result
         if (
@@ -522,8 +521,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             for index, (name, row, put) in enumerate(self._single_arrays):
                 value, reward = observations[name], rewards[name]
                 try:
-                    row[:] = value  # checks dtype and shape, too
-                except (TypeError, ValueError):  # other ones, or more axes than a memoryview can write
+                    row[:] = value  # also checks dtype and shape
+                except (TypeError, ValueError):  # another dtype or shape, or more axes than a memoryview can write
                     others.append((put, value))
                 cells[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
         except (KeyError, TypeError, ValueError, OverflowError):
@@ -536,9 +535,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self, present: frozenset[Any], observations: Mapping[Any, Any], rewards: Mapping[Any, Any],
         terminations: Mapping[Any, Any], truncations: Mapping[Any, Any],
     ) -> tuple[list[Any], list[bool], list[bool]]:  # fmt: skip
-        """Each agent's reward and flags of a step; writes observations and records which agents are alive.
+        """Return each agent's reward and flags in a step; writes observations and records which agents are alive.
 
-        ``"__all__"`` among the flags, as RLlib's games have it, ends the episode of every agent that is there.
+        ``"__all__"`` among the flags, as in RLlib's games, ends the episode of every agent that is present.
         """
         all_terminated, all_truncated = self._of_all(terminations), self._of_all(truncations)
         count = len(self._names)
@@ -562,7 +561,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 raise self._without_observation(name)
             else:
                 self._pad(i)
-            if name in rewards or (self._acting[i] and (lives or named)):  # one that vanished or was just born may lack it
+            if name in rewards or (self._acting[i] and (lives or named)):  # a vanished or newborn agent may lack it
                 paid[i] = self._reward(name, rewards)
             dead[i] = (alive[i] and not lives) or terminated or truncated
             alive[i], flags_terminated[i], flags_truncated[i] = lives, terminated, truncated
@@ -583,7 +582,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     def _reward(self, name: Any, rewards: Mapping[Any, Any]) -> Any:
         try:
-            return rewards[name]  # not `in`: a defaultdict has one for every agent
+            return rewards[name]  # not `in`: a defaultdict has a reward for every agent
         except KeyError:
             raise ObservationError(
                 f"env {self.index}, agent {name!r}: reward: there is none, and the agent has acted; there are rewards of "
@@ -617,7 +616,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             self._flags[:] = self._written = flags
 
     def _number(self, index: int, reward: Any) -> float:
-        """A reward as a float; an array of one element is a number too."""
+        """Convert a reward to a float; an array of one element is valid too."""
         array = np.asarray(reward)
         if array.size != 1 or array.dtype.kind not in "biuf":
             raise ObservationError(
@@ -633,7 +632,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return self._tree.map(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self._row)
 
     def _info(self, infos: Any) -> dict[str, Any]:
-        """``{"agents": {index: info}, "common": {...}}``, without what is empty; action masks as bool arrays."""
+        """Return ``{"agents": {index: info}, "common": {...}}`` without empty dicts; action masks are bool arrays."""
         if not isinstance(infos, Mapping):
             raise ValueError(f"env {self.index}: infos must be a dict of agents, got {infos!r}")
         out: dict[str, Any] = {}
@@ -659,31 +658,31 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 return {**rest, "action_mask": mask != 0}
         return info
 
-    # -- the environment inside -------------------------------------------------------------------------------------
+    # -- the wrapped environment ------------------------------------------------------------------------------------
 
     @property
     def inside(self) -> Any:
-        """The environment itself: not the adapter around one of another convention, where writes would be lost."""
+        """The environment without an adapter for another convention, on which attributes that are set would be lost."""
         return self.env.env if isinstance(self.env, Adapted) else self.env
 
     def render(self) -> Any:
-        """The frame of the environment inside."""
+        """Return the frame of the wrapped environment."""
         return self.env.render()
 
     def close(self) -> None:
-        """Close the environment inside."""
+        """Close the wrapped environment."""
         self.env.close()
 
     def has_wrapper_attr(self, name: str) -> bool:
-        """Whether the environment inside has it, or its adapter."""
+        """True if the wrapped environment or its adapter has the attribute."""
         return hasattr(self.inside, name) or hasattr(self.env, name)
 
     def get_wrapper_attr(self, name: str) -> Any:
-        """An attribute of the environment inside, else of its adapter."""
+        """Return an attribute of the wrapped environment, or else of its adapter."""
         return getattr(self.inside if hasattr(self.inside, name) else self.env, name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """Set an attribute on the wrapper of the environment inside that has it, else on the innermost one."""
+        """Set an attribute on the wrapper inside that has it, or else on the innermost environment."""
         env = self.inside
         while not (name in getattr(env, "__dict__", {}) or hasattr(type(env), name)):
             inside = getattr(env, "__dict__", {}).get("env")
@@ -695,10 +694,10 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
 
 def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
-    """Takes one agent's action out of the environment's."""
+    """Return a function that selects one agent's action from those of an environment."""
     if not part.axis:
         return itemgetter(part.key)
-    tree = tree_of(part.widened(part.action_space), "action")
+    tree = build_tree(part.widened(part.action_space), "action")
     take = itemgetter(place)
     inside: Callable[[Any], Any] = take if tree.leaf is not None else lambda action: tree.map(take, action)
     if part.key is None:
@@ -707,16 +706,16 @@ def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
 
 
 def has_wrapper(env: Any, name: str) -> bool:
-    """Whether an environment has a layer of this class, told by name: so no worker has to import the class."""
+    """True if an environment has a layer of this class, given by name so that no worker needs to import the class."""
     while env is not None:
         if any(class_name(kind) == name for kind in type(env).__mro__):
             return True
-        env = getattr(env, "__dict__", {}).get("env")  # (wrappers keep there what is inside)
+        env = getattr(env, "__dict__", {}).get("env")  # (the attribute in which wrappers keep the inner environment)
     return False
 
 
 def class_name(kind: type[Any]) -> str:
-    """The name of a class, with its module's."""
+    """Return the name of a class with its module."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -1,9 +1,9 @@
 """EnvPool's pools of several players, as rows for ``MultiAgentVecEnv``.
 
-:class:`PlayerPool` stands where the engine stands for Python environments: it takes batches of actions of all agents and
-gives batches of rows (:meth:`vecenv.multi_agent.roster.Roster.observation_space`). Players are the agents ``player_0``,
-``player_1`` and so on. A pool ends episodes for all players at once and begins the next one by itself in the following step;
-it cannot be seeded again, so a reset with a seed builds a new one.
+:class:`PlayerPool` replaces the engine for Python environments: it accepts batches of actions of all agents and returns
+batches of rows (:meth:`vecenv.multi_agent.roster.Roster.observation_space`). Players are the agents ``player_0``,
+``player_1`` and so on. A pool ends episodes for all players at once and begins the next one itself in the following step;
+it cannot be seeded again, so a reset with a seed builds a new pool.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vecenv.backends.envpool.drivers import FirstReadyDriver, Seeding
 from vecenv.backends.envpool.rows import Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, check_options, spread
 from vecenv.backends.envpool.vector_env import PoolVectorEnv
-from vecenv.front.arguments import env_ids_of
+from vecenv.front.arguments import parse_env_ids
 from vecenv.front.capabilities import unable
 from vecenv.front.driver import Stepped
 from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster
@@ -33,19 +33,19 @@ _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:c
 
 
 class PlayerPool(PoolVectorEnv):
-    """A pool with several players per environment, whose observations are rows of all agents.
+    """A pool with several players per environment, with rows of all agents as observations.
 
     Args:
-        task_id: EnvPool's.
-        num_envs: Number of environments.
-        batch_size: Rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
-        num_threads: Threads that step; ``None``: EnvPool's choice.
+        task_id: EnvPool's name of the task.
+        num_envs: The number of environments.
+        batch_size: The rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
+        num_threads: The number of threads that step; ``None``: EnvPool's choice.
         config: Options of the task.
 
     Raises:
         ImportError: EnvPool is not installed.
-        UnregisteredEnv, TypeError, ValueError: As of :class:`~vecenv.backends.EnvPoolVectorEnv`.
-        ValueError: The task has observations that are not one array per player.
+        UnregisteredEnv, TypeError, ValueError: See :class:`~vecenv.backends.EnvPoolVectorEnv`.
+        ValueError: The task has observations other than one array per player.
     """
 
     autoreset_mode = AutoresetMode.NEXT_STEP
@@ -54,7 +54,7 @@ class PlayerPool(PoolVectorEnv):
     def __init__(
         self, task_id: str, num_envs: int, *, batch_size: int | None = None, num_threads: int | None = None, **config: Any
     ) -> None:
-        self.closed = True  # until there is something to close
+        self.closed = True  # until there is a pool to close
         num_envs, batch_size = check_options(num_envs, batch_size, num_threads, None, None, self.autoreset_mode)
         limit = config.pop("max_episode_steps", None)
         task = Task.of(
@@ -77,26 +77,26 @@ class PlayerPool(PoolVectorEnv):
         self._open(FirstReadyDriver(task, batch_size, seeding, self.autoreset_mode, rows))
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
-        """Which environments a ``send`` is about."""
-        return self._driver.latest.astype(np.intp) if env_id is None else env_ids_of(env_id, self.num_envs)
+        """Return the environments of a ``send``."""
+        return self._driver.latest.astype(np.intp) if env_id is None else parse_env_ids(env_id, self.num_envs)
 
     def render(self) -> Any:
-        """Not here."""
+        """Raise: EnvPool cannot render these tasks."""
         unable(self, "`render`", "EnvPool draws no environments of several players")
 
 
-PlayerPool.__name__ = "MultiAgentVecEnv"  # the name in messages, which is what the caller has
+PlayerPool.__name__ = "MultiAgentVecEnv"  # messages name the class that the caller uses
 
 
 class PlayerBatch(NamedTuple):
-    """One answer of a pool, in order of environments; n rows, k players at most.
+    """One result of a pool, in the order of environments; n rows, at most k players each.
 
     Attributes:
         env_ids: int32, shape ``(n,)``, ascending.
-        mask: Which players there are, bool, shape ``(n, k)``.
+        mask: The players that exist, bool, shape ``(n, k)``.
         envs: The pool's arrays of environments by state key, shape ``(n, ...)``.
-        players: Its arrays of players (``reward``, ``obs``, ...), shape ``(n, k, ...)``; zero where there is no player. A
-            view of the pool's array where it came in order and complete.
+        players: Its arrays of players (``reward``, ``obs``, ...), shape ``(n, k, ...)``; zero for missing players. A view of
+            the pool's array if that was complete and in order.
     """
 
     env_ids: Array
@@ -106,11 +106,11 @@ class PlayerBatch(NamedTuple):
 
 
 class PlayerRows(PoolRows):
-    """Rows of pools with several players per environment: the rows taken say which players there are, and which act.
+    """Rows of pools with several players per environment; the latest rows determine which players exist and which act.
 
     Args:
-        task: Of the pools.
-        num_envs: Number of environments.
+        task: The task of the pools.
+        num_envs: The number of environments.
     """
 
     def __init__(self, task: Task, num_envs: int) -> None:
@@ -138,16 +138,16 @@ class PlayerRows(PoolRows):
     # -- to the pool --------------------------------------------------------------------------------------------------
 
     def check(self, actions: Any, ids: Array) -> list[Array]:
-        """Actions as an array; ``MultiAgentVecEnv`` has checked them."""
+        """Return actions as an array; ``MultiAgentVecEnv`` has checked them."""
         return [np.asarray(actions)]
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """What the pool's ``_send`` takes, in the order of environments."""
+        """Return the arguments of the pool's ``_send``, in the order of environments."""
         order, (given,) = np.argsort(ids), actions
         ids, given = ids[order], given[order]
         acting = self._acting[ids]
         given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(self._action_dtype)
-        if self._turns:  # EnvPool takes the first player's action for that of the current player
+        if self._turns:  # EnvPool uses the first player's action as that of the current player
             given[:] = given[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
         return self.flat(given, ids, self._present[ids])
 
@@ -156,14 +156,14 @@ class PlayerRows(PoolRows):
         return self.flat(np.zeros(mask.shape, self._action_dtype), ids, mask)
 
     def flat(self, actions: Array, env_ids: Array, mask: Array) -> list[Array]:
-        """``[env_id, players.env_id, actions]`` of lengths n, p and p, for the p players under ``mask``, ``(n, k)``."""
+        """Return ``[env_id, players.env_id, actions]`` of lengths n, p, p, for the p players under ``mask``, ``(n, k)``."""
         owners = np.repeat(env_ids, mask.sum(axis=1)).astype(np.int32)
         return [env_ids.astype(np.int32), owners, np.ascontiguousarray(actions[mask])]
 
     # -- from the pool ------------------------------------------------------------------------------------------------
 
     def cut_out(self, states: States, first: int, last: int) -> States:
-        """Copies of the rows of environments from ``first`` to before ``last``, and of their players."""
+        """Copy the rows of environments from ``first`` to before ``last``, and of their players."""
         theirs = np.isin(states[self._owner], states[self._env_id][first:last])
         return [
             array[theirs] if of_players else array[first:last].copy()
@@ -177,15 +177,15 @@ class PlayerRows(PoolRows):
     def answer(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
         stepped, batch, acting = self._read(states)
         ids, index = batch.env_ids.copy(), batch.env_ids.astype(np.intp)
+        assert isinstance(stepped[4], dict)
         stepped[4].update(env_id=index, _env_id=np.ones(len(ids), np.bool_))
         return stepped, (ids, index.tobytes()), (ids, batch.mask, acting)
 
     def sorted(self, states: States) -> PlayerBatch:
-        """An answer in order of environments.
+        """Sort a result by environment.
 
         Raises:
-            ValueError: It has more players of one environment than there may be, or players of an environment that is not
-                in it.
+            ValueError: It has too many players of one environment, or players of an environment that is not in it.
         """
         env_order = np.argsort(states[self._env_id], kind="stable")
         in_order = np.array_equal(env_order, np.arange(len(env_order)))
@@ -199,7 +199,7 @@ class PlayerRows(PoolRows):
             raise ValueError(f"{counts.max()} players in one environment; there may be {k}")
         if self._player_id is not None:
             slot = states[self._player_id]
-        else:  # which of its environment's players each row is
+        else:  # number the players within each environment
             order = np.argsort(row, kind="stable")
             slot = np.empty_like(row)
             slot[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -217,7 +217,7 @@ class PlayerRows(PoolRows):
         return batch
 
     def _read(self, states: States) -> tuple[Stepped, PlayerBatch, Array]:
-        """A step of all agents, with infos as the engine gives them; the sorted answer; which players have to act."""
+        """Return a step of all agents, with infos in the engine's format; the sorted result; and the acting players."""
         batch = self.sorted(states)
         begins = batch.envs["elapsed_step"] == 0
         done = batch.envs["done"].astype(np.bool_) & ~begins

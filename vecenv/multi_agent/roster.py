@@ -1,11 +1,11 @@
-"""The agents of an environment, their spaces, how they are laid out in a batch, and the check of actions against that.
+"""The agents of an environment, their spaces and layout in a batch, and the check of actions against them.
 
-The caller reads a :class:`Roster` once, from one environment. It travels to every worker, where each environment is compared
-with it, and both sides derive the same observation from it: one ``Dict`` space of fixed size, so that the engine sees an
-ordinary environment and everything about all agents lies in shared memory.
+The caller reads a :class:`Roster` once, from one environment. Workers receive it and compare each environment with it.
+Both sides derive the same observation space from it: one ``Dict`` of fixed size, so that the engine runs an ordinary
+environment, and the data of all agents are in shared memory.
 
-The three layouts are one: a layout is a list of :class:`AgentGroup`, agents with equal spaces. ``"stack"`` is one part
-without a key; ``"agents"`` one part per agent, without an axis; groups are one part per group.
+A layout is a list of :class:`AgentGroup`, agents with equal spaces, which covers all three: ``"stack"`` is one part without
+a key; ``"agents"`` is one part per agent, without an axis; groups are one part per group.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
-    "FLAGS", "AgentActions", "AgentGroup", "Roster", "env_name", "map_checked", "map_space", "read_roster", "tree_of",
+    "FLAGS",
+    "AgentActions",
+    "AgentGroup",
+    "Roster",
+    "build_tree",
+    "env_name",
+    "map_checked",
+    "map_space",
+    "read_roster",
     "zeros",
 ]  # fmt: skip
 
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
-"""What follows the rewards in the lines of ``"signals"``, as 0 and 1; a column is an agent."""
+"""The lines of ``"signals"`` after the rewards, as 0 and 1; each column is an agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +44,10 @@ class AgentGroup:
     """Agents that share one array.
 
     Attributes:
-        key: Name in the batch's dict, ``None`` for the only part of ``"stack"``.
-        agents: Their indices.
-        axis: Whether the array has an axis of agents.
-        observation_space, action_space: Of one agent.
+        key: The key in the batch's dict, ``None`` for the only part of ``"stack"``.
+        agents: The indices of the agents.
+        axis: True if the array has an axis of agents.
+        observation_space, action_space: The spaces of one agent.
     """
 
     key: Any
@@ -49,23 +57,23 @@ class AgentGroup:
     action_space: Space[Any]
 
     def widened(self, space: Space[Any]) -> Space[Any]:
-        """The space of all agents of this part in one environment."""
+        """Return the space of all agents of this part in one environment."""
         return batch_space(space, len(self.agents)) if self.axis else space
 
 
 @dataclass(frozen=True)
 class Roster:
-    """The agents of every environment of one vector, and their layout.
+    """The agents of every environment of a vector, and their layout.
 
     Attributes:
-        agents: ``possible_agents``; the index of an agent is its place here.
+        agents: ``possible_agents``; the index of an agent is its position here.
         observation_spaces, action_spaces: One per agent.
         parts: The layout.
         layout: ``"stack"``, ``"agents"`` or ``"groups"``.
-        state_space: Space of ``env.state()`` where the state is wanted, else ``None``.
-        pad_value: Fills the observations of agents that are not there.
-        any_end: The episode ends with the first agent (``episode_end="any"``).
-        info_masks: Action masks are taken out of the agents' infos.
+        state_space: The space of ``env.state()`` if the state is requested, else ``None``.
+        pad_value: The value in observations of missing agents.
+        any_end: True if the episode ends with the first agent (``episode_end="any"``).
+        info_masks: True if action masks are moved out of the agents' infos.
     """
 
     agents: tuple[Any, ...]
@@ -79,7 +87,7 @@ class Roster:
     info_masks: bool
 
     def observation_space(self) -> Space[Any]:
-        """One environment's observation: what the agents see, and what became of them."""
+        """Return the space of one environment's observation: observations, rewards, flags and masks of all agents."""
         count = len(self.agents)
         row: dict[str, Space[Any]] = {
             "obs": self._joined([part.widened(part.observation_space) for part in self.parts]),
@@ -90,7 +98,7 @@ class Roster:
         return spaces.Dict(OrderedDict(row))
 
     def action_space(self) -> Space[Any]:
-        """One environment's action: those of all agents."""
+        """Return the space of one environment's action, with the actions of all agents."""
         return self._joined([part.widened(part.action_space) for part in self.parts])
 
     def _joined(self, each: Sequence[Space[Any]]) -> Space[Any]:
@@ -99,14 +107,14 @@ class Roster:
         return spaces.Dict(OrderedDict((part.key, space) for part, space in zip(self.parts, each, strict=True)))
 
     def places(self) -> list[tuple[AgentGroup, int]]:
-        """(part, place in it) of every agent, in the order of agents."""
+        """Return (part, position in it) for every agent, in the order of agents."""
         found = {index: (part, place) for part in self.parts for place, index in enumerate(part.agents)}
         return [found[index] for index in sorted(found)]
 
     def problems(self, env: Any) -> list[str]:
-        """How the agents and spaces of ``env`` differ from these."""
+        """Describe the differences of ``env``'s agents and spaces from these."""
         try:
-            agents = agents_of(env)
+            agents = read_agents(env)
         except (TypeError, ValueError) as error:
             return [str(error)]
         if agents != self.agents:
@@ -125,8 +133,8 @@ class Roster:
         return found
 
 
-def agents_of(env: Any) -> tuple[Any, ...]:
-    """``possible_agents`` of a parallel environment.
+def read_agents(env: Any) -> tuple[Any, ...]:
+    """Return ``possible_agents`` of a parallel environment.
 
     Raises:
         TypeError: It has none.
@@ -147,11 +155,11 @@ def agents_of(env: Any) -> tuple[Any, ...]:
 def read_roster(
     env: Any, layout: Any, *, state: bool, pad_value: float, episode_end: str, action_mask: str | None
 ) -> Roster:
-    """The roster of ``env``, laid out as asked.
+    """Read the roster of ``env``, in the requested layout.
 
     Raises:
-        TypeError: It is no parallel environment, or a space has no fixed size.
-        ValueError: The layout does not fit the agents or their spaces; or another option has no meaning.
+        TypeError: It is not a parallel environment, or a space has no fixed size.
+        ValueError: The layout does not fit the agents or their spaces, or another option has an invalid value.
     """
     for name, value, accepted in (
         ("episode_end", episode_end, ("all", "any")),
@@ -159,7 +167,7 @@ def read_roster(
     ):
         if value not in accepted:
             raise ValueError(f"`{name}` must be one of {accepted}, got {value!r}")
-    agents = agents_of(env)
+    agents = read_agents(env)
     observed = tuple(env.observation_space(agent) for agent in agents)
     acted = tuple(env.action_space(agent) for agent in agents)
     for name, each in (("observation", observed), ("action", acted)):
@@ -202,7 +210,7 @@ def _layout(
     pairs = list(zip(observed, acted, strict=True))
 
     def shared(key: Any, indices: tuple[int, ...], name: str) -> AgentGroup:
-        """Agents that share one array.
+        """Return agents that share one array.
 
         Raises:
             ValueError: Their spaces differ.
@@ -247,7 +255,7 @@ def _require_partition(layout: Mapping[Any, Any], agents: tuple[Any, ...]) -> No
 
 
 def _equal_groups(agents: Sequence[Any], pairs: Sequence[Any]) -> dict[str, list[Any]]:
-    """Groups of agents with equal spaces."""
+    """Group agents with equal spaces."""
     groups: list[list[int]] = []
     for index, pair in enumerate(pairs):
         fits = [members for members in groups if pairs[members[0]] == pair]
@@ -258,15 +266,15 @@ def _equal_groups(agents: Sequence[Any], pairs: Sequence[Any]) -> dict[str, list
     return {f"group_{number}": [agents[index] for index in members] for number, members in enumerate(groups)}
 
 
-def tree_of(space: Space[Any], name: str) -> Tree:
-    """The tree of a space that is known to have a fixed size."""
+def build_tree(space: Space[Any], name: str) -> Tree:
+    """Return the tree of a space that is known to have a fixed size."""
     tree = fixed_tree(space, name)
     assert tree is not None
     return tree
 
 
 def map_space(function: Callable[[Space[Any], Any], Any], space: Space[Any], value: Any) -> Any:
-    """``function(space, part)`` of every part of a value of a space that is neither Dict nor Tuple."""
+    """Apply ``function(space, part)`` to every part of a value of a space that is neither Dict nor Tuple."""
     if isinstance(space, spaces.Dict):
         return {key: map_space(function, inner, value[key]) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -275,12 +283,12 @@ def map_space(function: Callable[[Space[Any], Any], Any], space: Space[Any], val
 
 
 def zeros(tree: Tree, *axes: int) -> Any:
-    """A value of the tree's structure, whose leaves have ``axes`` in front and are all zeros."""
+    """Return a value with the tree's structure, with leaves of zeros that have ``axes`` in front."""
     return tree.build(iter([np.zeros((*axes, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]))
 
 
 def env_name(env: Any) -> str:
-    """``env.env_name``, else the name in its metadata, else the id of its spec, else its class (never an adapter's)."""
+    """Return ``env.env_name``, or the name in its metadata, the id of its spec, or its class (never an adapter's)."""
     bare = getattr(env, "unwrapped", env)
     name = getattr(env, "env_name", None) or (getattr(env, "metadata", None) or {}).get("name")
     spec = getattr(env, "spec", None) or getattr(bare, "spec", None)
@@ -288,30 +296,30 @@ def env_name(env: Any) -> str:
 
 
 _TAKES: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
-"""Which kinds of dtypes an action of a kind may be given as."""
+"""The kinds of dtypes that actions may have, by the kind of their space."""
 
 
 class AgentActions:
-    """Checks batches of actions against a roster, before anything is sent.
+    """A check of batches of actions against a roster, before anything is sent.
 
-    An environment gets what the caller passed; only integers are cast to the integer type of their space, so that they can
-    lie in shared memory, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
+    An environment gets the caller's actions unchanged, except that integers are cast to the integer type of their space, so
+    that they fit into shared memory, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
     """
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
-        self._parts = [(part, tree_of(part.action_space, "actions")) for part in roster.parts]
+        self._parts = [(part, build_tree(part.action_space, "actions")) for part in roster.parts]
 
     def checked(self, actions: Any, rows: Array, alive: Array) -> Any:
-        """The actions of environments ``rows``, as the engine takes them.
+        """Return the actions of environments ``rows`` in the engine's format.
 
         Args:
-            actions: In the layout of the roster.
+            actions: Actions in the layout of the roster.
             rows: Environment indices, in the order of the batch.
-            alive: bool ``[n, A]``: which agents have to act.
+            alive: bool ``[n, A]``: agents that must act.
 
         Raises:
-            ValueError, TypeError: Something is missing, or has the wrong shape or dtype.
+            ValueError, TypeError: An action is missing, or has the wrong shape or dtype.
         """
         count, keys = len(rows), [part.key for part, _ in self._parts]
         if self._roster.layout == "stack":
@@ -336,10 +344,10 @@ class AgentActions:
 
 
 def map_checked(function: Callable[[Any, Leaf, str], Array], value: Any, tree: Tree, name: str) -> Any:
-    """``function(value, leaf, name)`` for every leaf of a value that a caller gave.
+    """Apply ``function(value, leaf, name)`` to every leaf of the caller's value.
 
     Raises:
-        ValueError: It has not the tree's structure.
+        ValueError: The value does not have the tree's structure.
     """
     if tree.leaf is not None:
         return function(value, tree.leaf, name)
@@ -355,7 +363,7 @@ def map_checked(function: Callable[[Any, Leaf, str], Array], value: Any, tree: T
 
 
 def _checker(*axes: int) -> Callable[[Any, Leaf, str], Array]:
-    """A check of one leaf of a batch with these axes in front."""
+    """Return a check for one leaf of a batch with these axes in front."""
 
     def check(value: Any, leaf: Leaf, name: str) -> Array:
         try:

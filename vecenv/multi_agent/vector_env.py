@@ -1,15 +1,18 @@
 """``MultiAgentVecEnv``: PettingZoo parallel environments on the engine, with an axis of agents and masks.
 
-It has no engine of its own: every environment is adapted to an ordinary one whose observation holds those of all agents
-(:mod:`vecenv.multi_agent.adapter`), and :class:`~vecenv.AsyncVectorEnv` runs those. This class unpacks such batches, and
+It has no engine of its own: every environment is adapted to an ordinary one with one observation for all agents
+(:mod:`vecenv.multi_agent.adapter`), and :class:`~vecenv.AsyncVectorEnv` runs these. This class unpacks their batches, and
 records for each environment which agents are alive and whether its episode has ended.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, Unpack
 
 import numpy as np
@@ -19,16 +22,18 @@ from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
-from vecenv.engine.frozen import Frozen
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import SnapshotMismatch
-from vecenv.front.arguments import ResetOptions, env_ids_of, rows_of
+from vecenv.freezing import Frozen
+from vecenv.front.arguments import ResetOptions, check_env_fns, check_option_names, parse_env_ids, parse_rows
+from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import unable
-from vecenv.link.observations import flat_of
+from vecenv.front.infos import InfoMerger, object_column
+from vecenv.link.observations import flatten
 from vecenv.multi_agent.adapter import AgentsEnv, EnvFn, as_parallel
-from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, env_name, read_roster, tree_of, zeros
+from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, build_tree, env_name, read_roster, zeros
 from vecenv.multi_agent.views import ActionMasks, FlattenAgents, OpenRLView, agents_to_axis, forwarding
-from vecenv.planning.options import EngineOptions, StartMethod
+from vecenv.planning.options import EngineOptions, StartMethod, WorkerOptions
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
 
@@ -42,74 +47,79 @@ Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
 
 
 class AgentRows(AsyncVectorEnv[Any, Any]):
-    """The engine over adapted environments; spaces come from the roster instead of from one more environment."""
+    """The engine over adapted environments, with the spaces of the roster."""
 
-    def __init__(self, env_fns: Sequence[EnvFn], *, template: Any, **options: Any) -> None:
-        self._template = (getattr(template, "metadata", None) or {}, getattr(template, "render_mode", None))
-        super().__init__(env_fns, observation_mode="different", **options)
+    @classmethod
+    def of(cls, env_fns: Sequence[EnvFn], roster: Roster, template: Any, options: dict[str, Any]) -> AgentRows:
+        """Build the engine.
 
-    def _read_spaces(self, env_fns: Sequence[Any]) -> None:
-        roster: Roster = env_fns[0].roster
-        metadata, self.render_mode = self._template
-        self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
-        self._env_id = str(metadata.get("name", "game"))
-        self.single_observation_space = self.observation_space = roster.observation_space()
-        self.single_action_space = roster.action_space()
-        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        Args:
+            env_fns: Functions that build adapted environments.
+            roster: Its spaces are those of all environments.
+            template: An environment with the metadata and the render mode of all.
+            options: See :class:`vecenv.AsyncVectorEnv`.
+        """
+        space, metadata = roster.observation_space(), getattr(template, "metadata", None) or {}
+        example = SimpleNamespace(
+            observation_space=space, action_space=roster.action_space(), metadata=metadata,
+            render_mode=getattr(template, "render_mode", None), spec=SimpleNamespace(id=str(metadata.get("name", "game"))),
+        )  # fmt: skip
+        own = replace(options.get("worker_options") or WorkerOptions(), dummy_env=example)
+        return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": own})
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
-        """Which environments a ``send`` is about."""
-        return self._driver.pending.latest if env_id is None else env_ids_of(env_id, self.num_envs)
+        """Return the environments of a ``send``."""
+        return self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
 
 
-AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's own messages
+AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's messages
 
 
 @forwarding(
-    "_rows", "abandon", "action_space", "autoreset_mode", "batch_size", "call", "call_async", "call_wait", "capabilities",
-    "close", "closed", "context", "copy", "daemon", "error_queue", "errors", "exec_func_fetch", "generators", "get_attr",
-    "in_flight", "local_envs", "max_concurrency", "metadata", "num_workers", "observation_mode", "observations",
-    "parent_pipes", "plan", "processes", "publish_stats", "record", "render", "render_mode", "set_attr", "set_next_options",
-    "shared_memory", "spec", "stats", "step_timeout", "worker", "worker_rows",
-    call_send="call_async", call_fetch="call_wait",
+    "_rows", "abandon", "action_space", "add_observer", "autoreset_mode", "batch_size", "call", "call_async", "call_wait",
+    "capabilities", "close", "closed", "context", "copy", "daemon", "error_queue", "errors", "exec_func_fetch",
+    "generators", "get_attr", "in_flight", "last_received", "local_envs", "max_concurrency", "metadata", "num_workers",
+    "observation_mode", "observations", "parent_pipes", "plan", "processes", "publish_stats", "record", "render",
+    "render_mode", "set_attr", "set_next_options", "shared_memory", "spec", "stats", "step_timeout", "worker", "worker_rows",
+    "worker_stats", call_send="call_async", call_fetch="call_wait",
 )  # fmt: skip
 class MultiAgentVecEnv:
-    """Vectors of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.
+    """A vector of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.
 
-    With n environments and A agents (an agent's index is its place in ``possible_agents`` of env 0, for life), ``step``
+    With n environments and A agents (an agent's index is always its position in ``possible_agents`` of env 0), ``step``
     returns ``(observations, rewards [n, A], terminations [n, A], truncations [n, A], infos)`` and ``reset`` returns
-    ``(observations, infos)``. Not a ``gymnasium.vector.VectorEnv``, whose rewards are ``(num_envs,)``;
-    :meth:`flatten_agents` gives one.
+    ``(observations, infos)``. It is no ``gymnasium.vector.VectorEnv``, which has rewards ``(num_envs,)``;
+    :meth:`flatten_agents` returns one.
 
-    Always in ``infos``: ``agent_mask``, bool ``[n, A]``: the agent is there and has to act next; ``transition_mask``, bool
-    ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a reset). After a step:
-    ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no agent was truncated. An agent that dies
-    has its last observation, reward and flags in the step of its death; afterwards its row is padding: observation
-    ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` has the rest.
+    ``infos`` always has ``agent_mask``, bool ``[n, A]``: the agent is present and must act next; and ``transition_mask``,
+    bool ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a reset). After a step it
+    also has ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no agent was truncated. An agent
+    that dies has its last observation, reward and flags in the step of its death; afterwards its row is padding: observation
+    ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` describes the rest.
 
     Args:
-        env_fns: Functions that build the environments: PettingZoo parallel ones, RLlib's ``MultiAgentEnv``, or ones with
+        env_fns: Functions that build the environments: PettingZoo's parallel ones, RLlib's ``MultiAgentEnv``, or ones with
             ``agent_num`` (:class:`vecenv.multi_agent.StackedAgents`).
         layout: ``"stack"``: observations and actions ``[n, A, ...]``, for equal spaces. ``"agents"``: a dict of agents,
-            ``[n, ...]`` each. A dict ``{group: [agents]}``: a dict of groups, ``[n, k, ...]`` each, equal spaces within a
-            group. ``"auto"``: stack if the spaces are equal, else agents.
-        autoreset_mode: Of whole environments: ``AutoresetMode`` or its string value.
-        reward_dtype: Of the rewards.
-        episode_end: An episode is over when no agent is left (``"all"``), or as soon as one agent ends (``"any"``; the
-            others are truncated).
-        state: Give ``env.state()`` as ``infos["state"]``, ``[n, *state]``.
-        action_mask: ``"auto"``: action masks of observations or infos are given as ``infos["action_mask"]``, bool
-            ``[n, A, k]``, all True for agents that do not act; a dict of agents if k differs. ``None``: infos are left
-            as they are.
-        pad_value: Observation of agents that are not there.
+            ``[n, ...]`` each. A dict ``{group: [agents]}``: a dict of groups, ``[n, k, ...]`` each, with equal spaces within
+            a group. ``"auto"``: stack if the spaces are equal, else agents.
+        autoreset_mode: The mode of whole environments: ``AutoresetMode`` or its string value.
+        reward_dtype: The dtype of rewards.
+        episode_end: An episode ends when no agent is left (``"all"``), or as soon as one agent ends (``"any"``; the others
+            are truncated).
+        state: Return ``env.state()`` as ``infos["state"]``, ``[n, *state]``.
+        action_mask: ``"auto"``: action masks of observations or infos are returned as ``infos["action_mask"]``, bool
+            ``[n, A, k]``, all True for agents that do not act; a dict of agents if k differs. ``None``: infos stay
+            unchanged.
+        pad_value: The observation of missing agents.
         seed_stride: ``reset(seed=s)`` seeds environment i with ``s + i * seed_stride``.
-        **engine: Everything else that :class:`~vecenv.AsyncVectorEnv` takes, by name: ``num_workers``, ``batch_size``,
+        **engine: All other keyword arguments of :class:`~vecenv.AsyncVectorEnv`: ``num_workers``, ``batch_size``,
             ``on_failure``, ``step_timeout``, ``copy``, ``context`` and so on.
 
     Raises:
-        TypeError: An environment has no ``possible_agents``, or a space no fixed size.
-        ValueError: Agents or spaces differ between environments (all of them are named), or the layout does not fit.
-        Exception: What an ``env_fn`` raised; and what :class:`~vecenv.AsyncVectorEnv` raises.
+        TypeError: An environment has no ``possible_agents``, or a space has no fixed size.
+        ValueError: Agents or spaces differ between environments (the message names all), or the layout does not fit.
+        Exception: Raised by an ``env_fn``, or by :class:`~vecenv.AsyncVectorEnv`.
     """
 
     def __init__(
@@ -118,13 +128,11 @@ class MultiAgentVecEnv:
         episode_end: str = "all", state: bool = False, action_mask: str | None = "auto", pad_value: float = 0,
         seed_stride: int = 1, **engine: Unpack[EngineOptions],
     ) -> None:  # fmt: skip
-        if not len(env_fns):
-            raise ValueError("MultiAgentVecEnv needs at least one env_fn")
-        refused = sorted({"worker", "observation_mode"} & set(engine))
-        if refused:
-            raise TypeError(f"MultiAgentVecEnv has no arguments {refused}")
         if "spare_workers" in engine:
             unable(self, "have spare workers", "each of its environments is of one row, whose players it keeps")
+        own = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
+        check_option_names(engine, [*sorted(own), *EngineOptions.__annotations__], "MultiAgentVecEnv")
+        check_env_fns(env_fns, "MultiAgentVecEnv", "simple_spread_v3.parallel_env()")
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
             raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
         self.reward_dtype = np.dtype(reward_dtype)
@@ -143,7 +151,9 @@ class MultiAgentVecEnv:
             if hasattr(template, "close"):
                 template.close()
         wrapped = [EnvFn(env_fn, index, roster) for index, env_fn in enumerate(env_fns)]
-        self._rows: AgentRows | PlayerPool = AgentRows(wrapped, template=template, autoreset_mode=autoreset_mode, **engine)
+        self._rows: AgentRows | PlayerPool = AgentRows.of(
+            wrapped, roster, template, {"autoreset_mode": autoreset_mode, **engine}
+        )
         try:
             self._require_alike()
         except BaseException:
@@ -156,18 +166,18 @@ class MultiAgentVecEnv:
         cls, task_id: str, num_envs: int, *, reward_dtype: npt.DTypeLike = np.float64, seed_stride: int = 1,
         batch_size: int | None = None, num_threads: int | None = None, **config: Any,
     ) -> MultiAgentVecEnv:  # fmt: skip
-        """A pool of EnvPool's with several players per environment, as ``"TicTacToe-v1"``; players are the agents.
+        """Build an EnvPool pool with several players per environment, such as ``"TicTacToe-v1"``; players are the agents.
 
-        Always ``layout="stack"`` and next-step autoreset; masks of turn-based games as of
-        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and frames are refused by
-        :class:`NotImplementedError`, and reset options by :class:`ValueError`.
+        It always has ``layout="stack"`` and next-step autoreset; turn-based games have the masks of
+        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and frames raise
+        :class:`NotImplementedError`, and reset options raise :class:`ValueError`.
 
         Args:
-            task_id: EnvPool's.
-            num_envs: Number of environments.
-            reward_dtype, seed_stride: As of the class.
-            batch_size: Rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
-            num_threads: Threads that step; ``None``: EnvPool's choice.
+            task_id: EnvPool's name of the task.
+            num_envs: The number of environments.
+            reward_dtype, seed_stride: See the class.
+            batch_size: The rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
+            num_threads: The number of threads that step; ``None``: EnvPool's choice.
             **config: Options of the task.
 
         Raises:
@@ -184,7 +194,7 @@ class MultiAgentVecEnv:
         return self
 
     def _adopt(self, roster: Roster, seed_stride: int, masks: bool) -> None:
-        """Take over what the rows and their agents look like."""
+        """Set the attributes that depend on the rows and their agents."""
         self._roster = roster
         self.num_envs = self._rows.num_envs
         self.possible_agents = list(roster.agents)
@@ -198,29 +208,30 @@ class MultiAgentVecEnv:
         self.seed_stride = seed_stride
         self._actions = AgentActions(roster)
         self._masks = ActionMasks(roster, masks, self.num_envs)
-        self._tree = tree_of(roster.observation_space(), "observation")
+        self._tree = build_tree(roster.observation_space(), "observation")
         self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
         self._ended = np.zeros(self.num_envs, np.bool_)
         self._begun = np.zeros(self.num_envs, np.bool_)
-        self._reset_mask: Bools | None = None  # of the latest reset
+        self._reset_mask: Bools | None = None  # the mask of the latest reset
         self._all_rows = np.arange(self.num_envs)
+        self._merger = InfoMerger()  # merges action masks
 
     def _require_alike(self) -> None:
         problems = enumerate(self._rows.exec_func(attrgetter("problems")))
         texts = [f"env {index}: {problem}" for index, found in problems for problem in found]
         if texts:
-            raise ValueError("all environments must have the same agents and spaces:\n" + "\n".join(texts))
+            raise DifferentEnvs("all environments must have the same agents and spaces:\n" + "\n".join(texts))
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
     @property
     def single_observation_space(self) -> Any:
-        """Of one agent (stack), or a dict of agents or groups."""
+        """The space of one agent (stack), or a dict of agents or groups."""
         return self._single([part.observation_space for part in self._roster.parts])
 
     @property
     def single_action_space(self) -> Any:
-        """Of one agent (stack), or a dict of agents or groups."""
+        """The space of one agent (stack), or a dict of agents or groups."""
         return self._single([part.action_space for part in self._roster.parts])
 
     def _single(self, each: Sequence[Space[Any]]) -> Any:
@@ -230,7 +241,7 @@ class MultiAgentVecEnv:
 
     @cached_property
     def observation_space(self) -> Space[Any]:
-        """Of the batch: ``[n, A, ...]``, or a ``Dict`` of agents ``[n, ...]`` or groups ``[n, k, ...]``."""
+        """The space of the batch: ``[n, A, ...]``, or a ``Dict`` of agents ``[n, ...]`` or groups ``[n, k, ...]``."""
         space = self._rows.single_observation_space
         assert isinstance(space, spaces.Dict)
         return batch_space(space.spaces["obs"], self.num_envs)
@@ -248,8 +259,9 @@ class MultiAgentVecEnv:
         """Reset all environments, or those of ``options["reset_mask"]`` (bool ``[n]``).
 
         Args:
-            seed: An int gives environment i ``seed + i * seed_stride``; a sequence of n (ints or ``None``) each its own.
-            options: Handed to every environment, except ``"reset_mask"``; a sequence of n dicts gives each its own.
+            seed: An int gives environment i ``seed + i * seed_stride``; a sequence of n (ints or ``None``) has one per
+                environment.
+            options: Passed to every environment, except ``"reset_mask"``; a sequence of n dicts has one per environment.
 
         Returns:
             ``(observations, infos)``; rows that were not reset keep their last observation. ``infos["transition_mask"]`` is
@@ -261,13 +273,13 @@ class MultiAgentVecEnv:
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, *, env_id: Any = None
     ) -> None:
-        """Begin a reset; its answer is fetched by :meth:`reset_wait`, or as it comes by :meth:`recv`.
+        """Begin a reset; :meth:`reset_wait` returns its result, or :meth:`recv` as rows become ready.
 
         Args:
-            seed, options: As of :meth:`reset`.
-            env_id: Only these environments, which must not be in flight; for :meth:`recv`.
+            seed, options: See :meth:`reset`.
+            env_id: Reset only these environments, which must not be in flight; for :meth:`recv`.
         """
-        rows = None if env_id is None else env_ids_of(env_id, self.num_envs)
+        rows = None if env_id is None else parse_env_ids(env_id, self.num_envs)
         seeds: Any = seed
         if isinstance(seed, (int, np.integer)):
             seeds = [int(seed) + int(row) * self.seed_stride for row in (self._all_rows if rows is None else rows)]
@@ -278,8 +290,10 @@ class MultiAgentVecEnv:
         self._begun[begun] = True
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Fetch the answer to :meth:`reset_async`; errors as of ``AsyncVectorEnv.reset_wait``."""
-        batch, infos = self._rows.reset_wait(timeout)
+        """Return the result of :meth:`reset_async`; raises the errors of ``AsyncVectorEnv.reset_wait``."""
+        return self._after_reset(*self._rows.reset_wait(timeout))
+
+    def _after_reset(self, batch: Any, infos: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         nothing = np.zeros(self.num_envs, np.bool_)
         untouched = None if self._reset_mask is None else ~self._reset_mask
         obs, *_, out = self._unpack(batch, nothing, nothing, infos, self._all_rows, untouched)
@@ -293,14 +307,14 @@ class MultiAgentVecEnv:
         """Step all environments.
 
         Args:
-            actions: In the layout of observations: ``[n, A, *a]`` (``[n, A, 1]`` too for ``Discrete``), or a dict of agents
-                ``[n, *a]`` or groups ``[n, k, *a]``. Only entries of agents with ``agent_mask`` are looked at; an agent that
-                does not act anywhere may be left out of a dict.
+            actions: Actions in the layout of observations: ``[n, A, *a]`` (``[n, A, 1]`` too for ``Discrete``), or a dict of
+                agents ``[n, *a]`` or groups ``[n, k, *a]``. Only entries of agents with ``agent_mask`` are used; an agent
+                that acts in no environment may be omitted from a dict.
 
         Raises:
-            ResetNeeded: An environment was not reset yet, or is over under ``AutoresetMode.DISABLED``.
+            ResetNeeded: An environment was not reset yet, or its episode has ended under ``AutoresetMode.DISABLED``.
             ValueError, TypeError: Wrong shape or dtype, or the action of a live agent is missing; nothing was sent.
-            Exception: As of ``AsyncVectorEnv.step``.
+            Exception: The errors of ``AsyncVectorEnv.step``.
         """
         self.step_async(actions)
         return self.step_wait()
@@ -311,12 +325,12 @@ class MultiAgentVecEnv:
         self._rows.step_async(self._actions.checked(actions, self._all_rows, self._alive))
 
     def step_wait(self, timeout: float | None = None) -> Step:
-        """Fetch the answer to :meth:`step_async`."""
+        """Return the result of :meth:`step_async`."""
         batch, _, terminated, truncated, infos = self._rows.step_wait(timeout)
         return self._unpack(batch, terminated, truncated, infos, self._all_rows)
 
     def send(self, actions: Any, env_id: Any = None) -> None:
-        """Step some environments without waiting; ``actions`` as of :meth:`step`, with a row for each of ``env_id``."""
+        """Step some environments without waiting; ``actions`` are those of :meth:`step`, with one row per ``env_id``."""
         rows = self._rows.rows(env_id)
         self._require_begun(rows)
         self._rows.send(self._actions.checked(actions, rows, self._alive), rows)
@@ -325,15 +339,43 @@ class MultiAgentVecEnv:
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
         within: float | None = None,
     ) -> Step:  # fmt: skip
-        """What ``step`` returns, of the next ``count`` environments to finish (default ``batch_size``); or of ``at_least``
-        that many, see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` says which.
+        """Return the results of ``step`` of the next ``count`` environments to finish (default ``batch_size``).
+
+        With ``at_least``, return at least that many, see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` are their
+        indices.
         """
         batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count, at_least=at_least, within=within)
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
 
+    def results_by_row(self, name: str, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
+        """Receive a result with the infos of single environments, for views.
+
+        Args:
+            name: ``"reset_wait"`` or ``"step_wait"``.
+            timeout: The timeout of that method.
+
+        Returns:
+            The result of the method, with vecenv's infos but not the environments' own; and the latter, one dict per
+            environment: ``{"agents": {index: info}, "common": info}`` without empty entries, and ``"final_info"`` in the
+            same format.
+        """
+        *results, infos = infos_by_row(self._rows).results(name, timeout)
+        listed = infos.rows()
+        own: dict[str, Any] = {}
+        for key in ("final_obs", "restarted"):
+            if where := [row for row, info in enumerate(listed) if key in info]:
+                own[key] = object_column(where, [listed[row].pop(key) for row in where], len(listed))
+                own[f"_{key}"] = np.isin(self._all_rows, where)
+        if any(given := [self._masks.given(info) for info in listed]):
+            own["agents"] = self._merger.merge(given, self._all_rows.tolist())
+        if name == "reset_wait":
+            return self._after_reset(results[0], own), listed
+        batch, _, terminated, truncated = results
+        return self._unpack(batch, terminated, truncated, own, self._all_rows), listed
+
     def _require_begun(self, rows: Array) -> None:
         if self._rows.closed:
-            return  # (the engine says that it is closed)
+            return  # (the engine raises its own error)
         if new := rows[~self._begun[rows]].tolist():
             raise ResetNeeded(f"envs {new} have to be reset before their first step")
         if self.autoreset_mode is AutoresetMode.DISABLED and (over := rows[self._ended[rows]].tolist()):
@@ -348,7 +390,7 @@ class MultiAgentVecEnv:
         self, batch: Any, terminated: Bools, truncated: Bools, infos: dict[str, Any], rows: Array,
         untouched: Bools | None = None,
     ) -> Step:  # fmt: skip
-        """What the caller sees of the engine's batch; ``untouched``: environments that a reset left alone."""
+        """Convert the engine's batch to the caller's results; ``untouched``: environments that a reset left out."""
         signals = batch["signals"]
         rewards = signals[:, 0].astype(self.reward_dtype)
         flags = dict(zip(FLAGS, np.not_equal(signals[:, 1:].swapaxes(0, 1), 0.0, order="C"), strict=True))
@@ -372,11 +414,11 @@ class MultiAgentVecEnv:
         return obs, rewards, flags["terminations"], flags["truncations"], out
 
     def _final(self, ends: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
-        """Infos of episodes that ended; their last rewards and flags, which belong to this step, go into the batch."""
+        """Return the infos of episodes that ended; writes their last rewards and flags, which belong to this step."""
         ended = np.array([end is not None for end in ends])
         whole = zeros(self._tree, len(ends))
         for row in np.flatnonzero(ended).tolist():
-            for column, value in zip(flat_of(self._tree, whole), flat_of(self._tree, ends[row]), strict=True):
+            for column, value in zip(flatten(self._tree, whole), flatten(self._tree, ends[row]), strict=True):
                 column[row] = value
         rewards[ended] = whole["signals"][ended, 0]
         for line, key in enumerate(FLAGS, 1):
@@ -397,17 +439,17 @@ class MultiAgentVecEnv:
 
     reset_send, reset_fetch, step_send, step_fetch = reset_async, reset_wait, step_async, step_wait
 
-    if TYPE_CHECKING:  # what is forwarded
+    if TYPE_CHECKING:  # for the forwarded attributes
 
         def __getattr__(self, name: str) -> Any: ...
 
     # -- calls into environments ------------------------------------------------------------------------------------
 
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """``func(env, *args, **kwargs)`` of the environments ``indices``; ``None`` for the others.
+        """Return ``func(env, *args, **kwargs)`` for the environments ``indices``, and ``None`` for the others.
 
-        ``env`` is what the ``env_fn`` built, so that what ``func`` changes stays changed; of :class:`StackedAgents` and
-        :class:`TurnBased`, as of RLlib's, it is the environment inside.
+        ``env`` is the result of the ``env_fn``, so that changes by ``func`` persist; for :class:`StackedAgents`,
+        :class:`TurnBased` and RLlib's environments, it is the environment inside the adapter.
         """
         self.exec_func_send(func, indices, *args, **kwargs)
         results: tuple[Any, ...] = self.exec_func_fetch()
@@ -422,53 +464,53 @@ class MultiAgentVecEnv:
     # -- snapshots --------------------------------------------------------------------------------------------------
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
-        """The state of every environment, or of some; see :meth:`vecenv.AsyncVectorEnv.save`."""
+        """Save the state of all or some environments; see :meth:`vecenv.AsyncVectorEnv.save`."""
         return self._with_agents(self._rows.save(env_id, verify=verify), env_id)
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Continue environments from saved states; see :meth:`vecenv.AsyncVectorEnv.load`.
 
         Returns:
-            Their observations, in the layout of :meth:`step`; :attr:`agent_mask` says which agents have to act.
+            Their observations, in the layout of :meth:`step`; :attr:`agent_mask` marks the agents that must act.
         """
-        rows = rows_of(env_id, self.num_envs)
+        rows = parse_rows(env_id, self.num_envs)
         each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         return self._loaded(rows, each, lambda: self._rows.load(snapshots, env_id))
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
-        """The state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
+        """Return the state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
         state = self._rows.state_dict(verify=verify)
         return StateDict({**state, "snapshots": self._with_agents(state["snapshots"], None)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Continue from what :meth:`state_dict` gave; returns and raises as :meth:`load`."""
+        """Continue from the result of :meth:`state_dict`; returns and raises like :meth:`load`."""
         snapshots = state.get("snapshots") if isinstance(state, Mapping) else None
-        return self._loaded(rows_of(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
+        return self._loaded(parse_rows(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
 
     def freeze(self, env_id: Any = None) -> list[Frozen]:
         """Copy the processes of environments; see :meth:`vecenv.AsyncVectorEnv.freeze`."""
         made: list[Frozen] = self._rows.freeze(env_id)
-        for frozen, row in zip(made, rows_of(env_id, self.num_envs), strict=True):
+        for frozen, row in zip(made, parse_rows(env_id, self.num_envs), strict=True):
             frozen.beside = self._known_of(row)
         return made
 
     def thaw(self, frozen: Frozen, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Let environments go on from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. There are no infos."""
+        """Continue environments from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. There are no infos."""
         batch, _ = self._rows.thaw(frozen, into, reseed=reseed)
-        rows = rows_of(into, self.num_envs)
+        rows = parse_rows(into, self.num_envs)
         self._set_agents(rows, [frozen.beside] * len(rows))
         return batch["obs"], {}
 
     def _known_of(self, row: int) -> Any:
-        """What is known of the agents of an environment beside its own state."""
+        """Return the state of an environment's agents on the caller's side, which its own state does not include."""
         return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
 
     def _with_agents(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
-        rows = rows_of(env_id, self.num_envs)
+        rows = parse_rows(env_id, self.num_envs)
         return Snapshots(one.having(beside=self._known_of(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _loaded(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
-        """The observations that ``load`` gives; what is no snapshot is left to the engine to refuse."""
+        """Return the observations from ``load``; the engine refuses values that are not snapshots."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
             known = one.beside
@@ -485,7 +527,7 @@ class MultiAgentVecEnv:
             self._alive[row], self._ended[row], self._begun[row], masks = known
             self._masks.set_env(row, masks)
 
-    # -- views, and the end -----------------------------------------------------------------------------------------
+    # -- views and close() ------------------------------------------------------------------------------------------
 
     @property
     def env_fns(self) -> list[Callable[[], Any]]:
@@ -494,11 +536,11 @@ class MultiAgentVecEnv:
         return [each.env_fn for each in adapted.env_fns]
 
     def flatten_agents(self, *, padding_done: bool = True) -> FlattenAgents:
-        """A ``gymnasium.vector.VectorEnv`` of ``n * A`` rows over this one: :class:`~vecenv.multi_agent.FlattenAgents`."""
+        """Return a ``gymnasium.vector.VectorEnv`` with ``n * A`` rows: :class:`~vecenv.multi_agent.FlattenAgents`."""
         return FlattenAgents(self, padding_done=padding_done)
 
     def to_openrl(self) -> OpenRLView:
-        """A view with the shapes of the ``agent_num`` convention; see :class:`~vecenv.multi_agent.OpenRLView`."""
+        """Return a view with the shapes of the ``agent_num`` convention; see :class:`~vecenv.multi_agent.OpenRLView`."""
         return OpenRLView(self)
 
     def __enter__(self) -> Self:
@@ -512,6 +554,10 @@ class MultiAgentVecEnv:
         return f"MultiAgentVecEnv({self.env_name}, agents={self.num_agents}, layout={self.layout!r}, {inside}"
 
 
+class DifferentEnvs(ValueError):
+    """Environments with other agents or spaces than the first one."""
+
+
 def _of_inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(env.inside, *args, **kwargs)
 
@@ -522,29 +568,32 @@ def make_openrl(
     context: StartMethod | None = None, daemon: bool = True, worker: None = None, render_mode: str | None = None,
     auto_reset: bool = True, **engine: Any,
 ) -> OpenRLView:  # fmt: skip
-    """What OpenRL's ``AsyncVectorEnv(env_fns, ...)`` made, with its arguments in its order.
+    """Build the equivalent of OpenRL's ``AsyncVectorEnv(env_fns, ...)``, with its arguments in its order.
 
     Args:
         env_fns: Functions that build environments: with ``agent_num``, PettingZoo's parallel ones, or Gymnasium's.
-        observation_space, action_space: Of one agent; what the environments have must be equal.
-        shared_memory, copy, context, daemon: As of :class:`~vecenv.AsyncVectorEnv`.
-        worker: Must be ``None``: a worker function of OpenRL's speaks its own protocol.
-        render_mode: Of the view.
-        auto_reset: ``False``: environments are reset by ``reset(options={"reset_mask": ...})`` only.
-        **engine: As of :class:`~vecenv.MultiAgentVecEnv`: ``num_workers``, ``on_failure``, ``step_timeout`` ...
+        observation_space, action_space: The spaces of one agent; those of the environments must be equal.
+        shared_memory, copy, context, daemon: See :class:`~vecenv.AsyncVectorEnv`.
+        worker: Must be ``None``: a worker function of OpenRL's uses its own protocol.
+        render_mode: The mode of the view.
+        auto_reset: ``False``: environments are reset only by ``reset(options={"reset_mask": ...})``.
+        **engine: Options of :class:`~vecenv.MultiAgentVecEnv`: ``num_workers``, ``on_failure``, ``step_timeout`` ...
 
     Raises:
         RuntimeError: The environments have other spaces.
         TypeError: ``worker`` is given.
-        Exception: As of :class:`~vecenv.MultiAgentVecEnv`.
+        Exception: The errors of :class:`~vecenv.MultiAgentVecEnv`.
     """
     if worker is not None:
         raise TypeError("make_openrl takes no worker function: one of OpenRL's speaks to OpenRL's own pipes")
     mode = AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
     own: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
-    if shared_memory is not True:  # the default here, so not asked for
+    if shared_memory is not True:  # the default here, so not passed on
         own["shared_memory"] = shared_memory
-    envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**own, **engine})
+    try:
+        envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**own, **engine})
+    except DifferentEnvs as error:
+        raise RuntimeError(str(error)) from error
     both = (envs.single_observation_space, envs.single_action_space)
     for kind, wanted, has in zip(("observation", "action"), (observation_space, action_space), both, strict=True):
         if wanted is not None and wanted != has:

@@ -1,19 +1,20 @@
 """Two views of a ``MultiAgentVecEnv``: rows for single-agent trainers, and the shapes of the ``agent_num`` convention.
 
-Both reshape what the environments gave and pass everything else on. :class:`FlattenAgents` makes every agent a row of an
-ordinary Gymnasium vector environment, ``env * A + agent``, without copying. Trainers that know no masks see an agent's
-episodes as they are, and rows of padding after its death; those end with the environment's episode, so that nothing is
-bootstrapped from padding into the next episode and episode statistics are right. :class:`OpenRLView` is what OpenRL and
-on-policy trainers like it expect.
+Both reshape the environments' results and pass everything else on. :class:`FlattenAgents` makes every agent a row of an
+ordinary Gymnasium vector environment, ``env * A + agent``, without copying. Trainers without masks get an agent's episodes
+unchanged, and rows of padding after its death. Padding ends with the environment's episode, so that nothing is bootstrapped
+from it into the next episode, and episode statistics are right. :class:`OpenRLView` is for OpenRL and similar on-policy
+trainers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -21,42 +22,43 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.front.arguments import NotClosedUnasked, reset_mask_of
+from vecenv.errors import StepTimeout
+from vecenv.front.arguments import NoCloseOnCollect, split_reset_mask
 from vecenv.front.driver import dropping_pending
-from vecenv.front.infos import own_keys
-from vecenv.multi_agent.adapter import AgentsEnv, class_name, has_wrapper
-from vecenv.multi_agent.roster import AgentGroup, Roster, map_checked, map_space, tree_of
+from vecenv.front.infos import InfoMerger, own_keys
+from vecenv.multi_agent.adapter import MASK_KEYS, AgentsEnv, class_name, has_wrapper
+from vecenv.multi_agent.roster import AgentGroup, Roster, build_tree, map_checked, map_space
 from vecenv.shm.layout import Array, Leaf
 
 __all__ = [
     "RESERVED", "ActionMasks", "ErrorQueue", "FlattenAgents", "OpenRLView", "agents_to_axis", "forwarding",
-    "list_of_dicts", "row_of",
+    "list_of_dicts", "select_row",
 ]  # fmt: skip
 
 
 # -- infos of agents ---------------------------------------------------------------------------------------------------
 #
-# The adapter of an environment (:mod:`vecenv.multi_agent.adapter`) gives the engine ``{"agents": {index: info}, "common":
-# {...}}``, which the engine turns into columns ``[n]`` with a mask for every key, at every level. Here the level of agents
-# becomes an axis: ``infos[key]`` is ``[n, A, ...]`` and ``infos["_" + key]`` says which agents gave one.
+# The adapter of an environment (:mod:`vecenv.multi_agent.adapter`) returns ``{"agents": {index: info}, "common": {...}}``
+# to the engine, which makes columns ``[n]`` with a mask for every key, at every level. Here the level of agents becomes an
+# axis: ``infos[key]`` is ``[n, A, ...]``, and ``infos["_" + key]`` is True for the agents that have the key.
 
 RESERVED: Final = frozenset(
     ("agent_mask", "transition_mask", "env_done", "env_terminated", "common", "final_obs", "final_info", "env_id",
      "restarted")
 )
-"""Keys of infos that vecenv itself needs."""
+"""Keys of infos that vecenv itself uses."""
 
 
 def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:
-    """The engine's infos of ``count`` environments, with the agents' own keys as arrays ``[count, num_agents, ...]``.
+    """Convert the engine's infos of ``count`` environments: keys of agents become arrays ``[count, num_agents, ...]``.
 
-    A key that an environment uses and vecenv needs itself (:data:`RESERVED`) gets a trailing underscore. Numeric values of
-    agents have the dtype that holds all of them; values that are no numbers, or whose shapes differ, stand in an object
-    array.
+    An environment's key that vecenv itself uses (:data:`RESERVED`) gets a trailing underscore. Numeric values of agents have
+    a dtype that fits all of them; values that are not numeric or differ in shape are in an object array.
     """
     out: dict[Any, Any] = {}
     for name, value in _transposed(infos.get("agents", {}), num_agents, count).items():
@@ -74,7 +76,7 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
 
 
 def _transposed(agents: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:
-    """``{agent: {key: [count], "_key": [count]}}`` to ``{key: [count, num_agents], "_key": ...}``."""
+    """Convert ``{agent: {key: [count], "_key": [count]}}`` to ``{key: [count, num_agents], "_key": ...}``."""
     own = {agent: agents[agent] for agent in range(num_agents) if agents.get(agent) is not None}
     keys = {agent: own_keys(infos) for agent, infos in own.items()}
     out: dict[Any, Any] = {}
@@ -100,27 +102,27 @@ def _joined(values: Mapping[int, Any], mask: Array) -> Array:
     objects = np.full(mask.shape, None, dtype=object)
     for agent, value in values.items():
         for row in np.flatnonzero(mask[:, agent]).tolist():
-            objects[row, agent] = row_of(value, row)
+            objects[row, agent] = select_row(value, row)
     return objects
 
 
-def row_of(value: Any, row: Any) -> Any:
-    """One environment's part of a column, or of a nested dict of columns; with ``(environment, agent)`` one agent's."""
+def select_row(value: Any, row: Any) -> Any:
+    """Return one environment's part of a column or nested dict of columns; with ``(environment, agent)`` one agent's."""
     if not isinstance(value, dict):
         return value[row]
-    return {key: row_of(value[key], row) for key in own_keys(value) if value[f"_{key}"][row]}
+    return {key: select_row(value[key], row) for key in own_keys(value) if value[f"_{key}"][row]}
 
 
 def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[dict[Any, Any]]:
-    """One dict per environment, as list-based libraries want them, of infos that ``MultiAgentVecEnv`` returned.
+    """Convert infos of ``MultiAgentVecEnv`` to one dict per environment, for list-based libraries.
 
     Args:
-        infos: Of ``reset``, ``step`` or ``recv``.
-        count: Number of environments; default: that of ``infos["agent_mask"]``.
+        infos: The infos of ``reset``, ``step`` or ``recv``.
+        count: The number of environments; default: that of ``infos["agent_mask"]``.
 
     Returns:
         ``[{key: row}, ...]``: keys of environments have their value, keys of agents a row ``[A, ...]`` with its mask under
-        ``"_key"``. A key stands in the dicts of those environments only that have it.
+        ``"_key"``. A key is only in the dicts of environments that have it.
     """
     rows = len(infos["agent_mask"]) if count is None else count
     out: list[dict[Any, Any]] = [{} for _ in range(rows)]
@@ -141,15 +143,17 @@ def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[di
 
 
 def _at(value: Any, row: int) -> Any:
+    if isinstance(value, tuple):  # (a Tuple observation)
+        return tuple(_at(part, row) for part in value)
     return {key: _at(inner, row) for key, inner in value.items()} if isinstance(value, dict) else value[row]
 
 
 class ActionMasks:
-    """Adds ``action_mask`` to infos: bool ``[n, A, k]``, or a dict of agents ``[n, k]`` where k differs.
+    """The action masks in infos: bool ``[n, A, k]``, or a dict of agents ``[n, k]`` if k differs.
 
-    Masks stand in the observations (``obs["action_mask"]``) or come with the agents' infos; observations are not changed.
-    Rows of agents that do not act are all True, because a row of False makes a softmax NaN. From the first mask in infos on,
-    there is one at every step.
+    Masks come from the observations (``obs["action_mask"]``) or from the agents' infos; observations are not changed. Rows
+    of agents that do not act are all True, because a row of False makes a softmax NaN. After the first mask in infos, every
+    step has one.
     """
 
     def __init__(self, roster: Roster, wanted: bool, num_envs: int) -> None:
@@ -169,14 +173,14 @@ class ActionMasks:
         return self._latest.setdefault(index, np.ones((self._num_envs, size), np.bool_))
 
     def add(self, infos: dict[Any, Any], obs: Any, acting: Array, rows: Array, untouched: Array | None = None) -> None:
-        """Put the masks of a batch into ``infos``.
+        """Add the masks of a batch to ``infos``.
 
         Args:
-            infos: Of a batch, with the masks that environments gave under ``"action_mask"``; changed in place.
-            obs: Its observations.
-            acting: Its ``agent_mask``.
-            rows: Which environments they are.
-            untouched: bool, which of these environments a reset of others left alone: their masks stay.
+            infos: The infos of a batch, with the environments' own masks under ``"action_mask"``; changed in place.
+            obs: The observations of the batch.
+            acting: The ``agent_mask`` of the batch.
+            rows: The indices of the environments.
+            untouched: bool, environments that a reset of others left out: their masks stay.
         """
         if not self._wanted:
             return
@@ -210,12 +214,17 @@ class ActionMasks:
             for index, mask in each.items():
                 infos["action_mask"][:, index] = mask
 
+    def given(self, info: Mapping[str, Any]) -> dict[int, Any]:
+        """Return the masks in one environment's info: ``{agent: {"action_mask": mask}}``."""
+        agents = info.get("agents", {}) if self._wanted else {}
+        return {index: {"action_mask": own["action_mask"]} for index, own in agents.items() if "action_mask" in own}
+
     def of_env(self, row: int) -> dict[int, Array]:
-        """The latest masks of an environment, by agent; a part of its snapshot."""
+        """Return the latest masks of an environment, by agent; a part of its snapshot."""
         return {index: masks[row].copy() for index, masks in self._latest.items()}
 
     def set_env(self, row: int, masks: dict[int, Array]) -> None:
-        """Put the masks of a snapshot in place."""
+        """Restore the masks of a snapshot."""
         for index, mask in masks.items():
             self._make(index, len(mask))[row] = mask
 
@@ -225,11 +234,11 @@ C = TypeVar("C")
 
 
 def forwarding(inner: str, *names: str, **renamed: str) -> Callable[[type[C]], type[C]]:
-    """A class decorator: these methods and attributes are those of ``self.<inner>``.
+    """Return a class decorator that forwards methods and attributes to ``self.<inner>``.
 
     Args:
-        inner: Name of the attribute that holds it.
-        *names: Of :class:`~vecenv.AsyncVectorEnv`, whose signatures and documentation methods have.
+        inner: The name of the attribute that holds the target.
+        *names: Names in :class:`~vecenv.AsyncVectorEnv`; methods get its signatures and documentation.
         **renamed: Name here -> name there.
     """
 
@@ -254,13 +263,13 @@ def _forwarded(inner: str, name: str) -> Any:
 
 
 @forwarding("envs", "metadata", "render", "render_mode", "single_action_space", "single_observation_space", "stats")
-class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
+class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
     Args:
-        envs: What to flatten; closing this closes it.
-        padding_done: On the last step of an environment, rows of agents that are not there (dead, or not born) get
-            ``terminated=True``. Padding then shows up as episodes of return 0 whose rows have a False
+        envs: The vector environment to flatten; closing this one closes it.
+        padding_done: On the last step of an environment, rows of missing agents (dead, or not born) get
+            ``terminated=True``. Padding is then visible as episodes of return 0 in rows with a False
             ``infos["transition_mask"]``. With ``False`` the flags are the agents' own, and programs that count from flag to
             flag count the padding into the next episode.
 
@@ -281,19 +290,19 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
         self.num_envs = envs.num_envs * envs.num_agents
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        self._tree = tree_of(self.single_observation_space, "observation")
-        self._action_tree = tree_of(self.single_action_space, "actions")
+        self._tree = build_tree(self.single_observation_space, "observation")
+        self._action_tree = build_tree(self.single_action_space, "actions")
         self._same_step = envs.autoreset_mode is AutoresetMode.SAME_STEP
 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environments; the pending answer to a step that timed out or was interrupted is dropped.
+        """Reset the environments; drops the pending result of a step that timed out or was interrupted.
 
         Args:
             seed: An int seeds environment i with ``seed + i * seed_stride``; of a sequence of ``num_envs`` each environment
-                gets that of its first row.
-            options: Handed to every environment; ``"reset_mask"``, bool ``(num_envs,)``, must choose whole environments.
+                gets the seed of its first row.
+            options: Passed to every environment; ``"reset_mask"``, bool ``(num_envs,)``, must choose whole environments.
 
         Raises:
             ValueError, TypeError: Wrong length, type or shape, or a mask that splits an environment.
@@ -304,7 +313,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
                 raise ValueError(f"got {len(seed)} seeds for {self.num_envs} rows")
             seeds = list(seed)[:: self.num_agents]
         chosen = np.ones(self.num_envs, np.bool_)
-        if isinstance(options, Mapping) and (mask := reset_mask_of(options, self.num_envs)[0]) is not None:
+        if isinstance(options, Mapping) and (mask := split_reset_mask(options, self.num_envs)[0]) is not None:
             chosen = self._whole_envs(mask)
             options = {**options, "reset_mask": chosen[:: self.num_agents].copy()}
         obs, infos = dropping_pending(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
@@ -321,7 +330,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
         return mask
 
     def step(self, actions: Any) -> tuple[Any, Array, Bools, Bools, dict[str, Any]]:
-        """Step all environments: actions of ``action_space``; rows of padding may hold anything."""
+        """Step all environments with actions of ``action_space``; rows of padding are ignored."""
         split = map_checked(self._split, actions, self._action_tree, "actions")
         obs, rewards, terminations, truncations, infos = self.envs.step(split)
         if self.padding_done:
@@ -330,7 +339,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
         return self._rows(obs), rewards.reshape(-1), terminations.reshape(-1), truncations.reshape(-1), rows
 
     def _split(self, actions: Any, leaf: Leaf, name: str) -> Array:
-        """``(n * A, ...)`` to ``(n, A, ...)``."""
+        """Reshape ``(n * A, ...)`` to ``(n, A, ...)``."""
         array = np.asarray(actions)
         if array.ndim == 0 or len(array) != self.num_envs:
             raise ValueError(f"{name}: got shape {array.shape}, wanted {self.num_envs} rows")
@@ -342,7 +351,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
     # -- infos ------------------------------------------------------------------------------------------------------
 
     def _infos(self, infos: dict[str, Any], rows: Bools, obs: Any = None, ended: Bools | None = None) -> dict[str, Any]:
-        """Infos of ``rows``, with ``obs`` and ``ended`` of a step."""
+        """Return the infos of ``rows``; ``obs`` and ``ended`` are those of a step."""
         last, last_mask = infos.pop("final_obs", None), infos.pop("_final_obs", None)
         final_info, _ = infos.pop("final_info", None), infos.pop("_final_info", None)
         out = self._flat(infos, rows)
@@ -371,7 +380,7 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
                 out[f"_{key}"] = np.logical_or.reduce([out[key][f"_{name}"] for name in own_keys(out[key])])
             elif mask is not None:
                 out[key], out[f"_{key}"] = (self._spread(each, mask.ndim == 2) for each in (value, mask))
-            elif not isinstance(value, dict):  # action masks of different sizes are no array of rows
+            elif not isinstance(value, dict):  # action masks of different sizes cannot be an array of rows
                 of_agents = key in ("agent_mask", "transition_mask", "action_mask")
                 out[key], out[f"_{key}"] = self._spread(value, of_agents), rows.copy()
         return out
@@ -383,18 +392,18 @@ class FlattenAgents(NotClosedUnasked, VectorEnv[Any, Any, Any]):
             return value.reshape(self.num_envs, *value.shape[2:])
         return np.repeat(value, self.num_agents, axis=0)
 
-    # -- the rest ---------------------------------------------------------------------------------------------------
+    # -- other methods ----------------------------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """The environments' results, each once for every agent."""
+        """Return the environments' results, each repeated for every agent."""
         return tuple(result for result in self.envs.call(name, *args, **kwargs) for _ in range(self.num_agents))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """The environments' values, each once for every agent."""
+        """Return the environments' values, each repeated for every agent."""
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of every environment; of a list of ``num_envs`` each gets that of its first row."""
+        """Set an attribute of every environment; of a list of ``num_envs`` each gets the value of its first row."""
         if isinstance(values, (list, tuple)):
             if len(values) != self.num_envs:
                 raise ValueError(f"got {len(values)} values for {self.num_envs} rows")
@@ -415,34 +424,33 @@ RENDER_MODES: Final = tuple(f"{kind}{mode}" for kind in ("", "group_", "single_"
 
 
 @forwarding(
-    "envs", "agent_num", "call", "close", "closed", "env_fns", "env_name", "exec_func", "exec_func_fetch", "exec_func_send",
-    "get_attr", "metadata", "parent_pipes", "processes", "set_attr", action_space="single_action_space",
-    call_send="call_async", call_fetch="call_wait", env_num="num_envs", observation_space="single_observation_space",
-    parallel_env_num="num_envs", _env_name="env_name",
+    "envs", "agent_num", "call", "close", "closed", "copy", "env_fns", "env_name", "get_attr", "metadata", "parent_pipes",
+    "processes", "set_attr", "shared_memory", action_space="single_action_space", env_num="num_envs",
+    observation_space="single_observation_space", parallel_env_num="num_envs", _env_name="env_name",
 )  # fmt: skip
 class OpenRLView:
-    """A view with that convention's shapes: rewards ``[n, A, 1]``, dones ``[n, A]``, infos a list of n dicts.
+    """A view in the shapes of the ``agent_num`` convention: rewards ``[n, A, 1]``, dones ``[n, A]``, infos are n dicts.
 
-    ``step`` gives four values, or five (terminations and truncations apart) where the environments do.
+    ``step`` returns four values, or five (separate terminations and truncations) if the environments do.
 
-    ``infos[i]`` is what environment i gave (``infos[i]["key"]``), and beside that ``active_masks`` float32 ``[A, 1]`` (1 for
-    agents that are alive, and for all after the environment's episode ended), ``action_masks`` bool ``[A, k]`` where there
-    are masks, and after the end ``final_observation`` and ``final_info``. A dead agent stays done until its environment's
-    episode ends, and then all are. Observations of a ``Discrete`` space are one-hot ``[n, A, k]``. Environment i is seeded
-    with ``seed + i * 10086``.
+    ``infos[i]`` has the infos of environment i (``infos[i]["key"]``), and also ``active_masks`` float32 ``[A, 1]`` (1 for
+    agents that are alive, and for all after the environment's episode ended), ``action_masks`` bool ``[A, k]`` if there are
+    masks, and after the end ``final_observation`` and ``final_info``. A dead agent stays done until its environment's
+    episode ends, and then all are done. Observations of a ``Discrete`` space are one-hot ``[n, A, k]``. Environment i is
+    seeded with ``seed + i * 10086``.
 
     Args:
-        envs: With ``layout="stack"`` and same-step autoreset (or none, the convention's ``auto_reset=False``).
-        render_mode: Of the view, one of ``RENDER_MODES``; default, that of the environments.
+        envs: Environments with ``layout="stack"`` and same-step autoreset (or none, the convention's ``auto_reset=False``).
+        render_mode: The mode of the view, one of ``RENDER_MODES``; default, that of the environments.
 
     Raises:
-        ValueError: It has another layout or autoreset mode.
+        ValueError: ``envs`` has another layout or autoreset mode.
 
     Attributes:
-        envs: The vector environment beneath.
-        observation_space, action_space: Of one agent.
-        parallel_env_num, env_num, agent_num: Numbers of environments, the same, and of agents in each.
-        error_queue: What failed, see :class:`ErrorQueue`.
+        envs: The wrapped vector environment.
+        observation_space, action_space: The spaces of one agent.
+        parallel_env_num, env_num, agent_num: The number of environments (twice), and of agents in each.
+        error_queue: The failures, see :class:`ErrorQueue`.
     """
 
     def __init__(self, envs: Any, render_mode: str | None = None) -> None:
@@ -456,10 +464,11 @@ class OpenRLView:
         self.render_mode = envs.render_mode if render_mode is None else render_mode
         self.auto_reset = envs.autoreset_mode is AutoresetMode.SAME_STEP
         self.error_queue = ErrorQueue(envs)
+        self._merger = InfoMerger()
         self._latest: Any = None
-        self._values: int | None = None  # of a step, known after the first
+        self._values: int | None = None  # the number of values of a step, known after the first one
         self._ended = np.zeros((2, envs.num_envs, envs.num_agents), np.bool_)  # terminated, truncated
-        self._mask: Any = None  # of the latest reset
+        self._mask: Any = None  # the mask of the latest reset
         self._random = np.random.default_rng()
 
     # -- reset and step ---------------------------------------------------------------------------------------------
@@ -467,7 +476,7 @@ class OpenRLView:
     def reset(
         self, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, list[dict[str, Any]]]:
-        """``(observations [n, A, ...], infos)``."""
+        """Reset the environments and return ``(observations [n, A, ...], infos)``."""
         self.reset_send(seed, options)
         return self.reset_fetch()
 
@@ -478,39 +487,43 @@ class OpenRLView:
             seeds = [int(seed) + index * SEED_STRIDE for index in range(self.env_num)]
             self._random = np.random.default_rng(int(seed))
             self.action_space.seed(int(seed))
-        self.envs.reset_async(seed=seeds, options=options)
+        with _named_as_in_openrl():
+            self.envs.reset_async(seed=seeds, options=options)
         self._mask = None if options is None else options.get("reset_mask")
 
     def reset_fetch(self, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
-        """What :meth:`reset` returns, of :meth:`reset_send`; errors as of ``AsyncVectorEnv.reset_wait``."""
-        obs, infos = self.envs.reset_wait(timeout)
+        """Return the result of :meth:`reset_send`; raises the errors of ``AsyncVectorEnv.reset_wait``."""
+        with _named_as_in_openrl():
+            (obs, infos), own = self.envs.results_by_row("reset_wait", timeout)
         self._ended[:, slice(None) if self._mask is None else self._mask] = False
         self._latest = self._shown(obs)
-        return self._latest, self._listed(infos, np.zeros(self.env_num, np.bool_))
+        return self._latest, self._listed(infos, own, np.zeros(self.env_num, np.bool_))
 
     def step(self, actions: Any, extra_data: Any = None) -> tuple[Any, ...]:
-        """One step of all environments; ``extra_data`` is not looked at.
+        """Step all environments; ``extra_data`` is ignored.
 
         Returns:
             ``(observations [n, A, ...], rewards [n, A, 1], dones bool [n, A], infos)``, or with terminations and truncations
-            ``[n, A]`` each in the place of ``dones``.
+            ``[n, A]`` each in place of ``dones``.
         """
         self.step_send(actions)
         return self.step_fetch()
 
     def step_send(self, actions: Any) -> None:
         """Begin a :meth:`step`."""
-        self.envs.step_async(actions)
+        with _named_as_in_openrl():
+            self.envs.step_async(actions)
 
     def step_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """What :meth:`step` returns, of :meth:`step_send`; errors as of ``AsyncVectorEnv.step_wait``."""
-        obs, rewards, terminations, truncations, infos = self.envs.step_wait(timeout)
+        """Return the result of :meth:`step_send`; raises the errors of ``AsyncVectorEnv.step_wait``."""
+        with _named_as_in_openrl():
+            (obs, rewards, terminations, truncations, infos), own = self.envs.results_by_row("step_wait", timeout)
         done = infos["env_done"]
         ended = self._ended | np.stack([terminations, truncations])
         self._ended = ended & ~done[:, None]
         self._latest = self._shown(obs)
-        listed = self._listed(infos, done)
-        if self._values is None:  # five, where all environments give that many
+        listed = self._listed(infos, own, done)
+        if self._values is None:  # five values if all environments return five
             self._values = min(self.envs._rows.exec_func(_values)) if self.envs.capabilities.attributes else 4
         if self._values == 5:
             return self._latest, rewards[..., None], ended[0], ended[1], listed
@@ -519,24 +532,37 @@ class OpenRLView:
     def _shown(self, obs: Any) -> Any:
         return map_space(_one_hot, self.observation_space, obs)
 
-    def _listed(self, infos: dict[str, Any], done: Array) -> list[dict[str, Any]]:
+    def _listed(self, infos: dict[str, Any], own: Sequence[dict[str, Any]], done: Array) -> list[dict[str, Any]]:
+        """Return one info per environment: ``infos`` are vecenv's, ``own`` are the environments'."""
         active = (infos["agent_mask"] | done[:, None]).astype(np.float32)[..., None]
         masks = infos.pop("action_mask", None)
         if "final_obs" in infos:
             infos["final_observation"] = self._shown(infos.pop("final_obs"))
             infos["_final_observation"] = infos.pop("_final_obs")
         listed = list_of_dicts(infos)
-        for index, info in enumerate(listed):
-            _unfold(info)
-            if "final_info" in info:
-                _unfold(info["final_info"])
+        for index, (info, given) in enumerate(zip(listed, own, strict=True)):
+            self._add_own(info, given, index)
+            if "final_info" in given:
+                info["final_info"] = {}
+                self._add_own(info["final_info"], given["final_info"], index)
             info["active_masks"] = active[index]
             if masks is not None:
                 info["action_masks"] = masks[index]
         return listed
 
+    def _add_own(self, info: dict[str, Any], given: dict[str, Any], index: int) -> None:
+        """Add an environment's infos: its common values unchanged, the values of agents in arrays ``[A, ...]``."""
+        agents = [given.get("agents", {}).get(agent, {}) for agent in range(self.agent_num)]
+        common = given.get("common", {})
+        if any(agents):
+            columns = self._merger.merge(agents, [index] * len(agents))
+            if not common.keys().isdisjoint(MASK_KEYS):  # they stay in the environment's own format
+                columns = {key: value for key, value in columns.items() if key not in ("action_mask", "_action_mask")}
+            info.update({key: value for key, value in columns.items() if key not in info})
+        info.update({key: value for key, value in common.items() if key not in info})
+
     def random_action(self, infos: Sequence[dict[str, Any]] | None = None) -> Array:
-        """Random actions ``[n, A, ...]`` (``[n, A, 1]`` for ``Discrete``); of those that ``infos`` allow, if given."""
+        """Draw random actions ``[n, A, ...]`` (``[n, A, 1]`` for ``Discrete``), if given only those that ``infos`` allow."""
         space = self.action_space
         shape = (self.env_num, self.agent_num)
         if not isinstance(space, spaces.Discrete):
@@ -551,12 +577,12 @@ class OpenRLView:
     # -- pictures ---------------------------------------------------------------------------------------------------
 
     def render(self, mode: str | None = None) -> Any:
-        """Frames of the environments, each as its own ``render_mode`` says.
+        """Return frames of the environments in their own ``render_mode``.
 
         Args:
             mode: ``"rgb_array"``, ``"group_rgb_array"``: one image of all, tiled; ``"single_rgb_array"``: that of
-                environment 0; ``"human"``, ``"group_human"``, ``"single_human"``: nothing is returned, environments made
-                with ``render_mode="human"`` draw themselves; ``None``: as the view's ``render_mode``, or tiled.
+                environment 0; ``"human"``, ``"group_human"``, ``"single_human"``: return nothing, environments built with
+                ``render_mode="human"`` draw themselves; ``None``: the view's ``render_mode``, or tiled.
         """
         if mode is None:
             mode = self.render_mode if self.render_mode in RENDER_MODES else "rgb_array"
@@ -569,20 +595,62 @@ class OpenRLView:
 
     # -- the environments -------------------------------------------------------------------------------------------
 
+    def call_send(self, name: str, /, *args: Any, **kwargs: Any) -> None:
+        """Begin a call of a method of every environment."""
+        with _named_as_in_openrl():
+            self.envs.call_async(name, *args, **kwargs)
+
+    def call_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Return the results of :meth:`call_send`; raises the errors of ``AsyncVectorEnv.call_wait``."""
+        with _named_as_in_openrl():
+            results: tuple[Any, ...] = self.envs.call_wait(timeout)
+        return results
+
+    def exec_func(
+        self, func: Callable[..., Any], indices: int | Sequence[int] | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Call ``func(env, *args, **kwargs)`` with the environments ``indices``; ``None``: all, ``[]``: none.
+
+        Returns:
+            A result for each environment, ``None`` for the others.
+        """
+        self.exec_func_send(func, indices, *args, **kwargs)
+        return self.exec_func_fetch()
+
+    def exec_func_send(
+        self, func: Callable[..., Any], indices: int | Sequence[int] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Begin an :meth:`exec_func`."""
+        with _named_as_in_openrl("exec_func"):
+            if indices is not None and np.size(indices) == 0:
+                self.envs.exec_func_send(_nothing)
+            else:
+                self.envs.exec_func_send(func, indices, *args, **kwargs)
+
+    def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
+        """Return the results of :meth:`exec_func_send`."""
+        with _named_as_in_openrl("exec_func"):
+            results: tuple[Any, ...] = self.envs.exec_func_fetch(timeout)
+        return results
+
     def env_is_wrapped(self, wrapper_class: type[Any], indices: int | Sequence[int] | None = None) -> list[bool]:
-        """Whether each environment has a wrapper of this class, or of one derived from it."""
+        """Return for each environment True if it has a wrapper of this class or a subclass."""
         chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
         answers = self.envs.exec_func(has_wrapper, chosen, class_name(wrapper_class))
         return [answers[index] for index in (range(self.env_num) if chosen is None else chosen)]
 
     def seed(self, seed: int | None = None) -> None:
-        """Nothing, as in OpenRL: seeds are given to :meth:`reset`."""
+        """Do nothing, as in OpenRL: seeds are arguments of :meth:`reset`."""
 
-    # -- what can be looked at, and the end -------------------------------------------------------------------------
+    # -- attributes and close() -------------------------------------------------------------------------------------
 
-    if TYPE_CHECKING:  # what is forwarded
+    if TYPE_CHECKING:  # for the forwarded attributes
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """Close the environments, like ``close``."""
+        self.envs.close(timeout=timeout, terminate=terminate)
 
     @property
     def unwrapped(self) -> OpenRLView:
@@ -599,7 +667,7 @@ class OpenRLView:
 
 
 class ErrorQueue:
-    """What failed, as OpenRL's queue gives it: oldest first, each once."""
+    """A queue of failures like OpenRL's: oldest first, each once."""
 
     def __init__(self, envs: Any) -> None:
         self._envs = envs
@@ -611,10 +679,10 @@ class ErrorQueue:
         return records[known[0] + 1 :] if known else records
 
     def get(self, block: bool = False, timeout: float | None = None) -> tuple[int | None, type[Any], BaseException]:
-        """``(index of the environment, class, exception)`` of the next failure.
+        """Return ``(index of the environment, class, exception)`` of the next failure.
 
         Raises:
-            queue.Empty: There is none; this never waits, whatever the arguments.
+            queue.Empty: There is none; this never waits, regardless of the arguments.
         """
         new = self._new()
         if not new:
@@ -625,12 +693,30 @@ class ErrorQueue:
     get_nowait = get
 
     def empty(self) -> bool:
-        """Whether every failure was given already."""
+        """True if every failure was already returned."""
         return not self._new()
 
     def qsize(self) -> int:
-        """How many failures were not given yet."""
+        """Return the number of failures not yet returned."""
         return len(self._new())
+
+
+@contextlib.contextmanager
+def _named_as_in_openrl(kind: str = "call") -> Iterator[None]:
+    """Make errors name OpenRL's methods: ``step_fetch`` for ``step_wait``; ``kind`` replaces ``call``."""
+    try:
+        yield
+    except (AlreadyPendingCallError, NoAsyncCallError, StepTimeout) as error:
+        text = str(error.args[0])
+        for ours, theirs in (("reset", "reset"), ("step", "step"), ("call", kind)):
+            text = text.replace(f"`{ours}_async`", f"`{theirs}_send`").replace(f"`{ours}_wait`", f"`{theirs}_fetch`")
+            text = text.replace(f"`{ours}_wait()`", f"`{theirs}_fetch()`")
+        error.args = (text, *error.args[1:])
+        raise
+
+
+def _nothing(env: Any) -> None:
+    """Do nothing: the function for ``exec_func(indices=[])``."""
 
 
 def _values(env: AgentsEnv) -> int:
@@ -638,20 +724,13 @@ def _values(env: AgentsEnv) -> int:
 
 
 def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:
-    if isinstance(space, spaces.Discrete):  # (padding need not lie in the space)
+    if isinstance(space, spaces.Discrete):  # (padding may lie outside the space)
         return (np.arange(space.start, space.start + space.n) == np.asarray(obs)[..., None]).astype(space.dtype)
     return obs
 
 
-def _unfold(info: dict[str, Any]) -> None:
-    """Put infos of the environment beside the others, with Python's numbers as such."""
-    for key, value in info.pop("common", {}).items():
-        plain = isinstance(value, np.generic) and value.dtype.char in "?ld"
-        info.setdefault(key, value.item() if plain else value)
-
-
 def _tiled(frames: Sequence[Array]) -> Array:
-    """Frames of one shape ``[h, w, c]`` in a grid that is as square as can be, black where there is none."""
+    """Tile frames of one shape ``[h, w, c]`` in a grid as square as possible; empty cells are black."""
     rows = math.ceil(math.sqrt(len(frames)))
     columns = math.ceil(len(frames) / rows)
     height, width, *channels = frames[0].shape

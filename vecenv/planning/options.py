@@ -1,10 +1,11 @@
-"""Checks the options of vector environments by one table: option -> what it may be, and that in words."""
+"""The checks of the options of vector environments, by one table: option -> check and description of the accepted values."""
 
 from __future__ import annotations
 
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias, TypedDict
 
 import numpy as np
@@ -16,12 +17,87 @@ from vecenv.system.spawning import WorkerEnv, check_variables, require_processes
 
 NumWorkers: TypeAlias = int | Literal["auto"] | None
 BatchSize: TypeAlias = int | Literal["auto"] | None
-OnFailure: TypeAlias = Literal["raise", "restart"]
 StartMethod: TypeAlias = Literal["fork", "spawn", "forkserver"]
 
 
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """A budget of restarts, for ``on_failure=`` of :class:`vecenv.AsyncVectorEnv`.
+
+    Args:
+        limit: At most this many restarts of all environments within ``period``. ``None``: each environment, and each worker
+            that dies, has 5 restarts in that time, and one more for every 1,000 steps that it made.
+        period: Seconds.
+
+    Raises:
+        ValueError: ``limit`` is negative or not an int, or ``period`` is not a positive number.
+    """
+
+    limit: int | None = None
+    period: float = 60.0
+
+    @classmethod
+    def of(cls, on_failure: OnFailure) -> Restart:
+        """Return the budget of an ``on_failure`` option, the default one for a name."""
+        return on_failure if isinstance(on_failure, cls) else cls()
+
+    def __post_init__(self) -> None:
+        check_option("Restart(limit)", self.limit, (one_of(None, or_=whole(0)), "None or an int from 0 on"))
+        check_option("Restart(period)", self.period, _DURATION)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """Rarely needed options of worker processes, for ``worker_options=`` of :class:`vecenv.AsyncVectorEnv`.
+
+    Args:
+        threads: Limit of BLAS, OpenMP and torch threads in a worker; ``None``: the usable cores divided by the workers.
+        cores: The cores of each worker: a list with a core, or a list of cores, for each process. ``None``: the system's
+            scheduler decides, and workers that have a core to themselves stay on it.
+        env: Environment variables of the workers: name -> value, or a function of the worker's index that returns it
+            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are set
+            before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
+            With variables no environment is built in this process, unless ``dummy_env=True``.
+        preload: With ``context="forkserver"``, modules that the fork server imports once for all workers of the program.
+        start_timeout: Seconds that a worker has to build its environments.
+        dummy_env: The source of metadata and spaces. ``True``: an environment that is built and closed in this process, as
+            in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as ``False``
+            where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``). Or an object with
+            the ``observation_space``, ``action_space``, ``metadata`` and ``render_mode`` of all environments, such as an
+            environment: then none is built.
+
+    Raises:
+        TypeError, ValueError: A value of a wrong type or out of range.
+    """
+
+    threads: int | None = None
+    cores: Sequence[int | Sequence[int]] | None = None
+    env: WorkerEnv | None = None
+    preload: Sequence[str] | None = None
+    start_timeout: float = 60.0
+    dummy_env: Any = None
+
+    def __post_init__(self) -> None:
+        check_option("WorkerOptions(threads)", self.threads, (one_of(None, or_=whole(1)), "None or an int from 1 on"))
+        check_option("WorkerOptions(start_timeout)", self.start_timeout, _DURATION)
+        check_option(
+            "WorkerOptions(dummy_env)", self.dummy_env,
+            (
+                one_of(None, True, False, or_=lambda value: all(hasattr(value, name) for name in _DESCRIBES)),
+                f"None, True, False or an object with {', '.join(_DESCRIBES)}",
+            ),
+        )  # fmt: skip
+        if self.env is not None:
+            check_variables(self.env)
+
+
+_DESCRIBES: Final = ("observation_space", "action_space", "metadata", "render_mode")
+
+OnFailure: TypeAlias = Literal["raise", "restart"] | Restart
+
+
 class EngineOptions(TypedDict, total=False):
-    """Options that classes over :class:`vecenv.AsyncVectorEnv` pass on to it; see there."""
+    """Options that classes over :class:`vecenv.AsyncVectorEnv` pass on to it, which documents them."""
 
     shared_memory: bool
     copy: bool
@@ -29,33 +105,23 @@ class EngineOptions(TypedDict, total=False):
     daemon: bool
     max_concurrency: int | None
     num_workers: NumWorkers
-    use_caller: bool
+    use_caller: bool | None
     batch_size: BatchSize
-    on_failure: OnFailure
-    restart_limit: int | None
-    restart_period: float
-    step_timeout: float | None
-    start_timeout: float
-    threads_per_worker: int | None
-    strict: bool
-    dummy_env: bool | None
-    isolate: bool | None
-    worker_env: WorkerEnv | None
-    worker_affinity: Sequence[int | Sequence[int]] | None
-    preload: Sequence[str] | None
-    ragged_infos: bool
     env_threads: int
-    generators: GeneratorsOption
+    on_failure: OnFailure
+    step_timeout: float | None
     record_failures: str | os.PathLike[str] | FlightRecorder | None
+    generators: GeneratorsOption
+    worker_options: WorkerOptions | None
 
 
 def require_processes_for(
-    name: str, num_workers: int | str | None, use_caller: bool, isolate: bool | None, dummy_env: bool | None
+    name: str, num_workers: int | str | None, use_caller: bool | None, dummy_env: bool | None
 ) -> None:
-    """Refuse what needs processes where there can be none. ``"auto"`` does not: there it is this process.
+    """Raise if options need processes where none are possible. ``"auto"`` does not: there it is this process.
 
     Raises:
-        NotImplementedError: With the way out; nothing was built.
+        NotImplementedError: With an alternative, before anything is built.
     """
     if dummy_env is False:
         require_processes(f"{name} with dummy_env=False")
@@ -63,25 +129,24 @@ def require_processes_for(
         require_processes(f"{name} with use_caller=True")
     elif num_workers != 0 and num_workers != "auto":
         require_processes(f"{name} with num_workers={num_workers}")
-    elif isolate and num_workers == "auto":
-        require_processes(f"{name} with on_failure='restart', step_timeout, worker_env or isolate=True")
+    elif use_caller is False and num_workers == "auto":
+        require_processes(f"{name} with on_failure='restart', step_timeout, WorkerOptions(env) or use_caller=False")
 
 
-def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **beside: Any) -> int:
-    """The number of spare workers; ``beside``: other options.
+def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **others: Any) -> int:
+    """Return the number of spare workers. ``others`` are the other options.
 
     Raises:
-        ValueError: It is no number, or cannot be combined with another option; says why.
+        ValueError: It is not a number, or cannot be combined with another option. The text gives the reason.
     """
     check_option("spare_workers", spare_workers)
-    own = beside["num_workers"]
+    own = others["num_workers"]
     reasons = {
         "num_workers": own is None or own == num_envs or "each row has a process of its own: num_workers=None",
-        "use_caller": not beside["use_caller"] or "an environment of the calling process can go nowhere else",
-        "batch_size": beside["batch_size"] is None or mode is AutoresetMode.NEXT_STEP or "use AutoresetMode.NEXT_STEP",
-        "max_concurrency": beside["max_concurrency"] is None or "they reset while all the others step",
-        "env_threads": beside["env_threads"] == 1 or "each has one environment",
-        "autoreset_mode": mode is not AutoresetMode.DISABLED or "an episode that begins by itself is what they are for",
+        "use_caller": not others["use_caller"] or "an environment of the calling process cannot move elsewhere",
+        "max_concurrency": others["max_concurrency"] is None or "they reset while all the others step",
+        "env_threads": others["env_threads"] == 1 or "each has one environment",
+        "autoreset_mode": mode is not AutoresetMode.DISABLED or "they are for episodes that begin by autoreset",
     }
     for option, reason in reasons.items():
         if spare_workers and reason is not True:
@@ -93,7 +158,7 @@ _Check: TypeAlias = Callable[[Any], bool]
 
 
 def whole(low: int, high: float = math.inf) -> _Check:
-    """Whether a value is an int from ``low`` to ``high``, and no bool."""
+    """Return a check that accepts ints from ``low`` to ``high``, but not bools."""
     return lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
 
 
@@ -102,51 +167,50 @@ def _seconds(value: Any) -> bool:
 
 
 def one_of(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
-    """Whether a value is one of a few constants, or passes another check. (0 and 1 are neither ``False`` nor ``True``.)"""
+    """Return a check that accepts a few constants and all values of another check. 0 is not ``False``, 1 not ``True``."""
     return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in accepted) or or_(value)
 
 
-_SWITCH: Final = one_of(True, False), "True or False"
 _SWITCH_OR_NONE: Final = one_of(None, True, False), "None, True or False"
 _DURATION: Final = _seconds, "a number of seconds above 0"
 _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
     "num_envs": (whole(1), "an int from 1 on"),
     "num_workers": (one_of(None, "auto", or_=whole(0)), "None (one process per environment), 'auto', or an int from 0 on"),
     "spare_workers": (whole(0), "an int from 0 on"),
-    "on_failure": (one_of("raise", "restart"), "'raise' or 'restart'"),
-    "restart_limit": (one_of(None, or_=whole(0)), "None or an int from 0 on"),
-    "restart_period": _DURATION,
+    "on_failure": (
+        one_of("raise", "restart", or_=lambda value: isinstance(value, Restart)),
+        "'raise', 'restart' or a vecenv.Restart(limit=, period=)",
+    ),
     "step_timeout": (one_of(None, or_=_seconds), "None or a number of seconds above 0"),
-    "start_timeout": _DURATION,
-    "threads_per_worker": (one_of(None, or_=whole(1)), "None or an int from 1 on"),
     "env_threads": (whole(1), "an int from 1 on"),
     "generators": (one_of("shared", "own"), "'shared' or 'own'"),
-    "isolate": _SWITCH_OR_NONE,
-    "dummy_env": _SWITCH_OR_NONE,
-    "strict": _SWITCH,
-    "ragged_infos": _SWITCH,
+    "use_caller": _SWITCH_OR_NONE,
+    "worker_options": (
+        one_of(None, or_=lambda value: isinstance(value, WorkerOptions)), "None or a vecenv.WorkerOptions(...)"
+    ),
 }
-"""Option -> what it may be, and that in words. What depends on another option stands in :func:`check_options`."""
+"""Option -> check and description of the accepted values. :func:`check_options` has those that depend on other options."""
 
 _NEED_PROCESSES: Final[dict[str, tuple[_Check, str]]] = {
     "step_timeout": (lambda value: value is not None, "can be killed"),
-    "worker_env": (bool, "have environment variables of their own"),
-    "isolate": (lambda value: value is True, "keep a crash of an environment from the program"),
+    "worker_options": (
+        lambda value: value is not None and bool(value.env), "have the environment variables of WorkerOptions(env)"
+    ),
     "env_threads": (lambda value: value != 1, "are the ones that have these threads"),
 }
-"""Option -> whether a value needs worker processes, and what these do for it."""
+"""Option -> check for values that need worker processes, and the reason."""
 
 
 def check_option(name: str, value: Any, check: tuple[_Check, str] | None = None) -> None:
-    """Refuse a value that an option of this name cannot have, on any backend.
+    """Raise for a value that no backend accepts for an option.
 
     Args:
         name: The option.
         value: Its value.
-        check: What it may be, and that in words; ``None``: as in the table of all options.
+        check: A check and a description of the accepted values; ``None``: the ones in the table of all options.
 
     Raises:
-        ValueError: Names the accepted values.
+        ValueError: The text names the accepted values.
     """
     accepts, accepted = check or _CHECKS[name]
     if not accepts(value):
@@ -154,18 +218,18 @@ def check_option(name: str, value: Any, check: tuple[_Check, str] | None = None)
 
 
 def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
-    """Refuse options that mean nothing, by name and with what is accepted.
+    """Raise for invalid options. The text names the option and the accepted values.
 
     Args:
-        num_envs: How many environments there are.
-        batch_size: How many of them :meth:`recv` returns.
+        num_envs: Number of environments.
+        batch_size: Number of them that :meth:`recv` returns.
         options: Any of the options in :class:`EngineOptions`.
 
     Raises:
-        TypeError, ValueError: Before anything was built.
+        TypeError, ValueError: Before anything is built.
     """
-    if options.get("worker_env") is not None:
-        check_variables(options["worker_env"])
+    for name in ("use_caller", "worker_options"):
+        check_option(name, options.get(name))
     if options.get("use_caller") or options.get("num_workers") == 0:
         for name, (needs_processes, reason) in _NEED_PROCESSES.items():
             if name in options and needs_processes(options[name]):

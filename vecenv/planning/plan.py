@@ -1,60 +1,64 @@
-"""Decides how many workers step the environments, from the times of a few steps of one of them.
+"""The choice of the number of workers, from the times of a few steps of one environment.
 
-Two numbers decide: how long a step takes, and how much of that is waiting (for a simulator elsewhere, a socket, a sleep).
-Steps that compute need one process per core, one of which may be the caller. Steps that wait need more processes than cores.
-Steps that end before another process could wake up need no other process at all. The constants below are the costs of
-handing a batch over, measured with ``python -m bench micro``. They are multiplied by how slow this machine is, and by how
-much slower it is while other processes compute: two usable cores may be two threads of one.
+It depends on how long a step takes, and on how much of that is waiting (for a simulator elsewhere, a socket, a sleep). Steps
+that compute need one process per core, one of which may be the caller. Steps that wait need more processes than cores. Steps
+shorter than the wake-up of another process need no other process. The constants below are the costs of passing a batch to
+workers and back, measured with ``python -m bench micro``. They are multiplied by two factors: how much slower this machine
+is, and how much slower it gets while other processes compute, because two usable cores may be two threads of one.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import multiprocessing
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import gymnasium
 
+from vecenv.planning.independence import SHARES_STATE, Independence
 from vecenv.planning.options import check_option
-from vecenv.planning.probe import EnvProbe, StepTimes
+from vecenv.planning.probe import EnvProbe
+from vecenv.planning.trial import SLOW_STEP_SECONDS, StepTimes
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import require_processes, why_no_processes
 
 __all__ = ["Plan", "caller_share", "choose", "in_batches", "plan", "workers_and_share"]
 
-# Seconds. What a batch costs apart from the environments' own steps.
+# Costs of a batch in seconds, apart from the environments' own steps.
 PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
 IN_PROCESS: Final = 6.5e-6  # a batch in this process
-WITH_CALLER: Final = 15e-6  # the caller's share, and workers that spin on cores of their own
-HANDING_OUT: Final = 1.5e-6  # of which the caller is busy while its workers step already
-BY_WORKERS: Final = 28e-6  # as many workers as cores
-WAKE: Final = 12e-6  # each worker more than cores: a sleep and a wake-up
+WITH_CALLER: Final = 15e-6  # the caller steps a share, and its workers spin on cores of their own
+HANDING_OUT: Final = 1.5e-6  # part of WITH_CALLER in which the caller sends requests while its workers step already
+BY_WORKERS: Final = 28e-6  # one worker per core
+WAKE: Final = 12e-6  # per worker beyond the number of cores: a sleep and a wake-up
 
-RECEIVING: Final = 50e-6  # a first-ready batch, received and sent again by a caller whose caches are cold ...
+RECEIVING: Final = 50e-6  # a first-ready batch, received and resent by a caller with cold caches ...
 PER_MESSAGE: Final = 6e-6  # ... and each message of it
 
-_WAITS: Final = 0.3  # from this share of waiting on, more processes than cores are considered
-_SAFETY: Final = 1.1  # the most that worker processes may cost, for a program that survives a crash of an environment
+_WAITS: Final = 0.3  # with at least this share of waiting, more processes than cores are considered
+_SAFETY: Final = 1.1  # maximum relative cost of worker processes, with which the program survives a crash of an environment
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A choice of workers, with its reasons; ``print`` it.
+    """A choice of workers and the reasons for it, to be printed.
 
     Attributes:
-        num_envs: For how many environments.
-        num_workers: Worker processes; 0: none.
-        caller_share: How many environments the calling process steps beside its workers.
-        reason: Why, in a sentence.
-        probe: What was measured.
-        cores: Usable cores.
-        estimates: Expected seconds per batch of every choice that was compared.
-        batch_size: With ``batch_size="auto"``: how many environments ``recv`` returns; ``num_envs``: a lock-step.
-        rows_at_once: With ``batch_size="auto"``: ``send`` asks a worker for at most that many in one message.
-        batch_reason: Why, in a sentence.
+        num_envs: Number of environments.
+        num_workers: Number of worker processes; 0: none.
+        caller_share: Number of environments that the calling process steps itself.
+        reason: Reason for the choice, in a sentence.
+        probe: The step times of an environment.
+        cores: Number of usable cores.
+        estimates: Expected seconds per batch, for every choice that was compared.
+        batch_size: With ``batch_size="auto"``: number of environments that ``recv`` returns; ``num_envs``: a lock-step.
+        rows_at_once: With ``batch_size="auto"``: maximum number of environments in one request to a worker.
+        batch_reason: Reason for the batch size, in a sentence.
+        independence: The verdict on environments that share a process.
     """
 
     num_envs: int
@@ -67,15 +71,19 @@ class Plan:
     batch_size: int | None = None
     rows_at_once: int | None = None
     batch_reason: str = ""
+    independence: Independence = field(default_factory=Independence)
 
     @property
     def use_caller(self) -> bool:
-        """Whether the calling process steps a share beside its workers."""
+        """True if the calling process steps a share itself."""
         return self.caller_share > 0
 
     def __str__(self) -> str:
-        times = self.probe
+        times, found = self.probe, self.independence
         lines = [f"Plan for {self.num_envs} environments on {self.cores} usable cores:"]
+        if found.steps:
+            lines.append(f"  tried in temporary processes: {found.builds} environments, {found.steps} steps in all")
+            lines.append(f"  environments in one process: {found}")
         if times.failure:
             lines.append(f"  no step could be timed: {times.failure}")
         else:
@@ -93,38 +101,58 @@ class Plan:
 
 
 def caller_share(num_envs: int, workers: int, step: float) -> int:
-    """How many environments the caller steps so that it and its workers are done at the same time.
+    """Return the number of environments with which the caller finishes at the same time as its workers.
 
-    Most of the caller's work, handing out actions and collecting the batch, is done while no environment is stepped; its
-    share is smaller by as many steps as the rest takes.
+    The caller sends actions and collects the batch mostly while no environment is stepped. Only the remaining work of
+    ``HANDING_OUT`` reduces its share.
     """
     even = num_envs / (workers + 1)
     less = HANDING_OUT / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
     return min(max(round(even - less), 1), max(num_envs - workers, 1))
 
 
-def choose(times: StepTimes, num_envs: int, cores: int, *, isolate: bool | None = None) -> Plan:
-    """The fastest way to step ``num_envs`` such environments, or one that is nearly as fast and safe; without processes, the
-    only one.
+def choose(
+    times: StepTimes, num_envs: int, cores: int, *, use_caller: bool | None = None, independence: Independence | None = None,
+    in_thread: bool = False,
+) -> Plan:  # fmt: skip
+    """Choose the fastest way to step ``num_envs`` such environments, or one that is safer and nearly as fast.
+
+    Environments that may not share a process get one each. Where no processes are possible, all are stepped in this one.
 
     Args:
-        times: What was measured.
-        num_envs: How many environments.
-        cores: Usable cores.
-        isolate: ``True``: only worker processes will do; restarts and timeouts need something that can be killed. ``None``:
+        times: The step times of one environment.
+        num_envs: Number of environments.
+        cores: Number of usable cores.
+        use_caller: ``False``: only worker processes, because restarts and timeouts must be able to kill a process. ``None``:
             worker processes where they cost less than a tenth, because the program then survives a crash of an environment.
-            ``False``: the fastest.
+            ``True``: the fastest.
+        independence: The verdict on environments that share a process; ``None``: assume that they may.
+        in_thread: The calling thread is not the main thread of its process.
     """
+    independence = independence or Independence()
+    make_plan = partial(Plan, num_envs, probe=times, cores=cores, independence=independence)
+    if (why := why_no_processes()) is not None and use_caller is not False:
+        return make_plan(num_workers=0, caller_share=0, reason=f"in this process: {why}")
+    if not independence.may_share:
+        doubt = "" if independence.verdict == SHARES_STATE else "they may not be independent: "
+        reason = f"one process per environment, because {doubt}{independence.reason}"
+        return make_plan(num_workers=num_envs, caller_share=0, reason=reason)
+    if times.slow:
+        reason = f"one process per environment: with steps above {SLOW_STEP_SECONDS * 1e3:.0f} ms sharing one gains little"
+        return make_plan(num_workers=num_envs, caller_share=0, reason=reason)
     if times.failure:
         reason = "the environment failed while it was tried, so it is kept out of your program's process"
-        return Plan(num_envs, min(cores, num_envs), 0, reason, times, cores)
-    choices = _choices(times, num_envs, cores, isolate)
+        return make_plan(num_workers=min(cores, num_envs), caller_share=0, reason=reason)
+    kept_out = ""
+    if independence.changes or in_thread:
+        thread = "this is not the main thread, and signal handlers and event loops belong to that"
+        cause = independence.changes[0] if independence.changes else thread
+        use_caller, kept_out = False, f"; no environment runs in your program's process, because {cause}"
+    choices = _choices(times, num_envs, cores, processes_only=use_caller is False)
     estimates = {name: choice[0] for name, choice in choices.items()}
     best = min(choices.values())
-    if (why := why_no_processes()) is not None and not isolate:
-        return Plan(num_envs, 0, 0, f"in this process: {why}", times, cores, estimates)
     safest = min(choice for choice in choices.values() if not choice[2])
-    safe = bool(best[2]) and isolate is None and safest[0] < best[0] * _SAFETY
+    safe = bool(best[2]) and use_caller is None and safest[0] < best[0] * _SAFETY
     _, processes, share = safest if safe else best
     reason = "it steps on every usable core"
     if processes == 0:
@@ -132,27 +160,30 @@ def choose(times: StepTimes, num_envs: int, cores: int, *, isolate: bool | None 
         share = 0
     elif processes > cores:
         reason = f"steps that wait {times.waits:.0%} of their time overlap in more processes than cores"
-    elif isolate:
-        reason = "restarts, timeouts, variables or isolate=True need processes, one per usable core"
+    elif kept_out:
+        reason = "one worker per usable core"
+    elif use_caller is False:
+        reason = "restarts, timeouts, variables or use_caller=False need processes, one per usable core"
     elif safe:
         reason = "nearly the fastest, and a crash of an environment does not end the program"
     if share or not processes:
         reason += "; a crash of an environment that the caller steps ends the program"
-    return Plan(num_envs, processes, share, reason, times, cores, estimates)
+    reason += kept_out
+    return make_plan(num_workers=processes, caller_share=share, reason=reason, estimates=estimates)
 
 
-def _choices(times: StepTimes, num_envs: int, cores: int, isolate: bool | None) -> dict[str, tuple[float, int, int]]:
-    """Name -> (expected seconds per batch, worker processes, environments that the caller steps)."""
+def _choices(times: StepTimes, num_envs: int, cores: int, *, processes_only: bool) -> dict[str, tuple[float, int, int]]:
+    """Return (expected seconds per batch, worker processes, environments that the caller steps) by name."""
     waiting_step = max(times.step - times.cpu, 0.0)
-    # Two cores may slow each other down because of a neighbour on the same hardware, which slows a single process down as
-    # well, and comes and goes; so a single process is expected half way between the two.
+    # Two cores may slow each other down because of a neighbour on the same hardware, which comes and goes and slows a single
+    # process down as well. So the factor of a single process is expected to be the square root of that.
     crowding = min(times.crowding, 2.0) if cores > 1 else 1.0
     lonely, crowded = times.pace * math.sqrt(crowding), times.pace * crowding
     alone = waiting_step + times.cpu * math.sqrt(crowding) + PER_ENV * lonely
     computing_step = times.cpu * crowding + PER_ENV * crowded
     step = waiting_step + computing_step
     choices: dict[str, tuple[float, int, int]] = {}
-    if not isolate:
+    if not processes_only:
         choices["in this process"] = (IN_PROCESS * lonely + num_envs * alone, 0, num_envs)
         if why_no_processes() is not None:
             return choices
@@ -174,12 +205,12 @@ def _choices(times: StepTimes, num_envs: int, cores: int, isolate: bool | None) 
 
 
 def in_batches(whole: Plan) -> Plan:
-    """The same plan with ``batch_size="auto"``: halves, or a lock-step where halves would not pay.
+    """Return the plan with ``batch_size="auto"``: halves, or a lock-step where halves would not pay off.
 
-    While the caller handles one half, the workers step the other, and a late environment delays its own half only. The
-    caller has to handle one batch more for that, which must be short beside the steps of the workers meanwhile. A worker
-    that was sent two messages goes on while the caller reads its first answer; that makes two answers to read, so the
-    caller needs a free core.
+    While the caller handles one half, the workers step the other, and a late environment delays only its own half. This
+    costs the caller one more batch, which must be short compared with the steps of the workers meanwhile. A worker with two
+    requests continues while the caller reads its first reply; but the caller then reads two replies, so it needs a free
+    core.
     """
     times, count, workers = whole.probe, whole.num_envs, whole.num_workers
     half = max(count // 2, 1)
@@ -202,60 +233,68 @@ def in_batches(whole: Plan) -> Plan:
 def workers_and_share(
     num_envs: int,
     num_workers: int | str | None,
-    use_caller: bool,
-    isolate: bool | None,
-    times: Callable[[], StepTimes],
+    use_caller: bool | None,
+    measure: Callable[[], tuple[StepTimes, Independence]],
     batch_size: int | str | None = None,
 ) -> tuple[int, int, Plan | None]:
-    """How many worker processes, how many environments the caller steps itself, and the plan if one was made.
+    """Return the numbers of worker processes and of environments that the caller steps, and the plan if one was made.
 
-    ``times`` steps one environment for a moment; it is called only where the answer depends on it.
+    ``measure`` tries environments; it is called only if the result depends on it. With ``num_workers="auto"`` the caller
+    steps environments only in its main thread, and only if they are independent.
     """
     cores = usable_cores()
     if batch_size == "auto":
-        processes, share, chosen = workers_and_share(num_envs, num_workers, use_caller, isolate, times)
+        processes, share, chosen = workers_and_share(num_envs, num_workers, use_caller, measure)
         if chosen is None:
-            chosen = Plan(num_envs, processes, share if processes else 0, "as asked for", times(), cores)
-        elif chosen.use_caller:  # a caller that steps environments cannot receive a batch meanwhile
-            halves = in_batches(choose(chosen.probe, num_envs, cores, isolate=True))
+            times, found = measure()
+            chosen = Plan(
+                num_envs, processes, share if processes else 0, "as asked for", times, cores, independence=found
+            )  # fmt: skip
+        elif chosen.use_caller:  # while it steps environments, the caller cannot receive a batch
+            found = chosen.independence
+            halves = in_batches(choose(chosen.probe, num_envs, cores, use_caller=False, independence=found))
             if halves.batch_size != num_envs:
                 return halves.num_workers, 0, replace(halves, reason="first-ready batches want a caller that is free")
         return processes, share, in_batches(chosen)
-    if num_workers == "auto" and not use_caller:
-        chosen = choose(times(), num_envs, cores, isolate=isolate)
+    in_thread = threading.current_thread() is not threading.main_thread()
+    if num_workers == "auto":
+        times, found = measure()
+        chosen = choose(times, num_envs, cores, use_caller=use_caller, independence=found, in_thread=in_thread)
         return chosen.num_workers, chosen.caller_share if chosen.num_workers else num_envs, chosen
-    if num_workers is None or num_workers == "auto":
+    if num_workers is None:
         processes = max(cores - 1, 1) if use_caller else num_envs
     else:
         processes = int(num_workers)
     processes = min(processes, num_envs - 1 if use_caller else num_envs)
     if not processes or not use_caller:
         return processes, 0 if processes else num_envs, None
-    measured = times()
-    if measured.failure:
+    times, _ = measure()
+    if times.failure:
         return processes, max(num_envs // (processes + 1), 1), None
-    return processes, caller_share(num_envs, processes, measured.step), None
+    return processes, caller_share(num_envs, processes, times.step), None
 
 
-def plan(env_fn: Callable[[], Any] | str, num_envs: int, *, context: str | None = None, isolate: bool | None = None) -> Plan:
-    """Measure one environment and say how to run ``num_envs`` of them here.
+def plan(
+    env_fn: Callable[[], Any] | str, num_envs: int, *, context: str | None = None, use_caller: bool | None = None
+) -> Plan:
+    """Try environments, with at most 64 steps in all, and choose how to run ``num_envs`` of them here.
+
+    Where worker processes are not possible, as on Windows, the environment is measured in this process.
 
     Args:
-        env_fn: Builds the environment, in a process of its own; or an id of Gymnasium's registry.
-        num_envs: How many there will be.
+        env_fn: A function that builds the environment, in a process of its own; or an id in Gymnasium's registry.
+        num_envs: Number of environments.
         context: Start method of that process.
-        isolate: ``True`` leaves out the choices in which the calling process steps environments itself, ``None`` those that
-            are less than a tenth faster, ``False`` none.
-
-    Where there can be no worker processes, as on Windows, the environment is measured in this one.
+        use_caller: ``False`` excludes the choices in which the calling process steps environments itself, ``None`` those of
+            them that are less than a tenth faster, ``True`` none.
 
     Raises:
-        NotImplementedError: ``isolate`` where there can be no worker processes.
+        NotImplementedError: ``use_caller=False`` where worker processes are not possible.
     """
     check_option("num_envs", num_envs)
-    if isolate:
-        require_processes("vecenv.plan with isolate=True")
+    if use_caller is False:
+        require_processes("vecenv.plan with use_caller=False")
     if isinstance(env_fn, str):
-        env_fn = functools.partial(gymnasium.make, env_fn)
-    times = EnvProbe([env_fn], multiprocessing.get_context(context)).times()
-    return choose(times, num_envs, usable_cores(), isolate=isolate)
+        env_fn = partial(gymnasium.make, env_fn)
+    times, found = EnvProbe([env_fn] * num_envs, multiprocessing.get_context(context)).measure()
+    return choose(times, num_envs, usable_cores(), use_caller=use_caller, independence=found)

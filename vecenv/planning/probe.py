@@ -1,7 +1,8 @@
-"""Builds one environment in a process of its own, to read what it is and to time its steps.
+"""The environment probe: reads spaces, times steps and checks independence, all in a temporary process.
 
-The process keeps everything out of the caller that every forked worker would inherit: a GPU context, threads, an open
-simulator. It is a :class:`~vecenv.system.helper_process.HelperProcess`, so that what the environment starts ends with it.
+Nothing that forked workers would inherit is created in the caller: no GPU context, no threads, no open simulator. The
+process is a :class:`~vecenv.system.helper_process.HelperProcess`, so everything that the environment starts ends with it. To
+try environments, it forks one child per run (:mod:`vecenv.planning.independence`).
 """
 
 from __future__ import annotations
@@ -9,79 +10,51 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, Final
+from types import CellType, FunctionType, MethodType
+from typing import Any, Final, NoReturn
 
-import numpy as np
 from gymnasium import Space
-from gymnasium.spaces import Discrete
 
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.link.messages import PackedEnvFns, PackedError, dumps, pack_error, unpack_error
-from vecenv.system.cores import seconds_waited
+from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
+from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
+from vecenv.planning.trial import ChildEnd, StepTimes, run_in_child, try_to_time
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.spawning import NO_GUARD, Variables, missing_guard, why_no_processes
 from vecenv.system.supervision import describe_exit
-from vecenv.worker.envs import made_by
+from vecenv.worker.envs import build_env
+from vecenv.worker.own_generators import with_own_generators
 
 __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
 
-_STEP_SECONDS: Final = 0.15
-_MOST_STEPS: Final = 3000
-_CHORES: Final = 100
-_CHORE_SECONDS: Final = 40e-6  # of one, where a step of CartPole-v1 takes 6 us: the constants of plan.py were measured there
+_WARM_UP_STEPS: Final = 3
+_BENCHMARK_RUNS: Final = 100
+_REFERENCE_SECONDS: Final = 40e-6  # per run where plan.py's constants were measured; a step of CartPole-v1 takes 6 us there
 _CLOSE_SECONDS: Final = 5.0  # for env.close()
-_READY: Final = b"?"  # from the process: it waits for the functions to call
-_STAY_AWAKE: Final = b"!"  # from the process: the caller is to wait for the next message without sleeping
-_MASK_KEYS: Final = ("action_mask", "action_masks")
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """How long the steps of one environment took.
-
-    Attributes:
-        steps: How many steps (automatic resets included) were timed.
-        step: Mean seconds per step, resets included, without the time in which other processes had the core.
-        cpu: Seconds per step spent computing.
-        slowest: The longest step in seconds.
-        pace: How long this machine takes over a fixed piece of work, where 1 is the machine behind the constants of
-            :mod:`vecenv.planning.plan`.
-        crowding: How much longer it takes while another process computes as well. 1: each has a core of its own; up to 2
-            where two of the usable cores are two threads of one.
-        failure: What the environment raised while it was stepped, or how its process ended; then nothing was measured.
-    """
-
-    steps: int
-    step: float
-    cpu: float
-    slowest: float
-    pace: float = 1.0
-    crowding: float = 1.0
-    failure: str = ""
-
-    @property
-    def waits(self) -> float:
-        """Share of a step that is waiting, 0 to 1."""
-        return min(max(1.0 - self.cpu / self.step, 0.0), 1.0) if self.step > 0 else 0.0
+_READY: Final = b"?"  # sent by the process when it is ready to receive the functions
+_DESCRIBED: Final = "described"
+_STAY_AWAKE: Final = b"!"  # sent by the process: the caller must poll for the next message without sleeping
 
 
 @dataclass(frozen=True, slots=True)
 class EnvDescription:
-    """What a vector environment has to know of its environments before it starts workers.
+    """The properties of environments that a vector environment needs before it starts workers.
 
     Attributes:
         metadata: The first environment's metadata, a copy.
         render_mode: Its render mode.
         action_space: Its action space.
         observation_spaces: Its observation space; or, where they may differ, those of all environments.
-        env_id: Under which it is registered, or its class.
+        env_id: Its id in the registry, or its class.
     """
 
     metadata: dict[str, Any]
@@ -91,19 +64,45 @@ class EnvDescription:
     env_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """The task of the probe's process.
+
+    Attributes:
+        all_envs: Describe the observation spaces of all environments.
+        step: Try the first environment, and time its steps.
+        check: Check whether environments may share a process.
+        positions: Positions of the environments to try, among those that were sent.
+        indices: The indices of the environments that were sent.
+        own_generators: Each environment has generators of its own.
+        timeout: Seconds that the first environment may take.
+    """
+
+    all_envs: bool
+    step: bool
+    check: bool
+    positions: list[int]
+    indices: list[int]
+    own_generators: bool
+    timeout: float
+
+
 @dataclass(eq=False)
 class EnvProbe:
-    """Describes and times the first environment of a vector environment, before the others are built.
+    """A probe that describes and tries environments before a vector environment builds all of them.
 
-    The process closes the environment, for which it has a few seconds, and ends what the environment started.
+    The temporary process gets a few seconds to close the environments. Processes that they started end with it.
 
     Args:
         env_fns: Functions that build the environments.
         context: A ``multiprocessing`` context; ``None``: the default one.
         timeout: Seconds to build and step the environment in another process.
-        here: Describe an environment built in this process; ``None``: unless another process steps one anyway.
-        step: The times of steps will be needed.
-        daemon: As of the workers: a daemonic process may not have ``multiprocessing`` children.
+        example: An object with the spaces and metadata of all environments; none is built to read them.
+        here: Describe an environment built in this process; ``None``: only without ``step``, or if it cannot be sent.
+        step: Step times will be needed.
+        check: Check whether environments may share a process.
+        own_generators: Each environment has generators of its own.
+        daemon: The workers' ``daemon`` option: a daemonic process may not have ``multiprocessing`` children.
         variables: Environment variables of the process.
     """
 
@@ -111,103 +110,130 @@ class EnvProbe:
     context: Any = None
     timeout: float = 60.0
     _: KW_ONLY
+    example: Any = None
     here: bool | None = None
     step: bool = True
+    check: bool = True
+    own_generators: bool = False
     daemon: bool = True
     variables: Variables | None = None
-    _times: StepTimes | None = field(default=None, init=False)
+    _measured: tuple[StepTimes, Independence] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.context = self.context or multiprocessing.get_context()
 
     def describe(self, all_envs: bool = False) -> EnvDescription:
-        """Metadata and spaces of the first environment; ``all_envs``: the observation spaces of all.
+        """Return metadata and spaces of the first environment; with ``all_envs`` the observation spaces of all.
 
         Raises:
-            StartupTimeout: It was not built within ``timeout`` seconds; the process was killed.
+            StartupTimeout: The environment was not built within ``timeout`` seconds; the process was killed.
             WorkerDied: The process ended, or closed its pipe, while the environment was built.
-            Exception: What the environment raised while it was built; why its description could not be sent, where no
-                environment may be built in this process.
+            ValueError: Two functions returned the same environment.
+            Exception: An error of ``env_fn``; or of sending the description, if ``here`` is ``False``.
         """
+        if self.example is not None:
+            found = _describe(self.example, (), False)
+            return replace(found, observation_spaces=found.observation_spaces * (len(self.env_fns) if all_envs else 1))
         if not (self.here or (self.here is None and not self.step) or why_no_processes()):
-            description = self._ask_process(all_envs, self.step)
+            description = self._probe_in_process(all_envs, self.step and not find_process_object(self.env_fns))
             if isinstance(description, EnvDescription):
                 return description
             if self.here is not None:
                 raise description
-        with closing(made_by(self.env_fns[0], 0)) as env:
+        with closing(build_env(self.env_fns[0], 0)) as env:
             return _describe(env, self.env_fns, all_envs)
 
-    def times(self) -> StepTimes:
-        """The times of random steps. An environment that fails while it is stepped is no error, but a ``failure``.
+    def measure(self) -> tuple[StepTimes, Independence]:
+        """Return the times of random steps, and the verdict on whether environments may share a process.
+
+        If stepping an environment raises, the exception is returned as a ``failure``. Environments are not tried if their
+        functions use an object of ``multiprocessing``, such as a counter.
 
         Raises:
-            Exception: As of :meth:`describe`.
+            Exception: The errors of :meth:`describe`.
         """
-        if self._times is None and why_no_processes():
-            with closing(made_by(self.env_fns[0], 0)) as env:
-                try:
-                    self._times = _time_steps(env, None)
-                except Exception as error:
-                    self._times = _failed(f"{type(error).__name__}: {error}")
-        elif self._times is None:
-            self._ask_process(all_envs=False, step=True)
-        assert self._times is not None
-        return self._times
+        if self._measured is None and why_no_processes():
+            with closing(build_env(self.env_fns[0], 0)) as env:
+                times = replace(try_to_time(env, _WARM_UP_STEPS), pace=_time_benchmark() / _REFERENCE_SECONDS)
+            self._measured = times, Independence(steps=_WARM_UP_STEPS + times.steps, builds=1)
+        elif self._measured is None and (found := find_process_object(self.env_fns)):
+            reason = f"they were not tried, because their functions use a {found}, which other processes share"
+            self._measured = StepTimes.failed(reason), Independence(CANNOT_TELL, reason)
+        elif self._measured is None:
+            self._probe_in_process(all_envs=False, step=True)
+        assert self._measured is not None
+        return self._measured
 
-    def _ask_process(self, all_envs: bool, step: bool) -> EnvDescription | Exception:
-        """The description, or why it could not be sent; with ``step`` also times the steps."""
-        env_fns = list(self.env_fns if all_envs else self.env_fns[:1])
+    @property
+    def draws(self) -> tuple[str, ...]:
+        """The shared generators that the environment drew from, if it was stepped."""
+        return () if self._measured is None else self._measured[0].draws
+
+    def _probe_in_process(self, all_envs: bool, step: bool) -> EnvDescription | Exception:
+        """Return the description, or the error raised while it was sent; with ``step`` also try the environments."""
+        to_try = [0, *(choose_pairs(self.env_fns) if self.check else [])]
+        indices = list(range(len(self.env_fns))) if all_envs else to_try if step else [0]
+        env_fns = [self.env_fns[index] for index in indices]
+        if self.own_generators:
+            env_fns = with_own_generators(env_fns)
+        positions = [indices.index(index) for index in to_try] if step else [0]
+        job = _Job(all_envs, step, self.check, positions, indices, self.own_generators, self.timeout)
         sent: Any = env_fns
-        blob = b""
         if self.context.get_start_method() != "fork":
-            sent = PackedEnvFns.of(range(len(env_fns)), env_fns, "the process that looks at it needs")
-            blob, sent.functions = pickle.dumps(sent.functions), []
+            sent = EnvFnsToStart(indices, env_fns, "the process that inspects it needs", separately=True)
         helper = HelperProcess(
-            self.context, _main, (sent, all_envs, step), name="vecenv-probe", daemon=self.daemon, abrupt=True,
-            variables=self.variables,
+            self.context, _main, (sent, job), name="vecenv-probe", daemon=self.daemon, abrupt=True, variables=self.variables,
         )  # fmt: skip
         try:
             deadline = time.monotonic() + self.timeout
             helper.start()
-            said: PackedError | tuple[bytes | PackedError] = self._receive(helper, blob, deadline)
-            where = f"one environment, pid {helper.pid}, built to look at it"
-            if isinstance(said, PackedError):
+            blob = pickle.dumps(sent.functions) if isinstance(sent, EnvFnsToStart) else b""
+            reply: PackedError | tuple[bytes | PackedError] = self._receive(helper, blob, deadline)
+            where = f"one environment, pid {helper.pid}, built for inspection"
+            if isinstance(reply, PackedError):
                 helper.has_ended(_CLOSE_SECONDS)
-                raise unpack_error(said, where)
+                raise unpack_error(reply, where)
             if step:
-                self._times = self._receive_times(helper, deadline)
-            if time.monotonic() < deadline:  # it closes its environment, which may hold what the first worker needs
+                self._measured = self._receive_result(helper, deadline)
+            if time.monotonic() < deadline:  # until closed, its environment may hold a resource of the first worker
                 helper.has_ended(_CLOSE_SECONDS)
         finally:
             helper.end()
-        if isinstance(said[0], PackedError):
-            return unpack_error(said[0], where)
+        if isinstance(reply[0], PackedError):
+            return unpack_error(reply[0], where)
         try:
-            description: EnvDescription = pickle.loads(said[0])
-        except Exception as error:  # a class of the main module, say, which another start method does not share
+            description: EnvDescription = pickle.loads(reply[0])
+        except Exception as error:  # for example a class of the main module, if the start method does not share that
             return error
         return description
 
-    def _receive_times(self, helper: HelperProcess, deadline: float) -> StepTimes:
+    def _receive_result(self, helper: HelperProcess, deadline: float) -> tuple[StepTimes, Independence]:
         try:
-            said: StepTimes | PackedError = self._receive(helper, b"", deadline)
+            reply = self._receive(helper, b"", deadline)
         except (StartupTimeout, WorkerDied) as error:
-            return _failed(str(error))
-        return said if isinstance(said, StepTimes) else _failed(said.summary)
+            return StepTimes.failed(str(error)), Independence(CANNOT_TELL, f"one failed while it was tried: {error}")
+        if isinstance(reply, PackedError):
+            failed = f"one failed while it was tried: {reply.summary}"
+            return StepTimes.failed(reply.summary), Independence(CANNOT_TELL, failed)
+        times, found = reply
+        if isinstance(found, PackedError):
+            raise unpack_error(found, "found by trying two environments in one process")
+        return times, found
 
     def _receive(self, helper: HelperProcess, blob: bytes, deadline: float) -> Any:
-        """The next message of the process. An open pipe proves nothing: a program of the environment may hold it.
+        """Return the next message of the process.
 
-        A new interpreter gets the functions (``blob``) when it is ready to read them: they may be larger than a pipe, and
-        its imports may take for ever.
+        An open pipe does not prove that the process is alive: a program that the environment started may hold it open.
+
+        A new interpreter receives the functions (``blob``) only when it is ready to read them: they may be larger than a
+        pipe, and its imports may never finish.
 
         Raises:
-            StartupTimeout, WorkerDied: Nothing came.
+            StartupTimeout, WorkerDied: No message arrived.
         """
         message = helper.receive() if helper.wait(deadline) else b""
         if message == _READY:
-            with suppress(ConnectionError):  # it has ended
+            with suppress(ConnectionError):  # the process has ended
                 helper.pipe.send_bytes(blob)
             message = helper.receive() if helper.wait(deadline) else b""
         if message == _STAY_AWAKE:
@@ -217,22 +243,48 @@ class EnvProbe:
         if message:
             return pickle.loads(message)
         if time.monotonic() >= deadline and not helper.has_ended():
-            raise StartupTimeout(f"an environment could not be built and looked at within {self.timeout} seconds")
+            raise StartupTimeout(f"an environment could not be built, reset and stepped within {self.timeout} seconds")
         code = helper.exit_code() if helper.has_ended(_CLOSE_SECONDS) else None
         how = "closed its pipe" if code is None else describe_exit(code)
-        text = missing_guard(helper.method) if code == NO_GUARD else f"the environment that was built to look at it {how}"
+        text = missing_guard(helper.method) if code == NO_GUARD else f"the process that tried an environment {how}"
         raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")
 
 
-def _failed(why: str) -> StepTimes:
-    return StepTimes(0, 0.0, 0.0, 0.0, failure=why)
+_IPC_MODULES: Final = (
+    "multiprocessing.connection", "multiprocessing.managers", "multiprocessing.queues", "multiprocessing.sharedctypes",
+    "multiprocessing.shared_memory", "multiprocessing.synchronize",
+)  # fmt: skip
+
+
+def find_process_object(functions: Iterable[Any], depth: int = 3) -> str:
+    """Return the type of an interprocess communication object that the functions use, or an empty string.
+
+    Searches arguments, closures and globals of functions, and of the functions that they use.
+    """
+    for function in {id(function): function for function in functions}.values():
+        if type(function).__module__ in _IPC_MODULES:
+            return f"multiprocessing {type(function).__name__}"
+        used: list[Any] = []
+        if isinstance(function, partial):
+            used = [function.func, *function.args, *function.keywords.values()]
+        elif isinstance(function, MethodType):
+            used = [function.__func__, *getattr(function.__self__, "__dict__", {}).values()]
+        elif isinstance(function, type):
+            used = [value for value in vars(function).values() if isinstance(value, FunctionType)]
+        elif isinstance(function, FunctionType):
+            cells = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+            names = [function.__globals__.get(name) for name in function.__code__.co_names]
+            used = [*cells, *names, *(function.__defaults__ or ())]
+        if depth and (found := find_process_object(used, depth - 1)):
+            return found
+    return ""
 
 
 def _describe(env: Any, env_fns: Sequence[Callable[[], Any]], all_envs: bool) -> EnvDescription:
-    """Read ``env``; with ``all_envs`` also build each environment for its observation space, one at a time."""
+    """Describe ``env``; with ``all_envs`` also build each environment for its observation space, one at a time."""
     spaces = [] if all_envs else [env.observation_space]
     for index, env_fn in enumerate(env_fns if all_envs else ()):
-        with closing(made_by(env_fn, index)) as other:
+        with closing(build_env(env_fn, index)) as other:
             spaces.append(other.observation_space)
     name = env.spec.id if getattr(env, "spec", None) is not None else type(getattr(env, "unwrapped", env)).__name__
     return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces, name)
@@ -241,34 +293,83 @@ def _describe(env: Any, env_fns: Sequence[Callable[[], Any]], all_envs: bool) ->
 # -- in the process ----------------------------------------------------------------------------------------------------
 
 
-def _main(connection: Connection[Any, Any], env_fns: Any, all_envs: bool, step: bool) -> None:
-    pid, env = os.getpid(), None
+def _main(connection: Connection[Any, Any], env_fns: Any, job: _Job) -> None:
+    pid = os.getpid()
 
     def send(message: Any) -> None:
-        if os.getpid() != pid:  # a child that the environment forked has come back from it
-            os._exit(0)
         connection.send_bytes(pickle.dumps(message))
 
     try:
         if isinstance(env_fns, PackedEnvFns):
             connection.send_bytes(_READY)
             env_fns.functions = pickle.loads(connection.recv_bytes())
-            env_fns = env_fns.load(0, "in the process that looks at it")
-        env = made_by(env_fns[0], 0)
-        send((_packed(_describe(env, env_fns, all_envs)),))
-        times: StepTimes | PackedError | None = _time_steps(env, connection) if step else None
+            env_fns = env_fns.load(0, "in the process that inspects it")
+        result = _try_envs(env_fns, job, connection, send) if job.step else _describe_only(env_fns, job, send)
     except BaseException as error:
-        times = pack_error(error)
-    if times is not None:
-        send(times)
-    if env is not None:
-        try:
-            env.close()
-        except BaseException:  # the answers are sent; an environment of a worker will report this to the caller
-            traceback.print_exc()
+        result = pack_error(error)
+    if os.getpid() != pid:  # a child that the environment forked has returned into this code
+        os._exit(0)
+    if result is not _DESCRIBED:
+        send(result)
 
 
-def _packed(description: EnvDescription) -> bytes | PackedError:
+def _describe_only(env_fns: Sequence[Callable[[], Any]], job: _Job, send: Callable[[Any], None]) -> Any:
+    """Build an environment, send its description and close it; return ``_DESCRIBED``."""
+    pid, env = os.getpid(), build_env(env_fns[0], 0)
+    packed = _pack(_describe(env, env_fns, job.all_envs))
+    if os.getpid() != pid:
+        os._exit(0)
+    send((packed,))
+    try:
+        env.close()
+    except BaseException:  # the description has been sent; the caller gets this error from a worker's environment
+        traceback.print_exc()
+    return _DESCRIBED
+
+
+def _try_envs(
+    env_fns: Sequence[Callable[[], Any]], job: _Job, connection: Connection[Any, Any], send: Callable[[Any], None]
+) -> PackedError | tuple[StepTimes, Independence | PackedError]:
+    """Try the environments in child processes, the first of which sends the description."""
+    to_try = [env_fns[position] for position in job.positions]
+    indices = [job.indices[position] for position in job.positions]
+    check = IndependenceCheck(to_try, indices, job.own_generators, _CLOSE_SECONDS)
+
+    def describe(env: Any) -> None:
+        pid, packed = os.getpid(), _pack(_describe(env, env_fns, False))
+        if os.getpid() == pid:
+            send((packed,))
+
+    if job.all_envs:  # in another child: the first environment must run alone
+        run = run_in_child(_describe_only, env_fns, job, send, seconds=job.timeout)
+    if not job.all_envs or run == _DESCRIBED:
+        run = check.try_first(None if job.all_envs else describe, job.timeout)
+    if isinstance(run, PackedError):
+        return run
+    if not isinstance(run, Run):
+        _end_like(run)
+    times = run.times
+    assert times is not None
+    checked = job.check and not times.slow
+    if checked and (error := check.compare(run)) is not None:
+        return times, error
+    alone_seconds = _time_benchmark()
+    connection.send_bytes(_STAY_AWAKE)
+    crowding = max(_time_benchmark() / alone_seconds, 1.0)
+    return replace(times, pace=alone_seconds / _REFERENCE_SECONDS, crowding=crowding), check.result(checked=checked)
+
+
+def _end_like(child: ChildEnd) -> NoReturn:
+    """End this process the way the first child ended. If the child hung, hang until the caller's timeout."""
+    if child.exitcode is not None and child.exitcode >= 0:
+        os._exit(child.exitcode)
+    if child.exitcode is not None:
+        os.kill(os.getpid(), -child.exitcode)
+    while True:
+        signal.pause()
+
+
+def _pack(description: EnvDescription) -> bytes | PackedError:
     try:
         return dumps(description)
     except Exception as error:
@@ -276,58 +377,13 @@ def _packed(description: EnvDescription) -> bytes | PackedError:
         return pack_error(error)
 
 
-def _time_steps(env: Any, caller: Connection[Any, Any] | None) -> StepTimes:
-    """Time steps, and how much slower they are while the caller, if it is another process, computes too."""
-    env.action_space.seed(0)
-    seen = env.reset(seed=0)
-    actions = [env.action_space.sample() for _ in range(64)]
-    for action in actions[:3]:  # first steps compile, allocate and load
-        seen = _step(env, action, seen)
-    count, slowest = 0, 0.0
-    cpu, queued, began = time.process_time(), seconds_waited() or 0.0, time.perf_counter()
-    until = began + _STEP_SECONDS
-    last = began
-    while count < _MOST_STEPS and (last < until or count < 3):
-        seen = _step(env, actions[count % 64], seen)
-        now = time.perf_counter()
-        slowest, last = max(slowest, now - last), now
-        count += 1
-    computing = (time.process_time() - cpu) / count
-    # time that a busy machine takes away is no waiting of the environment's
-    elapsed = (last - began - ((seconds_waited() or 0.0) - queued)) / count
-    alone = together = _time_chores()
-    if caller is not None:
-        caller.send_bytes(_STAY_AWAKE)
-        together = _time_chores()
-    return StepTimes(count, max(elapsed, computing), computing, slowest, alone / _CHORE_SECONDS, max(together / alone, 1.0))
-
-
-def _time_chores() -> float:
-    """Seconds, the median, that a fixed piece of Python takes right now."""
+def _time_benchmark() -> float:
+    """Return the median time in seconds of a fixed Python benchmark, as it runs right now."""
     times = []
-    for _ in range(_CHORES):
+    for _ in range(_BENCHMARK_RUNS):
         began, total, table = time.perf_counter(), 0.0, {}
         for i in range(500):
             table[i & 15] = (i, total)
             total += len(table) * 0.5
         times.append(time.perf_counter() - began)
     return statistics.median(times)
-
-
-def _step(env: Any, action: Any, seen: Any) -> Any:
-    """Step, by ``action`` or one that is allowed, and reset at the end of an episode: ``(observation, info)``."""
-    if isinstance(env.action_space, Discrete):
-        action = _allowed(env.action_space, action, *seen)
-    observation, _, terminated, truncated, info = env.step(action)
-    return env.reset() if terminated or truncated else (observation, info)
-
-
-def _allowed(space: Discrete, action: Any, observation: Any, info: Any) -> Any:
-    """``action``, or another one where a mask of the info or the observation forbids it."""
-    for held in (info, observation):
-        for key in _MASK_KEYS:
-            if isinstance(held, dict) and key in held and np.shape(held[key]) == (space.n,):
-                choices = np.flatnonzero(held[key])
-                place = int(action - space.start)
-                return action if not len(choices) or place in choices else space.start + choices[place % len(choices)]
-    return action

@@ -1,6 +1,5 @@
-"""The flight recorder: what environments were asked, written to a file when one fails, and asked again by ``vecenv replay``.
+"""The flight recorder: an observer that records the requests to environments, writes files about failures, and replays them.
 
-The recorder is on the caller's side, where a crash of a worker does it no harm. Actions, rewards and flags lie in shared
-memory already, so that a step costs one copy of a few hundred bytes; everything else that a worker is asked is a message,
-and the recorder keeps the message.
+The recorder runs on the caller's side, where a crash of a worker cannot damage it. It copies the actions of a step when the
+step is submitted, and its rewards and flags when the result is returned.
 """

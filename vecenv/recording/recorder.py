@@ -1,22 +1,24 @@
-"""Keeps what environments were asked, and writes a file about each that fails.
+"""The flight recorder: an observer that keeps the latest requests and results, and writes a file about each failure.
 
-A *tick* is the answer to a step: one copy of the piece of shared memory that holds actions, rewards and flags of all
-environments. Ticks lie in blocks, of which the oldest is used again where all take too much memory.
-A *message* is anything else that a worker was asked (reset, set_attr, a call, a load), as it was pickled for the worker.
-
-What is recorded is noted when an answer is looked at. That may happen again after an interruption: the same answer is then
-written to the same place.
+A *tick* is a step of all environments or of some. Its actions are copied when it is submitted, its rewards and flags when
+its result is returned, into a ring of arrays. A *message* is any other request: a reset, or a call that may change
+environments. It is pickled when it is submitted. Positions count ticks. A whole step is *open* between its submission and
+its result. If it is announced again meanwhile, it was never submitted (a signal handler raised in between), unless a failure
+or a reset came after it. A row's history begins at its *birth*: the tick in which its predecessor failed. Ticks that are
+steps of all environments, with actions of the space's own dtype and no other event, go to a *log*, a list of bytes, in very
+few instructions; anything else moves the log into the ring first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import re
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,40 +26,45 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import NotRestorable, VecEnvError
-from vecenv.front.arguments import any_seed
-from vecenv.link.messages import Op, decode
-from vecenv.recording.file import LASTING, RESETS, Failed, Message, Record, digest, own_part, packed, write
+from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied
+from vecenv.front.arguments import random_seed
+from vecenv.link.messages import dumps_with_code, original_summary
+from vecenv.recording.file import LASTING, SUFFIX, Failed, Message, Record, pack, remove_old, unused_path, write
+from vecenv.shm import Layout, fixed_tree
 from vecenv.shm.layout import Array
-from vecenv.system.uninterrupted import Uninterrupted
+from vecenv.state.snapshots import Snapshot
+from vecenv.system.signals import deferred_signals
+from vecenv.worker.envs import Expected, WorkerPlan
+from vecenv.worker.own_generators import with_own_generators
 
 _MEMORY: Final = 128 * 2**20
-"""Bytes that ticks may take."""
-_AT_ONCE: Final = 32 * 2**20
-"""Of these, the ones that are taken before the first step."""
+"""Bytes of the ring."""
 _BLOCK: Final = 512
-_MOST_MESSAGES: Final = 10_000
-_SHARE: Final = 0.002
-"""Of the time, for snapshots."""
+"""A number of ticks. The capacity of the ring is a multiple of it."""
+_PICKLED_ACTION_BYTES: Final = 100
+"""An estimate, for actions without a fixed size."""
+_MAX_MESSAGES: Final = 10_000
+_NUMBERS: Final = "rewards", "terminations", "truncations"
+_ARRAY: Final = np.ndarray
+_SNAPSHOT_TIME_SHARE: Final = 0.002
 _LONG_REPLAY: Final = 5.0
-"""Seconds of one environment: there are snapshots where a replay would take longer. The first one has a price that stays:
-Python up to 3.12 finds attributes of an object more slowly once its ``__dict__`` was read; 64 CartPoles step 5 % slower."""
-_REPEATED: Final = {*RESETS, *LASTING, Op.SET_NEXT}
+"""Seconds for one environment. Snapshots are taken only if a replay would take longer, as the first one has a lasting cost:
+Python up to 3.12 finds attributes of an object more slowly after its ``__dict__`` was read; 64 CartPoles step 5 % slower."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlightRecorder:
-    """Where failures are recorded, for ``record_failures=``; see ``docs/recording.md``.
+    """The options of the flight recorder, for ``record_failures=``; see ``docs/recording.md``.
 
     Args:
-        folder: Is made where there is none.
-        snapshot_every: Environments that can be saved are, after that many steps at the earliest: where a replay from the
-            reset would take more than five seconds, or its steps would be dropped; and in at most 0.2 % of the time.
-            ``None``: never.
-        keep: At most that many files; the oldest go first, and never those of the latest failure.
+        folder: Folder of the files, created if it does not exist.
+        snapshot_every: Minimum number of steps between two snapshots, for environments that can be saved. They are taken
+            only if a replay from the reset would take more than five seconds or its steps would be dropped, and in at most
+            0.2 % of the time. ``None``: never.
+        keep: Maximum number of files in the folder. The oldest are removed first, but never those of the latest failure.
 
     Raises:
-        ValueError: An argument has no meaning.
+        ValueError: An argument is invalid.
     """
 
     folder: str | os.PathLike[str]
@@ -73,8 +80,8 @@ class FlightRecorder:
             raise ValueError(f"`folder` must be a path, got {self.folder!r}")
 
     @classmethod
-    def of(cls, option: Any) -> FlightRecorder | None:
-        """From what ``record_failures=`` may be: a folder, one of these, or ``None``."""
+    def from_option(cls, option: Any) -> FlightRecorder | None:
+        """Return the options for ``record_failures=option``: a folder, a ``FlightRecorder``, or ``None``."""
         if option is None or isinstance(option, cls):
             return option
         if isinstance(option, (str, os.PathLike)):
@@ -82,394 +89,519 @@ class FlightRecorder:
         raise ValueError(f"`record_failures` must be None, a folder or a vecenv.FlightRecorder, got {option!r}.")
 
 
-class _Block:
-    """Some ticks.
+class _Announced(NamedTuple):
+    """A message: its number, the next tick, its rows, and its pickled arguments (empty if they cannot be pickled)."""
 
-    Attributes:
-        first: The number of the first.
-        bytes: A piece of shared memory a tick.
-        ticks: The same, by the names of its fields: ``(ticks, n, ...)``.
-        stepped: bool ``(ticks, n)``: which environments each is about; ``None``: all of them.
-        actions: By tick, counted from the first: what workers were sent about rows, where actions do not lie in memory.
-    """
-
-    def __init__(self, first: int, memory: memoryview, tick: np.dtype[Any]) -> None:
-        self.first, self.bytes, self.ticks = first, memory, np.frombuffer(memory, tick)
-        self.stepped: Array | None = None
-        self.actions: dict[int, list[tuple[Sequence[int], bytes]]] = {}
-
-    def about(self, at: int, rows: Sequence[int], num_envs: int) -> None:
-        """Tick ``at`` is about these environments only."""
-        if self.stepped is None:
-            self.stepped = np.ones((_BLOCK, num_envs), np.bool_)
-        self.stepped[at] = False
-        self.stepped[at, rows] = True
-
-
-class _Point(NamedTuple):
-    """How far it had got: ticks, and seconds in environments."""
-
+    number: int
     tick: int
-    seconds: float
-
-
-class _Heard(NamedTuple):
-    """A message: before which tick it came, what it was, about which environments, and the first of the worker's.
-
-    :attr:`Op.SAVE` stands for snapshots of all environments that were taken there; its payload is a digest of each
-    observation.
-    """
-
-    tick: int
-    key: Any
-    op: Op
     rows: Sequence[int]
-    first: int
-    payload: Any
+    name: str
+    arguments: bytes
 
 
 class _Saved(NamedTuple):
-    """The latest snapshots of all environments."""
+    """Snapshots of all environments, and the tick and message that follow."""
 
-    point: _Point
-    heard: _Heard  # what stands for them among the messages
-    snapshots: Sequence[Any]
+    tick: int
+    message: int
+    snapshots: Sequence[Snapshot]
+
+
+class _Kept(NamedTuple):
+    """A copy of the records of some rows.
+
+    Attributes:
+        rows: Indices of the environments.
+        ticks: Ticks in the ring.
+        columns: Name -> ``(rows, ticks, ...)``.
+        stepped: bool ``(rows, ticks)``, true for ticks that step the row.
+        messages: Messages with their arguments.
+    """
+
+    rows: list[int]
+    ticks: Array
+    columns: dict[str, Array]
+    stepped: Array
+    messages: list[tuple[_Announced, Any]]
 
 
 class Recorder:
-    """Records one vector environment.
+    """An observer that records one vector environment (:class:`vecenv.engine.observers.Observer`).
 
     Args:
-        options: What the program asked for.
-        env_fns: What builds the environments.
-        env_id: What they are called.
-        layout, buffer: The shared memory.
-        how: What a worker is given, for the replay: the same for all environments.
-        save: A weak reference to what takes snapshots of all environments.
-        seconds: How long was spent in environments so far, of all workers.
+        options: The options.
+        env_fns: The functions that build the environments.
+        env_id: The name of the environments.
+        plan: The settings of their workers.
+        save: A weak reference to the method that takes snapshots of all environments between two calls.
+        stats: A weak reference to ``envs.stats``.
     """
 
     def __init__(
-        self,
-        options: FlightRecorder,
-        env_fns: Sequence[Callable[[], Any]],
-        env_id: str,
-        layout: Any,
-        buffer: Any,
-        how: Any,
-        save: weakref.WeakMethod[Callable[[], list[Any]]],
-        seconds: Callable[[], float],
-    ) -> None:
-        self.due = False
-        """A snapshot is to be taken before the next step."""
-        self.limits: dict[int, float] = {}
-        """By pid, of workers that were ended because they hung: after how many seconds."""
-        self.parcels: list[tuple[int, str, bytes]] | None = None
-        """On a host, in place of files: environment, path and content, for the caller to write."""
-        self.first_row = 0
-        """On a host: what the caller calls the first environment."""
-        self._options, self._env_fns, self._env_id = options, env_fns, env_id
+        self, options: FlightRecorder, env_fns: Sequence[Callable[[], Any]], env_id: str, plan: WorkerPlan,
+        save: weakref.WeakMethod[Callable[[], list[Snapshot]]], stats: weakref.WeakMethod[Callable[[], dict[str, float]]],
+    ) -> None:  # fmt: skip
+        self._options, self._env_fns, self._env_id, self._save, self._stats = options, env_fns, env_id, save, stats
+        self._plan = replace(plan, registered=None)  # `registered` is memory of this process
         self._folder = Path(options.folder).absolute()
-        self._how, self._save, self._seconds, self._layout = how, save, seconds, layout
-        self._num_envs = layout.num_envs
-        self._size = layout.recorded
-        fields = {name: field for name, field in layout.fields.items() if field.offset < layout.recorded}
-        self._tick = np.dtype({
-            "names": list(fields), "formats": [(field.dtype, field.shape) for field in fields.values()],
-            "offsets": [field.offset for field in fields.values()], "itemsize": layout.recorded,
-        })  # fmt: skip
-        self._region = memoryview(buffer).cast("B")[: self._size]
-        self._last: tuple[Any, int] = (None, -1)  # the latest tick: of which answer, and its number
-        self._ticked: set[Any] = set()  # answers by row that have a tick
-        self._blocks: list[_Block] = []
-        self._heard: list[_Heard] = []
-        self._seeded: dict[int, _Point] = {}  # when rows had their latest seed
+        n = self._num_envs = len(env_fns)
+        self._make_ring()
+        self._next, self._open, self._made = 0, False, False
+        self._first = 0  # the oldest tick in the ring
+        self._dropped = np.zeros((2, n), np.int64)  # numbers of episodes, and of steps in the latest, before the ring begins
+        self._pickled: dict[int, tuple[Sequence[int], bytes]] = {}  # by tick, actions that are not in the ring
+        self._messages: list[_Announced] = []
+        self._next_message = 0  # the next message's number
+        # by row
+        self._in_flight = np.full(n, -1)  # the tick of a step by `send` that was not received
+        self._sent = False  # some row's step was sent and is in flight
+        self._birth = np.full(n, -1)  # the tick before its history
+        self._birth_message = np.zeros(n, np.int64)  # number of the first message of its history
+        self._failed_in = np.full(n, -1)  # the tick in which it failed last
+        self._seeded = np.full(n, -1)  # the tick of the latest reset with a seed
+        self._failed: set[int] = set()  # rows to be rebuilt by their next reset
         self._saved: _Saved | None = None
         self._why_not_saved = "" if options.snapshot_every else "snapshot_every is None"
-        self._most = max(2, _MEMORY // (_BLOCK * self._size))  # blocks
-        self._unused = self._touched(max(1, _AT_ONCE // (_BLOCK * self._size)))
         self._save_at = options.snapshot_every or 1 << 62
         self._not_before = 0.0
-        self._before = np.zeros((2, self._num_envs), np.int64)  # episodes and steps of the latest, when all that was dropped
+        self._latest_files: tuple[int, list[Path]] = (-1, [])  # those of the latest tick with a failure
 
-    def forget(self) -> None:
-        """Let go of the shared memory."""
-        self._region.release()
-        self._seconds = float
+    def _make_ring(self) -> None:
+        n, tree = self._num_envs, self._plan.layout.actions
+        leaves = [] if tree is None else list(tree.leaves())
+        fields: list[Any] = [(f"actions/{index}", leaf.dtype, (n, *leaf.shape)) for index, leaf in enumerate(leaves)]
+        actions = np.dtype(fields)
+        tick = np.dtype([*fields, ("rewards", np.float64, n), ("terminations", np.bool_, n), ("truncations", np.bool_, n)])
+        self._tree, self._single, self._actions_size, self._size = tree, len(leaves) == 1, actions.itemsize, tick.itemsize
+        size = tick.itemsize + (0 if leaves else n * _PICKLED_ACTION_BYTES)
+        self._capacity = capacity = max(2, _MEMORY // (_BLOCK * size)) * _BLOCK
+        memory = np.zeros(capacity * tick.itemsize, np.uint8)
+        self._bytes, ring = memory.data, memory.view(tick)
+        self._actions = [ring[name] for name in actions.names or ()]
+        self._rewards, self._terminations, self._truncations = (ring[name] for name in _NUMBERS)
+        self._stepped: Array | None = None  # bool (capacity, rows), the rows that each tick steps; None: all
+        # The log: complete ticks that follow those in the ring, their number, the last index that may be filled, and the
+        # actions of the next tick.
+        self._log: list[bytes] = [b""] * _BLOCK
+        self._logged, self._last, self._is_logging = 0, -1, False
+        self._staged: bytes | None = None
 
-    # -- what was asked ---------------------------------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------------------------------
 
-    def stepped(self, key: Any) -> None:
-        """A step of all environments was answered, and their actions lie in shared memory."""
-        last, at = self._last
-        if key != last:
-            at += 1
-            if at % _BLOCK == 0:
-                self._begin_block(at)
-            if at >= self._save_at:
-                self.due = True
-            self._last = key, at
-        began = at % _BLOCK * self._size
-        self._blocks[-1].bytes[began : began + self._size] = self._region
+    def on_step(self, rows: Any, actions: Any) -> None:
+        """Record the actions of a step."""
+        if rows is None:
+            if self._is_logging and actions.__class__ is _ARRAY:
+                self._staged = actions.tobytes()
+                return
+            self._move_log()
+            tick = self._begin_whole()
+            where: Any = tick % self._capacity
+        else:
+            self._move_log()
+            tick = self._begin_some(rows)
+            where = tick % self._capacity, rows
+        if isinstance(actions, list):
+            self._pickled[tick] = range(self._num_envs) if rows is None else list(rows), _pickle(actions)
+        elif self._tree is not None:
+            exact = self._tree.exact(actions, self._num_envs if rows is None else len(rows))
+            for leaf, values in zip(self._actions, exact or (), strict=True):
+                leaf[where] = values
+        if rows is None:
+            self._open = True
 
-    def answered(self, request: Any, index: int | None = None) -> None:
-        """Workers have answered a request.
+    def _move_log(self) -> None:
+        """Move the log into the ring, so that the next steps go there directly."""
+        at, count = self._next % self._capacity * self._size, self._logged
+        if count:
+            self._bytes[at : at + count * self._size] = b"".join(self._log[:count])
+            self._next, self._logged = self._next + count, 0
+        self._is_logging = False
+        if self._staged is not None:
+            at = self._next % self._capacity * self._size
+            self._bytes[at : at + self._actions_size] = self._staged
+            self._open, self._staged = True, None
 
-        Args:
-            request: See :class:`vecenv.engine.pending.Request`.
-            index: Only that worker; its answers are looked at one by one.
-        """
-        if request.parts is None:  # a step of all environments
-            self.stepped(request.seq)
-            return
-        parts = list(request.parts.values()) if index is None else [request.parts[index]]
-        key = request.seq, index
-        stepped = [part for part in parts if part.op in (Op.STEP, Op.STEP_SOME)]
-        if stepped and key not in self._ticked:
-            self.stepped(key)
-            block, at = self._blocks[-1], self._last[1] % _BLOCK
-            block.about(at, [row for part in stepped for row in part.rows], self._num_envs)
-            if actions := [(part.rows, sent) for part in stepped if (sent := _pickled(part)) is not None]:
-                block.actions[at] = actions
-            if index is not None:
-                self._ticked.add(key)
-        if index is not None and len(self._ticked) > _MOST_MESSAGES:
-            self._ticked = {(seq, at) for seq, at in self._ticked if seq > request.seq - _MOST_MESSAGES // 2}
-        for part in parts:
-            if part.op in _REPEATED:
-                self.heard((key, part.worker.index), part.op, part.rows, part.worker.rows[0], _pickled(part))
+    def _begin_whole(self) -> int:
+        """Return the tick of a step of all environments."""
+        if self._made:
+            self._next, self._open, self._made = self._next + 1, False, False
+        if self._next >= self._save_at:
+            self._take_snapshot()
+        tick = self._next
+        if tick % _BLOCK == 0:
+            self._drop_old(tick)
+        if self._stepped is not None:
+            self._stepped[tick % self._capacity] = True
+        if self._pickled:
+            self._pickled.pop(tick, None)
+        if self._sent:
+            self._in_flight[:] = -1
+            self._sent = False
+        if self._failed:
+            self._restart_in(tick, self._failed)
+        return tick
 
-    def heard(self, key: Any, op: Op, rows: Sequence[int], first: int, payload: bytes | None) -> None:
-        """A worker was told something that is no step."""
-        if any(one.key == key for one in self._heard[-2 * self._num_envs :]):
-            return
-        self._heard.append(_Heard(self._last[1] + 1, key, op, rows, first, payload))
-        if len(self._heard) > _MOST_MESSAGES:
-            self._drop_messages(self._heard[_MOST_MESSAGES // 2].tick)
-
-    def lost(self, rows: Sequence[int]) -> None:
-        """These environments go on from a state that is not recorded, until they are reset with a seed."""
-        self.heard(object(), Op.THAW, rows, rows[0], None)
+    def _begin_some(self, rows: Sequence[int]) -> int:
+        """Return the tick of a step of some environments, which are in flight from now on."""
+        if self._made:
+            self._next, self._open, self._made = self._next + 1, False, False
+        tick, slot = self._next, self._next % self._capacity
+        if tick % _BLOCK == 0:
+            self._drop_old(tick)
+        if self._stepped is None:
+            self._stepped = np.ones((self._capacity, self._num_envs), np.bool_)
         for row in rows:
-            self._seeded.pop(row, None)
+            before = self._in_flight[row]
+            if before >= self._first and before > self._birth[row]:  # it was announced, but not submitted
+                self._stepped[before % self._capacity, row] = False
+        self._stepped[slot] = False
+        self._stepped[slot, rows] = True
+        self._rewards[slot], self._terminations[slot], self._truncations[slot] = np.nan, False, False
+        self._in_flight[rows] = tick
+        self._sent = True
+        if self._failed and (failed := self._failed.intersection(rows)):
+            self._restart_in(tick, failed)
+        self._next, self._open = tick + 1, False
+        return tick
 
-    def seeds(self, seeds: list[Any], ids: Array | None) -> list[Any]:
-        """Seeds for a reset: an environment that never had one gets one, so that its episodes can be repeated."""
-        given, now = list(seeds), self._point()
-        for row in range(self._num_envs) if ids is None else ids.tolist():
-            if given[row] is None and row not in self._seeded:
-                given[row] = any_seed()
-            if given[row] is not None:
-                self._seeded[row] = now
-        return given
+    def _restart_in(self, tick: int, rows: Iterable[int]) -> None:
+        """Begin a new history for rows that failed before and will be rebuilt within this tick."""
+        for row in rows:
+            self._birth[row] = self._failed_in[row] = tick
 
-    def _point(self) -> _Point:
-        return _Point(self._last[1] + 1, self._seconds())
+    def _mark_made(self) -> None:
+        """Note that the open step was submitted, though it may have no result."""
+        if self._open and not self._made:
+            slot = self._next % self._capacity
+            self._rewards[slot], self._terminations[slot], self._truncations[slot] = np.nan, False, False
+            self._made = True
 
-    def _needs_snapshot(self) -> bool:
-        """A replay would take long, or some of its steps will soon be dropped."""
-        now, since = self._point(), min(self._seeded.values(), default=_Point(0, 0.0))
-        if self._saved is not None:
-            since = max(since, self._saved.point)
-        took = (now.seconds - since.seconds) / self._num_envs
-        return bool(took > _LONG_REPLAY or now.tick - since.tick > self._most * _BLOCK // 2)
+    def on_reset(self, rows: Any, seeds: list[Any], options: Any) -> None:
+        """Record a reset. A row that never had a seed receives one, so that its episodes can be repeated."""
+        self._move_log()
+        self._mark_made()
+        rows = list(rows)
+        for at, row in enumerate(rows):
+            if seeds[at] is None and self._seeded[row] < 0:
+                seeds[at] = random_seed()
+            if seeds[at] is not None:
+                self._seeded[row] = self._position
+            if self._failed_in[row] != self._in_flight[row]:  # the reset drops what was in flight
+                self._in_flight[row] = -1
+        self._failed.difference_update(rows)
+        each = options if isinstance(options, list) else [options] * len(rows)
+        self._keep(rows, "reset", list(zip(seeds, each, strict=True)))
 
-    def snapshot(self, observation: Callable[[int], Any]) -> None:
-        """Save all environments, if it is time to; ``observation``: that of a row."""
-        self.due = False
-        began = time.monotonic()
-        every = self._options.snapshot_every
-        assert every is not None
-        self._save_at = self._last[1] + every
-        if began < self._not_before or self._why_not_saved or not self._needs_snapshot():
-            return
+    def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
+        """Record a call. After a thaw, rows continue from a state that is not recorded."""
+        self._move_log()
+        rows = list(rows)
+        if name == "thaw":
+            self._begin_history(rows)
+            self._failed_in[rows] = -1
+        elif name == "set_attr":
+            self._keep(rows, name, [(arguments[0], value) for value in arguments[1]])
+        elif name == "load":
+            self._keep(rows, name, [(snapshot,) for snapshot in arguments[0]])
+        else:
+            self._keep(rows, name, arguments[0] if name == "set_next_options" else arguments)
+
+    @property
+    def _position(self) -> int:
+        """The tick after the message that is being submitted."""
+        return self._next + self._made
+
+    def _keep(self, rows: list[int], name: str, arguments: Sequence[Any]) -> None:
+        self._messages.append(_Announced(self._next_message, self._position, rows, name, _pickle(arguments)))
+        self._next_message += 1
+        if len(self._messages) > _MAX_MESSAGES:
+            self._messages = self._messages[_MAX_MESSAGES // 2 :]
+
+    # -- results and failures -------------------------------------------------------------------------------------------
+
+    def on_result(self, rows: Any, result: tuple[Any, ...]) -> None:
+        """Record rewards and flags. After an interruption, the same result may arrive twice."""
+        staged = self._staged
+        if rows is None and staged is not None and len(result) == 5:
+            data, at = b"".join((staged, *result[1:4])), self._logged
+            self._log[at] = data
+            self._logged, self._staged = at + 1, None  # a signal handler cannot run between these three stores
+            if at == self._last:
+                self._is_logging = False
+        elif rows is None:
+            if self._open and len(result) == 5:
+                tick = self._next
+                at = tick % self._capacity * self._size
+                self._bytes[at + self._actions_size : at + self._size] = b"".join(result[1:4])
+                self._next, self._open, self._made = tick + 1, False, False
+                self._last = min(tick - tick % _BLOCK + _BLOCK, self._save_at) - tick - 2
+                self._is_logging = self._single and self._stepped is None and not self._pickled and self._last >= 0
+        else:
+            ticks = self._in_flight[rows]
+            known = np.flatnonzero(ticks >= self._first)
+            where = ticks[known] % self._capacity, np.asarray(rows)[known]
+            for kept, values in zip((self._rewards, self._terminations, self._truncations), result[1:4], strict=True):
+                kept[where] = values[known]
+            self._in_flight[rows] = -1
+
+    def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
+        """Write a file about each of the rows."""
+        self._move_log()
+        self._mark_made()
+        seconds = error.timeout if isinstance(error, (StepTimeout, WorkerDied)) else None
+        hung, text = isinstance(error, StepTimeout) or seconds is not None, original_summary(error)
+        if hung and seconds is not None:
+            text = f"it hung for more than {seconds:g} seconds"
+        elif worker_died:
+            text = str(error).partition("\n")[0]
+        failed = Failed(
+            "hung" if hung else "died" if worker_died else "raised", text, False, getattr(error, "exitcode", None), seconds
+        )
         try:
-            with Uninterrupted():
-                save = self._save()
-                assert save is not None
-                snapshots = save()
-                digests = [digest(observation(row), self._layout.observations) for row in range(self._num_envs)]
-                heard = _Heard(self._last[1] + 1, object(), Op.SAVE, (), 0, digests)
-                self._heard.append(heard)
-                self._saved = _Saved(self._point(), heard, snapshots)
+            return self._write_files(rows, failed)
+        finally:
+            if not isinstance(error, StepTimeout):  # after a timeout they may continue
+                for row in rows:
+                    self._failed_in[row] = self._step_of(row)
+                self._begin_history(rows)
+                self._failed.update(rows)
+
+    def _step_of(self, row: int) -> int:
+        """Return the tick of the step that a row is in; -1: none."""
+        tick = self._next if self._open else int(self._in_flight[row])
+        return tick if tick != self._failed_in[row] else -1
+
+    def _begin_history(self, rows: Sequence[int]) -> None:
+        """Discard the records of rows."""
+        for row in rows:
+            self._birth[row] = max(self._next - (not self._open), int(self._in_flight[row]))
+            self._birth_message[row] = self._next_message
+            self._seeded[row] = -1
+
+    # -- snapshots ------------------------------------------------------------------------------------------------------
+
+    def _take_snapshot(self) -> None:
+        """Save all environments if a replay would take long, or if some of its steps will soon be dropped."""
+        began, every = time.monotonic(), self._options.snapshot_every
+        assert every is not None
+        self._save_at = self._next + every
+        if began < self._not_before or self._why_not_saved or self._failed or not self._needs_snapshot():
+            return
+        save = self._save()
+        assert save is not None
+        try:
+            with deferred_signals():
+                self._saved = _Saved(self._next, self._next_message, save())
         except NotRestorable as error:
             self._why_not_saved, self._save_at = str(error), 1 << 62
-        except VecEnvError:  # a worker has died: the step says so
+        except VecEnvError:  # a worker has died: the step reports it
             return
         now = time.monotonic()
-        self._not_before = now + (now - began) / _SHARE
+        self._not_before = now + (now - began) / _SNAPSHOT_TIME_SHARE
 
-    def _begin_block(self, first: int) -> None:
-        if self._blocks and self._blocks[-1].first == first:
+    def _needs_snapshot(self) -> bool:
+        since = max(int(self._seeded.min()), 0 if self._saved is None else self._saved.tick)
+        stats = self._stats()
+        assert stats is not None
+        seconds = (self._next - since) * stats()["step_time_mean"]
+        return seconds > _LONG_REPLAY or self._next - since > self._capacity // 2
+
+    # -- numbers of episodes and steps ----------------------------------------------------------------------------------
+
+    def _drop_old(self, tick: int) -> None:
+        """Count the episodes and steps of a block of the ring before it is overwritten."""
+        first = self._first
+        if first != tick - self._capacity:
             return
-        while len(self._blocks) >= self._most:
-            block = self._blocks[0]
-            before = self._progress(self._before, block, _BLOCK, slice(None))
-            self._unused.append(block.bytes)
-            self._blocks.pop(0)
-            self._before = before
-            self._drop_messages(first=block.first + _BLOCK)
-        if not self._unused:
-            self._unused += self._touched(1)
-        self._blocks.append(_Block(first, self._unused.pop(), self._tick))
+        slots = slice(first % self._capacity, first % self._capacity + _BLOCK)
+        ends = self._terminations[slots] | self._truncations[slots]
+        stepped = np.ones_like(ends) if self._stepped is None else self._stepped[slots]
+        dropped = self._count(self._dropped, first, first + _BLOCK, range(self._num_envs), ends, stepped)
+        self._dropped, self._first = dropped, first + _BLOCK
+        self._messages = [one for one in self._messages if one.tick >= self._first or one.name in LASTING]
+        for old in [old for old in self._pickled if old < self._first]:
+            del self._pickled[old]
 
-    def _touched(self, count: int) -> list[memoryview]:
-        """Memory of some blocks, all of it written to: the first write to a page takes several microseconds."""
-        size = _BLOCK * self._size
-        whole = memoryview(bytearray(b"\0") * (count * size))
-        return [whole[at : at + size] for at in range(0, count * size, size)]
-
-    def _drop_messages(self, first: int) -> None:
-        """Forget messages from before a tick, but for those whose effect may last, as long as there are not too many."""
-        lasting = LASTING if len(self._heard) < _MOST_MESSAGES else ()
-        self._heard = [one for one in self._heard if one.tick >= first or one.op in lasting]
-
-    def _progress(self, before: Array, block: _Block, count: int, which: slice) -> Array:
-        """int ``(2, rows)``: the numbers of episodes and of steps in the latest, after a block.
+    def _count(self, before: Array, first: int, end: int, rows: Sequence[int], ends: Array, stepped: Array) -> Array:
+        """Return int ``(2, rows)``: the numbers of episodes, and of steps in the latest.
 
         Args:
-            before: The same, before it.
-            block: Some ticks.
-            count: How many of them there are.
-            which: Of which rows.
+            before: The same before tick ``first``.
+            first: The first tick.
+            end: The tick before which resets are counted, from ``first`` on.
+            rows: Indices of the environments.
+            ends, stepped: bool ``(ticks, rows)``: ticks that end an episode, and ticks that step the row.
         """
-        ends = (block.ticks["terminations"] | block.ticks["truncations"])[:count, which]
-        stepped = np.ones_like(ends) if block.stepped is None else block.stepped[:count, which]
-        ends = ends & stepped & (self._how.autoreset_mode is not AutoresetMode.DISABLED)
-        first_step = -1 if self._how.autoreset_mode is AutoresetMode.NEXT_STEP else 0
+        ends = ends & stepped & (self._plan.autoreset_mode is not AutoresetMode.DISABLED)
+        first_step = -1 if self._plan.autoreset_mode is AutoresetMode.NEXT_STEP else 0
         episodes, steps = before
-        begins = [one for one in self._heard if one.op in RESETS and block.first <= one.tick < block.first + _BLOCK]
+        wanted = set(rows)
+        resets = [
+            (one.tick - first, one.rows)
+            for one in self._messages
+            if one.name == "reset" and first <= one.tick < end and not wanted.isdisjoint(one.rows)
+        ]
         at = 0
-        for until, rows in [*((one.tick - block.first, one.rows) for one in begins), (count, ())]:
+        for until, those in [*resets, (len(ends), ())]:
             number = np.arange(at, until)[:, None]
-            last = np.where(ends[at:until], number, -1).max(axis=0, initial=-1)
-            after = (stepped[at:until] & (number > last)).sum(axis=0)
-            steps = after + np.where(last >= 0, first_step, steps)
+            latest = np.where(ends[at:until], number, -1).max(axis=0, initial=-1)
+            after = (stepped[at:until] & (number > latest)).sum(axis=0)
+            steps = after + np.where(latest >= 0, first_step, steps)
             episodes = episodes + ends[at:until].sum(axis=0)
-            mine = np.isin(np.arange(self._num_envs)[which], rows)
+            mine = np.isin(rows, those)
             episodes = episodes + (mine & ((steps > 0) | (episodes == 0)))
             steps = np.where(mine, 0, steps)
             at = max(at, until)
         return np.stack([episodes, steps])
 
-    # -- files ------------------------------------------------------------------------------------------------------------
+    # -- files ----------------------------------------------------------------------------------------------------------
 
-    def failures(self, failed: dict[int, Failed]) -> dict[int, str]:
-        """Write a file about each of some environments; by row, which.
+    def record(self, row: int, path: str | os.PathLike[str] | None) -> Path:
+        """Write a file about a row that did not fail, and return its path.
 
-        A file that cannot be written is said in the place of its name: the failure itself counts for more.
+        Args:
+            row: Index of the environment.
+            path: Path of the file; ``None``: a new name in the folder.
         """
-        said: dict[int, str] = {}
-        written: list[Path] = []
-        for row, how in failed.items():
-            try:
-                path = self.record(row, None, how)
-                written.append(path)
-                said[row] = str(path)
-            except Exception as error:
-                said[row] = f"not recorded: {type(error).__name__}: {error}"
-        if self.parcels is None:
-            forget_old(self._options, written)
-        return said
+        self._move_log()
+        return self._write(self._read([row]), row, path, None)
 
-    def record(self, row: int, path: Any, how: Failed | None) -> Path:
-        """Write a file about a row; ``path``: where, in place of a name in the folder. Returns where."""
-        record, episode, step = self._record(row, how)
-        env = self.first_row + row
+    def _write_files(self, rows: Sequence[int], failed: Failed) -> str:
+        """Write the files about rows that failed together, and return a note that names them."""
+        written, problems = [], []
+        kept = self._read(rows)
+        for row in rows:
+            try:
+                written.append(self._write(kept, row, None, replace(failed, in_step=self._step_of(row) >= 0)))
+            except Exception as error:
+                problems.append(f"not recorded: {original_summary(error)}")
+        tick, latest = self._latest_files
+        self._latest_files = self._position, written + (latest if tick == self._position else [])
+        remove_old(self._folder, self._options.keep, self._latest_files[1])
+        lines = [f"recorded: {written[0]}"] if written else []
+        if len(written) > 1:
+            lines.append(f"and {len(written) - 1} more in {self._folder}")
+        return "\n".join(lines + problems[:1])
+
+    def _read(self, rows: Sequence[int]) -> _Kept:
+        """Copy the records of some rows."""
+        first, last, chosen = self._first, self._position, list(rows)
+
+        def column(values: Array) -> Array:
+            copied = np.empty((len(chosen), last - first, *values.shape[2:]), values.dtype)
+            for at in range(first, last, _BLOCK):  # in pieces that fit into a processor cache
+                slot, count = at % self._capacity, min(_BLOCK, last - at)
+                copied[:, at - first : at - first + count] = np.moveaxis(values[slot : slot + count][:, chosen], 0, 1)
+            return copied
+
+        fields = dict(zip(_NUMBERS, (self._rewards, self._terminations, self._truncations), strict=True))
+        fields |= {f"actions/{index}": leaf for index, leaf in enumerate(self._actions)}
+        columns = {name: column(values) for name, values in fields.items()}
+        stepped = np.ones_like(columns["terminations"]) if self._stepped is None else column(self._stepped)
+        oldest, wanted = int(self._birth_message[chosen].min()), set(chosen)
+        messages = [
+            (one, _unpickle(one.arguments))
+            for one in self._messages
+            if one.number >= oldest and not wanted.isdisjoint(one.rows)
+        ]
+        return _Kept(chosen, np.arange(first, last), columns, stepped, messages)
+
+    def _write(self, kept: _Kept, row: int, path: str | os.PathLike[str] | None, failed: Failed | None) -> Path:
+        at, first = kept.rows.index(row), self._first
+        ends = kept.columns["terminations"][at] | kept.columns["truncations"][at]
+        counted = self._count(
+            self._dropped[:, row : row + 1], first, first + len(ends) + 1, [row], ends[:, None], kept.stepped[at][:, None]
+        )
+        episode, step = (max(int(number[0]), 0) for number in counted)
+        record = self._record(kept, row, failed, step)
         if path is None:
             env_id = re.sub(r"[^\w.-]+", "_", self._env_id).strip("_")
-            path = self._folder / f"{env_id}-env{env}-episode{episode}-step{step}.vecenv"
-        content = packed(record, self._env_id, env, episode, step)
-        if self.parcels is None:
-            write(Path(path), content)
-        else:
-            self.parcels.append((env, str(path), content))
+            path = unused_path(self._folder / f"{env_id}-env{row}-episode{episode}-step{step}{SUFFIX}")
+        write(Path(path), pack(record, self._env_id, episode, step))
         return Path(path)
 
-    def _record(self, row: int, how: Failed | None) -> tuple[Record, int, int]:
-        """What is known of a row, the number of its episode, and that of the step in it."""
-        ticks, columns, actions = self._column(row)
-        alone = slice(row, row + 1)
-        episode_and_step = self._before[:, alone]
-        for block in self._blocks:
-            episode_and_step = self._progress(episode_and_step, block, min(self._last[1] + 1 - block.first, _BLOCK), alone)
-        episode, step = (max(int(number[0]), 0) for number in episode_and_step)
-
-        def place(tick: int) -> int:
-            return int(np.searchsorted(ticks, tick))
-
-        messages: list[Message] = []
-        marks: list[tuple[int, bytes]] = []
-        snapshot = None
-        for one in self._heard:
-            if one.op is Op.SAVE:
-                marks.append((place(one.tick), one.payload[row]))
-                if self._saved is not None and one is self._saved.heard:
-                    snapshot = place(one.tick), len(messages), self._saved.snapshots[row]
-            elif row in one.rows and (part := own_part(one.op, one.payload, one.rows, row, one.first)) is not None:
-                messages.append(Message(place(one.tick), *part))
-                if one.op is Op.THAW:  # it goes on from a state that is not recorded
-                    snapshot = None
-        record = Record(
-            row=row, how=self._how, env_fn=_dumped(self._env_fns[row]), messages=messages, columns=columns, actions=actions,
-            failed=how, steps_before=step - len(ticks), marks=marks, snapshot=snapshot, why_no_snapshot=self._why_not_saved,
+    def _record(self, kept: _Kept, row: int, failed: Failed | None, step: int) -> Record:
+        """Return the history of a row. ``step`` is the number of its step."""
+        at, failed_in = kept.rows.index(row), int(self._failed_in[row])
+        history = kept.stepped[at] & (kept.ticks > self._birth[row])
+        if failed is None and (in_flight := self._in_flight[row]) >= 0:
+            history &= kept.ticks != in_flight
+        ticks = kept.ticks[history]
+        columns = {name: _compact(values[at][history]) for name, values in kept.columns.items()}
+        mine = [
+            (one.number, Message(int(np.searchsorted(ticks, one.tick)), one.name, _own_part(one, arguments, row)))
+            for one, arguments in kept.messages
+            if one.number >= self._birth_message[row] and row in one.rows
+        ]
+        actions: dict[int, Any] = {}
+        for tick, (rows, blob) in self._pickled.items():
+            place = int(np.searchsorted(ticks, tick))
+            if place < len(ticks) and ticks[place] == tick:
+                actions[place] = None if (listed := _unpickle(blob)) is None else listed[rows.index(row)]
+        saved, snapshot = self._saved, None
+        if saved is not None and saved.message >= self._birth_message[row] and saved.tick > self._birth[row]:
+            place = int(np.searchsorted(ticks, saved.tick))
+            snapshot = place, sum(number < saved.message for number, _ in mine), saved.snapshots[row]
+        return Record(
+            row=row, plan=self._plan, env_fn=_dump_env_fn(self._env_fns[row]),
+            requests=cloudpickle.dumps(([message for _, message in mine], actions)), columns=columns, failed=failed,
+            steps_before=step - len(ticks), snapshot=snapshot, why_no_snapshot=self._why_not_saved,
+            restarted=self._plan.autoreset_mode is AutoresetMode.NEXT_STEP and failed_in >= self._first
+            and bool(self._truncations[failed_in % self._capacity, row]),
         )  # fmt: skip
-        return record, episode, step
-
-    def _column(self, row: int) -> tuple[Array, dict[str, Array], dict[int, bytes]]:
-        """The ticks of a row; actions, rewards and flags; by their place, actions that were pickled."""
-        ticks: list[int] = []
-        actions: dict[int, bytes] = {}
-        pieces: dict[str, list[Array]] = {}
-        for block in self._blocks:
-            count = min(self._last[1] + 1 - block.first, _BLOCK)
-            mine = np.arange(count) if block.stepped is None else np.flatnonzero(block.stepped[:count, row])
-            for name in self._tick.names or ():
-                pieces.setdefault(name, []).append(block.ticks[name][mine, row])
-            for at in mine.tolist():
-                for rows, sent in block.actions.get(at, ()):
-                    if row in rows:
-                        actions[len(ticks)] = cloudpickle.dumps(pickle.loads(sent)[list(rows).index(row)])
-                ticks.append(block.first + at)
-        columns = {name: np.concatenate(arrays) for name, arrays in pieces.items()}
-        return np.array(ticks, np.int64), columns, actions
 
 
-def keep_parcels(options: FlightRecorder, parcels: Sequence[tuple[int, str, bytes]]) -> dict[int, str]:
-    """Write the files of a host here; by environment, where they are, or why they are not."""
-    said: dict[int, str] = {}
-    for env, path, content in parcels:
-        try:
-            write(Path(path), content)
-            said[env] = path
-        except OSError as error:
-            said[env] = f"not recorded: {error}"
-    forget_old(options, [Path(path) for _, path, _ in parcels])
-    return said
+def recorder_of(
+    envs: Any, options: FlightRecorder, env_id: str,
+    save: weakref.WeakMethod[Callable[[], list[Snapshot]]], stats: weakref.WeakMethod[Callable[[], dict[str, float]]],
+) -> Recorder:  # fmt: skip
+    """Return a recorder of a vector environment with workers on other machines. Its files are replayed on this one."""
+    observations, actions = fixed_tree(envs.single_observation_space), fixed_tree(envs.single_action_space, "action")
+    layout = Layout.of(observations, actions, envs.num_envs, 1, final=False)
+    expected = Expected(envs.observation_mode, envs.single_observation_space, envs.single_action_space)
+    env_fns = envs.env_fns if envs.generators == "shared" else with_own_generators(envs.env_fns)
+    return Recorder(options, env_fns, env_id, WorkerPlan(layout, envs.autoreset_mode, expected), save, stats)
 
 
-def forget_old(options: FlightRecorder, latest: Sequence[Path]) -> None:
-    """Remove the oldest files of a folder; those of the latest failure stay."""
-    folder = Path(options.folder).absolute()
-    found = sorted(folder.glob("*.vecenv"), key=lambda file: (file in latest, file.stat().st_mtime_ns))
-    for path in found[: max(len(found) - max(options.keep, len(latest)), 0)]:
-        path.unlink(missing_ok=True)
+def _compact(values: Array) -> Array:
+    """Return the values in a smaller dtype that holds them exactly, if any: training waits while files are written."""
+    if values.dtype.kind in "iu" and values.size:
+        small = np.result_type(np.min_scalar_type(values.min()), np.min_scalar_type(values.max()))
+        return values.astype(small) if small.kind in "iu" else values
+    if values.dtype == np.float64:
+        with np.errstate(over="ignore"):
+            single = values.astype(np.float32)
+        return single if np.array_equal(single, values, equal_nan=True) else values
+    return values
 
 
-def _pickled(part: Any) -> bytes | None:
-    """What was sent with a message; empty: it cannot be pickled."""
-    if part.data is not None:
-        return decode(part.data)[2]
+def _own_part(message: _Announced, arguments: Any, row: int) -> tuple[Any, ...] | None:
+    """Return the arguments of a message for one row, or ``None`` if they cannot be pickled."""
+    if arguments is None:
+        return None
+    return tuple(arguments if message.name in ("call", "exec_func") else arguments[list(message.rows).index(row)])
+
+
+def _pickle(value: Any) -> bytes:
+    """Pickle a value, or return empty bytes if it cannot be pickled."""
+    for dumps in (pickle.dumps, cloudpickle.dumps):
+        with contextlib.suppress(Exception):
+            blob: bytes = dumps(value)
+            return blob
+    return b""
+
+
+def _unpickle(blob: bytes) -> Any:
+    """Unpickle a value, or return ``None`` if that is not possible."""
+    with contextlib.suppress(Exception):
+        return pickle.loads(blob)
+    return None
+
+
+def _dump_env_fn(env_fn: Callable[[], Any]) -> bytes | str:
+    """Pickle a function that builds an environment, or return the reason why it cannot be pickled."""
     try:
-        return None if part.payload is None else cloudpickle.dumps(part.payload)
-    except Exception:
-        return b""
-
-
-def _dumped(env_fn: Callable[[], Any]) -> bytes | str:
-    """A pickled function, or why it cannot be."""
-    try:
-        blob: bytes = cloudpickle.dumps(env_fn)
-        return blob
+        return dumps_with_code(env_fn)
     except Exception as error:
         return f"its env_fn cannot be pickled: {type(error).__name__}: {error}"

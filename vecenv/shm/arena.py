@@ -1,17 +1,17 @@
-"""Allocates shared memory that has no name: the block of a batch, and one copy of read-only arrays for all processes.
+"""Anonymous shared memory: the block of a batch, and read-only arrays of which all processes use one copy.
 
 A memfd can be reached only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and
-ends with the last process that holds it, however that process ends. All of it is allocated at once, so that too little
-memory is an error at the start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it under the
-caller. Without memfds an unlinked file does the same without the seals; on systems without worker processes the block is
-private memory and has no file.
+is freed with the last process that holds it, however that process ends. All of it is allocated at once, so that a lack of
+memory is an error at the start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it while the
+caller uses it. Systems without memfds use an unlinked file, which has no seals; on systems without worker processes the
+block is private memory and has no file.
 
-The kernel may grant an allocation that it cannot keep, and then the OOM killer ends a process instead of an error being
+The kernel may grant an allocation for which there is not enough memory; the OOM killer then ends a process, and no error is
 returned. So the size is compared with what the machine and the control group have left, before anything is allocated.
 
-A table that every environment reads would lie in each worker once. :func:`share` puts it into memory that no process can
-write to any more, and its arrays are plain NumPy arrays over that. They know nothing of it: :func:`place_of` finds the
-memory under an array, and :mod:`vecenv.link.messages` sends its descriptor in place of the data.
+Without :func:`share`, each worker would have its own copy of a table that all environments read. It copies the table once,
+into memory that no process can write to any more, and returns plain NumPy arrays over that memory. :func:`place_of` finds
+the memory under such an array, and :mod:`vecenv.link.messages` sends its descriptor in place of the data.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if sys.platform != "win32":
 __all__ = ["Arena", "Place", "SharedBlock", "available_memory", "memory_limits", "place_of", "share"]
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _Data = TypeVar("_Data", Array, dict[Any, Any])
 
 
 def memory_limits() -> Iterator[tuple[str, int, int]]:
-    """(group, bytes left, limit) for every control group around this process that has a limit."""
+    """Yield (name, bytes left, limit in bytes) for every control group of this process that has a limit."""
     for line in kernel_file("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -63,20 +63,20 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 
 def available_memory() -> int | None:
-    """Bytes that can be allocated without driving the machine or its cgroup out of memory; ``None`` if unknown."""
+    """Return the bytes that can be allocated before the machine or its cgroup runs out of memory; ``None`` if unknown."""
     lines = [line.split() for line in kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
     return min(found) if found else None
 
 
-def _memory_file(size: int, owner: DescriptorOwner, for_what: str, advice: str = "") -> Descriptor:
-    """A file in memory of ``size`` zeros, all allocated; -1 where processes are not started.
+def _memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
+    """Create a file in memory with ``size`` zero bytes, fully allocated; -1 on systems without worker processes.
 
     Args:
         size: Bytes.
-        owner: Of the descriptor.
-        for_what, advice: The beginning and the end of the message of an error.
+        owner: Owner of the descriptor.
+        message_start, advice: The beginning and the end of the error message.
 
     Raises:
         ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
@@ -84,7 +84,7 @@ def _memory_file(size: int, owner: DescriptorOwner, for_what: str, advice: str =
     free = available_memory()
     if free is not None and size > free:
         raise ArenaError(
-            f"{for_what} {size:,} bytes of shared memory, but only {free:,} bytes are available here (the smaller of "
+            f"{message_start} {size:,} bytes of shared memory, but only {free:,} bytes are available here (the smaller of "
             f"MemAvailable and what the control group has left){advice}"
         )
     if hasattr(os, "memfd_create"):
@@ -108,15 +108,15 @@ def _memory_file(size: int, owner: DescriptorOwner, for_what: str, advice: str =
 
 
 def _seal(file: Descriptor, *, contents: bool) -> None:
-    """From here on a memfd keeps its size; ``contents``: and what is in it."""
+    """Fix the size of a memfd; with ``contents``, its contents too."""
     if hasattr(os, "memfd_create"):
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(file.number, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_WRITE if contents else seals)
 
 
 def _fill(descriptor: int, size: int) -> None:
-    """Write zeros: a file system reserves only the blocks that were written."""
-    zeros = bytes(min(size, _CHUNK))
+    """Allocate a file by writing zeros: a file system reserves only the blocks that were written."""
+    zeros = bytes(min(size, _CHUNK_BYTES))
     written = 0
     while written < size:
         written += os.pwrite(descriptor, zeros[: size - written], written)
@@ -138,7 +138,7 @@ class Arena:
         self._file = _memory_file(self.size, DescriptorOwner(self), "the environments need", advice)
         try:
             _seal(self._file, contents=False)
-            self.buffer = mmap.mmap(self._file.number, self.size)  # -1: of no file
+            self.buffer = mmap.mmap(self._file.number, self.size)  # -1: private memory without a file
         except BaseException:
             self._file.close()
             raise
@@ -150,11 +150,11 @@ class Arena:
         return f"Arena({self.size:,} bytes)"
 
     def fileno(self) -> int:
-        """The descriptor; -1 once it is closed."""
+        """Return the descriptor, or -1 after it was closed."""
         return self._file.number
 
     def close(self) -> None:
-        """Close the descriptor. The mapping itself lives as long as a numpy view of it, in any process."""
+        """Close the descriptor. In each process, the mapping remains as long as a NumPy view of it."""
         self._file.close()
 
 
@@ -170,7 +170,7 @@ def _attach(size: int, file: Descriptor) -> Arena:
 
 
 class Place(NamedTuple):
-    """Where an array lies in a block."""
+    """The location of an array in a block."""
 
     offset: int
     dtype: np.dtype[Any]
@@ -178,18 +178,18 @@ class Place(NamedTuple):
     strides: tuple[int, ...] | None
 
     def array(self, memory: Any) -> Array:
-        """The array."""
+        """Return the array, as a view of ``memory``, the block."""
         return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
 
 
 class SharedBlock(mmap.mmap):
-    """Memory that can only be read, and the descriptor by which other processes get it."""
+    """Read-only memory, with the descriptor by which other processes can map it."""
 
     file: Descriptor
 
     @classmethod
     def mapped(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
-        """The memory of a file, which is closed with it."""
+        """Map the memory of a file. The file is closed when the block is collected."""
         block = cls(file.number, size, access=mmap.ACCESS_READ)
         block.file = file
         owner.go_with(block)
@@ -197,10 +197,10 @@ class SharedBlock(mmap.mmap):
 
     @classmethod
     def of(cls, size: int, places: Sequence[Place], arrays: Sequence[Array]) -> SharedBlock:
-        """A block of this machine's, with copies of arrays in these places.
+        """Create a block on this machine that contains copies of ``arrays`` at ``places``.
 
         Raises:
-            ArenaError: There is no room for it.
+            ArenaError: There is not enough memory.
         """
         owner = DescriptorOwner(None)
         try:
@@ -231,7 +231,7 @@ def _copied(data: Any) -> SharedBlock:
 
 
 def place_of(array: Any) -> tuple[SharedBlock, Place] | None:
-    """The block that an array, or the array that it is a view of, lies in; and where."""
+    """Return the block that contains the data of an array, and the location there; ``None`` if no block does."""
     root = array
     while isinstance(root, np.ndarray):
         root = root.base
@@ -243,20 +243,20 @@ def place_of(array: Any) -> tuple[SharedBlock, Place] | None:
 
 
 def share(data: _Data) -> _Data:
-    """Put an array, or the arrays of a dict, into memory that all worker processes have in common.
+    """Copy an array, or the arrays of a dict, into memory that all worker processes share.
 
     Args:
         data: An array, or a dict of arrays, of any dtype without objects. It is copied once, here.
 
     Returns:
-        The same as plain arrays that are read-only. Functions that build environments may hold them, or views of them:
-        workers of every start method, restarted ones and spare ones read the same memory, and so do the workers of a Ray
-        host, which gets one copy. The memory is freed when no process has an array over it. What pickles an array on other
-        ways, ``set_attr`` for example, copies it.
+        The same data in plain, read-only arrays. Functions that build environments may refer to them, or to views of them:
+        all workers read the same memory, with every start method, after restarts, and as spares. A Ray host gets one copy,
+        which its workers share. The memory is freed when no process has an array over it. An array that is pickled in
+        another way, by ``set_attr`` for example, is copied.
 
     Raises:
-        TypeError: It is no array, or an array of objects.
-        vecenv.errors.ArenaError: It is more than the machine or its control group has left.
+        TypeError: ``data`` is not an array or a dict of arrays, or an array contains objects.
+        vecenv.errors.ArenaError: ``data`` needs more memory than the machine or its control group has left.
     """
     named: Mapping[Any, Any] = data if isinstance(data, dict) else {None: data}
     places, size = [], 0
@@ -266,17 +266,17 @@ def share(data: _Data) -> _Data:
             raise TypeError(f"{what} got {type(array).__name__}, wanted a NumPy array or a dict of arrays")
         if array.dtype.hasobject:
             raise TypeError(f"{what} got an array of dtype {array.dtype}, wanted one without Python objects")
-        whole = array.flags.c_contiguous or array.flags.f_contiguous
-        places.append(Place(size, array.dtype, array.shape, array.strides if whole else None))
+        contiguous = array.flags.c_contiguous or array.flags.f_contiguous
+        places.append(Place(size, array.dtype, array.shape, array.strides if contiguous else None))
         size += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
     if not places:
         return data.copy()
-    made: list[Array]
-    if why_no_processes():  # there is only this one
-        made = [array.copy() for array in named.values()]
-        for array in made:
+    shared: list[Array]
+    if why_no_processes():  # there is only this process
+        shared = [array.copy() for array in named.values()]
+        for array in shared:
             array.flags.writeable = False
     else:
         block = SharedBlock.of(size, places, list(named.values()))
-        made = [place.array(block) for place in places]
-    return dict(zip(named, made, strict=True)) if isinstance(data, dict) else made[0]  # type: ignore[return-value]
+        shared = [place.array(block) for place in places]
+    return dict(zip(named, shared, strict=True)) if isinstance(data, dict) else shared[0]  # type: ignore[return-value]

@@ -25,7 +25,7 @@ ALIGNMENT: Final = 64
 INFO_BYTES: Final = 4096
 """Room for one environment's numeric infos: about 500 numbers. What does not fit goes by pickle."""
 _NUMBERS: Final = 16  # of latest preparations, for each environment
-_NOT_BY_ROW: Final = ("worker_time", "worker_steps", "no_spin_until", "ahead")
+_NOT_BY_ROW: Final = ("worker_time", "worker_steps", "running", "no_spin_until", "ahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Leaf:
 
     @property
     def flat(self) -> bool:
-        """Whether a memoryview can write one environment's array: it has one axis, and this machine's byte order."""
+        """True if a memoryview can write one environment's array: it has one axis, and this machine's byte order."""
         return len(self.shape) == 1 and self.dtype.isnative
 
 
@@ -51,7 +51,7 @@ class Tree:
     keyed: bool = False
 
     def leaves(self) -> Iterator[Leaf]:
-        """All leaves, in the order of the space."""
+        """Yield all leaves, in the order of the space."""
         if self.leaf is not None:
             yield self.leaf
         for _, child in self.children:
@@ -72,7 +72,7 @@ class Tree:
         return parts if self.keyed else tuple(parts.values())
 
     def exact(self, value: Any, rows: int | None = None) -> list[Array] | None:
-        """The leaves of ``value`` if container types, shapes and dtypes match this tree to the letter, else ``None``.
+        """Return the leaves of ``value`` if container types, shapes and dtypes match this tree to the letter, else ``None``.
 
         With ``rows`` the value is a batch of that many rows; without, it is one environment's, where a leaf of shape
         ``()`` is a numpy scalar of the very dtype.
@@ -100,7 +100,7 @@ _GYMNASIUM_OWN: Final = {create_shared_memory.dispatch(space) for space in _FIXE
 
 
 def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
-    """The tree of a space whose values always have the same size, or ``None`` for every other space.
+    """Return the tree of a space with values of one fixed size, or ``None`` for every other space.
 
     ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` (and subclasses that did not register functions of their own
     with Gymnasium) and nested ``Dict`` and ``Tuple`` of those. ``Text``, ``OneOf``, ``Graph``, ``Sequence`` and custom
@@ -130,7 +130,7 @@ class Field:
     offset: int
 
     def view(self, buffer: Any) -> Array:
-        """A writeable view of this field over ``buffer``."""
+        """Return a writeable view of this field over ``buffer``."""
         count = int(np.prod(self.shape, dtype=np.int64))
         if count == 0:
             return np.zeros(self.shape, self.dtype)
@@ -152,10 +152,10 @@ class Batch:
         infos: uint8 ``(n, INFO_BYTES)``: the values.
         worker_time, worker_steps: float64 seconds and steps spent inside environments, a row per worker; short messages are
             extrapolated, and a few of them may not be in it yet.
+        running: int32, a row per worker: the environment that it called last, counted from its first one; -1: none since it
+            began its latest message (or start). It names the environment in which a worker died or hangs.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
         no_spin_until: float64 ``(1,)``: no process spins before this time (:class:`vecenv.system.cores.SpinPolicy`).
-        ahead: uint64, empty where there are no spare workers: the number of a preparation lies at its place, modulo the
-            length, when that is done (:mod:`vecenv.engine.spares`).
     """
 
     actions: list[Array] | None
@@ -170,9 +170,9 @@ class Batch:
     infos: Array
     worker_time: Array
     worker_steps: Array
+    running: Array
     step_time: Array
     no_spin_until: Array
-    ahead: Array
 
 
 @dataclass(slots=True)
@@ -186,7 +186,6 @@ class Layout:
         final: Whether there is room for final observations.
         size: Bytes of the whole block.
         recorded: Of these, the first ones, which hold actions, rewards and flags.
-        spares: Rows behind those of the batch, where environments without a row are.
     """
 
     num_envs: int
@@ -195,16 +194,14 @@ class Layout:
     final: bool
     fields: dict[str, Field] = field(default_factory=dict)
     size: int = 0
-    spares: int = 0
     recorded: int = 0
 
     @classmethod
     def of(
-        cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool,
-        spares: int = 0,
-    ) -> Layout:  # fmt: skip
-        """Lay out one batch of ``num_envs`` rows, and ``spares`` rows behind it."""
-        layout = cls(num_envs, observations, actions, final and observations is not None, spares=spares)
+        cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool
+    ) -> Layout:
+        """Lay out one batch of ``num_envs`` rows."""
+        layout = cls(num_envs, observations, actions, final and observations is not None)
         for index, leaf in enumerate(actions.leaves() if actions else ()):
             layout._add(f"actions/{index}", leaf.dtype, leaf.shape)
         layout._add("rewards", np.float64)
@@ -219,28 +216,23 @@ class Layout:
         layout._add("requested", np.uint32)
         layout._add("info_schemas", np.uint64)
         layout._add("infos", np.uint8, (INFO_BYTES,))
-        layout._add("worker_time", np.float64, rows=max(num_workers, 1) + spares)
-        layout._add("worker_steps", np.float64, rows=max(num_workers, 1) + spares)
+        layout._add("worker_time", np.float64, rows=max(num_workers, 1))
+        layout._add("worker_steps", np.float64, rows=max(num_workers, 1))
+        layout._add("running", np.int32, rows=max(num_workers, 1))
         layout._add("step_time", np.float64)
         layout._add("no_spin_until", np.float64, rows=1)
-        layout._add("ahead", np.uint64, rows=_NUMBERS * (num_envs + spares) if spares else 0)
         return layout
 
     def _add(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = (), rows: int | None = None) -> None:
         kind = np.dtype(dtype)
-        whole = (self.num_envs + self.spares if rows is None else rows, *shape)
+        whole = (self.num_envs if rows is None else rows, *shape)
         self.fields[name] = Field(kind, whole, self.size)
         size = int(np.prod(whole, dtype=np.int64)) * kind.itemsize
         self.size += -(-size // ALIGNMENT) * ALIGNMENT
 
-    def view(self, buffer: Any, *, spares: bool = True) -> Batch:
-        """Numpy views of every field over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes).
-
-        Without ``spares``, what has a row per environment ends with the batch.
-        """
+    def view(self, buffer: Any) -> Batch:
+        """Numpy views of every field over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes)."""
         views = {name: field.view(buffer) for name, field in self.fields.items()}
-        if self.spares and not spares:
-            views = {name: view if name in _NOT_BY_ROW else view[: self.num_envs] for name, view in views.items()}
 
         def leaves(prefix: str) -> list[Array]:
             return [view for name, view in views.items() if name.startswith(prefix + "/")]
@@ -254,5 +246,5 @@ class Layout:
 
 
 def memory_of(array: Array) -> Any:
-    """A memoryview: getting and setting one number costs a fraction of what it does on an array."""
+    """Return a memoryview: getting and setting one number costs a fraction of what it does on an array."""
     return memoryview(array)  # type: ignore[arg-type]

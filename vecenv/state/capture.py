@@ -1,80 +1,78 @@
-"""Saves the state of an environment as bytes, and restores such bytes into another environment.
+"""Functions that save the state of an environment as bytes, and restore it in another environment.
 
-All layers go into one pickle, so that what they share stays shared. An object that has a codec, or stays where it is, is
-written as the way to it: from a layer through attributes and items. The reader follows the same way through the environment
-that is to be restored, and finds the object that stands there.
-
-An attribute is handled by its class, by one look-up (:func:`_sort_of`), and everything that is not plain is written by one
-function, :func:`stands_for_`: naming functions and classes would take as long as all the rest.
-
-Restoring has two steps: :func:`prepare_restore` reads everything and refuses what does not fit, without touching the
-environment; the function that it returns does the rest, and may be called again.
+All layers go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in place, is written
+as the path to it: from a layer through attributes and items. The reader follows that path in the environment that is being
+restored, to find its counterpart. An attribute is handled by its class, with one look-up (:func:`_treatment_of`). Every
+other object is written as a call of one function, :func:`stands_for_`: pickling the names of functions and classes would
+take as long as all the rest. :func:`prepare_restore` reads everything and raises if it does not fit, without changing the
+environment. The function that it returns does the rest, and can be repeated.
 """
 
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state.codecs import STAYS, Codec, Refused, by_class, how_of, made, save_space
+from vecenv.state.codecs import STAYS, Codec, Refused, by_class, made, rule_for, save_space
+from vecenv.state.describe import describe, differ, is_importable
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
 
 Way = tuple[Any, ...]
-"""The way to an object: the number of a layer, then (by attribute?, name or key) of each step."""
+"""The path to an object: the number of a layer, then (by attribute?, name or key) for each step."""
 
 _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 
 @by_class
-def _sort_of(kind: type) -> int:
-    """How an attribute's value is handled, by its class: every attribute is looked up."""
+def _treatment_of(kind: type) -> int:
+    """Return the treatment of an attribute's value, by its class."""
     if kind in _ATOMS:
         return _ATOM
     if _is_layer(kind):
         return _LAYER
-    how = how_of(kind)
+    how = rule_for(kind)
     if how is STAYS:
-        return _STAYING
+        return _OTHER if issubclass(kind, ModuleType) else _STAYING
     if isinstance(how, Refused):
         return _REFUSED
     return _SPACE if issubclass(kind, gymnasium.Space) else _OTHER
 
 
 def _is_layer(kind: type) -> bool:
-    """Whether objects of a class are environments of their own: they can be reset and stepped, and have attributes."""
+    """True if objects of a class are environments of their own: they can be reset and stepped, and have attributes."""
     can = callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))
     return can and kind.__dictoffset__ != 0 and kind not in _PLAIN
 
 
 def layers_of(env: Any) -> list[Any]:
-    """An environment's layers: itself, and all environments that are attributes of layers, the outermost first."""
+    """Return an environment's layers: itself, and all environments that are attributes of layers, the outermost first."""
     layers = [env]
     seen = {id(env)}
     for layer in layers:
         values = layer.__dict__.values()
-        if _LAYER in map(_sort_of, map(type, values)):
+        if _LAYER in map(_treatment_of, map(type, values)):
             for value in values:
-                if _sort_of(type(value)) == _LAYER and id(value) not in seen:
+                if _treatment_of(type(value)) == _LAYER and id(value) not in seen:
                     seen.add(id(value))
                     layers.append(value)
     return layers
 
 
 @by_class
-def hides(kind: type) -> bool:
-    """Whether objects of a class have memory that their attributes do not show, because the class is written in C."""
+def has_hidden_memory(kind: type) -> bool:
+    """True if objects of a class have memory that their attributes do not show, because the class is written in C."""
     size = object.__basicsize__ + sum(8 for name in ("__dictoffset__", "__weakrefoffset__") if getattr(kind, name) > 0)
     for base in kind.__mro__:
         own = base.__dict__.get("__slots__", ())
@@ -84,25 +82,25 @@ def hides(kind: type) -> bool:
 
 
 def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
-    """The state of an environment.
+    """Return the state of an environment.
 
     Raises:
-        NotRestorable: Something in it cannot be saved; says what and where.
+        NotRestorable: A part of it cannot be saved. The text names that part.
     """
     layers = layers_of(env) if layers is None else layers
     return _Writer(layers).written()
 
 
 def stands_for_(what: int, *values: Any) -> Any:
-    """In a pickle, stands for an object that is not plain: :data:`_A_LAYER` and the others, with their arguments."""
+    """Represent an object that is not plain, in a pickle: :data:`_A_LAYER` and the others, with their arguments."""
     raise AssertionError("only read by prepare_restore()")
 
 
 _A_LAYER: Final = 0  # (its number,)
-_CONTENT: Final = 1  # (way to an object that its codec loads, the codec's state)
-_KEPT: Final = 2  # (way to an object that stays,)
+_CONTENT: Final = 1  # (path to an object that its codec loads, the codec's state)
+_KEPT: Final = 2  # (path to an object that stays, its description or None)
 _ARRAY: Final = 3  # (dtype, shape, bytes)
-_NUMBER: Final = 4  # of numpy's: (dtype, bytes)
+_NUMBER: Final = 4  # a NumPy scalar: (dtype, bytes)
 _NUMBERS: Final = frozenset("biufc")
 
 
@@ -115,7 +113,7 @@ def _number(dtype: str, content: bytes) -> Any:
 
 
 class _Writer(pickle.Pickler):
-    """Writes layers into one pickle."""
+    """A pickler that writes layers into one pickle."""
 
     def __init__(self, layers: list[Any]) -> None:
         self._file = io.BytesIO()
@@ -136,7 +134,7 @@ class _Writer(pickle.Pickler):
         return self._file.getvalue()
 
     def _state_of(self, number: int, layer: Any) -> tuple[Any, Any]:
-        """(attributes or the codec's state, names of what stays; ``None``: it is a codec's)."""
+        """Return the attributes, and the names of those that stay; or the state of a codec and ``None``."""
         kind = type(layer)
         how = _codec_of_layer(kind)
         if how is not None:
@@ -145,7 +143,7 @@ class _Writer(pickle.Pickler):
         state = attributes.copy()
         kept = []
         values = attributes.values()
-        for name, value, sort in zip(attributes, values, map(_sort_of, map(type, values)), strict=True):
+        for name, value, sort in zip(attributes, values, map(_treatment_of, map(type, values)), strict=True):
             if sort == _ATOM:
                 continue
             if sort in (_LAYER, _STAYING) or (sort == _SPACE and save_space(value) is None):
@@ -154,7 +152,7 @@ class _Writer(pickle.Pickler):
                 continue
             self._ways.setdefault(id(value), (number, (True, name)))
             if sort == _REFUSED:
-                why = how_of(type(value)).why  # type: ignore[union-attr]
+                why = rule_for(type(value)).why  # type: ignore[union-attr]
                 raise NotRestorable(f"{kind.__name__}.{name} ({type(value).__name__}): {why}")
         return state, kept
 
@@ -170,7 +168,7 @@ class _Writer(pickle.Pickler):
         if (number := self._numbers.get(id(obj))) is not None:
             return stands_for_, (_A_LAYER, number)
         kind = type(obj)
-        how = how_of(kind)
+        how = rule_for(kind)
         if how is None:
             if kind is np.ndarray:
                 flags = obj.flags
@@ -182,7 +180,7 @@ class _Writer(pickle.Pickler):
             if isinstance(obj, np.generic) and obj.dtype.kind in _NUMBERS:
                 return stands_for_, (_NUMBER, obj.dtype.str, obj.tobytes())
             if kind is FunctionType or isinstance(obj, type):
-                return NotImplemented if _is_importable(obj) else self._stay(obj)
+                return NotImplemented if obj in _IMPORTABLE or _is_importable(obj) else self._stay(obj)
             if getattr(kind, "__setstate__", None) is not None and hasattr(obj, "_ezpickle_args"):
                 return copyreg.__newobj__, (kind,), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
             if hasattr(kind, "__jax_array__") or kind.__module__.startswith("jaxlib"):
@@ -196,7 +194,8 @@ class _Writer(pickle.Pickler):
         return self._stay(obj) if state is None else (stands_for_, (_CONTENT, self._way_to(obj), state))
 
     def _stay(self, obj: Any) -> Any:
-        return stands_for_, (_KEPT, self._way_to(obj))
+        compared = rule_for(type(obj)) is not STAYS or isinstance(obj, ModuleType)
+        return stands_for_, (_KEPT, self._way_to(obj), describe(obj) if compared else None)
 
     def _way_to(self, obj: Any) -> Way:
         way = self._ways.get(id(obj))
@@ -210,7 +209,7 @@ class _Writer(pickle.Pickler):
         return way
 
     def _named(self, states: list[tuple[Any, Any]], error: Exception) -> NotRestorable:
-        """Which attribute it was."""
+        """Return an error that names the attribute that raised ``error``."""
         for (state, _), layer in zip(states, self._layers, strict=True):
             for name, value in state.items() if isinstance(state, dict) else ():
                 probe = _Writer(self._layers)
@@ -224,17 +223,17 @@ class _Writer(pickle.Pickler):
 
 @by_class
 def _codec_of_layer(kind: type) -> Codec | None:
-    """A layer's codec; ``None``: its attributes are its whole state."""
-    how = how_of(kind)
+    """Return a layer's codec; ``None`` if its attributes are its whole state."""
+    how = rule_for(kind)
     if isinstance(how, Refused):
         raise NotRestorable(f"{kind.__name__} cannot be saved: {how.why}")
-    if not isinstance(how, Codec) and hides(kind):
+    if not isinstance(how, Codec) and has_hidden_memory(kind):
         raise NotRestorable(f"{kind.__name__} has memory that its attributes do not show: it needs a codec")
     return how if isinstance(how, Codec) else None
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
-    """Set the attributes of an object whose class would build a new one instead (``EzPickle``)."""
+    """Set the attributes of an object that would otherwise be rebuilt from its arguments (``EzPickle``)."""
     obj.__dict__.update(attributes)
 
 
@@ -242,14 +241,9 @@ _IMPORTABLE: set[Any] = set()
 
 
 def _is_importable(obj: Any) -> bool:
-    if obj in _IMPORTABLE:
-        return True
-    found: Any = sys.modules.get(getattr(obj, "__module__", None) or "")
-    for part in getattr(obj, "__qualname__", "<").split("."):
-        found = getattr(found, part, None)
-    if found is obj:
+    if found := is_importable(obj):
         _IMPORTABLE.add(obj)
-    return found is obj
+    return found
 
 
 def _jax_reduced(obj: Any, stay: Callable[[Any], Any]) -> Any:
@@ -259,7 +253,7 @@ def _jax_reduced(obj: Any, stay: Callable[[Any], Any]) -> Any:
         if jax.numpy.issubdtype(obj.dtype, jax.dtypes.prng_key):
             return _wrapped_key, (jax.device_get(jax.random.key_data(obj)), str(jax.random.key_impl(obj)))
         return NotImplemented
-    return stay(obj)  # a compiled function and the like
+    return stay(obj)  # for example a compiled function
 
 
 def _wrapped_key(data: Any, implementation: str) -> Any:
@@ -268,8 +262,25 @@ def _wrapped_key(data: Any, implementation: str) -> Any:
     return jax.random.wrap_key_data(data, impl=implementation)
 
 
+def reachable_objects(layers: list[Any]) -> dict[int, tuple[Any, str]]:
+    """Return the objects reachable from layers, except parts of spaces, as id -> (object, path in words)."""
+    numbers = {id(layer): number for number, layer in enumerate(layers)}
+    return {
+        key: (_find(layers, way), _in_words(layers, way))
+        for key, way in _walk(layers, numbers)
+        if not isinstance(_find(layers, way[:-1]), gymnasium.Space)
+    }
+
+
+def _find(layers: list[Any], way: Way) -> Any:
+    thing = layers[way[0]]
+    for by_attribute, key in way[1:]:
+        thing = getattr(thing, key) if by_attribute else thing[key]
+    return thing
+
+
 def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, Way]]:
-    """The way to everything that can be reached through attributes, items and closures of layers, the shortest first."""
+    """Yield (id, path) of everything that is reachable through attributes and items of layers, shortest path first."""
     todo: deque[tuple[Any, Way]] = deque((layer, (number,)) for number, layer in enumerate(layers))
     seen: set[int] = set()
     while todo:
@@ -289,21 +300,21 @@ def _steps(thing: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
     elif isinstance(thing, list | tuple | deque):
         yield from (((False, place), value) for place, value in enumerate(thing))
     attributes = getattr(thing, "__dict__", None)
-    if isinstance(attributes, dict) and not isinstance(thing, type | FunctionType):
+    if isinstance(attributes, dict) and not isinstance(thing, type | FunctionType | ModuleType):
         yield from (((True, name), value) for name, value in attributes.items())
-    if type(thing).__module__ == "functools" and hasattr(thing, "func"):
+    if type(thing) in (functools.partial, functools.partialmethod):  # some types from SWIG lack `__module__`
         yield from (((True, name), getattr(thing, name)) for name in ("func", "args", "keywords"))
 
 
 class _Reader(pickle.Unpickler):
-    """Reads the pickle of a :class:`_Writer` for another environment. Touches nothing."""
+    """An unpickler for the pickle of a :class:`_Writer`, and for another environment. Changes nothing."""
 
     def __init__(self, blob: bytes, layers: list[Any]) -> None:
         super().__init__(io.BytesIO(blob))
         self._layers = layers
         self._filled: dict[int, Way] = {}
         self.fills: list[tuple[Codec, Any, Any]] = []
-        self._readers = (layers.__getitem__, self._content, self._found, _array, _number)
+        self._readers = (layers.__getitem__, self._content, self._kept, _array, _number)
 
     def find_class(self, module: str, name: str) -> Any:
         return self._read if name == "stands_for_" and module == __name__ else super().find_class(module, name)
@@ -312,21 +323,25 @@ class _Reader(pickle.Unpickler):
         return self._readers[what](*values)
 
     def _found(self, way: Way) -> Any:
-        thing = self._layers[way[0]]
         try:
-            for by_attribute, key in way[1:]:
-                thing = getattr(thing, key) if by_attribute else thing[key]
+            return _find(self._layers, way)
         except (AttributeError, KeyError, IndexError, TypeError) as error:
             raise SnapshotMismatch(f"it has nothing at {_in_words(self._layers, way)}, which stays where it is") from error
+
+    def _kept(self, way: Way, description: str | None) -> Any:
+        """Return the object that stays at ``way``. Raise if it differs from the snapshot's."""
+        thing = self._found(way)
+        if description is not None and differ(description, here := describe(thing)):
+            raise SnapshotMismatch(f"its {_in_words(self._layers, way)} is {description}, and here it is {here}")
         return thing
 
     def _content(self, way: Way, state: Any) -> Any:
-        """The object at ``way``, which its codec will load; a new one where there is none, or not of its own."""
+        """Return the object at ``way``, which its codec will load, or a new one if there is none of its own."""
         try:
             thing = self._found(way)
         except SnapshotMismatch:
             thing = None
-        how = how_of(type(thing))
+        how = rule_for(type(thing))
         if isinstance(how, Codec) and self._filled.setdefault(id(thing), way) == way:
             try:
                 self.fills.append((how, thing, how.open(thing, state)))
@@ -339,7 +354,7 @@ class _Reader(pickle.Unpickler):
 
 
 def _in_words(layers: list[Any], way: Way) -> str:
-    """A way in words: ``AntEnv.data``."""
+    """Format a path, such as ``AntEnv.data``."""
     text = type(layers[way[0]]).__name__
     for by_attribute, key in way[1:]:
         text += f".{key}" if by_attribute else f"[{key!r}]"
@@ -347,7 +362,7 @@ def _in_words(layers: list[Any], way: Way) -> str:
 
 
 def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
-    """A function that restores a state. Until it is called nothing is touched; it may be called twice.
+    """Return a function that restores a state and may be called twice. Nothing changes before it is called.
 
     Raises:
         SnapshotMismatch: The state does not fit.
@@ -359,7 +374,7 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
     try:
         for layer, (state, kept) in zip(layers, reader.load(), strict=True):
             if kept is None:
-                how = how_of(type(layer))
+                how = rule_for(type(layer))
                 if not isinstance(how, Codec):
                     raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
                 fills.append((how, layer, how.open(layer, state)))

@@ -1,6 +1,6 @@
-"""Codecs by class: how to save and load objects for which a copy of their attributes is not enough.
+"""Codecs by class, for objects that a copy of their attributes would not save.
 
-Libraries that an environment may use are named by strings, so that nothing is imported that the environment does not import.
+Classes of libraries are named by strings, so that vecenv imports only libraries that the environment has imported.
 """
 
 from __future__ import annotations
@@ -11,27 +11,30 @@ import random
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.system.uninterrupted import contained
+from vecenv.system.signals import contained
 
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """Saves the content of an object, and loads it into another object, which keeps its identity.
+    """A pair of functions that saves the content of an object, and loads it into another object, which keeps its identity.
 
     Attributes:
         save: Object -> a state that can be pickled; ``None``: there is nothing to save.
-        load: (object, state): load it. It may be called again.
-        open: (object, state) -> state as ``load`` takes it; refuses a state that does not fit, and touches nothing.
-        make: State -> a new object, where there is none to load into; raises any exception for another kind's state.
+        load: (object, state): loads the state. Can be repeated.
+        open: (object, state) -> state for ``load``; raises for a state that does not fit, and changes nothing.
+        make: State -> a new object, if there is none to load into; raises any exception for the state of another kind.
     """
 
     save: Callable[[Any], Any]
@@ -42,14 +45,14 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Objects that cannot be saved, and why."""
+    """A class of objects that cannot be saved, and the reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Stays:
-    """Objects that are shared, or that no step changes: they stay where they are."""
+    """A class of objects that are shared, or that no step changes: they stay in place."""
 
 
 STAYS: Final = _Stays()
@@ -70,25 +73,25 @@ class _Cache(dict[type, _T]):
 
 
 def by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
-    """Ask a function once for each class, until another codec is registered. A look-up costs what one in a dict does."""
+    """Cache a function of a class, until another codec is registered. Takes as long as a look-up in a dict."""
     _CACHES.append(_Cache(function))
     return _CACHES[-1].__getitem__
 
 
 def name_of(kind: type) -> str:
-    """The name under which a class is registered: module and qualified name."""
+    """Return the name under which a class is registered: module and qualified name."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def register(cls: type | str, save: Callable[[Any], Any], load: Callable[[Any, Any], None]) -> None:
-    """Say how objects of a class, and of classes derived from it, are saved and loaded.
+    """Register functions that save and load objects of a class, and of classes derived from it.
 
-    Call it in every process that has such environments: in the module that makes them, or in ``env_fn``.
+    Call it in every process that has such environments: in the module that defines them, or in ``env_fn``.
 
     Args:
-        cls: A class, or its ``"module.QualifiedName"``. An environment's, a wrapper's, or that of anything they hold.
+        cls: The class, or its ``"module.QualifiedName"``, of an environment, a wrapper, or any object that they hold.
         save: Object -> a state that can be pickled.
-        load: (object, state): puts the state back into an object of that class. It may be called twice with the same state.
+        load: (object, state): restores the state in an object of that class. It may be called twice with the same state.
     """
     put(cls if isinstance(cls, str) else name_of(cls), Codec(save, load))
 
@@ -101,8 +104,8 @@ def put(name: str, how: How) -> None:
 
 
 @by_class
-def how_of(kind: type) -> How | None:
-    """How objects of a class are saved; ``None``: as any other object."""
+def rule_for(kind: type) -> How | None:
+    """Return the codec or rule for objects of a class; ``None`` for a copy of their attributes."""
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
         return Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
     names = map(name_of, kind.__mro__)
@@ -110,7 +113,7 @@ def how_of(kind: type) -> How | None:
 
 
 def made(state: Any) -> Any:
-    """A new object of a state, where there is none to load into; ``None``: no codec can make one."""
+    """Return a new object with a state, if there is none to load into; ``None`` if no codec can make one."""
     for how in _BY_NAME.values():
         make = how.make if isinstance(how, Codec) else None
         if make is not None and (found := contained(partial(make, state), lambda _: None, Exception)) is not None:
@@ -138,7 +141,7 @@ def _load_generator(generator: np.random.Generator, state: Any) -> None:
     bits: Any = generator.bit_generator
     numbers, seeds = state
     if seeds is not None and bits.seed_seq.state != seeds:
-        bits.__init__(np.random.SeedSequence(**seeds))  # it spawns what the other would
+        bits.__init__(np.random.SeedSequence(**seeds))  # so that it spawns the same children
     bits.state = numbers
 
 
@@ -148,27 +151,59 @@ def _make_generator(state: Any) -> np.random.Generator:
     return generator
 
 
-def _simple(kind: Callable[[], Any], save: Callable[[Any], Any], load: Callable[[Any, Any], None]) -> Codec:
-    """The codec of generators that a load fills wholly, a new one too."""
+def _require_own(generator: Any, shared: Any, name: str) -> None:
+    if generator is shared:
+        raise NotRestorable(f"it is the generator of {name}, which all environments of a process share")
 
-    def make(state: Any) -> Any:
-        generator = kind()
-        load(generator, state)
-        return generator
 
-    return Codec(save, load, make=make)
+def _save_random_state(generator: Any) -> Any:
+    _require_own(generator, np.random.mtrand._rand, "numpy.random")
+    return generator.get_state(legacy=False)
+
+
+def _open_random_state(generator: Any, state: Any) -> Any:
+    wanted, found = state["bit_generator"], generator.get_state(legacy=False)["bit_generator"]
+    if wanted != found:
+        raise SnapshotMismatch(f"its generator is a {found}, that of the snapshot a {wanted}")
+    np.random.RandomState(getattr(np.random, wanted)(0)).set_state(state)
+    return state
+
+
+def _make_random_state(state: Any) -> Any:
+    generator = np.random.RandomState(getattr(np.random, state["bit_generator"])(0))
+    generator.set_state(state)
+    return generator
+
+
+def _save_python(generator: random.Random) -> Any:
+    _require_own(generator, random._inst, "the module random")
+    if own := vars(generator).keys() - {"gauss_next"}:
+        raise NotRestorable(f"the generator {type(generator).__name__} has attributes of its own: {', '.join(sorted(own))}")
+    return generator.getstate()
+
+
+def _open_python(generator: random.Random, state: Any) -> Any:
+    random.Random().setstate(state)
+    return state
+
+
+def _make_python(state: Any) -> Any:
+    generator = random.Random()
+    generator.setstate(state)
+    return generator
 
 
 put("numpy.random._generator.Generator", Codec(_save_generator, _load_generator, _open_generator, _make_generator))
 put(
     "numpy.random.mtrand.RandomState",
-    _simple(np.random.RandomState, lambda r: r.get_state(legacy=False), lambda r, state: r.set_state(state)),
+    Codec(_save_random_state, lambda one, state: one.set_state(state), _open_random_state, _make_random_state),
 )
-put("random.Random", _simple(random.Random, lambda r: r.getstate(), lambda r, state: r.setstate(state)))
+put("random.Random", Codec(_save_python, lambda one, state: one.setstate(state), _open_python, _make_python))
 put("random.SystemRandom", Refused("the operating system's random numbers cannot be repeated"))
 
 
 def _save_torch(generator: Any) -> Any:
+    _require_own(generator, sys.modules["torch"].default_generator, "torch")
     return generator.get_state().cpu().numpy()
 
 
@@ -184,16 +219,24 @@ put("torch._C.Generator", Codec(_save_torch, _load_torch))
 
 
 def _spaces_in(space: Any) -> Iterator[Any]:
-    """A space, and what a Dict or a Tuple is made of."""
+    """Yield a space and all spaces that it consists of."""
     yield space
-    inner = getattr(space, "spaces", ())
-    for one in inner.values() if hasattr(inner, "values") else inner:
-        yield from _spaces_in(one)
+    for value in vars(space).values():
+        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
+        for one in inner:
+            if isinstance(one, gymnasium.Space):
+                yield from _spaces_in(one)
+
+
+@by_class
+def _is_composed(kind: type) -> bool:
+    simple = kind.__name__ in ("Box", "Discrete", "MultiDiscrete", "MultiBinary", "Text")
+    return not (simple and kind.__module__.startswith("gymnasium."))
 
 
 def save_space(space: Any) -> Any:
-    """The generators of a space; ``None``: it has none yet, as most spaces of environments."""
-    if getattr(space, "_np_random", None) is None and not hasattr(space, "spaces"):
+    """Return the states of a space's generators; ``None`` if it has none yet, which is usual for environments."""
+    if getattr(space, "_np_random", None) is None and not _is_composed(type(space)):
         return None
     each = [getattr(one, "_np_random", None) for one in _spaces_in(space)]
     return [own and _save_generator(own) for own in each] if any(each) else None
@@ -210,7 +253,7 @@ def _load_space(space: Any, state: Any) -> None:
 
 
 def _open_space(space: Any, state: Any) -> Any:
-    """Refuse a state that is not one of the generators of such a space."""
+    """Raise for a state that does not fit the generators of a space."""
     for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
         if own is not None:
             _open_generator(np.random.Generator(np.random.PCG64(0)) if one._np_random is None else one._np_random, own)
@@ -222,51 +265,58 @@ put("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _open_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
 
-_MODEL = (
-    "body_mass", "body_inertia", "body_pos", "geom_size", "geom_friction", "geom_pos", "dof_damping", "dof_armature",
-    "dof_frictionloss", "jnt_range", "jnt_stiffness", "actuator_gainprm", "actuator_biasprm", "actuator_gear", "qpos_spring",
-    "geom_solref", "geom_solimp", "hfield_data",
-)  # fmt: skip
-"""The numbers that programs change to vary physics from environment to environment."""
+def model_bytes(model: Any) -> bytes:
+    """Return the whole content of a model: options, physics and appearance."""
+    import mujoco
+
+    buffer = np.empty(mujoco.mj_sizeModel(model), np.uint8)
+    mujoco.mj_saveModel(model, None, buffer)
+    return buffer.tobytes()
 
 
-def _model_of(data: Any) -> Any:
-    model = data.model
-    options = model.opt.timestep, model.opt.gravity.tobytes(), model.opt.integrator, model.opt.iterations
-    return (model.nq, model.nv, model.nbuffer, options, *(getattr(model, name).tobytes() for name in _MODEL))
+def _values_of(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers and arrays of a model, and of its nested structures, by name."""
+    for key in dir(thing):
+        value = None if key.startswith("_") or key == "signature" else getattr(thing, key, None)
+        if isinstance(value, int | float | str | bytes | np.ndarray):
+            yield f"{name}{key}", np.asarray(value).tobytes()
+        elif type(value).__module__ == "mujoco._structs":
+            yield from _values_of(value, f"{name}{key}.")
 
 
 def _save_physics(data: Any) -> Any:
     import mujoco
 
-    return mujoco.__version__, _model_of(data), pickle.dumps(data, pickle.HIGHEST_PROTOCOL)
+    return mujoco.__version__, pickle.dumps(data, pickle.HIGHEST_PROTOCOL)
 
 
-_LATEST: list[tuple[bytes, Any]] = []
-"""The state that was read last: programs often load one state into many environments, and MuJoCo takes milliseconds to read
-the model each time."""
+_LATEST: list[tuple[bytes, Any, bytes]] = []
+"""The latest state that was read, and its model: programs often load one state into many environments, and MuJoCo takes
+milliseconds to read the model each time."""
 
 
-def _read_physics(blob: bytes) -> Any:
-    for known, data in _LATEST:
+def _read_physics(blob: bytes) -> tuple[Any, bytes]:
+    for known, data, model in _LATEST:
         if known == blob:
-            return data
+            return data, model
     data = pickle.loads(blob)
-    _LATEST[:] = [(blob, data)]
-    return data
+    model = model_bytes(data.model)
+    _LATEST[:] = [(blob, data, model)]
+    return data, model
 
 
 def _open_physics(data: Any, state: Any) -> Any:
     import mujoco
 
-    version, model, blob = state
+    version, blob = state
     if version != mujoco.__version__:
         raise SnapshotMismatch(f"it was simulated by MuJoCo {version}, and this is {mujoco.__version__}")
-    if model != (here := _model_of(data)):
-        names = ("nq", "nv", "nbuffer", "opt", *_MODEL)
-        differ = [name for name, one, other in zip(names, model, here, strict=True) if one != other]
-        raise SnapshotMismatch(f"its MjModel is another one: {', '.join(differ)} differ")
-    return _read_physics(blob)
+    saved, model = _read_physics(blob)
+    if model != model_bytes(data.model):
+        here = dict(_values_of(data.model, ""))
+        names = [name for name, value in _values_of(saved.model, "") if here.get(name) != value]
+        raise SnapshotMismatch(f"its MjModel is another one: {', '.join(names[:8]) or 'its structure'} differ")
+    return saved
 
 
 def _load_physics(data: Any, state: Any) -> None:
@@ -288,19 +338,27 @@ put("mujoco._structs.MjModel", STAYS)
 
 _ALE_SETTINGS: Final = (
     ("getFloat", "repeat_action_probability"), ("getInt", "frame_skip"), ("getBool", "color_averaging"),
-    ("getInt", "max_num_frames_per_episode"),
+    ("getInt", "max_num_frames_per_episode"), ("getBool", "truncate_on_loss_of_life"),
+    ("getFloat", "continuous_action_threshold"), ("getInt", "reward_min"), ("getInt", "reward_max"),
 )  # fmt: skip
 _MISSED: Final = 1e-9
-"""The highest probability that the previous action is repeated for more frames than are compared."""
+"""The maximum probability that the previous action is repeated for more frames than are compared."""
 _GENERATOR: Final = re.compile(rb"\d+(?: \d+){623,624}")
-"""A Mersenne Twister as text: 624 words and, where the standard library writes it, the place."""
+"""A Mersenne Twister as text: 624 words, and the position if the standard library writes it."""
 _LOWEST: Final = b"0"
 _HIGHEST: Final = b"316513203"
-"""A word that gives 2**32 - 1, as :data:`_LOWEST` gives 0."""
+"""A word for which the generator draws 2**32 - 1. :data:`_LOWEST` is the one for 0."""
 
 
-def _ale_settings(ale: Any) -> Any:
-    return [getattr(ale, how)(name) for how, name in _ALE_SETTINGS], ale.getAvailableModes(), ale.getMinimalActionSet()
+_GAMES: Final[dict[str, int]] = {}
+"""Path -> checksum of each ROM that was read."""
+
+
+def _ale_settings(ale: Any) -> dict[str, Any]:
+    path = ale.getString("rom_file")
+    if path not in _GAMES:
+        _GAMES[path] = zlib.crc32(Path(path).read_bytes())
+    return {"game": (Path(path).stem, _GAMES[path]), **{name: getattr(ale, how)(name) for how, name in _ALE_SETTINGS}}
 
 
 def _save_ale(ale: Any) -> Any:
@@ -312,8 +370,9 @@ def _open_ale(ale: Any, state: Any) -> Any:
     version, settings, emulator, previous = state
     if version != (here := sys.modules["ale_py"].__version__):
         raise SnapshotMismatch(f"it was played by ALE {version}, and this is {here}")
-    if settings != (here := _ale_settings(ale)):
-        raise SnapshotMismatch(f"its emulator has other settings: {here[0]}, the snapshot {settings[0]}, or another game")
+    for name, here in _ale_settings(ale).items():
+        if settings[name] != here:
+            raise SnapshotMismatch(f"its emulator has {name} {settings[name]}, and this one {here}")
     return emulator, previous, None if previous is None else _drawing(emulator, _HIGHEST)
 
 
@@ -326,7 +385,7 @@ def _load_ale(ale: Any, state: Any) -> None:
 
 
 def _previous_action(ale: Any, state: Any) -> Any:
-    """(action, strength) that the emulator repeats, or that continues exactly alike; ``None``: it repeats nothing."""
+    """Return the (action, strength) that the emulator repeats, or an equivalent one; ``None`` if it repeats none."""
     sticky = ale.getFloat("repeat_action_probability")
     if sticky <= 0:
         return None
@@ -344,7 +403,7 @@ def _previous_action(ale: Any, state: Any) -> Any:
 
     try:
         ale.restoreState(repeating)
-        wanted = [_frame(ale, every[0]) for _ in range(frames)]  # of the unknown action: first, while it is there
+        wanted = [_frame(ale, every[0]) for _ in range(frames)]  # of the unknown action, before anything else replaces it
         found = next(filter(goes_on_as, chain(whole, _weaker(ale, obeying, wanted[0], whole))), None)
         if found is None:
             raise NotRestorable("none of its actions goes on as its previous one does, which ALE does not give away")
@@ -356,12 +415,12 @@ def _previous_action(ale: Any, state: Any) -> Any:
 
 
 def _frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
-    """Reward and state after a frame."""
+    """Play one frame. Return the reward and the state after it."""
     return ale.act(action, strength), ale.cloneState(include_rng=False).serialize()
 
 
 def _weaker(ale: Any, obeying: Any, wanted: tuple[float, bytes], whole: Sequence[tuple[Any, float]]) -> Iterator[Any]:
-    """Actions that turn a paddle as far as one frame did: continuous actions have a strength."""
+    """Yield actions that turn a paddle as far as one frame did, as continuous actions have a strength."""
     for action, _ in whole:
         states = []
         for strength in (0.0, 0.5, 1.0):
@@ -378,9 +437,9 @@ def _weaker(ale: Any, obeying: Any, wanted: tuple[float, bytes], whole: Sequence
 
 
 def _drawing(state: Any, word: bytes) -> Any:
-    """A state with a generator that draws one number only."""
+    """Return a state with a generator that always draws the same number."""
     whole = state.serialize()
-    *_, found = [None, *_GENERATOR.finditer(whole)]  # the first one is the console's
+    *_, found = [None, *_GENERATOR.finditer(whole)]  # the first match is the console's generator
     words = [word] * 624 + ([b"0"] if found and found[0].count(b" ") == 624 else [])
     room = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
     if found is None or room < 0:
@@ -419,7 +478,7 @@ for _name, _why in {
 }.items():
     put(_name, Refused(_why))
 
-# -- wrappers that look at the clock -------------------------------------------------------------------------------
+# -- wrappers that read the clock ----------------------------------------------------------------------------------
 
 
 def _save_statistics(layer: Any) -> Any:

@@ -1,8 +1,12 @@
-"""Proves that an environment can be saved, on environments of its own, never on those of a user.
+"""The proof that an environment can be saved, with scratch environments, never with a user's own.
 
-One environment is stepped, saved, and stepped further, across the end of an episode. Then a third one is stepped, so that
-whatever environments share has changed. Then the state is loaded into another environment and back into the first; both have
-to continue bit for bit as the first did.
+The first scratch environment is stepped, saved, and stepped further, across the end of an episode. The state is then loaded
+into the second one and back into the first. Both must continue bit for bit as the first did, while the third one is stepped
+in between, which shows if environments share anything.
+
+This proves the environments that ``env_fn`` builds. A user's environment may still differ from them: ``env_fn`` may count
+its calls, or ``set_attr`` was called. So :meth:`Proof.check` also loads the state of that very environment into two scratch
+environments, which must continue identically.
 """
 
 from __future__ import annotations
@@ -11,62 +15,71 @@ import copy
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Final
 
+import gymnasium
 import numpy as np
 
-from vecenv.errors import NotRestorable, VecEnvError
-from vecenv.state.capture import capture_state, layers_of, prepare_restore
+from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
+from vecenv.state.capture import capture_state, layers_of, prepare_restore, reachable_objects
+from vecenv.state.codecs import name_of
 from vecenv.state.snapshots import kind_of
-from vecenv.system.generators import Generators, InUse, install, uninstall
-from vecenv.system.uninterrupted import Noted, by_handler
+from vecenv.system.shared_generators import read_states, restore_states
+from vecenv.system.signals import by_handler, watched_handlers
 from vecenv.trajectories import STEP_FIELDS, assert_identical
 
-__all__ = ["Shared", "first_line_of", "prove", "stepped"]
+__all__ = ["Proof", "Shared", "first_line_of", "prove", "stepped"]
 
-_STEPS: Final = 64  # after the state was saved, if no episode ends before
-_MANY: Final = 8  # rounds, where environments are seen to share something: it may be equal by chance
+_STEPS: Final = 64  # after saving the state, unless an episode ends before
+_SHARING_ROUNDS: Final = 8  # for environments that share anything: they may be equal by chance
 _AFTER: Final = 8  # after the end of the episode
-_BRANCHES: Final = 80  # more loads: what differs in one of ten is missed once in four thousand (0.9 ** 80)
+_BRANCHES: Final = 80  # more loads: a difference in one of ten is missed once in four thousand (0.9 ** 80)
 _BRANCH: Final = 2  # steps after each of them
-_SECONDS: Final = 20.0  # and no more loads after that time
+_CHECK: Final = 16  # steps from the state of an environment other than the scratch ones
+_SECONDS: Final = 20.0  # no more loads after that time
+_NEVER_SHARED: Final = frozenset({"mujoco._structs.MjData", "ale_py._ale_py.ALEInterface"})
 
 
-def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0, own_generators: bool = False) -> None:
+def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> None:
     """Prove that an environment continues from a saved state exactly as it would have continued.
 
-    Three environments are built, stepped with random actions and closed; the global generators of Python and numpy are left
-    as they were.
+    Three environments are built, make about a thousand random steps in total, and are closed. The global
+    generators of Python and NumPy are restored.
 
     Args:
-        env_fn: Builds the environment.
-        steps: How many steps are compared, at most, before the episode is ended by a reset; more follow.
-        seed: Of resets and actions.
-        own_generators: They draw from generators of their own, which are a part of the state (``generators="own"``).
+        env_fn: A function that builds the environment.
+        steps: Maximum number of steps that are compared before the episode is ended by a reset; more follow.
+        seed: Seed of resets and actions.
 
     Raises:
-        NotRestorable: It does not, or cannot be saved: names it, what differed first, and where, if that is known.
+        NotRestorable: It does not, or it cannot be saved. The text names the environment, the first difference, and its
+            cause if known.
     """
-    shared = random.getstate(), np.random.get_state()
+    with opened_proof(env_fn, steps=steps, seed=seed) as proof:
+        proof.run()
+
+
+@contextmanager
+def opened_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
+    """Build the scratch environments of a :class:`Proof`, and close them at the end. Arguments: see :func:`prove`."""
+    shared, level = read_states(), gymnasium.logger.min_level
     envs: list[Any] = []
-    if own_generators:
-        install()
     try:
-        with Noted():
-            _tried(env_fn, envs, steps, seed, own_generators)
+        gymnasium.logger.min_level = gymnasium.logger.ERROR  # steps after an episode's end are not the user's fault
+        with watched_handlers():
+            _build(env_fn, envs)
+            yield Proof(envs, **options)
     finally:
-        if own_generators:
-            uninstall()
-        random.setstate(shared[0])
-        np.random.set_state(shared[1])
+        gymnasium.logger.min_level = level
+        restore_states(shared)
         for env in envs:
             env.close()
 
 
-def _tried(env_fn: Callable[[], Any], envs: list[Any], steps: int, seed: int, own_generators: bool) -> None:
+def _build(env_fn: Callable[[], Any], envs: list[Any]) -> None:
     try:
         envs += [env_fn(), env_fn(), env_fn()]
     except Exception as error:
@@ -76,128 +89,168 @@ def _tried(env_fn: Callable[[], Any], envs: list[Any], steps: int, seed: int, ow
             f"the proof needs more environments of {getattr(env_fn, '__name__', env_fn)!s}, and one could not be built: "
             f"{type(error).__name__}: {error} (verify=False saves without proof)"
         ) from error
-    name = kind_of(envs[0]).env_id
-    try:
-        rounds, shares = 0, False
-        while rounds < (_MANY if shares else 2):
-            proof = _Proof(envs, steps, seed + 17 * rounds, rounds, own_generators)
-            proof.hold()
-            rounds, shares = rounds + 1, shares or proof.shares
-        proof.look_often()
-    except VecEnvError as error:
-        raise NotRestorable(f"{name} cannot be saved: {error}") from error
 
 
-class _Proof:
-    """One state, saved once and loaded twice."""
+class Proof:
+    """Three scratch environments, and their comparison."""
 
-    def __init__(self, envs: list[Any], steps: int, seed: int, round_: int, own_generators: bool) -> None:
-        self._generators = {id(env): Generators() for env in envs} if own_generators else {}
+    def __init__(self, envs: list[Any], *, steps: int = _STEPS, seed: int = 0) -> None:
         self._first, self._second, self._third = envs
-        self._steps, self._seed, self._round = steps, seed, round_
-        self.shares = False
+        self._steps, self._seed = steps, seed
+        self._kind = kind_of(self._first)
         self._space = copy.deepcopy(self._first.action_space)
-        self._space.seed(seed)
 
-    def hold(self) -> None:
-        """Save, continue, load, and continue again.
+    def run(self) -> None:
+        """Compare the scratch environments with each other.
 
         Raises:
-            NotRestorable: The two differ.
+            NotRestorable: They differ.
         """
-        first, second = self._first, self._second
+        try:
+            self._require_unshared(self._second, "another environment")
+            rounds, shares = 0, False
+            while rounds < (_SHARING_ROUNDS if shares else 2):
+                shares = self._hold(rounds) or shares
+                rounds += 1
+            self._look_often()
+        except VecEnvError as error:
+            raise NotRestorable(f"{self._kind.env_id} cannot be saved: {error}") from error
+
+    def check(self, env: Any, state: bytes, *, over: bool = False) -> None:
+        """Require that scratch environments continue identically from the state of another environment.
+
+        Args:
+            env: The environment, which does not change.
+            state: Its state.
+            over: Its episode has ended.
+
+        Raises:
+            NotRestorable: The scratch environments differ from each other, or from the environment.
+        """
+        try:
+            self._require_unshared(env, "the environments that its env_fn builds")
+            if wrong := kind_of(env).differs_from(self._kind):
+                raise NotRestorable(f"its env_fn builds other environments than this one: {wrong}")
+            self._space.seed(self._seed)
+            self._load(self._first, state, "an environment of its env_fn")
+            actions = [self._space.sample() for _ in range(_CHECK)]
+            if over:
+                self._reset(self._first)
+            wanted = self._recorded(self._first, actions)
+            self._reset(self._third, self._seed)
+            self._compare(self._second, "another environment", (state, actions, wanted), [], over=over)
+        except VecEnvError as error:
+            raise NotRestorable(f"{self._kind.env_id} cannot be saved: {error}") from error
+
+    def _require_unshared(self, env: Any, others: str) -> None:
+        mine, theirs = (reachable_objects(layers_of(one)) for one in (self._first, env))
+        for key in mine.keys() & theirs.keys():
+            thing, where = theirs[key]
+            generator = isinstance(thing, np.random.Generator | np.random.RandomState | random.Random)
+            if generator or name_of(type(thing)) in _NEVER_SHARED:
+                raise NotRestorable(f"{where} ({type(thing).__name__}) is the same object as in {others}")
+
+    def _hold(self, number: int) -> bool:
+        """Save, continue, load, and continue again. Return ``True`` if environments share anything.
+
+        Raises:
+            NotRestorable: The results after the load differ.
+        """
+        first, second, seed = self._first, self._second, self._seed + 17 * number
+        self._space.seed(seed)
         shared = Shared(first)
-        self._run(first, self._seed, 7 + 14 * (self._round % 3))
-        self._run(second, self._seed + 1, 5)
-        if self._round:  # in the middle of what follows the end of an episode
+        self._run(first, seed, 7 + 14 * (number % 3))
+        self._run(second, seed + 1, 5)
+        if number:  # shortly after the end of an episode
             self._reset(first)
             self._run(first, None, 3)
         shared.look()
         branch = self._branch(self._steps + _AFTER)
         shared.look()
-        self._run(self._third, self._seed + 2, 9)
+        self._run(self._third, seed + 2, 9)
         changed = shared.look()
-        self.shares = bool(changed)
         for env, which in ((second, "another environment"), (first, "the same environment")):
             self._compare(env, which, branch, changed)
+        return bool(changed)
 
-    def look_often(self) -> None:
-        """Save again and again, and compare the first steps after each load: this finds what differs in one of ten.
-
-        Raises:
-            NotRestorable: As of :meth:`hold`.
-        """
+    def _look_often(self) -> None:
+        """Save repeatedly, and compare the first steps after each load, which finds differences that occur in one of ten."""
         until = time.monotonic() + _SECONDS
         for number in range(_BRANCHES):
             self._run(self._first, None, 1 + number % 3)
-            self._run(self._second, None, 1 + number % 2)  # what is not loaded differs from the first one
-            self._compare(self._second, "another environment", self._branch(_BRANCH), [])
+            self._run(self._second, None, 1 + number % 2)  # so that everything that is not loaded differs from the first one
+            self._compare(self._second, "another environment", self._branch(_BRANCH), [], alone=True)
             if time.monotonic() > until:
                 break
 
-    def _branch(self, steps: int) -> tuple[bytes, Any, list[Any], dict[str, Any]]:
-        """The state of the first environment and of its own generators, the actions that follow, and what they give."""
-        first = self._first
-        state, drawing = capture_state(first), self._generators[id(first)].state() if self._generators else None
+    def _branch(self, steps: int) -> tuple[bytes, list[Any], dict[str, Any]]:
+        """Return the state of the first environment, the next actions, and their results."""
+        state = capture_state(self._first)
         actions = [self._space.sample() for _ in range(steps)]
-        return state, drawing, actions, self._recorded(first, actions)
+        return state, actions, self._recorded(self._first, actions)
 
-    def _compare(self, env: Any, which: str, branch: tuple[bytes, Any, list[Any], Any], changed: list[str]) -> None:
-        state, drawing, actions, wanted = branch
-        prepare_restore(env, state)()
-        if drawing is not None:
-            self._generators[id(env)].load(drawing)
+    def _load(self, env: Any, state: bytes, which: str) -> None:
         try:
-            assert_identical(self._recorded(env, actions), wanted, "after")
+            prepare_restore(env, state)()
+        except SnapshotMismatch as error:
+            raise NotRestorable(f"loaded into {which}, it continues differently: {error}") from error
+
+    def _compare(
+        self, env: Any, which: str, branch: tuple[bytes, list[Any], Any], changed: list[str], *, over: bool = False,
+        alone: bool = False,
+    ) -> None:  # fmt: skip
+        """Load a state, and compare the results of the same actions. ``alone``: without steps of others in between."""
+        state, actions, wanted = branch
+        self._load(env, state, which)
+        if over:
+            self._reset(env)
+        try:
+            assert_identical(self._recorded(env, actions, interleaved=None if alone else self._third), wanted, "after")
         except AssertionError as error:
-            why = f"loaded into {which}, it goes on differently: {first_line_of(str(error))}"
+            why = f"loaded into {which}, it continues differently: {first_line_of(str(error))}"
             raise NotRestorable(why + _hint(changed, env)) from None
 
     def _run(self, env: Any, seed: int | None, steps: int) -> None:
         if seed is not None:
             self._reset(env, seed)
         for _ in range(steps):
-            _, over = self._step(env, self._space.sample())
+            _, over = stepped(env, self._space.sample())
             if over:
                 self._reset(env)
 
     def _reset(self, env: Any, seed: int | None = None) -> Any:
-        with self._turn(env, seed, begins=True):
-            return env.reset() if seed is None else env.reset(seed=seed)
+        return env.reset() if seed is None else env.reset(seed=seed)
 
-    def _turn(self, env: Any, seed: int | None = None, *, begins: bool = False) -> AbstractContextManager[None]:
-        own = self._generators.get(id(env))
-        return nullcontext() if own is None else InUse(own, seed, begins)
+    def _recorded(self, env: Any, actions: list[Any], interleaved: Any = None) -> dict[str, Any]:
+        """Return the results of these actions, up to the end or cut-off of an episode and a few steps more.
 
-    def _step(self, env: Any, action: Any) -> tuple[dict[str, Any], bool]:
-        with self._turn(env):
-            return stepped(env, action)
-
-    def _recorded(self, env: Any, actions: list[Any]) -> dict[str, Any]:
-        """What an environment returns for these actions: until an episode has ended or was cut off, and some steps more."""
-        said: dict[str, Any] = {}
+        ``interleaved`` is an environment that is stepped in between.
+        """
+        results: dict[str, Any] = {}
         ended = -1
         for number, action in enumerate(actions):
-            fields, over = self._step(env, action)
-            said.update((f"step {number}, {field}", value) for field, value in fields.items())
+            if interleaved is not None:
+                self._run(interleaved, None, 1)
+            fields, over = stepped(env, action)
+            results.update((f"step {number}, {field}", value) for field, value in fields.items())
             if over or number == self._steps - 1:
-                said[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
+                results[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
                 ended = number if ended < 0 else ended
             if 0 <= ended <= number - _AFTER:
                 break
-        return said
+        return results
 
 
 def stepped(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
-    """A step, within a ``Noted``: copies of what it gives, by field, and whether the episode is over.
+    """Call ``env.step``, within :func:`watched_handlers`. Return copies of its results, and ``True`` after an episode.
 
-    Times of the clock are left out (``RecordEpisodeStatistics``). Where an environment refuses an action (some are masked),
-    it is the text of the exception.
+    Wall-clock times are left out (``RecordEpisodeStatistics``). If the environment rejects an action (some are masked), the
+    result is the text of the exception.
     """
     try:
         *others, info = env.step(copy.deepcopy(action))
     except Exception as error:
-        if by_handler(error):  # in the calling process: a time limit, for instance
+        if by_handler(error):  # in the calling process, such as a time limit
             raise
         return {"exception": f"{type(error).__name__}: {error}"}, True
     if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
@@ -211,7 +264,7 @@ def first_line_of(text: str) -> str:
 
 
 class Shared:
-    """What environments of a kind may share: global generators, attributes of classes and of modules."""
+    """The state that environments of a kind may share: global generators, attributes of classes and of modules."""
 
     def __init__(self, env: Any) -> None:
         self._places: dict[str, Mapping[str, Any]] = {}
@@ -238,7 +291,7 @@ class Shared:
         return seen
 
     def look(self) -> list[str]:
-        """Look again; the names of everything that has changed at any look."""
+        """Compare again, and return the names of everything that has changed so far."""
         now = self._look()
         self._changed.update((name, None) for name, text in self._before.items() if now.get(name) != text)
         return list(self._changed)

@@ -1,8 +1,8 @@
-"""How many cores there are to use, which process sits on which, and when it pays to wait without sleeping.
+"""The cores to use, the placement of processes on them, and waits without sleeping.
 
-Sleeping and being woken costs 20 to 40 microseconds on a virtual machine, several environment steps' worth; polling instead
-is free exactly as long as the core has nothing better to do. So a process may spin only where a core is left over for it,
-and a :class:`SpinPolicy` stops the whole engine from spinning for a while if other programs wanted the core too.
+Sleeping and waking up costs 20 to 40 microseconds on a virtual machine, as much as several environment steps. Polling costs
+nothing only while the core has no other work. So a process spins only if it has a spare core, and a :class:`SpinPolicy`
+stops the whole engine from spinning for a while if other programs needed the core.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 SPIN_SECONDS: Final = 150e-6
-"""Longest spin before a process goes to sleep: a few wake-ups' worth."""
+"""Longest spin before a process goes to sleep: as long as a few wake-ups."""
 
 _NICE: Final = 7
-"""Of workers that are to let their caller first: the loop of an asyncio program is 4 ms late with it, 10 ms with 5."""
-_REVIEW_SECONDS: Final = 0.1  # between two reviews at least: many time slices of the kernel
+"""For workers that yield to their caller: an asyncio program's loop is 4 ms late with it, 10 ms with 5."""
+_REVIEW_SECONDS: Final = 0.1  # minimum between two reviews: many time slices of the kernel
 _TRIAL_SECONDS: Final = 0.03  # from the end of a rest to the first review
-_REVIEW_SPINS: Final = 16  # between two reviews at least
+_REVIEW_SPINS: Final = 16  # minimum between two reviews
 _FIRST_REST: Final = 0.25  # seconds without spinning after a bad review, doubled with every further one
 _LONGEST_REST: Final = 4.0
-_BEARABLE: Final = 0.25  # of the time; 0.04 in 95 of 100 reviews on a quiet machine, about half beside another busy process
+_BEARABLE: Final = 0.25  # of the time; 0.04 in 95 of 100 reviews on a quiet machine, about half next to another busy process
 
 
 def usable_cores() -> int:
-    """Cores this process may use: its affinity mask, or what is smaller: its control group's CPU quota, or the number that
-    Slurm has given to its task (``SLURM_CPUS_PER_TASK``), which binds nothing on many clusters."""
+    """Return the number of cores that this process may use: the smallest of three limits.
+
+    They are its affinity mask, its control group's CPU quota, and Slurm's number for its task (``SLURM_CPUS_PER_TASK``),
+    which does not bind processes on many clusters.
+    """
     try:
         cores = len(os.sched_getaffinity(0))
     except AttributeError:
@@ -56,9 +59,9 @@ def _cgroup_quota() -> float | None:
 
 
 def kernel_file(path: str) -> str:
-    """What a file of the kernel's says; empty where there is none, or it may not be read."""
+    """Return the content of a kernel file; empty if it does not exist or may not be read."""
     try:
-        with FileIO(path) as file:  # a tenth of what `open` takes
+        with FileIO(path) as file:  # takes a tenth of the time of `open`
             return file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -66,10 +69,10 @@ def kernel_file(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a worker sits: the cores it is bound to (``None``: any), how long it may spin, and whether the caller is there.
+    """The cores of a worker (``None``: any), its longest spin in seconds, and two flags.
 
-    A worker that shares the caller's core runs when the caller sleeps, and so must be waited for by sleeping. One that is
-    ``bound`` stays on its cores from its start to its end; others are bound only while they spin.
+    A worker ``with_caller`` shares the caller's core: it runs only while the caller sleeps, so the caller waits for it by
+    sleeping. A ``bound`` worker stays on its cores from its start to its end; others are bound only while they spin.
     """
 
     cpus: frozenset[int] | None = None
@@ -79,13 +82,12 @@ class Placement:
 
 
 def placements(workers: int) -> tuple[list[Placement], float]:
-    """A placement for every worker process, and for how many seconds the caller may spin while it waits.
+    """Return a placement for every worker process, and the seconds that the caller may spin while it waits.
 
-    With fewer workers than cores every process has a core, the caller included, and every process spins. With as many
-    workers as cores one worker shares its core with the caller: that one sleeps as soon as it has answered, which hands the
-    core over without a wake-up across cores, and the others spin on theirs. With more workers than cores no process spins.
-    The caller is never bound to anything: where workers are leaves it one place to be. On a system that cannot bind
-    processes, or does not tell how long they wait for a core, no process spins.
+    With fewer workers than cores every process has a core, the caller included, and spins. With as many, one worker shares
+    its core with the caller: it sleeps as soon as it has replied, which frees the core without a wake-up across cores, and
+    the others spin on theirs. With more workers than cores no process spins. The caller is never bound: the workers' places
+    leave it one core. On a system that cannot bind processes, or does not report their waits for a core, no process spins.
     """
     cores = usable_cores()
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -98,35 +100,35 @@ def placements(workers: int) -> tuple[list[Placement], float]:
 
 
 def bound_placements(affinity: Any, workers: int) -> list[Placement]:
-    """The placements of workers that are bound to cores of the user's choice.
+    """Return the placements of workers that are bound to cores of the user's choice.
 
     Args:
         affinity: A core, or several, for each worker.
-        workers: How many there are.
+        workers: The number of workers.
 
     Raises:
         NotImplementedError: This system cannot bind processes.
-        ValueError: It is no list with cores for each worker, or has cores that this process may not use.
+        ValueError: It is not a list with cores for each worker, or has cores that this process may not use.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise NotImplementedError(f"`worker_affinity` needs a system that can bind processes to cores, not {sys.platform}")
+        raise NotImplementedError(f"WorkerOptions(cores) needs a system that can bind processes, not {sys.platform}")
     if not isinstance(affinity, Sequence) or isinstance(affinity, str) or len(affinity) != workers:
-        raise ValueError(f"`worker_affinity` must be a list with the cores of each of {workers} workers, got {affinity!r}.")
+        raise ValueError(f"WorkerOptions(cores) must be a list with the cores of {workers} workers, got {affinity!r}.")
     usable = os.sched_getaffinity(0)
     found = []
     for worker, given in enumerate(affinity):
         cores = frozenset([given] if isinstance(given, int) else given if isinstance(given, Iterable) else ())
         if not cores or not cores <= usable:
-            raise ValueError(f"`worker_affinity[{worker}]` must be some of the cores {sorted(usable)}, got {given!r}.")
+            raise ValueError(f"WorkerOptions(cores)[{worker}] must be some of the cores {sorted(usable)}, got {given!r}.")
         found.append(Placement(cores, bound=True))
     return found
 
 
 def let_caller_first(pid: int) -> None:
-    """Lower the priority of a worker below this process; an idle core is still its own.
+    """Lower the priority of a worker below this process; it can still use an idle core.
 
-    With 32 busy workers per core, a process that wakes up waits 35 ms for its turn. On Linux a session is scheduled as a
-    whole (``sched_autogroup``), and the nice value that counts is the session's.
+    With 32 busy workers per core, a process that wakes up waits 35 ms for its core. Linux schedules a session as a whole
+    (``sched_autogroup``), by the nice value of the session.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
@@ -135,29 +137,29 @@ def let_caller_first(pid: int) -> None:
 
 
 def seconds_waited() -> float | None:
-    """How long this thread, ready to run, has waited for a core since it began; ``None``: the kernel does not tell."""
+    """Return the seconds that this thread has waited for a core since it began; ``None``: not reported by the kernel."""
     try:
         ran, waited = kernel_file("/proc/thread-self/schedstat").split()[:2]
-        return int(waited) * 1e-9 if int(ran) else None  # a kernel that keeps no such accounts says zero to all
+        return int(waited) * 1e-9 if int(ran) else None  # a kernel without these statistics reports zero for all
     except ValueError:
         return None
 
 
 class SpinPolicy:
-    """How long to poll before going to sleep, here and now.
+    """The policy for polling before a process goes to sleep.
 
-    Where another process wants the core too, spinning does harm: a process that never sleeps has used up its share of the
-    core and stands in line for whole time slices, while one that sleeps now and then is let in as soon as it wakes; and a
-    core on which one process spins is not there for the other that it waits for. So each process looks now and then at how
-    long it had to wait for its core. If that was too long, all processes of the engine sleep at once when they wait, bound
-    to no core, for a while that doubles as long as the reviews stay bad.
+    Spinning is harmful if another process needs the core: a process that never sleeps uses up its share of the core and then
+    waits for whole time slices, while one that sleeps now and then runs as soon as it wakes up; and the process that it
+    waits for may need the core on which it spins. So each process reviews now and then the time that it waited for its core.
+    After too long a wait, all processes of the engine sleep at once when they wait, bound to no core, for a period that
+    doubles as long as the reviews stay bad.
 
     Args:
-        spin: Seconds, when all is well.
-        no_spin_until: float64 ``(1,)``, shared by all processes of an engine: none spins before ``time.perf_counter()`` is
-            that far (one clock for all processes of a machine, where there are placements to spin on).
+        spin: Seconds to spin, if the reviews are good.
+        no_spin_until: float64 ``(1,)``, shared by all processes of an engine: none spins before ``time.perf_counter()``
+            reaches it (one clock for all processes of a machine, on systems with placements to spin on).
         cpus: Cores this process is bound to while it spins.
-        shares: By design another process of the engine sits on the same core, so that waiting for the core tells nothing.
+        shares: True if another process of the engine uses the same core by design, so that waits for it mean nothing.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class SpinPolicy:
         self.rests = 0  # bad reviews of this process
         self._resting = False
         self._seconds = spin
-        self._no_spin_until = no_spin_until.data.cast("B").cast("d")  # four times quicker to look at
+        self._no_spin_until = no_spin_until.data.cast("B").cast("d")  # four times faster to read
         self._cpus = cpus
         self._free = os.sched_getaffinity(0) if cpus else None
         self._shares = shares
@@ -175,12 +177,12 @@ class SpinPolicy:
         self._begin_review(time.perf_counter(), _REVIEW_SECONDS)
 
     def forget(self) -> None:
-        """Drop the shared memory."""
+        """Release the shared memory."""
         self._no_spin_until = memoryview(bytes(8)).cast("d")
         self._seconds = 0.0
 
     def spin(self, poll: Callable[[int], object]) -> bool:
-        """Call ``poll(0)`` until it finds something, for as long as it pays; false if it found nothing."""
+        """Call ``poll(0)`` until it finds something, for as long as spinning is allowed; False if it found nothing."""
         if not self._seconds:
             return False
         clock = time.perf_counter
@@ -210,7 +212,7 @@ class SpinPolicy:
         self._spins = 0
 
     def _review(self, now: float) -> bool:
-        """Whether to go on."""
+        """True if spinning may continue."""
         waited = (seconds_waited() or 0.0) - self._waited
         good = self._shares or waited < _BEARABLE * (now - self._began)
         if good:

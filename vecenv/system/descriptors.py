@@ -1,27 +1,32 @@
 """File descriptors with exactly one owner each.
 
-The kernel gives the number of a closed descriptor to the next file that is opened. Two objects that both believe that a
-number is theirs will one day close, or read, the wrong file; finalizers, which run in any order when the collector meets a
-cycle, are where that happens. Here a number lives in a :class:`Descriptor`, which it enters as it is opened and leaves as it
-is closed, each in a single call of C that no signal handler and no other thread can interrupt. What is left of them is
-closed when their owner is collected or the program ends.
+The kernel reuses the number of a closed descriptor for the next opened file. If two objects treat a number as their own,
+one eventually closes or reads the wrong file, most likely in finalizers, which run in any order when the collector finds a
+cycle. Here a :class:`Descriptor` owns a number. The number enters on opening and leaves on closing, each in one call of C
+that no signal handler and no other thread can interrupt. Open descriptors are closed when their owner is collected or the
+program ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import sys
 import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable
 from itertools import chain, starmap
 from multiprocessing import reduction
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+
+if sys.platform != "win32":
+    import resource
 
 
 class Descriptor:
-    """An open file number, until :meth:`close`. It can be pickled while a process is being started, which gets a copy."""
+    """An open file number, until :meth:`close`. It can be pickled during the start of a process, which gets a copy."""
 
     __slots__ = ("_cell",)
 
@@ -30,7 +35,7 @@ class Descriptor:
 
     @property
     def number(self) -> int:
-        """The number; -1 when it is closed."""
+        """The number; -1 after :meth:`close`."""
         return self._cell[0] if self._cell else -1
 
     def __bool__(self) -> bool:
@@ -40,8 +45,8 @@ class Descriptor:
         return _received, (reduction.DupFd(self.number),)
 
     def close(self) -> None:
-        """Close it. Idempotent."""
-        while self._cell:  # of a pipe that was interrupted between its two ends, both
+        """Close the descriptor. Idempotent."""
+        while self._cell:  # holds both ends of a pipe if pipe() was interrupted
             with contextlib.suppress(IndexError, OSError):
                 deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
 
@@ -56,27 +61,45 @@ def _received(handle: Any) -> Descriptor:
 
 
 def take_standard_numbers() -> None:
-    """Give 0, 1 and 2 to ``/dev/null`` where they are closed, here and in all processes that are started.
+    """Open ``/dev/null`` for the numbers 0, 1 and 2 if they are closed, for this process and all that it starts.
 
-    The next file that is opened would get such a number, and what a library prints would be written into it: a message to a
-    worker, or the memory that observations are in.
+    Otherwise the next opened file would get such a number, and a library's output would be written into it: a message to a
+    worker, or the memory of observations.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             opened = os.open(os.devnull, os.O_RDWR)
-            if opened > 2:  # another thread had the number first
+            if opened > 2:  # another thread has opened the number first
                 os.close(opened)
             else:
                 os.set_inheritable(opened, True)
 
 
 def unnamed_file(folder: str | None = None) -> int:
-    """Open a new file that has no name, where the system has none in memory (``memfd_create``)."""
+    """Open a new file without a name, on systems without files in memory (``memfd_create``)."""
     descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir=folder)
     os.unlink(path)
     return descriptor
+
+
+def resources() -> frozenset[tuple[str, str]]:
+    """Return what this process has open and shares: (number, file), and (address range, file) of writable shared memory.
+
+    Empty where there is no ``/proc``.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        for number in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                found.append((number, os.readlink(f"/proc/self/fd/{number}")))
+        with open("/proc/self/maps") as lines:
+            for line in lines:
+                addresses, permissions, _, _, _, *file = line.split(maxsplit=5)
+                if permissions[1] == "w" and permissions[3] == "s":
+                    found.append((addresses, "".join(file).strip()))
+    return frozenset(found)
 
 
 Held = TypeVar("Held", "Descriptor", "DescriptorOwner")
@@ -95,22 +118,22 @@ class DescriptorOwner:
             self.go_with(owner)
 
     def go_with(self, owner: object) -> None:
-        """From now on they are closed when this object is collected."""
+        """Close the descriptors when this object is collected."""
         take_standard_numbers()
         weakref.finalize(owner, _close_all, self._held, os.getpid())
 
     def child(self) -> DescriptorOwner:
-        """An owner whose descriptors can be closed together, before the rest."""
+        """Return an owner of descriptors that can be closed together, before the rest."""
         return self._kept(DescriptorOwner(None))
 
     def open(self, function: Callable[..., int], *args: Any) -> Descriptor:
-        """The descriptor that ``function(*args)`` opens."""
+        """Return the descriptor that ``function(*args)`` opens."""
         descriptor = self._kept(Descriptor())
         descriptor._cell.extend(starmap(function, (args,)))
         return descriptor
 
     def pipe(self) -> tuple[Descriptor, Descriptor]:
-        """A new pipe: its reading and its writing end."""
+        """Return the reading and the writing end of a new pipe."""
         reader, writer = self._kept(Descriptor()), self._kept(Descriptor())
         reader._cell.extend(chain.from_iterable(starmap(os.pipe, ((),))))
         writer._cell.extend(map(reader._cell.pop, (-1,)))
@@ -123,7 +146,7 @@ class DescriptorOwner:
         return held
 
     def close(self) -> None:
-        """Close what is left. Idempotent."""
+        """Close all open descriptors. Idempotent."""
         _close_all(self._held, os.getpid())
 
     def __len__(self) -> int:
@@ -135,3 +158,36 @@ def _close_all(held: list[Descriptor | DescriptorOwner], owner: int) -> None:
         return
     for descriptor in held:
         descriptor.close()
+
+
+# -- the limit -------------------------------------------------------------------------------------------------------
+
+DESCRIPTORS: Final = 6
+"""The caller's open files for one worker: two pipes, stack file, pidfd, sentinel and, under fork, one more."""
+SPARE_DESCRIPTORS: Final = 16
+"""More of them during a start."""
+
+
+def require_descriptors(workers: int) -> None:
+    """Raise for more workers than open files allow. CPython loses descriptors if it meets the limit in a start.
+
+    Raises:
+        OSError: The message names both numbers.
+    """
+    if sys.platform == "win32":
+        return
+    with contextlib.suppress(FileNotFoundError):
+        free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+        if free < DESCRIPTORS * workers + SPARE_DESCRIPTORS:
+            raise too_few_descriptors(OSError(errno.EMFILE, ""), workers)
+
+
+def too_few_descriptors(error: OSError, workers: int) -> OSError:
+    """Return the error for that many workers."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    need = DESCRIPTORS * workers + SPARE_DESCRIPTORS
+    return OSError(
+        error.errno,
+        f"{os.strerror(error.errno or 0)}: {workers} workers need {need} more open files, and RLIMIT_NOFILE is {soft}; "
+        "raise it (ulimit -n), or use fewer workers (num_workers=)",
+    )

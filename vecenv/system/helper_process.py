@@ -1,7 +1,7 @@
-"""Helper processes: not workers, but they run environments too, and so leave nothing behind either.
+"""Helper processes: they run environments without being workers, and leave nothing behind either.
 
-The process that tries an environment and those that play training programs in a benchmark are helpers. They start as workers
-do (:func:`vecenv.system.spawning.spawn`), and end in every case, however the caller is interrupted.
+The process that tries an environment and those that act as training programs in a benchmark are helpers. They start as
+workers do (:func:`vecenv.system.spawning.spawn`), and end in every case, even if the caller is interrupted.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from vecenv.system.descendants import end_group, end_marked, end_own, new_token
 from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import Lifeline, Variables, spawn
 from vecenv.system.supervision import ProcessWatch, close_process, flush_output
-from vecenv.system.uninterrupted import Uninterrupted
 
 _LONGEST_POLL: Final = 1e6  # seconds; poll() counts milliseconds in an int
-_REAP_SECONDS: Final = 5.0  # for the kernel to end what was killed: in vain in a call that cannot be interrupted
+_REAP_SECONDS: Final = 5.0  # for the kernel to end a killed process; not enough in a call that cannot be interrupted
 
 
 class HelperProcess:
@@ -31,11 +31,11 @@ class HelperProcess:
 
     Args:
         context: A ``multiprocessing`` context.
-        target: What it does: called with the other end of the pipe and ``args``.
+        target: Its function: called with the other end of the pipe and ``args``.
         args: More arguments.
-        name: Of the process.
-        daemon: Whether it may *not* have ``multiprocessing`` children.
-        abrupt: It exits without waiting for threads, children and whatever else its environments left.
+        name: Name of the process.
+        daemon: True if it may *not* have ``multiprocessing`` children.
+        abrupt: Exit without waiting for threads, children and other remains of its environments.
         variables: Its environment variables.
     """
 
@@ -62,8 +62,8 @@ class HelperProcess:
         self._owner = os.getpid()
 
     def start(self) -> None:
-        """Start it."""
-        with Uninterrupted():
+        """Start the process."""
+        with deferred_signals():
             lifeline = Lifeline(self._owned)
             self.pipe, theirs = Pipe()
             try:
@@ -77,19 +77,19 @@ class HelperProcess:
 
     @property
     def pid(self) -> int | None:
-        """Its process id, once it has been started."""
+        """The process id, after :meth:`start`."""
         return self._started[0].pid if self._started else None
 
     def wait(self, deadline: float) -> bool:
-        """Wait until it has sent something or has ended; false if neither happened until ``deadline`` (monotonic)."""
+        """Wait until the process has sent something or ended; False if neither happened until ``deadline`` (monotonic)."""
         assert self._watch is not None
         left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_POLL)
-        return bool(self._watch.sleep(self._poll, left * 1000))
+        return bool(self._watch.poll(self._poll, left * 1000))
 
     def receive(self) -> bytes:
-        """The next message; empty if there is none yet, or it closed its end, maybe in the middle of a message.
+        """Return the next message; empty if there is none yet, or if the pipe was closed, maybe in the middle of a message.
 
-        What a signal handler raises, a ``TimeoutError`` say, is not mistaken for that.
+        An exception of a signal handler, such as a ``TimeoutError``, is not mistaken for a closed pipe.
         """
         try:
             return self.pipe.recv_bytes() if self.pipe.poll(0) else b""
@@ -101,32 +101,32 @@ class HelperProcess:
             raise
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether it ends by itself within that many seconds; that it can be seen in ``/proc`` still means nothing."""
+        """True if the process ends within that many seconds without help; an unreaped entry in ``/proc`` does not count."""
         return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _LONGEST_POLL))
 
     def exit_code(self) -> int | None:
-        """How it ended; waits for that a moment."""
+        """Return the exit code, after a wait of at most 5 seconds."""
         if self._watch is None:
             return None
         (process,) = self._started
-        if process._popen.returncode is None:  # not reaped, so that its number is still its own
+        if process._popen.returncode is None:  # not reaped, so that its pid is still its own
             end_group([process.pid])
         return self._watch.exit_code(_REAP_SECONDS)
 
     def end(self) -> None:
-        """End it, and all that it started; give everything back. Idempotent.
+        """End the process and all that it started, and release everything. Idempotent.
 
-        An exception of a signal handler comes out of here when all of that is done.
+        An exception of a signal handler is raised after that.
         """
         try:
-            with Uninterrupted():
+            with deferred_signals():
                 self._end()
         finally:
-            if self._started or self.pipe is not None:  # interrupted before it began
+            if self._started or self.pipe is not None:  # interrupted before the cleanup began
                 self.end()
 
     def __del__(self) -> None:
-        """The last resort, for a second exception in the very moment in which :meth:`end` begins."""
+        """Clean up after a second exception at the beginning of :meth:`end`."""
         if (self._started or self.pipe is not None) and os.getpid() == self._owner:
             with contextlib.suppress(BaseException):
                 self.end()
@@ -151,7 +151,7 @@ def _serve(pipe: Connection[Any, Any], abrupt: bool, target: Callable[..., None]
     try:
         target(pipe, *args)
     finally:
-        if os.getpid() != pid:  # a child that an environment forked has come back: all this is not its business
+        if os.getpid() != pid:  # a child that an environment forked has returned here: the cleanup is not its own
             os._exit(0)
         pipe.close()
         end_own()

@@ -1,7 +1,7 @@
-"""Starts processes: with environment variables of their own, a lifeline, and a way out for a program without a main guard.
+"""Process creation with environment variables, a lifeline, and a check for a missing main guard.
 
-:func:`spawn` is the one way in which a worker or a helper process starts. What it promises: the process has its own session,
-ends with its caller, and bears a mark by which all that it starts is found (:mod:`vecenv.system.descendants`).
+Every worker and helper starts with :func:`spawn`. The process has its own session, ends with its caller, and has a mark by
+which everything that it starts can be found (:mod:`vecenv.system.descendants`).
 """
 
 from __future__ import annotations
@@ -13,46 +13,53 @@ import os
 import select
 import signal
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import process as this_process
 from typing import Any, Final, TypeAlias
 
-from vecenv.system.descendants import forkserver_pid, mark
+from vecenv.system.descendants import end_group, forkserver_pid, mark
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
-from vecenv.system.uninterrupted import blocked, let_in
+from vecenv.system.supervision import close_process
 
 if sys.platform != "win32":
     import fcntl
 
 NO_GUARD: Final = 113
-"""Exit code of a process whose main file starts processes while it is imported."""
+"""Exit code of a process that runs a main file which starts processes during its import."""
 
 _NO_GUARD_TEXT: Final = "the main guard is missing"
 _NO_FILE_TEXT: Final = "the main file is missing"
 
-# -- can there be processes? --------------------------------------------------------------------------------------------
+# -- support for worker processes ---------------------------------------------------------------------------------------
 
 
 def why_no_processes() -> str | None:
-    """Why there can be no worker processes here; ``None``: there can.
+    """Return the reason that worker processes are not possible here; ``None``: they are.
 
-    Workers are waited for by ``poll()``, and end with the process group that their environments' helpers are in. Windows has
-    neither.
+    Waits for workers use ``poll()``, and a worker ends together with the process group of its environments' helpers. Windows
+    has neither.
     """
+    if multiprocessing.current_process().daemon:
+        return (
+            "this process is daemonic, as those of multiprocessing.Pool and of vecenv are, and may not have children; start "
+            "it with daemon=False, or by concurrent.futures.ProcessPoolExecutor"
+        )
     if hasattr(select, "poll") and hasattr(os, "killpg"):
         return None
-    return f"worker processes need poll() and process groups, which this system ({sys.platform}) has not"
+    return f"worker processes need poll() and process groups, which this system ({sys.platform}) lacks"
 
 
 def require_processes(what: str) -> None:
-    """Refuse what needs worker processes where there can be none.
+    """Raise if worker processes are not possible.
 
     Args:
-        what: What was asked for, as the beginning of a sentence.
+        what: The requested feature, as the beginning of a sentence.
 
     Raises:
-        NotImplementedError: With the way out.
+        NotImplementedError: The message names the alternatives.
     """
     why = why_no_processes()
     if why is not None:
@@ -65,7 +72,7 @@ def require_processes(what: str) -> None:
 # -- environment variables ----------------------------------------------------------------------------------------------
 
 WorkerEnv: TypeAlias = Mapping[str, str | int | float | Callable[[int], str | int | float | None] | None]
-"""Name -> value, or a function of a worker's index that gives it. ``None`` removes a variable."""
+"""Name -> value, or a function of a worker's index that returns it. ``None`` removes a variable."""
 
 Variables: TypeAlias = dict[str, str | None]
 """Name -> value for one process; ``None``: removed."""
@@ -81,37 +88,37 @@ _READ_BY: Final = {
     "PYOPENGL_PLATFORM": "OpenGL",
     "XLA_FLAGS": "jax",
 }
-"""Variable -> the module that reads it when it is imported."""
+"""Variable -> the module that reads it during its import."""
 
 
-def check_variables(worker_env: Any) -> None:
-    """Refuse what is no mapping of names to values.
+def check_variables(variables: Any) -> None:
+    """Check that ``variables`` is a mapping of names to values.
 
     Raises:
-        TypeError: No mapping, or a name or a value of another type; named.
+        TypeError: It is not a mapping, or a name or a value has another type; the message names it.
         ValueError: A name that no variable can have.
     """
-    if not isinstance(worker_env, Mapping):
-        raise TypeError(f"`worker_env` must be a dict of environment variables, got {type(worker_env).__name__}")
-    for name, value in worker_env.items():
+    if not isinstance(variables, Mapping):
+        raise TypeError(f"WorkerOptions(env) must be a dict of environment variables, got {type(variables).__name__}")
+    for name, value in variables.items():
         if not isinstance(name, str):
-            raise TypeError(f"`worker_env` has a name that is no string: {name!r}")
+            raise TypeError(f"WorkerOptions(env) has a name that is not a string: {name!r}")
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"`worker_env` has a name that no environment variable can have: {name!r}")
+            raise ValueError(f"WorkerOptions(env) has a name that no environment variable can have: {name!r}")
         if not callable(value):
             _text(name, value, "")
 
 
-def variables_of(worker_env: WorkerEnv | None, index: int) -> Variables:
-    """The variables of worker ``index``.
+def variables_of(variables: WorkerEnv | None, index: int) -> Variables:
+    """Return the variables of worker ``index``.
 
     Raises:
-        TypeError, ValueError: A function gave something that is no value; the variable and the worker are named.
-        Exception: Whatever a function raises.
+        TypeError, ValueError: A function returned an invalid value; the message names the variable and the worker.
+        Exception: The exception of a function.
     """
     where = f" for worker {index}"
     return {
-        name: _text(name, value(index) if callable(value) else value, where) for name, value in (worker_env or {}).items()
+        name: _text(name, value(index) if callable(value) else value, where) for name, value in (variables or {}).items()
     }
 
 
@@ -120,15 +127,15 @@ def _text(name: str, value: Any, where: str) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         wanted = "a string, a number, None (remove it), or a function of the worker's index"
-        raise TypeError(f"`worker_env[{name!r}]` must be {wanted}; got {value!r}{where}")
+        raise TypeError(f"WorkerOptions(env)[{name!r}] must be {wanted}; got {value!r}{where}")
     text = str(value)
     if "\0" in text:
-        raise ValueError(f"`worker_env[{name!r}]` must not contain a null character, got {value!r}{where}")
+        raise ValueError(f"WorkerOptions(env)[{name!r}] must not contain a null character, got {value!r}{where}")
     return text
 
 
 def too_late(each: Sequence[Variables]) -> dict[str, str]:
-    """Variable -> module, for those that a module of this process has read already, with another value.
+    """Map the variables that come too late to the module that has read another value of them in this process.
 
     A forked worker has that module from its start.
     """
@@ -141,12 +148,12 @@ def too_late(each: Sequence[Variables]) -> dict[str, str]:
 
 
 class NameWithVariables(str):
-    """A process name that sets environment variables where it is unpickled.
+    """A process name that sets environment variables when it is unpickled.
 
-    ``CUDA_VISIBLE_DEVICES``, ``MUJOCO_GL`` and their like are read once, by an import or by the first use of a device, so
-    they have to be set before a worker imports the program's main module. A new interpreter does that before it unpickles
-    what it is to run; the one thing that it reads earlier and that we can choose is its name. Builtins alone unpickle it,
-    because nothing can be imported that early.
+    Variables such as ``CUDA_VISIBLE_DEVICES`` and ``MUJOCO_GL`` are read once, by an import or by the first use of a device,
+    so they must be set before a worker imports the program's main module. A new interpreter does that before it unpickles
+    its target; the process name is the only earlier input under our control. Only builtins unpickle it, because nothing can
+    be imported that early.
     """
 
     variables: Variables
@@ -168,7 +175,7 @@ class NameWithVariables(str):
 
 
 def missing_guard(method: str) -> str:
-    """What to tell a program without a main guard, which would start workers in each worker that imports its main file."""
+    """Return the advice for a program without a main guard, which would start workers in each worker."""
     return (
         f"{_NO_GUARD_TEXT} in {_file_of_main() or 'the program'}: under {method!r} each worker imports the program again, "
         "and this one would start workers there.\n"
@@ -178,18 +185,18 @@ def missing_guard(method: str) -> str:
 
 
 def is_about_main(error: BaseException) -> bool:
-    """Whether an error is about the program's main file: then its traceback tells nothing."""
+    """True if an error is about the program's main file: its traceback has no further information."""
     return str(error).startswith((_NO_GUARD_TEXT, _NO_FILE_TEXT))
 
 
 def end_if_importing_main() -> None:
-    """In a process that is importing the main file of its program: end it. It must not start processes."""
+    """End a process that is importing the main file of its program, because it must not start processes."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(NO_GUARD)
 
 
 def _file_of_main() -> str:
-    """As ``multiprocessing`` finds it; empty for a module, a notebook, or ``-c``, where no file is imported again."""
+    """Return the file that ``multiprocessing`` imports again; empty for a module, a notebook, or ``-c``."""
     main = sys.modules.get("__main__")
     if getattr(getattr(main, "__spec__", None), "name", None) is not None:
         return ""
@@ -199,7 +206,7 @@ def _file_of_main() -> str:
 
 
 def _server_exit() -> int | None:
-    """The exit code of the fork server, if it has ended; ``multiprocessing`` is left to reap it."""
+    """Return the exit code of the fork server, if it has ended; ``multiprocessing`` reaps it later."""
     pid = forkserver_pid()
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if pid else None
@@ -209,20 +216,21 @@ def _server_exit() -> int | None:
 
 
 def context_of(method: str | None, preload: Sequence[str] | None) -> Any:
-    """The ``multiprocessing`` context of a start method, with the modules that its fork server is to import.
+    """Return the ``multiprocessing`` context of a start method, with modules for its fork server to import.
 
     Raises:
-        ValueError: ``preload`` is no list of modules, or there is no fork server.
+        ValueError: ``preload`` is not a list of modules, or there is no fork server.
     """
     context = multiprocessing.get_context(method)
     if preload is None:
         return context
     if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
-        raise ValueError(f"`preload` must be a list of names of modules, got {preload!r}")
+        raise ValueError(f"WorkerOptions(preload) must be a list of names of modules, got {preload!r}")
     if context.get_start_method() != "forkserver":
-        raise ValueError(f"`preload` needs context='forkserver', got {context.get_start_method()!r}")
+        raise ValueError(f"WorkerOptions(preload) needs context='forkserver', got {context.get_start_method()!r}")
     if (server := forkserver_pid()) is not None:
-        logging.getLogger("vecenv").warning("`preload` comes too late: the fork server (pid %s) runs already", server)
+        text = "WorkerOptions(preload) comes too late: the fork server (pid %s) runs already"
+        logging.getLogger("vecenv").warning(text, server)
     context.set_forkserver_preload(list(preload))
     return context
 
@@ -231,13 +239,13 @@ def context_of(method: str | None, preload: Sequence[str] | None) -> Any:
 
 
 class Lifeline:
-    """A pipe whose writing end only the caller holds: processes with the reading end end when the writing end closes.
+    """A pipe that ends processes: they hold its reading end, and exit when the caller's writing end closes.
 
-    On Linux the kernel kills a process and its group in that moment, whatever the process is doing, also inside C code that
-    holds the interpreter's lock. Elsewhere a process ends when it next reads from its caller, or writes to it.
+    On Linux the kernel kills a process and its group at that moment, whatever the process is doing, even in C code that
+    holds the GIL. Elsewhere a process ends when it next reads from its caller, or writes to it.
 
     Args:
-        owner: Of the descriptors.
+        owner: Owner of the descriptors.
     """
 
     def __init__(self, owner: DescriptorOwner) -> None:
@@ -254,7 +262,7 @@ _lifelines: Final[weakref.WeakSet[Lifeline]] = weakref.WeakSet()
 
 
 def _close_writers() -> None:
-    """In a fork of the caller: the writing ends are the caller's alone."""
+    """Close the writing ends in a fork of the caller, because they belong to the caller alone."""
     for lifeline in list(_lifelines):
         lifeline.writer.close()
 
@@ -264,7 +272,7 @@ if hasattr(os, "register_at_fork"):
 
 
 _lifeline: list[int] = []
-"""In a process that was started: the descriptor of the lifeline, and that by which the kernel ends this process."""
+"""In a started process: the descriptor of the lifeline, and the one by which the kernel ends this process."""
 
 
 def _end_with_caller(reader: int) -> None:
@@ -272,7 +280,7 @@ def _end_with_caller(reader: int) -> None:
     if not hasattr(fcntl, "F_SETSIG"):
         return
     try:
-        # an open file of its own: the signal's owner is a property of the open file, and siblings share ours
+        # a separate open file: the signal's owner is a property of the open file, and siblings share ours
         own = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # a sandbox without /proc
         return
@@ -301,22 +309,22 @@ def spawn(
     variables: Variables | None = None,
     into: list[Any],
 ) -> Any:
-    """Start a process that runs ``target(*args)``; to be called within :class:`~vecenv.system.uninterrupted.Uninterrupted`.
+    """Start a process that runs ``target(*args)``. Call it within :func:`~vecenv.system.signals.deferred_signals`.
 
     Args:
         context: A ``multiprocessing`` context.
-        target: What it runs.
+        target: Its function.
         args: Its arguments.
-        name: Of the process.
-        daemon: Whether it may *not* have ``multiprocessing`` children.
-        lifeline: It ends when this closes.
-        token: What it is marked with.
+        name: Name of the process.
+        daemon: True if it may *not* have ``multiprocessing`` children.
+        lifeline: The process ends when this closes.
+        token: Its mark.
         variables: Its environment variables.
-        into: Where to note it before it starts, so that it can be ended in any case.
+        into: The list that receives the process before its start, so that it can be ended in any case.
 
     Raises:
         RuntimeError: The program came from standard input, or its main file has no main guard.
-        OSError: As ``Process.start``.
+        OSError: Raised by ``Process.start``.
     """
     method = context.get_start_method()
     variables = variables or {}
@@ -342,41 +350,97 @@ def spawn(
     return process
 
 
-def _ctrl_c_blocked(method: str) -> contextlib.AbstractContextManager[None]:
-    """Until it is in its own session a process would die of the terminal's Ctrl-C, with a traceback."""
-    if method == "forkserver":  # a new server would keep the mask for all it forks
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def _ctrl_c_blocked(method: str) -> Iterator[None]:
+    """Block Ctrl-C, which would end a process with a traceback before it has its own session."""
+    if method == "forkserver" or not hasattr(signal, "pthread_sigmask"):  # a new server would pass the mask on to all forks
+        yield
+        return
     if method == "spawn":
         from multiprocessing import resource_tracker
 
-        resource_tracker.ensure_running()  # which would let Ctrl-C in again if it was started with the process
-    return blocked((signal.SIGINT,))
+        resource_tracker.ensure_running()  # started together with the process, it would unblock Ctrl-C
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def adopt(token: int) -> None:
-    """In a copy that a started process made of itself: a session, a mark and an end with the caller of its own."""
+    """Set up a copy of a started process: its session, its mark, and its end with the caller."""
     os.setsid()
     reader, *own = _lifeline
-    for number in own:  # its signals are for the group of the original
+    for number in own:  # its signals go to the group of the original
         os.close(number)
     _end_with_caller(reader)
     mark(token)
 
 
 def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callable[..., None], args: tuple[Any, ...]) -> None:
-    """What a new process begins with."""
-    let_in()
+    """Prepare a new process and run its target."""
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
     with contextlib.suppress(OSError):
-        os.setsid()  # keeps a terminal's Ctrl-C out, and makes the environments' own helpers one group with us
-    signal.set_wakeup_fd(-1)  # a forked one has that of the caller's event loop, which our signals are not for
+        os.setsid()  # keeps a terminal's Ctrl-C out, and puts the environments' helpers into our group
+    signal.set_wakeup_fd(-1)  # a forked process inherits that of the caller's event loop, which must not get our signals
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     _end_with_caller(lifeline.number)
     mark(token)
     target(*args)
+
+
+def preload(context: Any) -> None:
+    """Let a fork server that is not running yet import the engine once; otherwise every worker imports it."""
+    if context.get_start_method() != "forkserver":
+        return
+    from multiprocessing import forkserver
+
+    server: Any = forkserver._forkserver
+    with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
+        if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
+            context.set_forkserver_preload(["__main__", "vecenv.worker.main"])
+
+
+def advice_for_fork(context: Any) -> str:
+    """Return advice about a forked process that does not get ready, if threads may be the reason."""
+    if context.get_start_method() != "fork" or threading.active_count() < 2:
+        return ""
+    return (
+        f"\n({threading.active_count()} threads were running when it was forked; a lock that one of them held is held for "
+        "ever in the child: use context='forkserver')"
+    )
+
+
+def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
+    """End the processes of a pool that was collected, or not closed when the program ends."""
+    if os.getpid() != owner or not processes:
+        return
+    lifeline.close()  # the kernel kills the process at the other end
+    started = []
+    for process in processes:
+        with contextlib.suppress(ValueError):  # it is closed
+            if process.pid is not None:
+                started.append(process)
+    for process in started:
+        with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
+            if process.exitcode is None:  # not reaped, so that its number is still its own
+                end_group([process.pid])
+                os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 1.0
+    for process in started:
+        with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
+            while process.exitcode is None and time.monotonic() < deadline and _may_be_there(process.pid):
+                time.sleep(0.001)
+        close_process(process)
+    processes.clear()
+
+
+def _may_be_there(pid: int) -> bool:
+    """True if its exit code may still arrive: not if the kernel has reaped it, where that is visible."""
+    return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")

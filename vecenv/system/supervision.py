@@ -1,27 +1,35 @@
-"""Sees how processes end, and what they were doing: two small mechanisms that need no word from a process that is gone.
+"""Detects how a worker process ended, and which code it was running when it crashed or hung.
 
-* A :class:`ProcessWatch` tells that a process has ended. End-of-file on a worker's pipe is no proof of that, because a
-  helper that its environment forked may still hold the pipe.
-* A :class:`BlackBox` is an unnamed file for each worker, into which ``faulthandler`` writes the Python stack on a fatal
-  signal, and on request (:data:`STACK_SIGNALS`) when an answer is overdue.
+Neither mechanism needs the cooperation of a worker that is already gone:
 
-There are two such signals, the gentle one and the other one:
+* :class:`ProcessWatch` reports the end of a process. Its pipe may not: a helper that an environment forked may still hold it
+  open.
+* :class:`StackFile` is an unnamed file, one per worker. ``faulthandler`` writes the Python stack into it on a fatal signal,
+  and on request (:data:`STACK_SIGNALS`) when a reply is late.
 
-* The first runs a handler of Python's, in the main thread, between two instructions: no frame changes while it looks. It is
-  not run while the main thread is in C code.
-* The second is for a main thread that is in C code, and so did not answer the first: its own stack stands still then, and
-  only that is written.
+Requesting a stack
+------------------
 
-Two things would kill healthy workers. Walking the stacks of threads that run, from within a signal, follows pointers to
-frames that are gone. And ``faulthandler`` leaves another ``errno`` behind: a lock that a thread tried to take in that moment
-seems to be taken, and a thread pool ends with a ``TimeoutError``. A thread that sleeps in the kernel is past that.
+No single signal works in both states of a worker, so there are two:
 
-System calls that can be restarted are restarted, because many a library takes an interrupted one for an error. The first
-signal interrupts them where environments are run in other threads: then the main thread sleeps in Python's own waiting,
-which goes on by itself.
+* ``SIGRTMAX`` runs a Python signal handler in the main thread, between two bytecodes, while no frame changes. It does not
+  run while the main thread is in C code.
+* ``SIGRTMAX - 1`` is sent if the first had no effect because the main thread is in C code. Its C-level handler writes the
+  stack of the main thread only, which cannot change meanwhile.
 
-No library and no environment has a use for the last real-time signals; SIGUSR1 belongs to programs. A signal that is not
-caught any more (:func:`catches`) is not sent: it would kill.
+Why not ``SIGUSR1``: programs use it themselves, while libraries and environments leave the last real-time signals alone.
+Without a handler these signals kill, so they are only sent to a process that still catches them (:func:`catches`).
+
+What does not work
+------------------
+
+* Walking the stacks of running threads from a C-level handler: it follows pointers to freed frames and crashes the worker.
+* Sending the C-level signal first: ``faulthandler`` does not restore ``errno``. If it interrupts a thread that is acquiring
+  a lock, the lock appears to be held, and a thread pool fails with ``TimeoutError``. A thread that sleeps in the kernel is
+  not affected.
+* Interrupting system calls: many libraries report ``EINTR`` as an error, so both handlers restart them. Only where
+  environments run in other threads does the first signal interrupt: the main thread then sleeps in CPython's own wait,
+  which resumes by itself.
 """
 
 from __future__ import annotations
@@ -38,35 +46,38 @@ import time
 from types import FrameType
 from typing import Any, Final
 
-from vecenv.system.copies import LOST
 from vecenv.system.cores import kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, unnamed_file
-from vecenv.system.uninterrupted import Uninterrupted
+from vecenv.system.signals import deferred_signals
 
 if sys.platform != "win32":
     import fcntl
 
 _LINUX: Final = sys.platform.startswith("linux")
-SLICE_MS: Final = 50.0
-"""Between two questions whether a process has ended, where nothing else tells."""
+EXIT_POLL_INTERVAL_MS: Final = 50.0
+"""The interval between checks for the end of a process, where no pidfd reports it."""
 
-_REAP: Final = 0.5  # seconds for the exit code of a process that has ended
+EXIT_CODE_UNKNOWN: Final = 256
+"""The exit code of a process that has ended, where the kernel reports it to another process."""
+
+_REAP_TIMEOUT_SECONDS: Final = 0.5
+_MAX_STACK_BYTES: Final = 64 * 1024
 
 
 class ProcessWatch:
-    """Tells when a process of ``multiprocessing``'s has ended and how, and sends it signals.
+    """A watch on one ``multiprocessing`` process, which reports its end and sends it signals.
 
-    A pidfd tells, independent of which process holds which pipe, and never means another process of the same number. Without
-    pidfds (macOS, some sandboxes) the pipe tells by which ``multiprocessing`` itself notices an end; because a forked helper
-    may hold that open, every sleep is cut into slices with a question to the system between them.
+    A pidfd becomes readable at the exit, no matter which process holds which pipe, and never refers to a later process with
+    the same pid. Without pidfds (macOS, some sandboxes) there is only the sentinel of ``multiprocessing``, a pipe that a
+    forked helper may hold open, so :meth:`poll` also checks the pid every :data:`EXIT_POLL_INTERVAL_MS`.
 
     Args:
-        process: It, started.
-        owner: Of the pidfd.
+        process: A process that has been started.
+        owner: Owner of the pidfd.
 
     Attributes:
-        descriptor: Readable once the process has ended, if a pidfd tells; -1 once it was seen to its end (:meth:`close`).
-        asks: There is no pidfd.
+        descriptor: The pidfd or sentinel; -1 after :meth:`close`.
+        must_poll_for_exit: True if there is no pidfd, so that ``descriptor`` may never become readable.
     """
 
     def __init__(self, process: Any, owner: DescriptorOwner) -> None:
@@ -74,222 +85,239 @@ class ProcessWatch:
         self._pidfd = Descriptor()
         with contextlib.suppress(OSError, AttributeError):
             self._pidfd = owner.open(os.pidfd_open, process.pid)
-        self.asks = not self._pidfd
-        self.descriptor: int = process.sentinel if self.asks else self._pidfd.number
+        self.must_poll_for_exit = not self._pidfd
+        self.descriptor: int = process.sentinel if self.must_poll_for_exit else self._pidfd.number
 
-    def sleep(self, poll: select.poll, timeout_ms: float | None) -> list[tuple[int, int]]:
-        """``poll.poll(timeout_ms)``, where ``poll`` has our descriptor among others, that notices the end in any case."""
-        if not self.asks:
-            return poll.poll(timeout_ms)
+    def poll(self, poller: select.poll, timeout_ms: float | None) -> list[tuple[int, int]]:
+        """Call ``poller.poll(timeout_ms)``, and also report :attr:`descriptor` if the process has ended.
+
+        ``poller`` must have :attr:`descriptor` registered.
+        """
+        if not self.must_poll_for_exit:
+            return poller.poll(timeout_ms)
         left = math.inf if timeout_ms is None else timeout_ms
         while True:
-            events = poll.poll(min(left, SLICE_MS))
+            events = poller.poll(min(left, EXIT_POLL_INTERVAL_MS))
             if not events and (self.exit_code(0.0) is not None or _is_gone(self._pid)):
                 return [(self.descriptor, select.POLLIN)]
-            if events or left <= SLICE_MS:
+            if events or left <= EXIT_POLL_INTERVAL_MS:
                 return events
-            left -= SLICE_MS
+            left -= EXIT_POLL_INTERVAL_MS
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """Whether it has, after waiting for that at most so long."""
+        """True if the process has ended, or ends within ``seconds``."""
         if (descriptor := self.descriptor) < 0:
             return True
-        poll = select.poll()  # a new one, because two threads may close an engine at once
-        poll.register(descriptor, select.POLLIN)
-        return bool(self.sleep(poll, seconds * 1000))
+        poller = select.poll()  # not shared, because two threads may close an engine at once
+        poller.register(descriptor, select.POLLIN)
+        return bool(self.poll(poller, seconds * 1000))
 
-    def exit_code(self, seconds: float = _REAP) -> int | None:
-        """How it ended, once it has; ``None``: not known. Never by ``join``, which a helper with its pipe delays."""
+    def exit_code(self, seconds: float = _REAP_TIMEOUT_SECONDS) -> int | None:
+        """Return the exit code, or ``None`` if it is not known within ``seconds``."""
+        # polled, because join() waits for the sentinel, which a forked helper may hold open
         deadline = time.monotonic() + seconds
-        with contextlib.suppress(ValueError):  # its object is closed
+        with contextlib.suppress(ValueError):  # the process object is closed
             while (code := self._process.exitcode) is None and time.monotonic() < deadline:
                 if _is_gone(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
-                    return None  # the kernel has reaped it, and the code is lost
+                    return None  # the kernel reaped it and discarded the code
                 time.sleep(0.001)
-            return None if code is None or code == LOST else int(code)
+            return None if code is None or code == EXIT_CODE_UNKNOWN else int(code)
         return None
 
     def signal(self, number: int) -> None:
-        """Send a signal, unless it was seen to its end."""
-        with contextlib.suppress(OSError):  # it has ended, or another thread closed this meanwhile
+        """Send a signal, unless the process has ended."""
+        with contextlib.suppress(OSError):  # it ended, or another thread closed this watch
             if self._pidfd:
                 signal.pidfd_send_signal(self._pidfd.number, number)
             elif self.descriptor >= 0:
                 os.kill(self._pid, number)
 
     def close(self) -> None:
-        """It was seen to its end: give the pidfd back. Idempotent."""
+        """Close the pidfd of a process that has ended."""
         self.descriptor = -1
         self._pidfd.close()
 
 
-class BlackBox:
-    """An unnamed file that outlives a crash: the worker's last Python stack. It goes to the worker as an argument.
+class StackFile:
+    """The file that receives a worker's Python stack and outlives the worker.
+
+    The caller creates it and passes it to the worker. A non-empty file is also the permission to write on request: the
+    handler of the first signal leaves an empty file empty, so a stack requested before :meth:`clear` cannot arrive after it.
 
     Args:
-        owner: Of the descriptor.
+        owner: Owner of the descriptor.
     """
 
     def __init__(self, owner: DescriptorOwner) -> None:
         if hasattr(os, "memfd_create"):
-            self._file = owner.open(os.memfd_create, "vecenv-black-box", os.MFD_CLOEXEC)
+            self._file = owner.open(os.memfd_create, "vecenv-stack", os.MFD_CLOEXEC)
         else:
             self._file = owner.open(unnamed_file)
-        if _LINUX:  # so that what was read can be cut off, and the next stack begins at the beginning
+        if _LINUX:  # with O_APPEND, the next stack starts at offset 0 after the caller has truncated the file
             fcntl.fcntl(self._file.number, fcntl.F_SETFL, fcntl.fcntl(self._file.number, fcntl.F_GETFL) | os.O_APPEND)
 
+    @classmethod
+    def from_descriptor(cls, descriptor: Descriptor) -> StackFile:
+        """Wrap a file that another process created."""
+        stack_file = cls.__new__(cls)
+        stack_file._file = descriptor
+        return stack_file
+
     @property
-    def number(self) -> int:
-        """Its descriptor."""
+    def fd(self) -> int:
+        """The file descriptor."""
         return self._file.number
 
-    @classmethod
-    def opened(cls, file: Descriptor) -> BlackBox:
-        """That of a process which another one has made a file for."""
-        box = cls.__new__(cls)
-        box._file = file
-        return box
-
-    def arm(self, *, threads: bool) -> None:
-        """In a worker: write stacks here on a fatal signal and on :data:`STACK_SIGNALS`.
+    def install_handlers(self, *, env_threads: bool) -> None:
+        """Write the stack of this process here on fatal signals and on :data:`STACK_SIGNALS`.
 
         Args:
-            threads: Its environments are run in other threads than the main one.
+            env_threads: True if environments run in other threads than the main one.
         """
-        descriptor = self._file.number
-        faulthandler.enable(descriptor)
+        fd = self.fd
+        faulthandler.enable(fd)
         if not STACK_SIGNALS:
             return
-        asked, forced = STACK_SIGNALS
+        python_signal, c_signal = STACK_SIGNALS
 
-        def write(number: int, frame: FrameType | None) -> None:
+        def dump(number: int, frame: FrameType | None) -> None:
             with contextlib.suppress(Exception):
-                if os.fstat(descriptor).st_size:
-                    # threads are walked only by the thread that holds the interpreter's lock
-                    faulthandler.dump_traceback(descriptor, all_threads=getattr(sys, "_is_gil_enabled", lambda: True)())
+                if os.fstat(fd).st_size:
+                    # without the GIL, other threads run while their stacks are walked
+                    faulthandler.dump_traceback(fd, all_threads=getattr(sys, "_is_gil_enabled", lambda: True)())
 
-        signal.signal(asked, write)
-        signal.siginterrupt(asked, threads)
-        faulthandler.register(forced, descriptor, all_threads=False)
+        signal.signal(python_signal, dump)
+        signal.siginterrupt(python_signal, env_threads)
+        faulthandler.register(c_signal, fd, all_threads=False)
 
-    def expect(self) -> None:
-        """Forget what was written so far, and let the worker write its stack. It is asked by :data:`STACK_SIGNALS`."""
+    def allow_dump(self) -> None:
+        """Empty the file and let the worker write its stack on the next of :data:`STACK_SIGNALS`."""
         self.clear()
         with contextlib.suppress(OSError):
-            os.pwrite(self._file.number, b"\0", 0)
+            os.pwrite(self.fd, b"\0", 0)
 
     def clear(self) -> None:
-        """Forget what was written so far. A worker that was asked for its stack and comes too late writes none."""
+        """Empty the file; the first signal's handler writes nothing if it runs later."""
         with contextlib.suppress(OSError):
-            os.ftruncate(self._file.number, 0)
+            os.ftruncate(self.fd, 0)
 
     def read(self) -> str:
-        """What was written, at most the last 64 KiB."""
+        """Return the last stack, at most 64 KiB from its end."""
         with contextlib.suppress(OSError):
-            size = os.fstat(self._file.number).st_size
-            start = max(size - (1 << 16), 0)
-            return os.pread(self._file.number, size - start, start).lstrip(b"\0").decode(errors="replace")
+            size = os.fstat(self.fd).st_size
+            start = max(size - _MAX_STACK_BYTES, 0)
+            return os.pread(self.fd, size - start, start).lstrip(b"\0").decode(errors="replace")
         return ""
 
 
 STACK_SIGNALS: Final[tuple[int, ...]] = (
     (signal.SIGRTMAX, signal.SIGRTMAX - 1) if hasattr(faulthandler, "register") and hasattr(signal, "SIGRTMAX") else ()
 )
-"""What asks a worker for its stack; empty where there is no such signal."""
+"""The signals that request a stack, in the order to try them; empty on systems without them."""
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal, as the kernel tells."""
+    """True if ``/proc`` shows that the process has a handler for the signal."""
     caught = kernel_file(f"/proc/{pid}/status").partition("SigCgt:")[2].split(maxsplit=1)
     return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
 
 
-# -- where an environment's own code is on the stack of a worker ----------------------------------------------------------
+# -- the environment's frames in the stack of a worker ---------------------------------------------------------------------
+#
+# faulthandler writes the innermost frame first: this module (the handler), the environment, vecenv/worker/, Python.
 
-_WORKER: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")  # the frames below an environment's
-_MAIN: Final = f'"{_WORKER}main.py"'
-_ASKED: Final = f'"{__file__}"'  # the frames above
-_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_STANDARD: Final = os.path.dirname(os.__file__) + os.sep
-
-
-def reaches_down(stack: str) -> bool:
-    """Whether a ``faulthandler`` dump that is being written has got beyond the environment's own code in the main thread."""
-    return stack.endswith("\n") and _MAIN in stack
+_WORKER_FOLDER: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")
+_WORKER_MAIN: Final = f'"{_WORKER_FOLDER}main.py"'
+_THIS_FILE: Final = f'"{__file__}"'
+_STDLIB_FOLDER: Final = os.path.dirname(os.__file__) + os.sep
+_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+),? in (.*)$', re.MULTILINE)  # of faulthandler, or of a traceback
+_PACKAGE_FOLDER: Final = os.path.dirname(os.path.dirname(_WORKER_FOLDER)) + os.sep
 
 
-def innermost(stack: str, lines: int = 12) -> str:
-    """The part of a ``faulthandler`` dump that names the environment's own code: vecenv's frames cut off on both sides.
+def has_all_env_frames(stack: str) -> bool:
+    """True if a dump that is still being written already contains every frame of the environment."""
+    return stack.endswith("\n") and _WORKER_MAIN in stack
 
-    Of several threads those count in which vecenv is: the main one; or, where others step environments, these, while the
-    main one, which comes last, waits for them.
-    """
+
+def env_frames(stack: str, limit: int = 12) -> str:
+    """Return the frames of the environment's own code from a dump, at most ``limit`` lines."""
     threads = stack.split("\n\n")
-    ours = [thread for thread in threads if _WORKER in thread]
-    kept: list[str] = []
-    for thread in ours[:-1] or ours or threads:
-        above: list[str] = []
-        for line in thread.splitlines():
-            if _WORKER not in line:
-                above += [line] if _ASKED not in line else []
-            elif above:
-                break
-        kept += above
-    return "\n".join(kept[:lines])
+    worker_threads = [thread for thread in threads if _WORKER_FOLDER in thread]
+    # the main thread comes last, and only waits where other threads step environments
+    stepping = worker_threads[:-1] or worker_threads or threads
+    return "\n".join([line for thread in stepping for line in _frames_above_worker(thread)][:limit])
 
 
-def place(stack: str) -> str:
-    """The innermost frame of a stack that is not in Python's standard library, in a few words; empty if there is none."""
-    frames = _FRAME.findall(stack)
-    others = [frame for frame in frames if not frame[0].startswith(_STANDARD) or f"-packages{os.sep}" in frame[0]]
+def _frames_above_worker(thread: str) -> list[str]:
+    """Return the lines of one thread between the signal handler and ``vecenv/worker/``."""
+    frames: list[str] = []
+    for line in thread.splitlines():
+        if _WORKER_FOLDER not in line:
+            frames += [line] if _THIS_FILE not in line else []
+        elif frames:
+            break
+    return frames
+
+
+def innermost_location(stack: str) -> str:
+    """Return ``file:line in function`` of the innermost frame, if possible one outside the standard library."""
+    return _location_of(_FRAME.findall(stack))
+
+
+def location_in_traceback(traceback: str) -> str:
+    """Return ``file:line in function`` of the frame that raised, or an empty string if that is in this package."""
+    frames = _FRAME.findall(traceback)[::-1]
+    return "" if not frames or frames[0][0].startswith(_PACKAGE_FOLDER) else _location_of(frames)
+
+
+def _location_of(frames: list[tuple[str, str, str]]) -> str:
     if not frames:
         return ""
-    file, line, function = (others or frames)[0]
+    outside = [frame for frame in frames if not frame[0].startswith(_STDLIB_FOLDER) or f"-packages{os.sep}" in frame[0]]
+    file, line, function = (outside or frames)[0]
     return f"{os.path.basename(file)}:{line} in {function}"
 
 
-# -- how a process ended --------------------------------------------------------------------------------------------------
+# -- the end of a process --------------------------------------------------------------------------------------------------
 
 
 def close_process(process: Any) -> None:
-    """Give back the descriptors that ``multiprocessing`` holds of a process that has ended. Idempotent.
-
-    Where its exit code is lost (SIGCHLD is ignored, or an interruption fell right behind the system call that told it),
-    ``multiprocessing`` would take it for alive for ever.
-    """
-    # an exception in the middle of its finalizer would leave it no finalizer and two descriptors
-    with Uninterrupted(), contextlib.suppress(ValueError, AttributeError, AssertionError):
+    """Close the descriptors that ``multiprocessing`` holds for a process that has ended."""
+    # an exception inside its finalizer would leak two descriptors
+    with deferred_signals(), contextlib.suppress(ValueError, AttributeError, AssertionError):
         if process.exitcode is None and _is_gone(process.pid):
+            # close() refuses without an exit code; it is lost if SIGCHLD is ignored or an exception followed waitpid()
             process._popen.returncode = 255
         process.close()
 
 
 def _is_gone(pid: int) -> bool:
+    """True if the process has ended and was reaped."""
     if os.path.exists("/proc/self"):
         return not os.path.exists(f"/proc/{pid}")
     try:
         os.kill(pid, 0)
-    except OSError:  # no such process, or another user's by now
+    except OSError:  # no such process, or the pid now belongs to another user
         return True
     return False
 
 
 def flush_output() -> None:
-    """Write out what is left of standard output and error, as far as they are there and can be written."""
+    """Flush standard output and error, unless they are missing, closed or broken."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """``killed by SIGKILL (out of memory?)``, ``exited with code 3`` ..."""
+    """Describe an exit code in words, for example ``killed by SIGSEGV``."""
     if exitcode is None:
-        return "ended (its exit code is not known here)"
+        return "ended with an unknown exit code"
     if exitcode >= 0:
         return f"exited with exit code {exitcode}"
     try:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    hint = " (out of memory? SIGKILL is what the kernel's OOM killer sends)" if -exitcode == signal.SIGKILL else ""
+    hint = " (out of memory? The kernel's OOM killer sends SIGKILL)" if -exitcode == signal.SIGKILL else ""
     return f"killed by {name}{hint}"

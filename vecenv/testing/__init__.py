@@ -1,8 +1,8 @@
-"""What users need to test their own vector environments and training loops.
+"""Tools for users who test their own vector environments and training loops.
 
 :class:`VectorEnvContract` is a mixin for pytest: inherit, override one factory, and every promise of Gymnasium's vector
-interface is checked. :mod:`vecenv.testing.faulty` has environments that fail on purpose. Each name loads when it is first
-used, so that a training loop can be tested against faulty environments where pytest is not installed.
+interface is checked. :mod:`vecenv.testing.faulty` has environments that fail on purpose. Each name loads on first use, so
+that faulty environments work without pytest.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ __all__ = ["VectorEnvContract", "assert_identical", "assert_isolated", "assert_r
 
 
 _MODULES = {"assert_isolated": "vecenv.testing.isolated", "assert_restorable": "vecenv.state.proof"}
-"""Public name -> the module that defines it; all others are the contract's."""
+"""Public name -> the module that defines it; all others are defined in the contract."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use (PEP 562); names of ``faulty`` are names of this package too."""
+    """Load a public name on first use (PEP 562), including the names of ``faulty``."""
     if name.startswith("__"):
         raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
     if name in __all__ and name not in _MODULES:
         import pytest
 
-        # Its assertions explain themselves, as those of a test module do.
+        # Failed assertions then show their values, as in a test module.
         pytest.register_assert_rewrite("vecenv.trajectories", "vecenv.testing.contract")
     if name in __all__:
         module = importlib.import_module(_MODULES.get(name, "vecenv.testing.contract"))

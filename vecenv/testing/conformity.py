@@ -1,8 +1,8 @@
-"""What Gymnasium's documentation promises of a vector environment, as short programs that any engine can be asked.
+"""Checks of the promises in Gymnasium's documentation of vector environments, as short programs for any engine.
 
-Each check is a function of open environments, whose body is the program that shows what is broken. ``vecenv conform`` runs
-them (:mod:`vecenv.tools.conform`). Those that get :class:`Told` environments know what has to come back, to the last bit;
-the others are for engines that bring their own environments.
+Each check is a function of open environments, and its body is the program that shows the defect. ``vecenv conform`` runs
+them (:mod:`vecenv.tools.conform`). Checks over :class:`ReportsInputs` environments compare exact results; the others are
+for engines that bring their own environments.
 
 Facts about bugs come from the threads that each check names.
 """
@@ -24,10 +24,10 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-__all__ = ["CHECKS", "COUNT", "Check", "Told", "as_gymnasium", "makers", "program", "stepped", "until_an_end"]
+__all__ = ["CHECKS", "COUNT", "Check", "ReportsInputs", "as_gymnasium", "makers", "program", "stepped", "until_an_end"]
 
-COUNT: Final = 3  # environments that a check gets
-_MOST_STEPS: Final = 300  # until an episode has to end
+COUNT: Final = 3  # environments per check
+_MOST_STEPS: Final = 300  # within which an episode has to end
 
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
 _MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
@@ -36,12 +36,12 @@ EVERY: Final = tuple(AutoresetMode)
 NEXT, SAME, NEVER = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (AutoresetMode.DISABLED,)
 
 
-class Told(gymnasium.Env[Any, Any]):
-    """Tells what it was told: its observation is (latest seed or -1, episode, step, latest action).
+class ReportsInputs(gymnasium.Env[Any, Any]):
+    """An environment that reports its inputs: its observation is (latest seed or -1, episode, step, latest action).
 
     The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Within an
     episode it returns the same array and the same dict every time, as many environments do. It fails in the first step of an
-    episode whose options are ``{"given": -1}``.
+    episode with the options ``{"given": -1}``.
 
     Args:
         length: Steps of an episode.
@@ -72,19 +72,19 @@ class Told(gymnasium.Env[Any, Any]):
         self.info.clear()
         self.info.update({"at": int(at)} | ({"odd": True} if at % 2 else {}))
         if self.given == -1:
-            raise ValueError("told to fail")
+            raise ValueError("fails on purpose")
         ends, cut = ((True, False), (False, True), (True, True))[int(episode) % 3]
         state, info = (self.state.copy(), self.info.copy()) if over else (self.state, self.info)
         return state, float(100 * episode + at), bool(over and ends), bool(over and cut), info
 
 
-def makers(count: int = COUNT) -> list[Callable[[], Told]]:
-    """Functions that build environments whose episodes have 3, 4, 5 ... steps."""
-    return [partial(Told, 3 + index) for index in range(count)]
+def makers(count: int = COUNT) -> list[Callable[[], ReportsInputs]]:
+    """Return functions that build environments with episodes of 3, 4, 5 ... steps."""
+    return [partial(ReportsInputs, 3 + index) for index in range(count)]
 
 
 def stepped(envs: Any, actions: Any) -> Any:
-    """A step; where autoreset is disabled, the environments that ended are reset after it."""
+    """Step and, where autoreset is disabled, reset the environments that ended."""
     answer = envs.step(actions)
     if (over := answer[2] | answer[3]).any() and envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
         envs.reset(options={"reset_mask": over})
@@ -93,16 +93,16 @@ def stepped(envs: Any, actions: Any) -> Any:
 
 @dataclass(frozen=True)
 class Check:
-    """One promise.
+    """A check of one promise.
 
     Attributes:
-        name: It, in a few words.
-        run: Takes the environments, and a second engine like the first where it has two arguments; raises where the promise
-            is broken.
-        modes: Autoreset modes that it is about.
-        about: What is documented, and where.
+        name: A short name.
+        run: Checks the environments, and a second engine like the first if it has two parameters; raises if the promise is
+            broken.
+        modes: The autoreset modes to check.
+        about: The documented promise, and its source.
         known: Threads about engines that broke it.
-        fault: It is about environments that fail.
+        fault: True if the environments fail on purpose.
     """
 
     name: str
@@ -113,13 +113,13 @@ class Check:
     fault: bool
 
     @property
-    def needs_told(self) -> bool:
-        """It gets :class:`Told` environments, and knows what must come back."""
+    def needs_inputs(self) -> bool:
+        """True if the check needs :class:`ReportsInputs` environments, because it compares exact results."""
         return next(iter(inspect.signature(self.run).parameters)) == "envs"
 
     @property
     def engines(self) -> int:
-        """How many it compares."""
+        """The number of engines that the check compares."""
         return len(inspect.signature(self.run).parameters)
 
 
@@ -137,7 +137,7 @@ def _check(
 
 
 def program(check: Check, engine: str, built: str) -> str:
-    """The program that shows what is broken, to be run by itself; ``built``: the expression that builds the engine."""
+    """Return a program that shows the defect by itself; ``built`` is the expression that builds the engine."""
     module, _, name = engine.partition(":")
     lines = inspect.getsource(check.run).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
@@ -241,7 +241,7 @@ def wrong_actions(any_envs: Any) -> None:
         any_envs.step(batch_space(any_envs.single_action_space, any_envs.num_envs + 1).sample())
     except Exception:
         refused = True
-    assert refused, f"{any_envs.num_envs + 1} actions were taken for {any_envs.num_envs} environments"
+    assert refused, f"{any_envs.num_envs + 1} actions were accepted for {any_envs.num_envs} environments"
 
 
 @_check("close may be called twice", f"`close` of one that is closed does nothing: {_VECTOR}")
@@ -251,7 +251,7 @@ def closing(any_envs: Any) -> None:
     any_envs.close()
 
 
-# -- engines that step environments of one's own ------------------------------------------------------------------------
+# -- engines that step the user's own environments -----------------------------------------------------------------------
 
 
 @_check("seeds reach each environment",
@@ -339,7 +339,7 @@ def nothing_final(envs: Any) -> None:
 
 
 def until_an_end(any_envs: Any) -> tuple[Any, Any]:
-    """Random steps until an episode ends: whose, and the infos of that step."""
+    """Take random steps until an episode ends; return the mask of ended environments and the infos of that step."""
     any_envs.reset(seed=1)
     for _ in range(_MOST_STEPS):
         *_, ends, cuts, infos = any_envs.step(any_envs.action_space.sample())
@@ -409,7 +409,7 @@ def raised(envs: Any) -> None:
         envs.step(np.zeros(3, np.int64))
     except ValueError as error:
         said = str(error)
-    assert "told to fail" in said, said or "nothing was raised"
+    assert "fails on purpose" in said, said or "nothing was raised"
 
 
 @_check("a killed worker is an error, and no hang", "a step whose process ended raises within seconds", fault=True)
@@ -442,13 +442,13 @@ def timeouts(envs: Any) -> None:
     assert envs.step(np.full(3, 2))[0][:, 3].tolist() == [2, 2, 2], "of another step"
 
 
-# -- engines of other shapes -------------------------------------------------------------------------------------------
+# -- engines of other libraries ----------------------------------------------------------------------------------------
 #
-# Stable-Baselines3's, Tianshou's and TorchRL's say the same things in other words. What they do not say, such as infos of
-# steps without a key, stays unsaid.
+# Stable-Baselines3's, Tianshou's and TorchRL's engines are adapted to Gymnasium's interface. Results that they do not
+# return, such as infos of steps without a key, stay missing.
 
 def as_gymnasium(envs: Any) -> Any:
-    """A vector environment with Gymnasium's interface, whatever shape it has."""
+    """Return a vector environment with Gymnasium's interface, for any of the known kinds."""
     for module, name, shape in (
         ("stable_baselines3.common.vec_env", "VecEnv", _FromSb3), ("tianshou.env", "BaseVectorEnv", _FromTianshou),
         ("torchrl.envs", "EnvBase", _FromTorchRL),
@@ -469,7 +469,7 @@ class _Foreign(VectorEnv[Any, Any, Any]):
         self.metadata = {"autoreset_mode": mode}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Refuse seeds of each, and take the mask out of the options."""
+        """Refuse a list of seeds, and separate the mask from the options."""
         given = dict(options or {})
         mask = given.pop("reset_mask", None)
         if isinstance(seed, list):
@@ -490,7 +490,10 @@ class _Foreign(VectorEnv[Any, Any, Any]):
 
 
 class _FromSb3(_Foreign):
-    """Same-step; the final observation is ``info["terminal_observation"]``, truncation ``info["TimeLimit.truncated"]``."""
+    """Stable-Baselines3's interface: same-step autoreset, with ``info["terminal_observation"]`` as final observation.
+
+    Truncation is ``info["TimeLimit.truncated"]``.
+    """
 
     one_seed = "seed() takes one number"
 
@@ -510,12 +513,12 @@ class _FromSb3(_Foreign):
         observations, rewards, over, infos = self.inner.step(actions)
         cut = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos])
         final = [info.pop("terminal_observation", None) for info in infos]
-        told = []
+        infos_by_row = []
         for env, info in enumerate(infos):
             info = {key: value for key, value in info.items() if key != "TimeLimit.truncated"}
             begun = {**self.inner.reset_infos[env], "final_obs": final[env], "final_info": info}
-            told.append(info if final[env] is None else begun)
-        return observations, np.asarray(rewards), over & ~cut, over & cut, self._batched(told)
+            infos_by_row.append(info if final[env] is None else begun)
+        return observations, np.asarray(rewards), over & ~cut, over & cut, self._batched(infos_by_row)
 
     def get_attr(self, name: str) -> Any:
         return self.inner.get_attr(name)
@@ -526,7 +529,7 @@ class _FromSb3(_Foreign):
 
 
 class _FromTianshou(_Foreign):
-    """Without autoreset; ``reset(ids)`` resets some."""
+    """Tianshou's interface: no autoreset; ``reset(ids)`` resets some environments."""
 
     def __init__(self, envs: Any) -> None:
         observations, actions = (envs.get_env_attr(name)[0] for name in ("observation_space", "action_space"))
@@ -552,9 +555,9 @@ class _FromTianshou(_Foreign):
 
 
 class _FromTorchRL(_Foreign):
-    """Without autoreset; ``_reset`` says which environments a reset is for. Everything is a tensor, and there are no infos.
+    """TorchRL's interface: no autoreset, tensors everywhere, and no infos; ``_reset`` marks environments to reset.
 
-    Spaces are those of one array for observations, and of categorical actions.
+    The observation space is that of one array, and actions are categorical.
     """
 
     one_seed = "set_seed() takes one seed, and reset() no options"

@@ -1,20 +1,13 @@
 """The contract of a Gymnasium vector environment, as a test class that others inherit.
 
-The tests know nothing of how the environments are run: not of processes, threads, devices or hosts. They
-construct a vector environment through one factory, use only what :class:`gymnasium.vector.VectorEnv`
-promises, and compare what comes back with what it must be. So the same class checks the process engine, a
-simulator that steps on an accelerator, and a cluster.
-
-Example::
+The tests do not depend on how environments run: in processes, threads, on devices or hosts. They construct a vector
+environment through one factory, use only what :class:`gymnasium.vector.VectorEnv` promises, and compare the results with the
+expected ones. A backend declares missing abilities in class attributes, and their tests are skipped with that reason::
 
     class TestMyVectorEnv(VectorEnvContract):
         autoreset_modes = (AutoresetMode.NEXT_STEP,)
-
         def make(self, num_envs=3, autoreset_mode=AutoresetMode.NEXT_STEP, **kwargs):
             return MyVectorEnv("Pong", num_envs)
-
-What a backend cannot do is said in a class attribute, and the tests of it are skipped with that reason;
-nothing is passed over in silence.
 """
 
 from __future__ import annotations
@@ -39,20 +32,19 @@ __all__ = ["Subject", "VectorEnvContract", "assert_identical", "assert_same_traj
 
 
 class Subject:
-    """What a contract knows of the vector environment under test.
+    """The vector environment under test, and its abilities.
 
     Attributes:
         autoreset_modes: The modes that :meth:`make` accepts; tests of the others are skipped.
-        honours_seeds: Whether the same seed gives the same trajectory.
-        supports_reset_mask: Whether ``options["reset_mask"]`` resets some environments and leaves the others.
-        seeds_masked_resets: Whether such a reset may be given seeds.
-        refuses_wrong_actions: Whether a batch of the wrong length raises before any environment is stepped.
-        fresh_observations: Whether earlier observations stay as they were (``copy=True`` in Gymnasium's
-            terms).
-        masks_infos: Whether infos are dicts of arrays with a mask for every key.
-        gives_final_observations: Whether same-step autoreset reports ``final_obs`` and ``final_info``.
-        max_steps: Some episode must end within that many random steps.
-        wrong_action_errors: What a wrong batch of actions may raise.
+        honours_seeds: True if the same seed gives the same trajectory.
+        supports_reset_mask: True if ``options["reset_mask"]`` resets some environments and leaves the others.
+        seeds_masked_resets: True if such a reset accepts seeds.
+        refuses_wrong_actions: True if a batch of the wrong length raises before any environment is stepped.
+        fresh_observations: True if earlier observations stay unchanged (``copy=True`` in Gymnasium's terms).
+        masks_infos: True if infos are dicts of arrays with a mask for every key.
+        gives_final_observations: True if same-step autoreset reports ``final_obs`` and ``final_info``.
+        max_steps: The number of random steps within which some episode must end.
+        wrong_action_errors: The exceptions that a wrong batch of actions may raise.
     """
 
     autoreset_modes: ClassVar[tuple[AutoresetMode, ...]] = tuple(AutoresetMode)
@@ -79,14 +71,14 @@ class Subject:
         raise NotImplementedError("override make() with a factory of the vector environment under test")
 
     def sample_actions(self, envs: AnyVectorEnv) -> Any:
-        """A batch of actions: ``envs.action_space.sample()`` unless overridden (for action masks, say)."""
+        """Return a batch of actions: ``envs.action_space.sample()`` unless overridden (for action masks, for example)."""
         return envs.action_space.sample()
 
     @contextmanager
     def opened(
         self, num_envs: int = 3, autoreset_mode: AutoresetMode | None = None, **kwargs: Any
     ) -> Iterator[AnyVectorEnv]:
-        """A vector environment with a seeded action space, closed at the end; ``None`` is the first mode."""
+        """Open a vector environment with a seeded action space, and close it at the end; ``None`` is the first mode."""
         mode = self.autoreset_modes[0] if autoreset_mode is None else autoreset_mode
         if mode not in self.autoreset_modes:
             pytest.skip(f"{type(self).__name__} does not offer {mode}")
@@ -99,17 +91,17 @@ class Subject:
 
     @contextmanager
     def begun(self, num_envs: int = 3, autoreset_mode: AutoresetMode | None = None) -> Iterator[AnyVectorEnv]:
-        """As :meth:`opened`, and reset with seed 1."""
+        """Open a vector environment as :meth:`opened` does, and reset it with seed 1."""
         with self.opened(num_envs, autoreset_mode) as envs:
             envs.reset(seed=1)
             yield envs
 
     def step(self, envs: AnyVectorEnv, actions: Any = None) -> Step:
-        """One step with the given or random actions."""
+        """Take one step with the given or random actions."""
         return envs.step(self.sample_actions(envs) if actions is None else actions)
 
     def step_until_done(self, envs: AnyVectorEnv) -> Step:
-        """Step until some environment ends its episode; the result of that step."""
+        """Step until some environment ends its episode; return the results of that step."""
         for _ in range(self.max_steps):
             result = self.step(envs)
             if (result[2] | result[3]).any():
@@ -121,7 +113,7 @@ class Subject:
             pytest.skip(f"{type(self).__name__}.{attribute} is False")
 
     def _check_step(self, envs: AnyVectorEnv, result: Step) -> None:
-        """Assert the types, shapes and dtypes of what ``step`` returned."""
+        """Assert the types, shapes and dtypes of the results of ``step``."""
         assert isinstance(result, tuple)
         assert len(result) == 5, f"step returned {len(result)} values instead of 5"
         observations, rewards, terminations, truncations, infos = result
@@ -138,12 +130,12 @@ class Subject:
 
 
 class VectorEnvContract(Subject):
-    """Everything that a Gymnasium vector environment owes its users.
+    """The promises of a Gymnasium vector environment to its users.
 
-    Inherit, override :meth:`make`, and say in the class attributes what the backend cannot do.
+    Inherit, override :meth:`make`, and declare missing abilities of the backend in the class attributes.
     """
 
-    # -- what it is and what it returns: spaces, shapes, dtypes, infos with masks -------------------------------------
+    # -- interface and results: spaces, shapes, dtypes, infos with masks ---------------------------------------------
 
     @pytest.mark.parametrize("num_envs", [1, 3])
     def test_it_is_a_gymnasium_vector_env_of_batched_spaces(self, num_envs: int) -> None:
@@ -295,7 +287,7 @@ class VectorEnvContract(Subject):
             self._assert_same_rows(envs, (0, 2), observations, before)
             for key, flags in infos.items():
                 if isinstance(key, str) and key.startswith("_") and isinstance(flags, np.ndarray):
-                    assert not flags[[0, 2]].any(), f"{key} speaks of environments that were not reset"
+                    assert not flags[[0, 2]].any(), f"{key} reports environments that were not reset"
             assert_identical(mask, np.array([False, True, False]), "the caller's mask")
 
     def test_a_masked_reset_gives_the_chosen_rows_their_own_seeds(self) -> None:
@@ -380,7 +372,7 @@ class VectorEnvContract(Subject):
                 observations, _ = envs.reset(options={"reset_mask": terminations | truncations})
                 assert observations in envs.observation_space
 
-    # -- wrong arguments, and the end ---------------------------------------------------------------------------------
+    # -- wrong arguments, and close() ---------------------------------------------------------------------------------
 
     def test_a_list_of_seeds_of_the_wrong_length_is_refused_and_changes_nothing(self) -> None:
         self._needs("honours_seeds")
@@ -499,7 +491,7 @@ class VectorEnvContract(Subject):
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of nested dicts and tuples, depth first."""
+    """Yield the leaves of nested dicts and tuples, depth first."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from _leaves(value)

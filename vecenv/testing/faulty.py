@@ -1,21 +1,13 @@
-"""Environments that go wrong on purpose, to test an engine, or your own training loop, against what really
-happens.
+"""Environments that fail on purpose, to test an engine, or your own training loop, against real failures.
 
-A fault is a function. It is handed what the environment was about to return (``(observation, info)`` or the
-five values of a step) and does one bad thing: it kills the process, raises, hangs, or hands back something
-else. :data:`FAULTS` gives each of them a name, and :class:`FaultyEnv` sets one off inside any environment at
-a chosen step, reset, seed or action::
+A fault is a function. It receives the result of a call (``(observation, info)`` or the five values of a step) and kills the
+process, raises, hangs, or returns something else. :data:`FAULTS` lists the faults by name, and :class:`FaultyEnv` triggers
+one inside any environment at a chosen step, reset, seed or action: ``FaultyEnv(env, "segfault", step=1000)``.
 
-    envs = vecenv.AsyncVectorEnv(
-        [lambda: FaultyEnv(gymnasium.make("CartPole-v1"), "segfault", step=1000)] * 8, on_failure="restart"
-    )
-
-Faults are real: ``segfault`` reads address zero, ``hold_gil`` deadlocks in C, ``kill`` sends SIGKILL. Nothing
-is simulated, because a simulated crash is reported by code that a real crash never reaches. So do not call
-them in a process you need.
-
-:class:`WitnessEnv` is the honest counterpart: its observations say which environment, life, episode and step
-they belong to, and carry a checksum, so that a shifted, repeated or torn row cannot pass for a right one.
+Faults are real, because a simulated crash is reported by code that a real crash never reaches: ``segfault`` reads address
+zero, ``hold_gil`` deadlocks in C, ``kill`` sends SIGKILL. Do not call them in a process that you need. The observations of
+:class:`WitnessEnv` name their environment, life, episode and step and carry a checksum, which exposes shifted, repeated and
+torn rows.
 """
 
 from __future__ import annotations
@@ -45,7 +37,7 @@ __all__ = [
 ]  # fmt: skip
 
 Fault = Callable[[Any], Any]
-"""What a fault is: it gets what a call was about to return, and returns something, raises, or never returns."""
+"""A fault: a function of the result of a call, which returns something else, raises, or never returns."""
 
 _F = TypeVar("_F", bound=Fault)
 _faults: dict[str, Fault] = {}
@@ -55,28 +47,28 @@ FAULTS: Final[Mapping[str, Fault]] = MappingProxyType(_faults)
 
 
 def fault(function: _F) -> _F:
-    """Put a fault among :data:`FAULTS`, under its own name."""
+    """Add a fault to :data:`FAULTS`, under its own name."""
     _faults[function.__name__] = function
     return function
 
 
 def find(name: str | Fault) -> Fault:
-    """The fault of this name; a function is one already."""
+    """Return the fault of this name; return a function unchanged."""
     if callable(name):
         return name
     try:
         return FAULTS[name]
     except KeyError:
-        raise ValueError(f"there is no fault {name!r}; there are: {', '.join(FAULTS)}") from None
+        raise ValueError(f"unknown fault {name!r}; the faults are: {', '.join(FAULTS)}") from None
 
 
-# -- the process ends, or the call never does -------------------------------------------------------------------------
+# -- faults that end the process, or hang -----------------------------------------------------------------------------
 
-FOREVER: Final = 3600.0  # seconds; what "hangs" means here, so that a lost process does not stay for good
+FOREVER: Final = 3600.0  # seconds that a hang lasts: a process that was left behind ends eventually
 
 
-def _no_core_dump() -> None:
-    """Keep a deliberate crash from writing a core file, which would be slow and of no use."""
+def _disable_core_dump() -> None:
+    """Disable the core file of a deliberate crash: it would be useless, and slow to write."""
     try:
         import resource
     except ImportError:  # Windows
@@ -86,31 +78,31 @@ def _no_core_dump() -> None:
 
 def _signal_self(name: str) -> NoReturn:
     """Send this process a signal that ends it."""
-    _no_core_dump()
+    _disable_core_dump()
     os.kill(os.getpid(), getattr(signal, name))
-    time.sleep(FOREVER)  # the signal may need a moment; nothing after it may run
+    time.sleep(FOREVER)  # the signal may take a moment, and no code may run after it
     raise AssertionError(f"{name} did not end the process")
 
 
 @fault
 def segfault(result: Any) -> NoReturn:
-    """SIGSEGV, from C: read the byte at address zero."""
-    _no_core_dump()
+    """Read the byte at address zero, which raises SIGSEGV from C."""
+    _disable_core_dump()
     ctypes.string_at(0)
     raise AssertionError("address zero could be read")
 
 
 @fault
 def abort(result: Any) -> NoReturn:
-    """SIGABRT: what a failed C assertion does."""
-    _no_core_dump()
+    """Raise SIGABRT, like a failed C assertion."""
+    _disable_core_dump()
     os.abort()
 
 
 @fault
 def bus_error(result: Any) -> NoReturn:
-    """SIGBUS: touch a page of a mapping whose file was truncated meanwhile."""
-    _no_core_dump()
+    """Write to a page of a mapped file after the file was truncated, which raises SIGBUS."""
+    _disable_core_dump()
     if not hasattr(os, "memfd_create"):
         _signal_self("SIGBUS")
     fd = os.memfd_create("bus-error")
@@ -123,32 +115,32 @@ def bus_error(result: Any) -> NoReturn:
 
 @fault
 def arithmetic_error(result: Any) -> NoReturn:
-    """SIGFPE: what an integer division by zero in C does."""
+    """Raise SIGFPE, like an integer division by zero in C."""
     _signal_self("SIGFPE")
 
 
 @fault
 def kill(result: Any) -> NoReturn:
-    """SIGKILL: what the kernel does to a process when memory runs out."""
+    """Raise SIGKILL, as the kernel does when memory runs out."""
     _signal_self("SIGKILL")
 
 
 @fault
 def stop(result: Any) -> Any:
-    """SIGSTOP: the process stays, and does nothing until it is continued."""
+    """Raise SIGSTOP: the process stays alive, and does nothing until it receives SIGCONT."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return result
 
 
 @fault
 def exit_now(result: Any) -> NoReturn:
-    """``os._exit(0)``: the process is gone without an exception, a signal or a message."""
+    """Call ``os._exit(0)``: the process ends without an exception, a signal or a message."""
     os._exit(0)
 
 
 @fault
 def sys_exit(result: Any) -> NoReturn:
-    """``sys.exit(3)``: an exception that is not an ``Exception``."""
+    """Call ``sys.exit(3)``, which raises an exception that is not an ``Exception``."""
     sys.exit(3)
 
 
@@ -167,12 +159,12 @@ def sleep(result: Any) -> Any:
 
 @fault
 def hold_gil(result: Any) -> Any:
-    """Hang in C with the interpreter's lock held: no Python code of this process runs any more.
+    """Hang in C with the GIL held: no Python code of this process runs any more.
 
-    A mutex is locked twice by one thread. Unlike a sleep, no signal wakes it.
+    One thread locks a mutex twice. Unlike a sleep, this is not interrupted by a signal.
     """
     if sys.platform == "linux":
-        libc = ctypes.PyDLL(None)  # unlike CDLL, does not let go of the interpreter's lock around a call
+        libc = ctypes.PyDLL(None)  # unlike CDLL, keeps the GIL during a call
         mutex = ctypes.create_string_buffer(128)  # all zeros: an unlocked pthread mutex of the default kind
         libc.pthread_mutex_lock(mutex)
         libc.pthread_mutex_lock(mutex)
@@ -184,17 +176,17 @@ def hold_gil(result: Any) -> Any:
 
 @fault
 def ignore_sigterm(result: Any) -> Any:
-    """Refuse SIGTERM, then hang: only SIGKILL ends this one."""
+    """Ignore SIGTERM, then hang: only SIGKILL ends the process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     time.sleep(FOREVER)
     return result
 
 
-# -- exceptions that pickle or print badly, or end the process that reads them ----------------------------------------
+# -- exceptions that cannot be unpickled or printed, or end the process that unpickles them ----------------------------
 
 
 class TwoArgumentsError(Exception):
-    """Needs two arguments, hands one to its base class: pickling works, unpickling raises ``TypeError``."""
+    """An exception with two arguments that passes one to its base class: unpickling raises ``TypeError``."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}")
@@ -203,7 +195,7 @@ class TwoArgumentsError(Exception):
 
 
 class KeywordOnlyError(Exception):
-    """Cannot be built from positional arguments, as unpickling would."""
+    """An exception that cannot be built from positional arguments, as unpickling tries to."""
 
     def __init__(self, *, reason: str) -> None:
         super().__init__(reason)
@@ -211,7 +203,7 @@ class KeywordOnlyError(Exception):
 
 
 class UnpicklableError(Exception):
-    """Holds a lock, which no pickle can carry."""
+    """An exception that holds a lock, which cannot be pickled."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -219,27 +211,30 @@ class UnpicklableError(Exception):
 
 
 class EvilError(Exception):
-    """Ends the process that unpickles it, with ``sys.exit``."""
+    """An exception that ends the process that unpickles it, with ``sys.exit``."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return sys.exit, (7,)
 
 
-def _exit_elsewhere(home: int) -> EvilElsewhereError:
-    if os.getpid() != home:
+def _exit_in_another_process(raising_pid: int) -> EvilElsewhereError:
+    if os.getpid() != raising_pid:
         sys.exit(7)
-    return EvilElsewhereError("harmless at home")
+    return EvilElsewhereError("harmless in the process that raised it")
 
 
 class EvilElsewhereError(Exception):
-    """Unpickles well in the process that raised it and calls ``sys.exit`` in every other: a trial run misses it."""
+    """An exception that can be unpickled in the process that raised it, but calls ``sys.exit`` in every other process.
+
+    Unpickling it as a test in the process that raised it does not detect this.
+    """
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _exit_elsewhere, (os.getpid(),)
+        return _exit_in_another_process, (os.getpid(),)
 
 
 class UnprintableError(Exception):
-    """Raises again when it is asked for its text."""
+    """An exception that raises another exception when it is printed."""
 
     def __str__(self) -> str:
         raise RuntimeError("this exception has no text")
@@ -249,7 +244,7 @@ class UnprintableError(Exception):
 
 @fault
 def raises(result: Any) -> NoReturn:
-    """An ordinary ``ValueError``."""
+    """Raise an ordinary ``ValueError``."""
     raise ValueError("the environment is out of order")
 
 
@@ -289,7 +284,7 @@ def unprintable_error(result: Any) -> NoReturn:
     raise UnprintableError("this text is never read")
 
 
-# -- wrong values, or a process left worse than it was ----------------------------------------------------------------
+# -- faults that return wrong values, or damage the process -----------------------------------------------------------
 
 HUGE_INFO_BYTES: Final = 100 * 2**20
 LEAK_BYTES: Final = 2**20
@@ -305,37 +300,37 @@ def _with_info(result: Any, **info: Any) -> Any:
 
 @fault
 def wrong_shape(result: Any) -> Any:
-    """An observation with one element too many."""
+    """Return an observation with one element too many."""
     return _with_observation(result, np.append(np.asarray(result[0]).ravel(), 0))
 
 
 @fault
 def scalar_observation(result: Any) -> Any:
-    """One number where the space has an array; broadcasting would hide it."""
+    """Return one number as the observation of an array space, a mistake that broadcasting would hide."""
     return _with_observation(result, np.asarray(result[0]).dtype.type(1))
 
 
 @fault
 def no_observation(result: Any) -> Any:
-    """``None`` as the observation: a forgotten ``return``."""
+    """Return ``None`` as the observation, like a forgotten ``return``."""
     return _with_observation(result, None)
 
 
 @fault
 def wrong_dtype(result: Any) -> Any:
-    """float64 numbers too large for float32: a cast makes them infinite."""
+    """Return float64 numbers too large for float32: a cast makes them infinite."""
     return _with_observation(result, np.full(np.shape(result[0]), 1e300, dtype=np.float64))
 
 
 @fault
 def too_few_values(result: Any) -> Any:
-    """A step as Gym had it before 0.26: one flag instead of two."""
+    """Return a step in the form of Gym before 0.26, with one flag instead of two."""
     return (*result[:-2], result[-1])
 
 
 @fault
 def unpicklable_info(result: Any) -> Any:
-    """An info that cannot be sent to another process."""
+    """Return an info that cannot be sent to another process."""
     return _with_info(result, lock=threading.Lock())
 
 
@@ -346,13 +341,13 @@ class _EvilValue:
 
 @fault
 def evil_info(result: Any) -> Any:
-    """An info that calls ``sys.exit`` where it is unpickled."""
+    """Return an info that calls ``sys.exit`` in the process that unpickles it."""
     return _with_info(result, evil=_EvilValue())
 
 
 @fault
 def huge_info(result: Any) -> Any:
-    """100 MiB in an info: far more than a pipe holds."""
+    """Return an info of 100 MiB, which far exceeds the buffer of a pipe."""
     return _with_info(result, blob=bytes(HUGE_INFO_BYTES))
 
 
@@ -361,7 +356,7 @@ _LEAKED: list[Any] = []
 
 @fault
 def leak_memory(result: Any) -> Any:
-    """Keep another MiB, touched, for ever."""
+    """Allocate another MiB, touch it, and keep it forever."""
     _LEAKED.append(bytearray(os.urandom(1)) * LEAK_BYTES)
     return result
 
@@ -375,7 +370,7 @@ def leak_descriptors(result: Any) -> Any:
 
 @fault
 def stdio(result: Any) -> Any:
-    """Print, write to descriptor 1, read standard input to its end, and close it."""
+    """Print, write to descriptors 1 and 2, read standard input to its end, and read descriptor 0."""
     print("an environment prints")
     os.write(1, b"an environment writes\n")
     os.write(2, b"an environment complains\n")
@@ -404,7 +399,7 @@ def start_subprocess(result: Any) -> Any:
 
 @fault
 def close_descriptors(result: Any) -> Any:
-    """Close every descriptor beyond the first three, the worker's own included, as some daemons do at their start."""
+    """Close every descriptor beyond the first three, including the worker's own, as some daemons do when they start."""
     os.closerange(3, 4096)
     return result
 
@@ -421,14 +416,14 @@ def fork_helper(result: Any) -> Any:
 
 @fault
 def fork_helper_and_die(result: Any) -> NoReturn:
-    """As :func:`fork_helper`, then SIGKILL oneself: end of file on the worker's pipe will not come."""
+    """Fork like :func:`fork_helper`, then raise SIGKILL: the helper keeps the pipe open, so no end of file arrives."""
     fork_helper(result)
     kill(result)
 
 
 @fault
 def fork_and_return(result: Any) -> Any:
-    """Fork, and let both processes return from the call: two workers answer where one was asked."""
+    """Fork, and let both processes return from the call: two workers reply to one request."""
     os.fork()
     return result
 
@@ -437,27 +432,26 @@ def fork_and_return(result: Any) -> Any:
 
 
 class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
-    """Sets a fault off inside another environment, at a moment of your choice.
+    """A wrapper that triggers a fault inside an environment at a moment of your choice.
 
-    The inner environment is called first; the fault then gets what it returned. Several conditions are joined
-    by *and*; for several faults, wrap several times.
+    The inner environment is called first; the fault then receives its result. A step or reset must meet all conditions
+    that apply to it. For several faults, wrap several times.
 
     Args:
-        env: The environment to spoil.
+        env: The environment to wrap.
         fault: A name from :data:`FAULTS`, or any function of one argument.
-        step: Which steps, counted from 1 over the life of this object: a number, or anything with ``in``
-            (``range(5, 9)``).
-        reset: Which resets, counted the same way; automatic resets count as well.
-        seed: Only in episodes that were begun with this seed (or one of these). Alone, it means the reset
+        step: The steps with the fault, counted from 1 over the life of this object: a number, or a container such as
+            ``range(5, 9)``.
+        reset: The resets with the fault, counted the same way; automatic resets count as well.
+        seed: Only in episodes that began with this seed, or one of these. Without ``step`` and ``action``, in the reset
             itself.
-        action: Only in steps with this action (compared with ``numpy.array_equal``). Alone, it means every
-            such step.
-        close: Set it off in ``close()`` instead, with ``None`` as its argument.
-        once: Path of a file that must not exist yet. The fault then fires once for all processes and restarts
-            together: in the process that can create the file.
+        action: Only in steps with this action (compared with ``numpy.array_equal``). Without ``step``, in every such step.
+        close: Trigger the fault in ``close()`` instead, with ``None`` as its argument.
+        once: Path of a file that does not exist yet. All processes and restarts together trigger the fault only once: in the
+            process that creates the file.
 
     Raises:
-        ValueError: For an unknown fault, or when no moment is given.
+        ValueError: The fault is unknown, or there is no condition.
     """
 
     def __init__(
@@ -476,8 +470,8 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
             self, fault=fault, step=step, reset=reset, seed=seed, action=action, close=close, once=once
         )
         gym.Wrapper.__init__(self, env)
-        if not close and all(moment is None for moment in (step, reset, seed, action)):
-            raise ValueError("say when the fault should happen: step=, reset=, seed=, action= or close=True")
+        if not close and all(condition is None for condition in (step, reset, seed, action)):
+            raise ValueError("specify when to trigger the fault: step=, reset=, seed=, action= or close=True")
         self._fault = find(fault)
         self._at_step, self._at_reset, self._at_seed, self._at_action, self._at_close = step, reset, seed, action, close
         self._once = once
@@ -485,36 +479,36 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         self._episode_seed: int | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the inner environment; then, if it is the moment, go wrong."""
+        """Reset the inner environment, then trigger the fault if the conditions hold."""
         result = self.env.reset(seed=seed, options=options)
         self._resets += 1
         self._episode_seed = seed
         only_seed = self._at_seed is not None and self._at_step is None and self._at_action is None
-        if (self._at_reset is not None or only_seed) and _among(self._resets, self._at_reset) and self._seed_matches():
-            result = self._go_wrong(result)
+        if (self._at_reset is not None or only_seed) and _matches(self._resets, self._at_reset) and self._seed_matches():
+            result = self._trigger(result)
         return result
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
-        """Step the inner environment; then, if it is the moment, go wrong."""
+        """Step the inner environment, then trigger the fault if the conditions hold."""
         result = self.env.step(action)
         self._steps += 1
-        by_step_or_action = self._at_step is not None or self._at_action is not None
+        triggers_in_steps = self._at_step is not None or self._at_action is not None
         this_action = self._at_action is None or np.array_equal(action, self._at_action)
-        if by_step_or_action and this_action and _among(self._steps, self._at_step) and self._seed_matches():
-            result = self._go_wrong(result)
+        if triggers_in_steps and this_action and _matches(self._steps, self._at_step) and self._seed_matches():
+            result = self._trigger(result)
         return result
 
     def close(self) -> None:
-        """Close the inner environment, or go wrong instead."""
+        """Close the inner environment, or trigger the fault instead."""
         if self._at_close:
-            self._at_close = False  # a second close, from a finalizer for one, is the inner environment's
-            self._go_wrong(None)
+            self._at_close = False  # a second close, by a finalizer for example, closes the inner environment
+            self._trigger(None)
         self.env.close()
 
     def _seed_matches(self) -> bool:
-        return self._at_seed is None or (self._episode_seed is not None and _among(self._episode_seed, self._at_seed))
+        return self._at_seed is None or (self._episode_seed is not None and _matches(self._episode_seed, self._at_seed))
 
-    def _go_wrong(self, result: Any) -> Any:
+    def _trigger(self, result: Any) -> Any:
         if self._once is not None:
             try:
                 os.close(os.open(self._once, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
@@ -523,18 +517,17 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         return self._fault(result)
 
 
-def _among(number: int, chosen: int | Container[int] | None) -> bool:
+def _matches(number: int, chosen: int | Container[int] | None) -> bool:
     if chosen is None:
         return True
     return number == chosen if isinstance(chosen, int) else number in chosen
 
 
 class FaultyConstructor:
-    """An ``env_fn`` whose call goes wrong: ``FaultyConstructor(env_fn, "sleep")`` never returns an
-    environment.
+    """An ``env_fn`` that fails when it is called: ``FaultyConstructor(env_fn, "sleep")`` never returns an environment.
 
-    By default only in child processes, because a vector environment may build one of its environments in the
-    parent to learn the spaces; with ``everywhere=True`` in the parent too.
+    By default it fails only in child processes, because a vector environment may build an environment in the parent
+    to read the spaces. With ``everywhere=True`` it fails in the parent, too.
     """
 
     def __init__(self, env_fn: Callable[[], gym.Env[Any, Any]], fault: str | Fault, *, everywhere: bool = False) -> None:
@@ -550,7 +543,7 @@ class FaultyConstructor:
 
 
 class UnpicklableConstructor:
-    """An ``env_fn`` that cannot be sent to a worker: it refuses to be pickled."""
+    """An ``env_fn`` that cannot be sent to a worker, because pickling it fails."""
 
     def __init__(self, env_fn: Callable[[], gym.Env[Any, Any]]) -> None:
         self.env_fn = env_fn
@@ -567,7 +560,7 @@ def _refuse_to_load() -> NoReturn:
 
 
 class UnloadableConstructor(UnpicklableConstructor):
-    """An ``env_fn`` that pickles well and raises ``ImportError`` where it is unpickled."""
+    """An ``env_fn`` that can be pickled, but raises ``ImportError`` when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:  # type: ignore[override]
         return _refuse_to_load, ()
@@ -577,9 +570,9 @@ class NestedEnv(gym.Env[Any, Any]):
     """An environment that is itself a vector environment, with worker processes of its own.
 
     Args:
-        vector_fn: Makes the inner vector environment.
+        vector_fn: Builds the inner vector environment.
 
-    Its observation is the inner batch of observations; its reward their sum; it never ends.
+    Its observation is the inner batch of observations, and its reward the sum of the inner rewards. Its episodes never end.
     """
 
     def __init__(self, vector_fn: Callable[[], gym.vector.VectorEnv[Any, Any, Any]]) -> None:
@@ -603,19 +596,19 @@ class NestedEnv(gym.Env[Any, Any]):
 
 
 class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
-    """Says in every observation where it comes from.
+    """An environment that identifies itself and its history in every observation.
 
     The observation is ``int64``, shape ``(width,)``. Its first entries are :data:`WitnessEnv.FIELDS`; every
-    further entry is a checksum of them and of its own position, so that a row put together from two
-    observations does not add up. :meth:`read` takes a row apart and checks it. The reward of a step is ``tick
-    + actions / 1024``; infos carry ``witness_id``, ``episode`` and ``tick``, and ``last_action`` on every
+    further entry is a checksum of them and of its own position, so that a row that combines two
+    observations is detected. :meth:`read` parses and checks a row. The reward of a step is
+    ``tick + actions / 1024``. Infos contain ``witness_id``, ``episode`` and ``tick``, and ``last_action`` on every
     third tick only, so that missing keys are exercised too.
 
     Args:
-        witness_id: A number of your choice, the environment's index for one.
-        length: Steps in an episode; the last one is terminated if the episode's number is even, truncated if
+        witness_id: A number of your choice, such as the environment's index.
+        length: Steps in an episode. The last step sets ``terminated`` if the episode's number is even, ``truncated`` if
             it is odd.
-        delay: Seconds that every step takes.
+        delay: Seconds that every step sleeps.
         num_actions: Size of the discrete action space.
         width: Entries of an observation, at least ``len(FIELDS) + 1``.
     """
@@ -623,7 +616,8 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
     FIELDS = ("witness_id", "life", "episode", "tick", "steps", "seed", "last_action", "actions")
     """The environment's number; a random number chosen at construction; episodes begun (resets), from 1;
     steps in this episode; steps in this life; the seed of the last seeded reset or -1; the last action or -1;
-    the sum of all actions of this episode."""
+    the sum of all actions of this episode.
+    """
 
     def __init__(
         self, witness_id: int = 0, *, length: int = 10, delay: float = 0.0, num_actions: int = 16, width: int = 64
@@ -658,26 +652,26 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
         return self.observation(), self.tick + self.actions / 1024, done and even, done and not even, self.info()
 
     def observation(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The observation of this moment, shape ``(width,)``."""
+        """Return the current observation, shape ``(width,)``."""
         fields = np.array([getattr(self, name) for name in self.FIELDS], dtype=np.int64)
         return np.concatenate([fields, _checksums(fields, self.width)])
 
     def info(self) -> dict[str, Any]:
-        """The info of this moment."""
+        """Return the current info."""
         info = {"witness_id": self.witness_id, "episode": self.episode, "tick": self.tick}
         return info | {"last_action": self.last_action} if self.tick % 3 == 2 else info
 
     @classmethod
     def read(cls, row: np.ndarray[Any, Any]) -> dict[str, int]:
-        """Take one observation apart.
+        """Parse one observation.
 
         Raises:
-            AssertionError: If the row is not one whole observation.
+            AssertionError: The row is not one whole observation.
         """
         fields = np.array(row[: len(cls.FIELDS)], dtype=np.int64)
-        wanted = _checksums(fields, len(row))
-        if not np.array_equal(row[len(fields) :], wanted):
-            wrong = np.flatnonzero(row[len(fields) :] != wanted) + len(fields)
+        expected = _checksums(fields, len(row))
+        if not np.array_equal(row[len(fields) :], expected):
+            wrong = np.flatnonzero(row[len(fields) :] != expected) + len(fields)
             raise AssertionError(f"torn row: fields {fields.tolist()} do not belong to entries {wrong.tolist()} of {row}")
         return dict(zip(cls.FIELDS, fields.tolist(), strict=True))
 

@@ -1,75 +1,70 @@
-"""``assert_isolated`` checks that nothing outside an environment reaches its results.
+"""``assert_isolated``, which checks that nothing outside an environment affects its results.
 
-An environment runs alone, and another of its kind does the same while others are stepped between its steps and while the
-generators that all code shares are put elsewhere. Where the two differ, they run again with one disturbance at a time, to
-tell which it was; what is seen to change in classes and modules is named.
+One environment runs alone. A second one repeats the run while others are stepped between its steps and the shared random
+generators are disturbed. If the results differ, the run is repeated with one disturbance at a time to find the cause, and
+the changed attributes of classes and modules are named.
 """
 
 from __future__ import annotations
 
 import copy
-import pickle
 import random
-import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from vecenv.state.proof import Shared, first_line_of, stepped
 from vecenv.state.snapshots import kind_of
-from vecenv.system.uninterrupted import Noted, by_handler
+from vecenv.system.shared_generators import GENERATORS, find_draws, read_states, restore_states, torch_generator
+from vecenv.system.signals import by_handler, watched_handlers
 from vecenv.trajectories import assert_identical
 
 __all__ = ["assert_isolated"]
 
-_GENERATORS: Final = {
-    "random": "the generator of Python's module random",
-    "numpy": "numpy.random's global generator",
-    "torch": "torch's default generator",
-}
-
 
 def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0) -> None:
-    """Assert that environments of a kind do not reach each other, and draw from nothing but generators of their own.
+    """Assert that environments of one kind do not affect each other, and draw only from their own generators.
 
-    What passes says the same for the same seeds, whatever is beside it in its process. What does not draw in ``steps`` steps
-    with random actions passes, too. The shared generators are left as they were.
+    An environment that passes returns the same results for the same seeds, independent of the rest of its process. The check
+    misses draws that do not occur within ``steps`` steps with random actions. The shared generators are restored.
 
     Args:
-        env_fn: Builds the environment; called some times.
-        steps: How many, resets at the ends of episodes included.
-        seed: Of the first reset, and of actions.
+        env_fn: Builds the environment; called several times.
+        steps: The number of steps, including resets at the ends of episodes.
+        seed: For the first reset, and for the actions.
 
     Raises:
-        AssertionError: Its results depend on something outside: names the generator, the attribute of a class or module, and
-            what differs first.
+        AssertionError: The results depend on something outside the environment. The message names the generator, the
+            attribute of a class or module, and the first difference.
     """
     runs = _Comparison(env_fn, steps, seed)
     alone = runs.results()
-    if (differs := runs.differs(alone, runs.results())) is not None:
-        raise AssertionError(runs.text(differs, _again(runs), "a second one, alone, with the same seed and actions"))
-    everything = ("others", *_GENERATORS)
-    if (differs := runs.differs(alone, runs.results(everything))) is None:
+    if (difference := runs.find_difference(alone, runs.results())) is not None:
+        when = "in a second run, alone, with the same seed and actions"
+        raise AssertionError(runs.message(difference, _find_causes(runs), when))
+    everything = ("others", *GENERATORS)
+    if (difference := runs.find_difference(alone, runs.results(everything))) is None:
         return
-    for one in (*_GENERATORS, "others"):
-        if (own := runs.differs(alone, runs.results((one,)))) is not None:
+    for one in (*GENERATORS, "others"):
+        if (found := runs.find_difference(alone, runs.results((one,)))) is not None:
             if one == "others":
-                raise AssertionError(runs.text(own, runs.shared(), "beside others of its kind"))
-            advice = " (draw from self.np_random, or use generators='own')"
-            raise AssertionError(runs.text(own, [_GENERATORS[one]], f"where something else has drawn from it{advice}"))
-    raise AssertionError(runs.text(differs, runs.shared(), "beside others, with shared generators put elsewhere"))
+                raise AssertionError(runs.message(found, runs.changed_attributes(), "beside other environments of its kind"))
+            when = "after other code has drawn from that generator (draw from self.np_random, or use generators='own')"
+            raise AssertionError(runs.message(found, [GENERATORS[one]], when))
+    when = "beside other environments, with the shared generators reseeded"
+    raise AssertionError(runs.message(difference, runs.changed_attributes(), when))
 
 
-def _again(runs: _Comparison) -> list[str]:
-    """What made one go differently the second time, alone."""
-    fixed = runs.differs(runs.results(fixed=True), runs.results(fixed=True)) is None
-    drawn = [_GENERATORS[name] for name in runs.drawn()]
-    return drawn if fixed and drawn else runs.shared()
+def _find_causes(runs: _Comparison) -> list[str]:
+    """Return the causes of a difference between two runs of an environment alone."""
+    are_equal = runs.find_difference(runs.results(seeded=True), runs.results(seeded=True)) is None
+    drawn = [GENERATORS[name] for name in runs.drawn_generators()]
+    return drawn if are_equal and drawn else runs.changed_attributes()
 
 
 class _Comparison:
-    """Environments that are to do the same."""
+    """Runs of environments that should give the same results."""
 
     def __init__(self, env_fn: Callable[[], Any], steps: int, seed: int) -> None:
         self._env_fn, self._steps, self._seed = env_fn, steps, seed
@@ -77,12 +72,12 @@ class _Comparison:
         self._shared: Shared
         self._drawn: set[str] = set()
 
-    def results(self, disturbances: tuple[str, ...] = (), *, fixed: bool = False) -> dict[str, Any]:
-        """The results of one run with ``disturbances`` between its steps; ``fixed``: shared generators are seeded first."""
-        kept = _states()
-        if fixed:
-            _put_elsewhere(tuple(_GENERATORS), 0)
-        began = _states()
+    def results(self, disturbances: tuple[str, ...] = (), *, seeded: bool = False) -> dict[str, Any]:
+        """Return the results of a run with ``disturbances`` between its steps; ``seeded``: seed the generators first."""
+        saved_states = read_states()
+        if seeded:
+            _reseed(tuple(GENERATORS), 0)
+        first_states = read_states()
         envs = [self._env_fn()]
         try:
             self._name = kind_of(envs[0]).env_id
@@ -91,90 +86,70 @@ class _Comparison:
             space.seed(self._seed)
             if "others" in disturbances:
                 envs += [self._env_fn(), self._env_fn()]
-            with Noted():
+            with watched_handlers():
                 return self._run(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
         finally:
-            ended = _states()
-            self._drawn |= {name for name in kept if began[name] != ended[name]}
-            _put_back(kept)
+            self._drawn.update(find_draws(first_states))
+            restore_states(saved_states)
             for env in envs:
                 env.close()
 
     def _run(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
         results: dict[str, Any] = {}
-        elsewhere = tuple(name for name in _GENERATORS if name in disturbances)
+        reseeded = tuple(name for name in GENERATORS if name in disturbances)
         ended = True
         for number, action in enumerate(actions):
-            _put_elsewhere(elsewhere, number)
-            for place, other in enumerate(others):
+            _reseed(reseeded, number)
+            for index, other in enumerate(others):
                 try:
                     if number % 7 == 0:
-                        other.reset(seed=self._seed + 100 + number + place)
+                        other.reset(seed=self._seed + 100 + number + index)
                     other.step(copy.deepcopy(action))
                 except Exception as error:
                     if by_handler(error):
                         raise
-            _put_elsewhere(elsewhere, number + 1000)
+            _reseed(reseeded, number + 1000)
             if ended:
-                answer = env.reset(seed=self._seed) if number == 0 else env.reset()
-                results[f"reset before step {number}"] = copy.deepcopy(answer)
+                result = env.reset(seed=self._seed) if number == 0 else env.reset()
+                results[f"reset before step {number}"] = copy.deepcopy(result)
                 ended = False
-                _put_elsewhere(elsewhere, number + 2000)
+                _reseed(reseeded, number + 2000)
             fields, ended = stepped(env, action)
             self._shared.look()
             results.update((f"step {number}, {field}", value) for field, value in fields.items())
         return results
 
-    def differs(self, one: dict[str, Any], other: dict[str, Any]) -> str | None:
-        """What differs first; ``None``: nothing."""
+    def find_difference(self, expected: dict[str, Any], actual: dict[str, Any]) -> str | None:
+        """Describe the first difference; return ``None`` if there is none."""
         try:
-            assert_identical(list(other.items()), list(one.items()), "it")
+            assert_identical(list(actual.items()), list(expected.items()), "it")
         except AssertionError:
-            for (name, value), (same, wanted) in zip(other.items(), one.items(), strict=False):
+            for (name, value), (expected_name, expected_value) in zip(actual.items(), expected.items(), strict=False):
                 try:
-                    assert_identical((name, value), (same, wanted), name)
+                    assert_identical((name, value), (expected_name, expected_value), name)
                 except AssertionError as error:
                     return first_line_of(str(error))
-            return "it makes another number of resets"
+            return "the number of resets is different"
         return None
 
-    def drawn(self) -> list[str]:
-        """The shared generators that were drawn from or seeded."""
-        return [name for name in _GENERATORS if name in self._drawn]
+    def drawn_generators(self) -> list[str]:
+        """Return the shared generators that were drawn from or seeded."""
+        return [name for name in GENERATORS if name in self._drawn]
 
-    def shared(self) -> list[str]:
-        """What environments of this kind are seen to change outside of themselves."""
+    def changed_attributes(self) -> list[str]:
+        """Return the attributes of classes and modules that the environments change in a run with others."""
         self.results(("others",))
         return [name for name in self._shared.look() if "generator" not in name.partition(".")[0]]
 
-    def text(self, differs: str, what: list[str], when: str) -> str:
-        reasons = ", ".join(what[:4])
-        cause = f"{reasons or 'something outside (a clock, an unseeded generator)'} reaches its results"
-        return f"{self._name} is not isolated: {cause}. It goes differently {when}: {differs}"
+    def message(self, difference: str, causes: list[str], when: str) -> str:
+        names = ", ".join(causes[:4])
+        cause = f"{names or 'something outside (a clock, an unseeded generator)'} reaches its results"
+        return f"{self._name} is not isolated: {cause}. Its results differ {when}: {difference}"
 
 
-def _torch() -> Any:
-    return getattr(sys.modules.get("torch"), "default_generator", None)
-
-
-def _states() -> dict[str, bytes]:
-    """The shared generators' states, as bytes that can be compared."""
-    torch = _torch()
-    states = random.getstate(), np.random.get_state(legacy=False), None if torch is None else torch.get_state().numpy()
-    return {name: pickle.dumps(state) for name, state in zip(_GENERATORS, states, strict=True)}
-
-
-def _put_back(states: dict[str, bytes]) -> None:
-    numbers, normals, torchs = (pickle.loads(state) for state in states.values())
-    random.setstate(numbers)
-    np.random.set_state(normals)
-    if torchs is not None:
-        _torch().set_state(sys.modules["torch"].from_numpy(torchs))
-
-
-def _put_elsewhere(names: tuple[str, ...], seed: int) -> None:
-    torch = _torch()
-    seeds = random.seed, np.random.seed, None if torch is None else torch.manual_seed
-    for name, put in zip(_GENERATORS, seeds, strict=True):
-        if name in names and put is not None:
-            put(seed)
+def _reseed(names: tuple[str, ...], seed: int) -> None:
+    torch = torch_generator()
+    seed_functions = random.seed, np.random.seed, None if torch is None else torch.manual_seed
+    for name, seed_generator in zip(GENERATORS, seed_functions, strict=True):
+        if name in names and seed_generator is not None:
+            seed_generator(seed)

@@ -1,4 +1,4 @@
-"""What the commands share: how they end, what they say about a wrong name or a missing library, and a progress bar."""
+"""Helpers for the commands: exit codes, errors about unknown names and missing libraries, and a progress bar."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ USAGE: Final = 2
 DIED: Final = 3
 INTERRUPTED: Final = 130
 
-Progress = Callable[[str, int, int], object]  # what is being done, how much of it is done, of how much
+Progress = Callable[[str, int, int], object]  # called with the stage, the units done, and the units in total (0: unknown)
 
 
 class CliError(Exception):
-    """Ends the command with one line on stderr and this exit code."""
+    """An error that ends the command: its message is one line on stderr, and ``code`` is the exit code."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
         self.code = code
 
 
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
+def did_you_mean(name: str, known_names: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known_names, n=3, cutoff=0.6)
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
 def one_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its text."""
+    """Format the class of an error and the first line of its text."""
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first}"
 
 
 def fitted(text: str) -> str:
-    """The lines of a text, wrapped between words at the width of the terminal; as they are where there is none."""
+    """Wrap the lines of a text at the width of the terminal; without a terminal, leave them as they are."""
     width = max(shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns, 40)
 
     def fit(line: str) -> str:
@@ -60,32 +60,32 @@ def fitted(text: str) -> str:
 
 
 def hint_of_arguments(error: str) -> str:
-    """What to do where a class or function could not be called as it is."""
+    """Return a hint if the error is that of a class or function called without its required arguments, else ``""``."""
     if "TypeError" in error and re.search(r"missing \d+ required", error):
         return "; module:name is called without arguments: write a function in that module that gives them"
     return ""
 
 
 def require(command: str, *libraries: str) -> None:
-    """Raise if a library is missing that the extra ``bench`` brings."""
+    """Raise :class:`CliError` if one of these libraries, which the extra ``bench`` installs, is missing."""
     for library in libraries:
         if importlib.util.find_spec(library) is None:
             raise CliError(f"vecenv {command} needs {library}: {how_to_install('bench')}")
 
 
-def module_named(name: str, what: str = "") -> ModuleType:
-    """Import a module, which may lie in the current folder; ``what`` says in an error what it is the module of."""
+def module_named(name: str, description: str = "") -> ModuleType:
+    """Import a module, which may be in the current folder. In the error, ``description`` follows the module's name."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # a console script does not look into the current folder
+        sys.path.insert(0, "")  # for console scripts, the current folder is not on the path
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise CliError(f"cannot import {name!r}{what}: {error}") from None
+        raise CliError(f"cannot import {name!r}{description}: {error}") from None
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """A bar on stderr, so that stdout holds nothing but the results; nothing at all where stderr is no terminal."""
+    """Show a progress bar on stderr, so that stdout holds only results. Without a terminal, show nothing."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -93,5 +93,5 @@ def progress_bar() -> Iterator[Progress]:
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)  # it pulses until the rounds begin
+        task = bar.add_task("starting", total=None)  # the bar pulses until the total is known
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)

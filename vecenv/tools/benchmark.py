@@ -1,15 +1,15 @@
 """Measures vector environments side by side, in turns.
 
-Throughput on a shared machine drifts by tens of percent within a minute, so figures taken one after another say little
+Throughput on a shared machine drifts by tens of percent within a minute, so figures measured one after another mean little
 about each other. Here all candidates are built first and stay alive. Each round then runs all of them for a moment, in a
 new random order, and a ratio is only formed between two samples of one round. Each candidate lives in a process of its own,
-its *host*, in the place of the training program: one that dies, hangs or binds itself to a core spoils no row but its own.
+its *host*, which plays the training program: one that dies, hangs or binds itself to a core spoils only its own row.
 
 One unit of work is one ``env.step`` or ``env.reset``. The *bare loop* is the upper bound: the same environments and
 actions, run by as many processes at once as there are usable cores, which share nothing.
 
-Before anything is timed, all candidates of vecenv replay the trajectories of ``gymnasium.vector.SyncVectorEnv``: same
-seeds, same actions, equal to the last bit.
+Before anything is timed, all candidates of vecenv must repeat the trajectories of ``gymnasium.vector.SyncVectorEnv`` for the
+same seeds and actions, bit for bit.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import describe_exit
 from vecenv.tools import WRONG, CliError, Progress, hint_of_arguments, one_line
 from vecenv.tools.runners import SEED, Candidate, EnvFn, Step, Unavailable, first_difference, gymnasium_candidate
+from vecenv.worker.row_writer import is_compiled
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 BASELINES: Final = {"gym-async": ("x Async", ".2f"), "bare-loop": ("of bare loop", ".3f")}
-"""What rows are compared with, where it took part: the heading of its column, and how a ratio is written."""
+"""Baseline -> the heading of its column in tables, and the format of a ratio."""
 CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
@@ -84,14 +85,14 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
 
 
 class CandidateProcess:
-    """A candidate in a process of its own, which answers one question at a time and always with a timeout.
+    """A candidate in a process of its own, which serves one request at a time, each with a timeout.
 
-    It is a :class:`~vecenv.system.helper_process.HelperProcess`: it dies with this process, also while it builds an engine,
-    and its end is the end of everything that it has started. What it prints goes to a file.
+    Its :class:`~vecenv.system.helper_process.HelperProcess` ends with this process, even while it builds an engine, and all
+    that it started ends with it. Its output goes to a file.
 
     Attributes:
-        failed, missing: Once something went wrong, one of these says what.
-        description: What its runner says of itself.
+        failed, missing: The reason, once the process has failed or a library is missing.
+        description: The runner's description of itself.
     """
 
     def __init__(self, candidate: Candidate, folder: Path) -> None:
@@ -113,7 +114,7 @@ class CandidateProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, while it is there."""
+        """The process id, while the process exists."""
         assert self._helper is not None
         assert self._helper.pid is not None
         return self._helper.pid
@@ -131,7 +132,7 @@ class CandidateProcess:
         self.description = self._answer(START_TIMEOUT) or ""
 
     def ask(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner, which is built anew if it rests; ``None`` if that failed."""
+        """Call a method of the runner, which is rebuilt if it was closed by :meth:`rest`; return ``None`` if that failed."""
         if self.usable and not self.running:
             self.start()
             self.ready()
@@ -164,25 +165,25 @@ class CandidateProcess:
             self.close()
 
     def restart(self) -> None:
-        """End it at once; a new one answers the next question, also after a failure."""
+        """End the process at once, even after a failure; the next request starts a new one."""
         self.close(timeout=0.0)
         self.failed = None
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
-        """What it returned for its seeds; empty if it failed."""
+        """Return the trajectory for the fixed seeds and actions; empty if the candidate failed."""
         found = self.ask("trajectory", steps, seconds, timeout=START_TIMEOUT)
         self.rest()
         return found or []
 
     def rate(self, seconds: float) -> float:
-        """Units per second over one sample; NaN if it failed."""
+        """Measure one sample, in units per second; NaN if the candidate failed."""
         if not self.running:
             self.ask("run", min(seconds, WARM_UP))
         rate = self.ask("run", seconds, timeout=60 + 10 * seconds)
         return math.nan if rate is None else float(rate)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Wait so long for it to close its runner, then end it with everything that it has started. Idempotent."""
+        """Give the runner ``timeout`` seconds to close, then end the process and everything that it started."""
         if self._helper is not None:
             try:
                 if timeout:
@@ -199,16 +200,16 @@ def _how_it_ended(helper: HelperProcess) -> str:
 
 
 def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """What starts at the same time: candidates that measure something themselves, the others, and then each crowd."""
+    """Group the candidates that start together: those that measure something themselves, the others, then each crowd."""
     others = [c for c in candidates if not c.crowd]
     return [[c for c in others if c.alone], [c for c in others if not c.alone], *([c] for c in candidates if c.crowd)]
 
 
 @contextmanager
 def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: None) -> Iterator[list[CandidateProcess]]:
-    """All candidates alive at once, except crowds, which were started once and rest; nothing is left afterwards.
+    """Keep all candidates alive, except for crowds, which are started once and then rest. Leave nothing behind.
 
-    After an exception, Ctrl-C among them, hosts are ended at once and not asked.
+    After an exception, Ctrl-C included, hosts are killed without closing their runners.
     """
     with tempfile.TemporaryDirectory(prefix="vecenv-bench-") as folder:
         hosts: list[CandidateProcess] = []
@@ -235,7 +236,7 @@ def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: Non
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge a figure: processor, cores, versions, and how busy the machine was."""
+    """Describe the machine of a measurement: processor, cores, versions and load."""
     model = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -247,6 +248,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "gymnasium": gymnasium.__version__,
         "numpy": np.__version__,
+        "row_writer": "compiled" if is_compiled() else "in Python",
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
     }
 
@@ -264,7 +266,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Summary | None:
-        """Of the samples that are numbers; ``None`` if there is none."""
+        """Summarize the samples that are numbers; ``None`` if there are none."""
         good = [sample for sample in samples if math.isfinite(sample)]
         if not good:
             return None
@@ -273,17 +275,17 @@ class Summary:
 
     @classmethod
     def of_ratios(cls, ours: Iterable[float], theirs: Iterable[float]) -> Summary | None:
-        """Of the ratios of two candidates' samples, round by round."""
+        """Summarize the ratios of two candidates' samples, round by round."""
         return cls.of(a / b for a, b in zip(ours, theirs, strict=True) if b)
 
     def show(self, form: str = ".2f") -> str:
-        """Median, and in brackets the least and the greatest."""
+        """Format the median, with the least and the greatest in brackets."""
         return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
 
 
 @dataclass
 class ResultRow:
-    """One candidate's samples, one per round, or why there are none."""
+    """One candidate's samples, one per round, or the reason why there are none."""
 
     name: str
     label: str
@@ -316,12 +318,12 @@ class Report:
         return next((row for row in self.rows if row.name == name), None)
 
     def ratio(self, name: str, baseline: str) -> Summary | None:
-        """How many times faster one row is than another, round by round."""
+        """Return the speed-up of one row over another, round by round."""
         row, other = self.row(name), self.row(baseline)
         return Summary.of_ratios(row.rates, other.rates) if row and other else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: every sample, the summaries, and the ratios to the baselines."""
+        """Return plain values for JSON: every sample, the summaries, and the ratios to the baselines."""
         rows = []
         for row in self.rows:
             entry = {key: value for key, value in asdict(row).items() if value not in (None, "")}
@@ -334,7 +336,7 @@ class Report:
 
 
 def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> list[Step]:
-    """What ``SyncVectorEnv`` returns, in a process of its own."""
+    """Return the trajectory of ``SyncVectorEnv``, run in a process of its own."""
     with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
         found = sync.trajectory(steps, seconds)
     if not found:
@@ -346,7 +348,7 @@ def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: floa
 def _check(
     hosts: list[CandidateProcess], wanted: list[Step], again: Callable[[int, float], list[Step]], progress: Progress
 ) -> str:
-    """Compare every checked candidate with ``SyncVectorEnv``; returns what was established, or raises."""
+    """Compare every checked candidate with ``SyncVectorEnv`` and describe the result; raise if one differs."""
     suspects = [host for host in hosts if host.candidate.checked]
     steps, num_envs = len(wanted) - 1, len(wanted[0]["reward"])
     for number, host in enumerate(suspects, 1):
@@ -379,15 +381,15 @@ def compare(
     """Check, warm up, then measure all candidates in ``repeats`` interleaved rounds of ``seconds`` each.
 
     Args:
-        env: What to call the environment.
-        env_fn: Makes one.
-        num_envs: How many of them.
-        candidates: What is measured.
+        env: Name of the environment.
+        env_fn: Builds one.
+        num_envs: Number of environments.
+        candidates: Engines and bounds to measure.
         seconds: Length of one sample.
         repeats: Rounds; a round has one sample of every candidate.
-        check: Compare the trajectories of the candidates that say so with ``SyncVectorEnv`` first.
-        unit: What the rates are, for tables and pictures.
-        progress: Called with what is being done, and how much of how much is done; of 0 before the rounds begin.
+        check: First compare the trajectories of candidates with ``checked`` with ``SyncVectorEnv``.
+        unit: Unit of the rates, for tables and pictures.
+        progress: Called with the current stage, and the parts done and in all (0 before the rounds begin).
         inspect: Called after the last round, while everything still runs (memory is measured there).
 
     Raises:
@@ -436,7 +438,7 @@ COLOURS: Final = {"vecenv": "#1b7f5c", "gymnasium": "#c8553d", "other": "#7a7f87
 
 
 def show_rate(rate: float) -> str:
-    """A rate in three digits and a unit."""
+    """Format a rate with three digits and a unit."""
     if rate < 1e3:
         return f"{rate:.3g}"
     number, unit = (rate / 1e3, "k") if rate < 999_500 else (rate / 1e6, "M")
@@ -464,7 +466,7 @@ def _style(row: ResultRow) -> str | None:
 
 
 def print_report(report: Report) -> None:
-    """The table of one comparison, and below it why rows are empty."""
+    """Print the table of one comparison, and below it the reasons for empty rows."""
     about, baselines = report.machine, [name for name in BASELINES if report.row(name)]
     table = _table(report.unit, "least - most", *(BASELINES[name][0] for name in baselines))
     for row in report.rows:
@@ -484,7 +486,7 @@ def print_report(report: Report) -> None:
     rounds = f"{report.repeats} interleaved rounds of {report.seconds:g} s"
     print(f"{report.env}, {report.num_envs} environments: {rounds}")
     _print_table(table)
-    versions = f"Python {about['python']}, Gymnasium {about['gymnasium']}"
+    versions = f"Python {about['python']}, Gymnasium {about['gymnasium']}, row writer {about['row_writer']}"
     print(f"{about['cpu']}, {about['usable_cores']} usable cores; {versions}")
     if "bare-loop" in baselines:
         print("The bare loop is the upper bound: env.step and nothing else, on all cores.")
@@ -506,7 +508,7 @@ def _print_reasons(rows: Sequence[ResultRow], where: str = "") -> None:
 
 
 def print_scale(reports: Sequence[Report]) -> None:
-    """Medians over the number of environments."""
+    """Print the medians over the number of environments."""
     table = _table(*(str(report.num_envs) for report in reports))
     for last in reports[-1].rows:  # the largest has all of them
         summaries = [row.summary if (row := report.row(last.name)) else None for report in reports]
@@ -518,7 +520,7 @@ def print_scale(reports: Sequence[Report]) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A figure that needs no screen."""
+    """Create a figure that needs no screen."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
@@ -534,10 +536,10 @@ def save(figure: Any, path: Path) -> bool:
 
 
 def draw_bars(report: Report, path: Path) -> bool:
-    """One bar per candidate at its median, a whisker from least to greatest, and the samples as dots; what died by name.
+    """Draw one bar per candidate: the median, a whisker from least to greatest, samples as dots, and failures by name.
 
     Returns:
-        Whether there was anything to draw; otherwise no file is written.
+        False if there was nothing to draw; then no file is written.
     """
     rows = [row for row in report.rows if row.summary or row.failed][::-1]
     if not any(row.summary for row in rows):
@@ -564,10 +566,10 @@ def draw_bars(report: Report, path: Path) -> bool:
 
 
 def draw_scale(reports: Sequence[Report], path: Path) -> bool:
-    """Throughput over the number of environments, one line per candidate, the spread as a band.
+    """Draw throughput over the number of environments, one line per candidate, the spread as a band.
 
     Returns:
-        Whether there was anything to draw; otherwise no file is written.
+        False if there was nothing to draw; then no file is written.
     """
     if not any(row.summary for report in reports for row in report.rows):
         return False

@@ -1,9 +1,9 @@
-"""The command line: ``vecenv run | bench | doctor | plan | conform | replay | watch | top``, and ``python -m vecenv``.
+"""The command line: ``vecenv run | bench | plan | conform | replay | top``, and ``python -m vecenv``.
 
-A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, what it does,
-and an epilog. It says what is wrong in one line instead of a traceback, and takes ``--json``. Exit codes: 0 all is well; 1
-an engine gave wrong answers, ``doctor`` found a problem, or ``top`` found no program; 2 the command was called wrongly, or
-lacks something it needs; 3 something died while it was measured; 130 interrupted.
+A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, a description,
+and an epilog. Errors are one line instead of a traceback, and every command takes ``--json``. Exit codes: 0 success; 1 an
+engine gave wrong results, or ``top`` found no program; 2 wrong usage, or a missing library; 3 something died while it was
+measured; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import why_no_processes
-from vecenv.tools import benchmark, conform, doctor, replay, run, runners, top, watch
+from vecenv.tools import benchmark, conform, limits, replay, run, runners, top
 
 Command = Callable[[argparse.Namespace], "int | Callable[[], None]"]
 
@@ -43,7 +43,7 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
     def _known(self) -> list[str]:
-        """Options and commands, those of the commands included: a stray option is reported by the outer parser."""
+        """Return all options and commands, including the options of commands: the outer parser reports a stray option."""
         known: list[str] = []
         for action in self._actions:
             known += action.option_strings
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if callable(code):
-        code()  # the user's program: what it raises is its own
+        code()  # the user's program: its exceptions are its own
         return 0
     return code
 
@@ -107,7 +107,6 @@ def _build_parser() -> _Parser:
 
     run.add_options(add("run", _run))
     _add_bench_options(add("bench", _bench))
-    add("doctor", _doctor)("--json", action="store_true", help="print the findings as JSON")
     option = add("plan", _plan)
     option("env_id", metavar="ENV_ID", help="as for bench")
     option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
@@ -125,14 +124,6 @@ def _build_parser() -> _Parser:
     option("--frames", type=Path, metavar="OUT.gif", help="write what the environment shows")
     option("--yes", action="store_true", help="do not ask whether the file is your own")
     option("--json", action="store_true", help="print the result as JSON")
-    option = add("watch", watch.main)
-    option("env_id", metavar="ENV_ID", help="as for bench")
-    option("--policy", metavar="MODULE:FUNCTION", help="what acts (default: at random)")
-    option("--out", type=Path, metavar="FILE", help=".gif, or .mp4 by moviepy (default: ENV_ID.gif)")
-    option("--num-envs", type=_count, default=4, metavar="N", help="environments (default: 4)")
-    option("--steps", type=_count, default=200, metavar="N", help="of each environment (default: 200)")
-    option("--seed", type=int, metavar="S", help="of the environments and of the random policy")
-    option("--json", action="store_true", help="print what was written as JSON")
     option = add("top", top.main)
     option("--pid", type=_count, metavar="PID", help="only this program")
     option("--interval", type=_number, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
@@ -142,7 +133,7 @@ def _build_parser() -> _Parser:
 
 
 def _run(arguments: argparse.Namespace) -> Callable[[], None]:
-    """run a program as it stands, with vecenv in the place of Gymnasium's AsyncVectorEnv
+    """run an unmodified program, with vecenv in place of Gymnasium's AsyncVectorEnv
 
     Runs a Python program in which gymnasium.vector.AsyncVectorEnv, and gymnasium.make_vec(..., vectorization_mode="async"),
     are vecenv's. Options are for arguments that the program does not give. Arguments, exit code and tracebacks are the
@@ -153,16 +144,8 @@ def _run(arguments: argparse.Namespace) -> Callable[[], None]:
     return run.prepare(arguments)
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    """look at this machine: what works, what is missing, what to do about it
-
-    Checks Python, libraries, cores, memory and limits, and says what to do about what is not well.
-    """
-    return doctor.main(as_json=arguments.json)
-
-
 def _plan(arguments: argparse.Namespace) -> int:
-    """how many workers? steps one real environment for a moment and says why
+    """choose the number of workers by measuring one environment
 
     Times one environment in a process of its own, and prints the steps per second expected of each way to step a vector of
     them, and which one num_workers='auto' takes.
@@ -195,7 +178,7 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    """measure the engine on an environment, beside Gymnasium's engines and the bare loop (upper bound)
+    """measure the engine on an environment, next to Gymnasium's engines and the bare loop (upper bound)
 
     First checks that the engine's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
     engines in interleaved rounds. Prints a table and writes JSON and a PNG. The defaults take about two minutes.
@@ -216,7 +199,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[benchmark.Report]:
-    """One comparison; with ``--scale`` one of each number of environments."""
+    """Run one comparison; with ``--scale`` one per number of environments."""
     if arguments.scale:
         rows_of = partial(runners.scale_candidates, env_fn, worker_counts=_doubling(arguments.workers))
         sizes, seconds, repeats = _doubling(arguments.num_envs), 0.4, 3
@@ -235,17 +218,17 @@ def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[bench
 
 
 def _doubling(top: int) -> list[int]:
-    """1, 2, 4 and so on, up to and with ``top``."""
+    """Return 1, 2, 4 and so on, up to and including ``top``."""
     return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
 
 
 def _with_size(progress: tools.Progress, size: int, turn: int, turns: int, stage: str, done: int, total: int) -> None:
-    """One bar for all sizes: it fills once."""
+    """Show the progress of all sizes in one bar, which fills once."""
     progress(f"{size} environments ({turn + 1} of {turns}): {stage}", turn * total + done, turns * total)
 
 
 def _show(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> None:
-    """Write what was measured as JSON and as a picture, and print it."""
+    """Write the results as JSON and as a picture, and print them."""
     name = re.sub(r"[^\w.-]+", "_", arguments.env_id) + f"-{arguments.num_envs}" + ("-scale" if arguments.scale else "")
     table, picture = (arguments.out / f"{name}.{kind}" for kind in ("json", "png"))
     values = [report.to_dict() for report in reports]
@@ -263,7 +246,7 @@ def _show(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> Non
 
 
 def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
-    """The rows of ``--engines``. Those that this machine cannot hold are refused before anything is started."""
+    """Return the rows of ``--engines``. Refuse those that this machine cannot hold, before anything is started."""
     if arguments.engines is not None:
         known = {candidate.name: candidate for candidate in candidates}
         wanted = [name.strip() for name in arguments.engines.split(",") if name.strip()]
@@ -277,7 +260,7 @@ def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) 
     crowds = [candidate for candidate in candidates if candidate.crowd]
     rest = [candidate for candidate in candidates if not candidate.crowd]
     alive = sum(candidate.processes + 1 for candidate in rest) + max((crowd.processes + 1 for crowd in crowds), default=0)
-    reason = doctor.shortage(alive, max((candidate.processes for candidate in candidates), default=0))
+    reason = limits.shortage(alive, max((candidate.processes for candidate in candidates), default=0))
     if reason is not None:
         left_out, left = (",".join(candidate.name for candidate in some) for some in (crowds, rest))
         advice = f", or leave out {left_out.replace(',', ', ')} (--engines {left})" if left_out and left else ""

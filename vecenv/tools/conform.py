@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from vecenv.front.arguments import mode_of
+from vecenv.front.arguments import parse_autoreset_mode
+from vecenv.system.shared_generators import describe_draws, find_draws, read_states
 from vecenv.testing.conformity import CHECKS, COUNT, Check, as_gymnasium, makers, program
 from vecenv.tools import WRONG, CliError, did_you_mean, module_named
 from vecenv.tools.benchmark import started
@@ -33,13 +34,14 @@ _START: Final = 120.0  # more for the first of a process: imports, and what an e
 
 @dataclass
 class Promise:
-    """What an engine does about one promise.
+    """An engine's behaviour in one check.
 
     Attributes:
         name, about, known: Of the check.
         modes: Autoreset mode -> ``"kept"``, ``"broken"`` or ``"refused"``.
-        why: Autoreset mode -> what was wrong, or why it is refused.
-        program: What shows it, where it is broken.
+        why: Autoreset mode -> the error, or the reason for the refusal.
+        program: A program that shows a broken promise.
+        draws: The shared generators of its process that the engine, or its environments there, drew from.
     """
 
     name: str
@@ -48,10 +50,11 @@ class Promise:
     modes: dict[str, str] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     program: str = ""
+    draws: list[str] = field(default_factory=list)
 
     @property
     def state(self) -> str:
-        """Of all modes together."""
+        """The state over all modes."""
         for state in (BROKEN, KEPT):
             if state in self.modes.values():
                 return state
@@ -59,12 +62,12 @@ class Promise:
 
 
 def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), *, faults: bool = False) -> list[Promise]:
-    """Ask an engine about every promise.
+    """Check an engine against every promise.
 
     Args:
-        engine: ``"module:name"`` of what builds it: from functions that build environments, or from their number.
-        modes: Autoreset modes to ask about.
-        faults: Also about environments that fail.
+        engine: ``"module:name"`` of a class or function that takes functions that build environments, or their number.
+        modes: Autoreset modes to check.
+        faults: Check with failing environments, too.
 
     Raises:
         CliError: There is no such module or name.
@@ -79,9 +82,10 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
                 if mode not in check.modes or (check.fault and not faults):
                     continue
                 row = rows.setdefault(number, Promise(check.name, check.about, check.known))
-                answer = (REFUSED, only) if only else host.ask("about", number, mode, timeout=limit)
+                answer = (REFUSED, only, []) if only else host.ask("about", number, mode, timeout=limit)
                 limit = _SECONDS
-                state, why = answer or (BROKEN, str(host.failed))
+                state, why, draws = answer or (BROKEN, str(host.failed), [])
+                row.draws += [name for name in draws if name not in row.draws]
                 row.modes[mode.name], row.why[mode.name] = state, why
                 if state == BROKEN and not row.program:
                     row.program = program(check, engine, _shown(engine, build, mode))
@@ -101,16 +105,20 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
 
 
 class _Asked:
-    """What :func:`conform` asks, in a process that is replaced where an engine hangs or ends it."""
+    """The checks of :func:`conform`, in a process that is replaced if an engine hangs or ends it."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
         self._built: list[Any] = []
 
-    def about(self, number: int, mode: AutoresetMode) -> tuple[str, str]:
-        """What the engine does about a promise, and why; what was built for the promise before is closed first."""
+    def about(self, number: int, mode: AutoresetMode) -> tuple[str, str, list[str]]:
+        """Run a check and return its state, the reason, and the shared generators that were drawn from.
+
+        The engines of the previous check are closed first.
+        """
         self.close()
-        return _ask(CHECKS[number], self._engine, mode, self._built)
+        drawn: list[str] = []
+        return *_ask(CHECKS[number], self._engine, mode, self._built, drawn), drawn
 
     def close(self) -> None:
         while self._built:
@@ -118,11 +126,12 @@ class _Asked:
                 self._built.pop().close()
 
 
-def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any]) -> tuple[str, str]:
-    """What an engine does about a promise, and why. What was built is noted in ``built``."""
+def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any], drawn: list[str]) -> tuple[str, str]:
+    """Run a check and return its state and reason. Engines that it builds go to ``built``, draws to ``drawn``."""
+    states = None
     try:
         engine = engine_named(name)
-        if check.needs_told and not _takes_functions(engine):
+        if check.needs_inputs and not _takes_functions(engine):
             return REFUSED, "it brings its own environments"
         try:
             while len(built) < check.engines:
@@ -131,11 +140,14 @@ def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any]) -> tupl
             return REFUSED, _said(error)
         if built[0].metadata.get("autoreset_mode", mode) != mode:
             return REFUSED, f"{_ONLY}{built[0].metadata['autoreset_mode']}"
+        states = read_states()
         check.run(*built)
     except NotImplementedError as error:
         return REFUSED, _said(error)
     except BaseException as error:
         return BROKEN, _said(error)
+    finally:
+        drawn += find_draws(states or {})
     return KEPT, ""
 
 
@@ -145,7 +157,7 @@ def _build(engine: Any, mode: AutoresetMode) -> Any:
 
 
 def _shown(name: str, engine: Any, mode: AutoresetMode) -> str:
-    """What :func:`_build` does, as it is written in a program."""
+    """Return the expression by which a program builds the engine as :func:`_build` does."""
     given = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
     opened = f"{name.partition(':')[2]}({given}{f', autoreset_mode={mode}' if _takes_mode(engine) else ''})"
     return opened if isinstance(engine, type) and issubclass(engine, VectorEnv) else f"as_gymnasium({opened})"
@@ -163,12 +175,12 @@ def _takes_mode(engine: Any) -> bool:
 
 
 def _takes_functions(engine: Any) -> bool:
-    """It is called with functions that build environments, and not with their number."""
+    """True if the engine takes functions that build environments, and not their number."""
     return "num_envs" not in _parameters(engine)
 
 
 def _said(error: BaseException) -> str:
-    """An error in one line; of an assertion without words, the line."""
+    """Format an error in one line; for an assertion without a message, its source line."""
     text = " ".join(str(error).split())
     if isinstance(error, AssertionError) and not text:
         frames = traceback.extract_tb(error.__traceback__)
@@ -180,9 +192,9 @@ def _said(error: BaseException) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """which promises of Gymnasium's vector interface an engine keeps
+    """check which promises of Gymnasium's vector interface an engine keeps
 
-    Asks an engine about each promise of Gymnasium's documentation, and shows a short program for each that is broken.
+    Checks each promise of Gymnasium's documentation, and shows a short program for each that is broken.
     MODULE:ENGINE is called with functions that build environments, or, where it has an argument num_envs, with their
     number; and with autoreset_mode where it takes that.
 
@@ -196,6 +208,8 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         _print_table(rows)
         print("\n" + ", ".join(f"{count} {state}" for state, count in counts.items()))
+        if draws := sorted({name for row in rows for name in row.draws}):
+            print(f"Warning: {describe_draws(arguments.engine, draws)}")
     return WRONG if counts[BROKEN] else 0
 
 
@@ -215,10 +229,10 @@ def _print_table(rows: Sequence[Promise]) -> None:
 
 
 def engine_named(name: str) -> Any:
-    """What ``"module:name"`` is.
+    """Import ``"module:name"``.
 
     Raises:
-        CliError: There is none.
+        CliError: It does not exist.
     """
     module, _, attribute = name.partition(":")
     if not attribute:
@@ -230,12 +244,12 @@ def engine_named(name: str) -> Any:
 
 
 def parse_modes(text: str) -> Sequence[AutoresetMode]:
-    """``"all"``, or values of autoreset modes with commas between.
+    """Parse ``"all"``, or values of autoreset modes separated by commas.
 
     Raises:
         CliError: There is no such mode.
     """
     try:
-        return list(AutoresetMode) if text == "all" else [mode_of(word.strip()) for word in text.split(",")]
+        return list(AutoresetMode) if text == "all" else [parse_autoreset_mode(word.strip()) for word in text.split(",")]
     except ValueError as error:
         raise CliError(f"--modes: {error}") from None

@@ -1,4 +1,4 @@
-"""``vecenv replay``: an environment fails again, in a process of its own, so that what kills it does not end the command."""
+"""``vecenv replay``: the repetition of a recorded failure in a separate process, so a crash does not end the command."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from typing import Any, Final
 
 import gymnasium
 
-from vecenv.recording.file import AGAIN, CANNOT, DIFFERENT, Failed, Replay, ReplayResult, Unreadable, read, read_header
+from vecenv.recording.file import Failed, Unreadable, read, read_header
+from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import describe_exit
 from vecenv.tools import USAGE, WRONG, CliError
 
 _MOST_FRAMES: Final = 1000
 _GRACE: Final = 5.0
-"""Seconds that a step has beside those that the record gives it, for a process that has just started."""
+"""Extra seconds for a step beyond its recorded limit, for a process that has just started."""
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """let an environment fail again, by the file that record_failures= has left
+    """replay a failure of an environment from the file that record_failures= wrote
 
-    Builds the environment, resets it by its seed and options, repeats its actions, and says whether it fails as it did.
-    FILE holds a pickle, which can do anything: replay only files of your own.
+    Builds the environment, resets it by its seed and options, repeats its actions, and reports whether it fails in the same
+    way. FILE contains a pickle, which can execute any code: replay only files of your own.
 
-    Exit codes: 0 it happened again; 1 it did not; 2 it cannot be replayed, or wrong usage.
+    Exit codes: 0 it failed again; 1 it did not; 2 it cannot be replayed, or wrong usage.
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file
@@ -60,26 +61,26 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _is_own(path: Path) -> bool:
-    """Asks, at a terminal."""
+    """True if the user confirms at a terminal that the file is trusted."""
     if not sys.stdin.isatty():
         return False
     question = f"{path} holds a pickle, which can do anything: replay it only if it is your own. Replay it? [y/N] "
     return input(question).strip().lower() in ("y", "yes")
 
 
-# -- in a process of its own ----------------------------------------------------------------------------------------------
+# -- in a separate process ------------------------------------------------------------------------------------------------
 
 
 def replay(
     path: Path, begins: Sequence[str] = ("latest", "first"), *, until: int | None = None, frames: Path | None = None
 ) -> ReplayResult:
-    """Replay a file in a process of its own.
+    """Replay a file in a separate process.
 
     Args:
-        path: The file. It is unpickled, which runs what its bytes say.
-        begins: Where to begin (:class:`~vecenv.recording.replay.Replay`): one after the other until it happens again. What
-            an environment keeps across resets is not there when it begins with the latest.
-        until, frames: As of the command.
+        path: The file. It is unpickled, which can execute any code.
+        begins: The starting points (:class:`~vecenv.recording.replay.Replay`), tried in order until the failure is repeated.
+            State that an environment keeps across resets is missing when it begins with the latest.
+        until, frames: The options of the command.
     """
     results: list[ReplayResult] = []
     for begin in begins:
@@ -93,7 +94,7 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
     context = multiprocessing.get_context("spawn")
     helper = HelperProcess(context, _child, (path, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
-    at, hung, limit = 0, False, math.inf  # what is not a step has no limit
+    at, hung, limit = 0, False, math.inf  # only steps have a limit
     try:
         helper.start()
         while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
@@ -114,15 +115,15 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
 
 
 def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> ReplayResult:
-    """The result of a replay that did not come to its end."""
+    """Return the result of a replay that did not finish."""
     where = f"at step {at}" if at else "outside of a step"
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
     same = failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode)
-    return ReplayResult.of(failed, where, text, same=same)
+    return ReplayResult.from_failure(failed, where, text, same=same)
 
 
 def _child(caller: Connection[Any, Any], path: Path, options: dict[str, Any]) -> None:
-    """The process: says what was recorded, each step that it makes, and at its end what came of it."""
+    """Replay a file in the process, and send the recorded failure, each step and the result to the caller."""
     caller.send(_in_this_process(path, say=caller.send, **options))
 
 
@@ -133,9 +134,9 @@ def _in_this_process(
     until: int | None,
     frames: Path | None,
     debug: bool = False,
-    say: Callable[[Failed | int | None], None] = lambda said: None,
+    say: Callable[[Failed | int | None], None] = lambda result: None,
 ) -> ReplayResult:
-    """Replay a file here, where what kills the environment ends this process; ``say``: gets what was recorded, and steps."""
+    """Replay a file in this process, which a crash of the environment ends; ``say`` gets the recorded failure and steps."""
     header, body = read_header(path)
     try:
         record = read(header, body)
@@ -144,7 +145,7 @@ def _in_this_process(
         drawn: deque[Any] = deque(maxlen=_MOST_FRAMES)
         stop = until
         if debug and until is None and record.failed is not None and record.failed.how != "raised":
-            stop = max(header.step, 1)  # what dies or hangs leaves no frame to look at: the debugger waits before it
+            stop = max(header.step, 1)  # a death or a hang leaves no frame to inspect, so the debugger stops before it
         for step in playing.run(stop):
             say(step)
             if frames is not None and step:
@@ -162,7 +163,7 @@ def _in_this_process(
 
 
 def _debug(playing: Replay) -> None:
-    """The debugger: in the frame that raised; or, where nothing was raised, at the step that would be next."""
+    """Start the debugger in the frame that raised, or at the next step if nothing was raised."""
     assert playing.result is not None
     print(playing.result.text)
     if playing.failure is not None:
@@ -172,7 +173,7 @@ def _debug(playing: Replay) -> None:
 
 
 def _drawable(env: Any) -> Any:
-    """The same environment, made so that it gives frames."""
+    """Return the environment, rebuilt if necessary to render frames."""
     if env.render_mode == "rgb_array":
         return env
     if env.spec is None:
@@ -182,7 +183,7 @@ def _drawable(env: Any) -> Any:
 
 
 def _write(drawn: deque[Any], env: Any, path: Path) -> None:
-    from vecenv.tools.watch import write_video
+    from vecenv.tools.video import write_video
 
     if env is not None:
         drawn.append(env.render())

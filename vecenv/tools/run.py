@@ -1,4 +1,4 @@
-"""``vecenv run``: a program as it stands, with vecenv in the place of Gymnasium's engines."""
+"""``vecenv run``: an unchanged program with vecenv in place of Gymnasium's engines."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
 from vecenv.patching import REPORT, install
+from vecenv.planning.independence import MAX_STEPS
 from vecenv.tools import CliError, one_line
 
 _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "generators")
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
-    """Check everything, put vecenv in place, and return what runs the program.
+    """Check everything, install vecenv, and return a function that runs the program.
 
-    What the program raises, ``SystemExit`` included, comes out of that, and a traceback begins in the program.
+    The function raises the program's own exceptions, including ``SystemExit``, with tracebacks that begin in the program.
 
     Raises:
-        CliError: There is no such program; an option has no meaning.
+        CliError: There is no such program, or an option has an invalid value.
     """
     words = arguments.program if arguments.module is None else arguments.module
     if not words:
@@ -43,13 +44,15 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
         given = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
         given = given or "one worker for each environment"
         print(f"vecenv run: gymnasium.vector.{replaced} vecenv's ({given})", file=sys.stderr)
+        if defaults.get("num_workers") == "auto":
+            print(f"vecenv run: auto first tries environments in temporary processes, <= {MAX_STEPS} steps", file=sys.stderr)
         atexit.register(_report, os.getpid())
     sys.argv = list(words)
     return start
 
 
 def _report(pid: int) -> None:
-    if os.getpid() == pid:  # and not in a process that the program forked
+    if os.getpid() == pid:  # not in a process that the program forked
         print(f"vecenv run: {REPORT}", file=sys.stderr)
 
 
@@ -66,8 +69,8 @@ def _workers(text: str) -> int | str:
 
 
 def _file(name: str) -> Callable[[], None]:
-    """What runs a file as ``python NAME`` does: source, bytecode, or a folder or archive with a ``__main__`` in it."""
-    path = os.path.join(os.getcwd(), name)  # links stay in `__file__`, and are followed for `sys.path[0]`
+    """Return a function that runs a file like ``python NAME``: source, bytecode, or a folder or zip with ``__main__``."""
+    path = os.path.join(os.getcwd(), name)  # `__file__` keeps links, `sys.path[0]` follows them
     if os.path.isdir(path) or zipfile.is_zipfile(path):
         return _container(name, path)
     if not os.path.isfile(path):
@@ -82,7 +85,7 @@ def _file(name: str) -> Callable[[], None]:
     def code() -> CodeType:
         if kind is SourcelessFileLoader:
             return loader.get_code("__main__")  # type: ignore[no-any-return]
-        # `dont_inherit`: what this module imports from __future__ is not meant for the program
+        # `dont_inherit`: this module's __future__ imports must not apply to the program
         return compile(source, path, "exec", dont_inherit=True)
 
     def run() -> None:
@@ -100,7 +103,7 @@ def _container(name: str, path: str) -> Callable[[], None]:
         raise CliError(f"no such program: {name} is {kind} without __main__.py")
 
     def run() -> None:
-        if sys.flags.safe_path:  # where a folder or archive is run, Python searches it all the same
+        if sys.flags.safe_path:  # Python searches a folder or archive that it runs, even then
             sys.path.insert(0, path)
         _search_first(path)
         _execute_spec(found)
@@ -109,7 +112,7 @@ def _container(name: str, path: str) -> Callable[[], None]:
 
 
 def _module(name: str) -> Callable[[], None]:
-    """What runs a module as ``python -m NAME`` does; of a package its ``__main__``."""
+    """Return a function that runs a module like ``python -m NAME``; of a package its ``__main__``."""
     _search_first(os.getcwd())
     try:
         found = importlib.util.find_spec(name)
@@ -130,7 +133,7 @@ def _module(name: str) -> Callable[[], None]:
 
 
 def _search_first(folder: str) -> None:
-    """In the place of what Python itself has put there, for ``vecenv`` or ``python -m vecenv``, unless under ``-P``."""
+    """Replace Python's own first entry of ``sys.path``, for ``vecenv`` or ``python -m vecenv``, unless under ``-P``."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -144,9 +147,9 @@ def _execute_spec(spec: ModuleSpec) -> None:
 
 
 def _execute(code: Callable[[], CodeType], **names: Any) -> None:
-    """Run code as ``__main__``, which it stays: threads and exit handlers of the program may outlive its last line.
+    """Run code as ``__main__``, permanently: threads and exit handlers of the program may outlive its last line.
 
-    ``runpy`` would take the module away again.
+    ``runpy`` would remove the module afterwards.
     """
     main = ModuleType("__main__")
     vars(main).update(names, __builtins__=builtins)
@@ -165,7 +168,7 @@ def _execute(code: Callable[[], CodeType], **names: Any) -> None:
 def _without_us(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
-    """Hand a traceback to the program's hook, from the program's first line on."""
+    """Call the program's hook with a traceback that begins at the program's first line."""
     sys.excepthook, own = hook, traceback
     while own is not None and own.tb_frame.f_code is not _execute.__code__:
         own = own.tb_next
@@ -175,7 +178,7 @@ def _without_us(
 
 
 def add_options(option: Callable[..., Any]) -> None:
-    """Declare what comes before the program; everything behind its name is its own.
+    """Declare the options before the program; all arguments after its name are its own.
 
     Args:
         option: ``ArgumentParser.add_argument``.

@@ -1,4 +1,4 @@
-"""What a benchmark measures: vector environments driven with random actions, and the bare loop over their environments.
+"""The subjects of a benchmark: vector environments driven with random actions, and the bare loop over the same environments.
 
 All runners draw the same actions and the same seeds, so that any two of them do the same work.
 """
@@ -41,7 +41,7 @@ class Unavailable(Exception):
 
 
 class Runner(Protocol):
-    """What a benchmark asks of the candidate that it measures."""
+    """The interface of a candidate that a benchmark measures."""
 
     def run(self, seconds: float) -> float:
         """Work for ``seconds``; returns the units of work per second."""
@@ -51,7 +51,7 @@ class Runner(Protocol):
 
 
 def make_env(env_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
-    """``gymnasium.make``, which also takes ``module:Class`` and knows which package registers ``ALE/`` ids.
+    """Build an environment by ``gymnasium.make`` or from ``module:Class``; imports the package that registers ``ALE/`` ids.
 
     Gymnasium's own warnings are silenced: 64 workers would each print them over the progress bar.
     """
@@ -73,7 +73,7 @@ def make_env(env_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
 
 
 def resolve(env_id: str) -> EnvFn:
-    """The function that makes this environment; unknown ids name close matches.
+    """Return the function that builds this environment; the error for an unknown id names close matches.
 
     Raises:
         CliError: There is no such environment or module.
@@ -124,7 +124,7 @@ def run_for(step: Callable[[], float], seconds: float) -> float:
 
 
 def sample_actions(space: gymnasium.Space[Any], num_envs: int) -> list[Any]:
-    """Batches of random actions for ``num_envs`` environments, the same for every candidate that asks."""
+    """Draw batches of random actions for ``num_envs`` environments, the same for every candidate."""
     batched = batch_space(space, num_envs)
     batched.seed(SEED)
     return [batched.sample() for _ in range(64)]
@@ -133,7 +133,7 @@ def sample_actions(space: gymnasium.Space[Any], num_envs: int) -> list[Any]:
 # --- trajectories -----------------------------------------------------------------------------------
 
 Step = dict[str, Any]
-"""What a reset or a step returned: for each environment a digest of its ``observation``, its ``reward``, ``termination`` and
+"""The result of a reset or a step: for each environment a digest of its ``observation``, its ``reward``, ``termination`` and
 ``truncation``, and one digest of all ``infos``, empty where they are not compared."""
 
 
@@ -166,7 +166,7 @@ def _feed(seen: Any, value: Any) -> None:
 
 
 def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | None:
-    """Where two trajectories part, in words; ``None`` if they never do."""
+    """Describe the first difference of two trajectories; ``None`` if they are equal."""
     for number, (wanted, got) in enumerate(zip(reference, other, strict=False)):
         where = f"at step {number}" if number else "at the reset"
         for name in ("reward", "termination", "truncation", "observation"):
@@ -187,7 +187,7 @@ def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | 
 class VectorRunner:
     """Steps a ``gymnasium.vector.VectorEnv`` with random actions, all environments at once."""
 
-    _unmeasured = 0  # steps before each sample: environments that finished since the last one are no part of it
+    _unmeasured = 0  # steps before each sample: environments that finished since the last one are not part of it
 
     def __init__(self, make_envs: Callable[[], Any]) -> None:
         self.envs = make_envs()
@@ -256,7 +256,7 @@ class FirstReadyVectorRunner(VectorRunner):
         self.envs.reset_async(seed=SEED)
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
-        """As in the base class, without infos: each environment gets its own actions, in their order."""
+        """Return the trajectory without infos: each environment gets its own actions, in their order."""
         self._fresh = False
         space = self.envs.single_action_space
         actions = [list(iterate(batch_space(space, self.num_envs), batch)) for batch in self.actions]
@@ -301,7 +301,7 @@ class BareLoop:
             env.reset(seed=SEED + index)
 
     def step(self, passes: int = 1) -> int:
-        """One step, or one reset, of each environment in each pass; returns how many those are."""
+        """Step or reset each environment once per pass; returns the number of steps and resets."""
         done = self._done
         for _ in range(passes):
             for i, (env, action) in enumerate(zip(self.envs, self._next(), strict=True)):
@@ -322,7 +322,7 @@ class BareLoop:
 
 
 class BarePipes:
-    """What a process per environment costs at least: bare pipes, and the loop ``read, env.step, write`` in each process.
+    """The least cost of a process per environment: bare pipes, and the loop ``read, env.step, write`` in each process.
 
     No observation, reward or flag comes back. The caller writes eight bytes to each process and reads eight from each.
 
@@ -387,7 +387,7 @@ class BareLoops(BarePipes):
 
 
 class BareLockstep(BarePipes):
-    """What a step that waits for all environments costs at least: a process on each core, the caller one of them.
+    """The least cost of a step that waits for all environments: a process on each core, the caller being one of them.
 
     Each has its share of the environments. The caller writes to each of the others, steps its own share, and reads from
     each; both sides poll in place of sleeping. No values travel.
@@ -471,7 +471,7 @@ class Candidate:
     Attributes:
         name: Its short name, for options and JSON.
         label: What the table calls it.
-        build: Pickled, called in the host; returns a :class:`Runner`, or another object that is asked by method and closed.
+        build: Pickled, called in the host; returns a :class:`Runner`, or another object with methods and ``close``.
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
         checked: Its trajectories must equal those of ``SyncVectorEnv``.
         alone: It measures something itself while it starts, and is started before all others for that.
@@ -488,23 +488,27 @@ class Candidate:
 
     @property
     def crowd(self) -> bool:
-        """Whether it lives only while it is measured, because it has many more processes than there are cores.
+        """True for a candidate that lives only while it is measured, since it has many more processes than there are cores.
 
-        On a virtual machine the mere existence of that many address spaces slows down what runs beside them.
+        On a virtual machine the mere existence of that many address spaces slows down everything that runs at the same time.
         """
         return self.processes > max(CROWD, usable_cores())
 
 
 def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
     from vecenv.engine.vector_env import AsyncVectorEnv
+    from vecenv.wrappers.prefetch import EpisodePrefetcher
 
+    if spares := options.get("spare_workers"):
+        others = {name: value for name, value in options.items() if name != "spare_workers"}
+        return EpisodePrefetcher.from_env_fns([env_fn] * num_envs, spares, **others)
     return AsyncVectorEnv([env_fn] * num_envs, **options)
 
 
 def vecenv_candidate(
     name: str, label: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] | None = None, **options: Any
 ) -> Candidate:
-    """The engine with these options, driven by ``runner``; by default all at once, or first-ready with a ``batch_size``."""
+    """Return the engine with these options, run by ``runner``; default: all at once, or first-ready with ``batch_size``."""
     make_envs = partial(_build_vecenv, env_fn, num_envs, options)
     workers = options.get("num_workers")
     processes = num_envs if workers is None else 0 if workers == "auto" else workers
@@ -521,7 +525,7 @@ def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
 
 
 def gymnasium_candidate(name: str, kind: str, env_fn: EnvFn, num_envs: int) -> Candidate:
-    """One of Gymnasium's vector environments."""
+    """Return one of Gymnasium's vector environments."""
     processes = num_envs if kind == "AsyncVectorEnv" else 0
     build = partial(VectorRunner, partial(_build_gymnasium, kind, env_fn, num_envs))
     return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", processes=processes)
@@ -545,7 +549,7 @@ _BOUNDS: Final = {
 
 
 def bound_candidate(name: str, env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
-    """An upper bound in ``workers`` processes (no more than there are environments), each with its share."""
+    """Return an upper bound in ``workers`` processes (at most one per environment), each with its share."""
     (label, kind), shares = _BOUNDS[name], _shares(num_envs, workers)
     where = "one process per env" if kind is BarePipes else _count(len(shares), "process")
     processes = len(shares) - (kind is BareLockstep)
@@ -553,7 +557,7 @@ def bound_candidate(name: str, env_fn: EnvFn, num_envs: int, workers: int) -> Ca
 
 
 def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    """The rows of the main table, best known first."""
+    """Return the rows of the main table, best known first."""
     workers = min(workers, num_envs)
     share, half = max(1, workers - 1), max(1, num_envs // 2)
     ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
@@ -572,7 +576,7 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
 
 
 def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int]) -> list[Candidate]:
-    """The main table without first-ready, and with a row for each number of workers instead of one."""
+    """Return the main table without first-ready, with one row per number of workers."""
     rows = default_candidates(env_fn, num_envs, max(worker_counts))
     fixed = [
         vecenv_candidate(f"workers-{count}", f"vecenv, {_count(count, 'worker')}", env_fn, num_envs, num_workers=count)

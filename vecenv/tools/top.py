@@ -1,9 +1,8 @@
 """``vecenv top``: the workers of running programs, as a live table or as one snapshot.
 
-Two states of the file that a program writes (:mod:`vecenv.engine.published`) give the rates of the time between them. What
-the kernel says about a worker's process gives its state. The programs themselves are not asked anything, so a program that
-hangs is shown as well as one that runs. Drawing is a function of the rows, the view and the height, so that tests need no
-terminal.
+Rates come from two states of the file that a program writes (:mod:`vecenv.engine.published`), and a worker's state from the
+kernel's data about its process. The programs themselves receive no request, so a program that hangs is visible too.
+Drawing is a function of the rows, the view and the height, so that tests need no terminal.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 
 _HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _LONGEST_NAME: Final = 80
-_LATE: Final = 1.5  # seconds without an answer that are worth a word, and after which old rates hold no more
-_WAITS: Final = 0.95  # share of the time outside environments above which a worker that steps is said to wait
+_LATE: Final = 1.5  # seconds without a reply after which a note is shown, and old rates are no longer valid
+_WAITS: Final = 0.95  # share of the time outside environments above which a stepping worker counts as waiting
 _HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
 
@@ -40,17 +39,16 @@ class WorkerRow:
     """One worker between two readings.
 
     Attributes:
-        index, pid: Which; the caller's own share has the program's pid.
+        index, pid: The worker and its process; the caller's own share has the program's pid.
         kind: ``"process"`` or ``"caller"``.
-        state: ``"stepping"``: it has made steps; ``"waiting"``: it has, in under a twentieth
-            of the time; ``"busy"``: it computes, and made none; ``"idle"``; ``"stopped"`` (by
-            SIGSTOP); ``"dead"``.
+        state: ``"stepping"``: it made steps; ``"waiting"``: it made steps in under a twentieth of the time; ``"busy"``: it
+            computes, but made none; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
         envs: (first, last) of its environments.
-        steps_per_second: Of its environments together.
-        waiting: Share of the time that it was not inside an environment, 0 to 1.
-        slowest_env: The environment whose latest sampled step took longest, ``None`` before the first sample.
-        slowest_env_seconds: How long that step took.
-        restarts: How often its process was replaced since the program began to publish.
+        steps_per_second: The steps of all its environments.
+        waiting: The share of the time that it was not inside an environment, 0 to 1.
+        slowest_env: The environment with the longest latest sampled step, ``None`` before the first sample.
+        slowest_env_seconds: The duration of that step.
+        restarts: The number of times its process was replaced since the program began to publish.
     """
 
     index: int
@@ -70,12 +68,12 @@ class ProgramRow:
     """One vector environment of a running program.
 
     Attributes:
-        name, pid, num_envs: Which.
-        steps_per_second: Of all workers.
-        waiting: Share of the time that the program waited for its workers, 0 to 1.
-        since_answer: Seconds since the program took in an answer, up to half a second too many.
+        name, pid, num_envs: The program, and its number of environments.
+        steps_per_second: The steps of all workers.
+        waiting: The share of the time that the program waited for its workers, 0 to 1.
+        since_answer: Seconds since the program received a result, up to half a second too many.
         resets, restarts, errors: Counts, as in ``envs.stats()``.
-        workers: A row each.
+        workers: One row per worker.
     """
 
     name: str
@@ -91,24 +89,24 @@ class ProgramRow:
 
 
 class Watcher:
-    """Reads all programs again and again; each :meth:`read` covers the time since the one before.
+    """A reader of all programs; each :meth:`read` covers the time since the previous one.
 
     Args:
         pid: Only this program.
 
     Attributes:
-        left_out: A word on each file that cannot be read.
+        left_out: The reason for each file that cannot be read.
     """
 
     def __init__(self, pid: int | None = None) -> None:
         self.left_out: list[str] = []
         self._pid = pid
-        self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the state before, and this one
+        self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the previous state, and the latest one
 
     def read(self) -> list[ProgramRow]:
-        """The programs that there are, in the order of their ids and ages.
+        """Return the running programs, sorted by process id and age.
 
-        One that was not there at the last reading is shown over the time since it began to publish.
+        A program that is new since the last reading is shown over the time since it began to publish.
         """
         now: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}
         self.left_out = []
@@ -116,7 +114,7 @@ class Watcher:
             pid = int(path.name.partition("-")[0])
             if self._pid not in (None, pid):
                 continue
-            with contextlib.suppress(OSError):  # gone
+            with contextlib.suppress(OSError):  # the file was removed
                 try:
                     stats = PublishedStats.read(path)
                 except BadFile as error:
@@ -133,7 +131,7 @@ def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     if before is not None and (before.began != now.began or len(before.workers) != len(now.workers)):
         before = None
     since_answer = max(time.monotonic() - now.at, 0.0)
-    if since_answer > _LATE:  # nothing has happened since
+    if since_answer > _LATE:  # the program has made no progress since
         before = now
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
     earlier = {worker.index: worker for worker in before.workers} if before else {}
@@ -172,7 +170,7 @@ def _state(worker: PublishedWorker, *, stepped: bool, waiting: float) -> str:
     return "busy" if state[0] == "R" and worker.kind == "process" else "idle"
 
 
-# --- what is shown ----------------------------------------------------------------------------------
+# --- the display ------------------------------------------------------------------------------------
 
 _ORDERS: Final[dict[str, Callable[[WorkerRow], Any]]] = {
     "worker": lambda worker: 0,
@@ -188,15 +186,15 @@ _PAGES: Final = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
 
 @dataclass
 class View:
-    """What the keys have chosen: the order of the workers, and the first one that is shown."""
+    """The choices made with keys: the order of the workers, and the first visible one."""
 
     order: str = "worker"
     first: int = 0
-    room: int = 1  # workers that the latest picture had room for
+    room: int = 1  # the number of workers that fit into the latest display
     ended: bool = False
 
     def press(self, keys: bytes) -> None:
-        """Follow what was typed: ``s`` sorts by the next column, arrows and pages move, ``q`` ends."""
+        """Process keys: ``s`` sorts by the next column, arrows and pages move, ``q`` ends."""
         while keys:
             key = next((known for known in (*_MOVES, *_PAGES) if keys.startswith(known)), keys[:1])
             keys = keys[len(key) :]
@@ -208,19 +206,19 @@ class View:
 
 
 def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None = None, height: int = 0) -> RenderableType:
-    """The summaries of all programs, and below them their workers as one table.
+    """Return the summaries of all programs, followed by one table of their workers.
 
     Args:
         rows: The programs.
-        left_out: A word on each file that cannot be read.
-        view: What the keys have chosen, which is moved to where there are workers; ``None``: all workers.
-        height: Lines that there are.
+        left_out: The reason for each file that cannot be read.
+        view: The choices made with keys, limited here to existing workers; ``None``: all workers.
+        height: The number of available lines.
     """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    def line(text: str, style: str = "") -> Text:  # and no markup: names are the programs' own
+    def line(text: str, style: str = "") -> Text:  # without markup: names come from the programs
         return Text(text, style, no_wrap=True, overflow="ellipsis")
 
     words = [line(f"Left out: {word}.", "dim") for word in left_out]
@@ -247,13 +245,13 @@ def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None 
 
 
 def _plain(name: str) -> str:
-    """A name that does nothing to a terminal."""
+    """Shorten a name and escape characters that affect a terminal."""
     short = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in short)
 
 
 def _summary(program: ProgramRow) -> tuple[str, str]:
-    """A program as a whole, in two lines of a narrow terminal."""
+    """Summarize a program in two lines of a narrow terminal."""
     late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
     return (
         f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}",
@@ -263,7 +261,7 @@ def _summary(program: ProgramRow) -> tuple[str, str]:
 
 
 def _cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
-    """A worker's line of the table."""
+    """Return the cells of a worker's line in the table."""
     from rich.text import Text
 
     first, last = worker.envs
@@ -288,13 +286,13 @@ def _duration(seconds: float) -> str:
 def main(arguments: argparse.Namespace) -> int:
     """a live table of the workers of running programs
 
-    Shows the workers of every program of this user that publishes its figures: one that has called envs.publish_stats(), or
+    Shows the workers of every program of this user that publishes its statistics: one that called envs.publish_stats(), or
     was started with VECENV_TOP=1. Keys: s sorts by the next column, arrows and pages move, q or Ctrl-C ends.
 
     Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.
     """
     if not available():
-        raise CliError("vecenv top needs Linux; envs.stats() gives the figures in the program itself")
+        raise CliError("vecenv top needs Linux; envs.stats() returns the statistics in the program itself")
     watcher = Watcher(arguments.pid)
     if not arguments.json:
         require("top", "rich")
@@ -327,10 +325,10 @@ def _show(watcher: Watcher, interval: float) -> int:
     console = Console()
     if not (console.is_terminal and sys.stdin.isatty()):
         raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` gives the terminal back, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` then restores the terminal too
     view, rows = View(), watcher.read()
     with (
-        contextlib.suppress(KeyboardInterrupt),  # the way to end it
+        contextlib.suppress(KeyboardInterrupt),  # Ctrl-C ends it
         _keys() as wait,
         Live(draw(rows, watcher.left_out, view, console.height), console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -345,14 +343,14 @@ def _show(watcher: Watcher, interval: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """A function that waits for some seconds and returns what was typed; the terminal is as before afterwards."""
+    """Yield a function that waits some seconds and returns the keys typed; restores the terminal afterwards."""
     import termios
     import tty
 
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     try:
-        tty.setcbreak(terminal, termios.TCSADRAIN)  # what was typed while this started is kept
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # keeps keys typed during the start
         yield lambda seconds: os.read(terminal, 64) if select.select([terminal], [], [], seconds)[0] else b""
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)

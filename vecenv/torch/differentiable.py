@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from vecenv.backends.jax_native import JaxVectorEnv, functional_of
+from vecenv.backends.jax_native import JaxVectorEnv, parse_functional
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import keys_from
@@ -33,7 +33,7 @@ __all__ = ["DifferentiableEnv", "TorchState", "differentiable"]
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """Where a leaf sits in its packed tensor: columns ``start:stop``, then reshaped to ``shape``."""
+    """The place of a leaf in its packed tensor: columns ``start:stop``, then reshaped to ``shape``."""
 
     start: int
     stop: int
@@ -72,7 +72,7 @@ class TorchState:
         return self._env._field(self, name)
 
     def detach(self) -> TorchState:
-        """The same state, cut off from the actions that led to it."""
+        """Return the same state, cut off from the actions that led to it."""
         return TorchState(self._env, self.packed.detach(), self.integers)
 
     def __reduce__(self) -> Any:
@@ -108,7 +108,7 @@ class DifferentiableEnv:
 
     @functools.cached_property
     def device(self) -> Any:
-        """Where JAX's arrays are, as torch says it."""
+        """The device of JAX's arrays, as a torch device."""
         return torch.from_dlpack(jnp.zeros(1)).device
 
     def reset(self, seed: int | None = None) -> TorchState:
@@ -116,27 +116,23 @@ class DifferentiableEnv:
         return self.wrap(self.functional.begin(jnp.asarray(keys_from(seed, self.num_envs))))
 
     def wrap(self, state: EnvState) -> TorchState:
-        """A JAX state as a torch state, without gradient history."""
+        """Convert a JAX state to a torch state, without gradient history."""
         packed, integers = self._jitted_pack(state)
         return TorchState(self, torch.from_dlpack(packed), torch.from_dlpack(integers))
 
     def unwrap(self, state: TorchState) -> EnvState:
-        """A torch state as a JAX state."""
+        """Convert a torch state to a JAX state."""
         return self._unpack(_borrow(state.packed), _borrow(state.integers))
 
     def state(self, packed: Tensor, integers: Tensor) -> TorchState:
-        """The state of these two tensors, as :class:`TorchState` has them.
-
-        Raises:
-            ValueError: They are not of this environment.
-        """
+        """Return the state of these two tensors; see :class:`TorchState`."""
         for tensor, width in ((packed, self.widths[0]), (integers, self.widths[1])):
             if tensor.shape != (self.num_envs, width):
                 raise ValueError(f"a tensor {[self.num_envs, width]} is wanted, got {list(tensor.shape)}")
         return TorchState(self, packed, integers)
 
     def step(self, state: TorchState, action: Tensor) -> TorchState:
-        """One step of every environment.
+        """Step every environment once.
 
         Args:
             state: From ``reset`` or ``step``; stepping it twice gives two branches.
@@ -188,7 +184,7 @@ class DifferentiableEnv:
         return jax.tree.unflatten(self._structure, leaves)  # type: ignore[no-any-return]
 
     def _field(self, state: TorchState, name: str) -> Any:
-        """One field of ``state``: slices of the packed tensors."""
+        """Return one field of ``state``: slices of the packed tensors."""
 
         def tensor(slot: _Slot) -> Tensor:
             if slot.floating:
@@ -211,18 +207,18 @@ class DifferentiableEnv:
 
 
 def _key_kind(leaf: Any) -> str | None:
-    """The name of the generator of a typed random key; ``None`` of another array."""
+    """Return the name of the generator of a typed random key; ``None`` for another array."""
     return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
 
 
 def _recast(leaf: Any, dtype: Any) -> Any:
-    """Integers and flags in another dtype; unsigned ones keep their bits."""
+    """Convert integers and flags to another dtype; unsigned ones keep their bits."""
     if leaf.dtype.itemsize == jnp.dtype(dtype).itemsize and "u" in (np.dtype(leaf.dtype).kind, np.dtype(dtype).kind):
         return jax.lax.bitcast_convert_type(leaf, dtype)
     return leaf.astype(dtype)
 
 
-_autograd: Any = torch.autograd  # whose types differ from version to version
+_autograd: Any = torch.autograd  # its types differ from version to version
 
 
 class _Step(_autograd.Function):  # type: ignore[misc]
@@ -249,7 +245,7 @@ class _Step(_autograd.Function):  # type: ignore[misc]
 
 
 def differentiable(env: Any, num_envs: int = 1, **options: Any) -> DifferentiableEnv:
-    """An environment that torch can differentiate through, over any number of steps.
+    """Build an environment that torch can differentiate through, over any number of steps.
 
     Args:
         env: A :class:`~vecenv.jax.FunctionalVectorEnv` or ``JaxVectorEnv`` (then nothing else may be given), or what
@@ -275,7 +271,7 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
     recipe = env, num_envs
     if isinstance(env, JaxVectorEnv):
         env = env.functional
-    functional = functional_of(env, num_envs, None, options)
+    functional = parse_functional(env, num_envs, None, options)
     require_gradient(functional)
     again = functools.partial(differentiable, **options)
     return DifferentiableEnv(functional, (again, recipe))
@@ -286,11 +282,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _borrow(tensor: Tensor) -> Any:
-    """A tensor's memory as a JAX array, not copied where XLA can read it."""
+    """Return a tensor's memory as a JAX array, not copied if XLA can read it."""
     tensor = tensor.detach().contiguous()
     return jax.dlpack.from_dlpack(tensor if tensor.data_ptr() % 64 == 0 else tensor.clone())
 
 
 def _owned(tensor: Tensor) -> Any:
-    """A copy: the backward pass reads it again, and the caller may have written to the tensor by then."""
+    """Return a copy, because the backward pass reads it again, and the caller may have written to the tensor by then."""
     return _borrow(tensor.detach().clone(memory_format=torch.contiguous_format))

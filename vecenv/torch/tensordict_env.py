@@ -1,4 +1,4 @@
-"""``TensorDictEnv``: JAX-native environments as a TorchRL environment whose state is in the TensorDict.
+"""``TensorDictEnv``: JAX-native environments as a TorchRL environment with its state in the TensorDict.
 
 The state goes in and out as two tensors, so a TensorDict can be stepped twice, kept, and returned to, and gradients go
 through whatever torch does with it: the masks of TorchRL's resets choose rows of tensors, and leave the gradient of the
@@ -19,17 +19,25 @@ from tensordict import TensorDict
 from torchrl.data.tensor_specs import Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.torchrl import codec_of
-from vecenv.backends.jax_native import functional_of
+from vecenv.adapters.torchrl import make_codec
+from vecenv.backends.jax_native import parse_functional
 from vecenv.jax.env import EnvState
 from vecenv.jax.functional import FunctionalVectorEnv
 from vecenv.jax.interop import keys_from
-from vecenv.jax.libraries import differentiability, require_gradient
+from vecenv.jax.libraries import available_envs, differentiability, require_gradient
+from vecenv.system.reporting import warn
 from vecenv.torch.differentiable import DifferentiableEnv, TorchState, torch_dtype
 
 __all__ = ["TensorDictEnv"]
 
 _TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next", "state", "_reset", "_step"})
+
+
+class _AvailableEnvs:
+    """The attribute ``available_envs`` of a class and of its objects."""
+
+    def __get__(self, instance: Any, owner: Any) -> list[str]:
+        return [name for names in available_envs().values() for name in names]
 
 
 class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
@@ -40,29 +48,31 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     with respect to all actions before them. Rows that are over stay as they are and pay 0 until they are reset; a
     ``"_reset"`` mask leaves the others' gradient alone.
 
-    A reset of some rows goes on to the next episode of each row's own stream, of which the object keeps count.
+    A reset of some rows starts the next episode of each row's own stream, of which the object keeps count.
     ``set_seed(s)`` is of the next reset of all rows: the i-th then has the key ``jax.random.key(s + i)``.
 
-    It can be pickled and copied, if what it was made of can.
+    It can be pickled and copied if its parts can.
 
     Args:
         env: A name of Brax or Playground, or an environment that :func:`vecenv.jax.adapt` takes.
         batch_size: Any shape, ``()`` too.
-        requires_grad: ``True``: refuse an environment without a gradient; ``False``: give no gradients; ``None``: those that
-            there are.
+        requires_grad: ``True``: refuse an environment without a gradient, and warn if it is always 0; ``False``: give no
+            gradients; ``None``: those that there are.
         device: Where tensors go; they are carried to JAX's device and back if that is another.
         categorical_action_encoding: Discrete spaces as integers, not one-hot.
         allow_done_after_reset: As everywhere in TorchRL.
+        from_pixels: Only ``False``, as in TorchRL's ``BraxEnv``.
         **options: Those of :class:`vecenv.jax.FunctionalVectorEnv`, except for ``autoreset_mode``; others go to the named
             environment, as ``backend="spring"``.
 
     Attributes:
         functional: The :class:`vecenv.jax.FunctionalVectorEnv` beneath, its rows in one line.
+        available_envs: The names of Brax and Playground, of the class or an object.
 
     Raises:
         gymnasium.error.NameNotFound: No such environment.
         ValueError: ``requires_grad=True`` and no gradient; the message names the cure.
-        NotImplementedError: Dict or Tuple actions.
+        NotImplementedError: Dict or Tuple actions, or ``from_pixels=True``.
 
     Example::
 
@@ -72,10 +82,15 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         (-data["next", "reward"].mean()).backward()
     """
 
+    available_envs = _AvailableEnvs()
+
     def __init__(
         self, env: Any, batch_size: Any = (), *, requires_grad: bool | None = None, device: Any = "cpu",
-        categorical_action_encoding: bool = False, allow_done_after_reset: bool = False, **options: Any,
+        categorical_action_encoding: bool = False, allow_done_after_reset: bool = False, from_pixels: bool = False,
+        **options: Any,
     ) -> None:  # fmt: skip
+        if from_pixels:
+            raise NotImplementedError("from_pixels=True: observations are those of the environment, not images")
         batch = torch.Size(batch_size)
         super().__init__(device=device, batch_size=batch, allow_done_after_reset=allow_done_after_reset)
         self._made_of: dict[str, Any] = {
@@ -84,9 +99,12 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             "allow_done_after_reset": allow_done_after_reset, **options,
         }  # fmt: skip
         self.functional = _functional(env, max(batch.numel(), 1), options)
-        if requires_grad:
+        found = differentiability(self.functional)
+        if requires_grad and found == "zero":
+            warn(f"a step of {getattr(self.functional.single_env, 'name', env)} has a gradient of 0 for every action")
+        elif requires_grad:
             require_gradient(self.functional)
-        self.requires_grad_of_actions = requires_grad is not False and differentiability(self.functional) == "reverse"
+        self.requires_grad_of_actions = bool(requires_grad) or (requires_grad is None and found == "reverse")
         self._inner = DifferentiableEnv(self.functional, (), gradients=self.requires_grad_of_actions)
         self._seed_next: int | None = None
         self._begun: EnvState | None = None  # every row's latest start
@@ -98,8 +116,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         if isinstance(single.single_action_space, spaces.Dict | spaces.Tuple):
             raise NotImplementedError(f"actions have to be one tensor, and these are {single.single_action_space}")
         names = {key: f"observation_{key}" if key in _TAKEN else key for key in map(str, _entries(single))}
-        self._observations = codec_of(single.single_observation_space, 1, onehot, names.__getitem__)
-        self._actions = codec_of(single.single_action_space, 1, onehot)
+        self._observations = make_codec(single.single_observation_space, 1, onehot, names.__getitem__)
+        self._actions = make_codec(single.single_action_space, 1, onehot)
         self._as_given = isinstance(single.single_action_space, spaces.Box)
         spec = self._spread(self._observations.spec)
         shown = dict(spec.items()) if _entries(single) else {"observation": spec}
@@ -115,7 +133,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self.done_spec = Composite(flags, shape=batch, device=device)
 
     def _spread(self, spec: Any) -> Any:
-        """The spec of one row (with an axis of one) as that of the batch."""
+        """Return the spec of one row (with an axis of one) as that of the batch."""
         return spec[0].expand(*self.batch_size, *spec.shape[1:]) if self.batch_size else spec[0]
 
     # -- what TorchRL calls ------------------------------------------------------------------------------------------
@@ -135,7 +153,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return self._begun
 
     def _begin(self, seed: int | None) -> None:
-        """All rows at the start of an episode: of the seed, or the next of their streams."""
+        """Return all rows at the start of an episode: of the seed, or the next of their streams."""
         seed = self._seed_next if seed is None else seed
         self._seed_next = None
         n = self.functional.num_envs
@@ -173,7 +191,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     # -- states ------------------------------------------------------------------------------------------------------
 
     def state_of(self, tensordict: Any) -> TorchState:
-        """The state in a TensorDict with all its fields (``episode_return``, ``info``, ``inner``, ...), rows in one line."""
+        """Return the state in a TensorDict with all its fields (``episode_return``, ``info``, ...), rows in one line."""
         n = self.functional.num_envs
         device = self._inner.device
         packed, integers = (
@@ -183,7 +201,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return self._inner.state(packed, integers)
 
     def tensordict_of(self, state: TorchState) -> Any:
-        """A state as what ``reset`` returns, on the environment's device; the other way of :meth:`state_of`."""
+        """Convert a state to the result of ``reset``, on the environment's device; the inverse of :meth:`state_of`."""
         observations = self._observations.encode(state.obs)
         shown = observations if _entries(self.functional) else {"observation": observations}
         flags = {name: getattr(state, name).unsqueeze(-1) for name in ("done", "terminated", "truncated")}
@@ -195,13 +213,13 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return TensorDict(found, batch_size=self.batch_size, device=self.device)
 
     def _out(self, leaf: Any) -> Any:
-        """Rows in one line as the batch has them, on the environment's device."""
+        """Reshape rows in one line to the batch's shape, on the environment's device."""
         if isinstance(leaf, dict):
             return {name: self._out(inner) for name, inner in leaf.items()}
         leaf = leaf.reshape((*self.batch_size, *leaf.shape[1:]))
         return leaf if self.device is None else leaf.to(self.device)
 
-    # -- beside ------------------------------------------------------------------------------------------------------
+    # -- other methods -------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: Any) -> TensorDictEnv:
         made_of = {**self._made_of, "device": self.device, "env": self.functional}  # which is compiled already
@@ -234,11 +252,11 @@ def _functional(env: Any, n: int, options: dict[str, Any]) -> FunctionalVectorEn
             raise ValueError(f"{env!r} resets its rows itself, or has other rows: give the environment that it was made of")
         return env
     if "autoreset_mode" in options:
-        raise TypeError("autoreset_mode is no option here: TorchRL resets the rows that are over")
-    return functional_of(env, n, None, {**options, "autoreset_mode": AutoresetMode.DISABLED})
+        raise TypeError("autoreset_mode is not an option here: TorchRL resets the rows that are over")
+    return parse_functional(env, n, None, {**options, "autoreset_mode": AutoresetMode.DISABLED})
 
 
 def _entries(functional: FunctionalVectorEnv) -> tuple[Any, ...]:
-    """The entries of a Dict of observations; nothing for other spaces."""
+    """Return the entries of a Dict of observations; nothing for other spaces."""
     space = functional.single_observation_space
     return tuple(space.spaces) if isinstance(space, spaces.Dict) else ()

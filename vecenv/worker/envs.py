@@ -1,50 +1,56 @@
-"""What environments have to be: what every worker is told of them, and what is said of one that is something else."""
+"""Functions that build the environments of a worker and check their results.
+
+Recordings pickle :class:`WorkerPlan` and :class:`Expected`: a renamed class, field or ``_expected`` makes old files
+unreadable.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import gymnasium
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.link.messages import dumps_by_value
 from vecenv.shm.layout import Layout
-from vecenv.system.generators import GeneratorsOption
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The spaces every environment must have; ``mode`` is the ``observation_mode`` of the vector environment."""
+    """The spaces that every environment must have; ``mode`` is the ``observation_mode`` of the vector environment."""
 
     mode: Any
     observation_space: gymnasium.Space[Any]
     action_space: gymnasium.Space[Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A spawned worker's environments have come by value, and so have to be the classes of their spaces."""
+        """Pickle the spaces by value, so that their classes equal those of the environments, which travel by value too."""
         return _expected, (dumps_by_value((self.mode, self.observation_space, self.action_space)),)
 
-    def mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
-        """``(which, got)`` if a space of ``env`` does not go with the others."""
+    def find_mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
+        """Return the kind of mismatch and the repr of the wrong space, or ``None``.
+
+        The kind is ``"observation"``, ``"shape"`` (no ``observation_mode`` could batch that space) or ``"action"``.
+        """
         if isinstance(self.mode, str) and self.mode == "same":
-            fits = env.observation_space == self.observation_space
+            matches = env.observation_space == self.observation_space
         else:
-            fits = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
-        if not fits:
-            return "observation" if self._batches(env.observation_space) else "shape", repr(env.observation_space)
+            matches = is_space_dtype_shape_equiv(env.observation_space, self.observation_space)
+        if not matches:
+            return "observation" if self._can_batch(env.observation_space) else "shape", repr(env.observation_space)
         if env.action_space != self.action_space:
             return "action", repr(env.action_space)
         return None
 
-    def _batches(self, space: gymnasium.Space[Any]) -> bool:
-        """Whether some mode can batch a space with the others, or it is not known."""
-        with contextlib.suppress(Exception):  # of a space's own class
+    def _can_batch(self, space: gymnasium.Space[Any]) -> bool:
+        """True unless ``space`` is known to fit no ``observation_mode``."""
+        with contextlib.suppress(Exception):  # raised by a custom space
             return is_space_dtype_shape_equiv(space, self.observation_space)
         return True
 
@@ -55,20 +61,16 @@ def _expected(blob: bytes) -> Expected:
 
 @dataclass(slots=True)
 class WorkerPlan:
-    """What every worker of one vector environment is sent alike.
+    """The settings that all workers of a vector environment share.
 
     Attributes:
-        layout: What lies where in the shared block.
-        autoreset_mode: What to do when an episode ends.
+        layout: Layout of the shared block.
+        autoreset_mode: When a finished episode is reset.
         expected: The spaces to check every environment against.
-        registered: (space, memory) of a custom space with shared-memory functions of its own.
-        threads: At most that many threads for BLAS, OpenMP and torch in a worker; ``None``: as they come.
-        strict: An observation that loses finite numbers in the cast to its space is an error and not a warning.
-        ragged: Info values of one key that do not go together become an object array.
-        env_threads: That many environments of a worker are run at the same time.
-        overlaps: With ``env_threads``: each message is about one row, and is answered when that is done.
-        generators: What environments draw from by ``random``, ``numpy.random`` and torch: ``"shared"`` or ``"own"``.
-        ahead: Each worker has one environment, which may begin episodes ahead of time, of any row.
+        registered: Space and memory, for a custom space with its own shared-memory functions.
+        threads: Limit of the BLAS, OpenMP and torch threads in a worker; ``None`` for their defaults.
+        env_threads: Number of environments that a worker steps at the same time.
+        refuses_finished: Without autoreset, stepping a finished environment is an error; otherwise one warning.
     """
 
     layout: Layout
@@ -76,69 +78,92 @@ class WorkerPlan:
     expected: Expected
     registered: tuple[Any, Any] | None = None
     threads: int | None = None
-    strict: bool = False
-    ragged: bool = False
     env_threads: int = 1
-    overlaps: bool = False
-    ahead: bool = False
-    generators: GeneratorsOption = "shared"
+    refuses_finished: bool = False
 
 
-_NEEDED: Final = ("reset", "step", "close", "observation_space", "action_space")
+_REQUIRED_ATTRIBUTES: Final = ("reset", "step", "close", "observation_space", "action_space")
 
 
-def made_by(env_fn: Callable[[], Any], env: int) -> Any:
-    """What ``env_fns[env]`` builds.
+def build_env(env_fn: Callable[[], Any], index: int) -> Any:
+    """Call ``env_fn`` and check that it returned an environment.
+
+    Args:
+        env_fn: The function at ``env_fns[index]``.
+        index: Its index, for error messages.
 
     Raises:
-        TypeError: Nothing came back, or something that is no environment.
+        TypeError: It returned something else.
     """
-    made = env_fn()
-    if made is None:
-        raise TypeError(f"env_fns[{env}]() gave None, wanted an environment: is a `return` missing?")
-    if isinstance(made, gymnasium.Env):
-        return made
-    if hasattr(made, "possible_agents"):
-        raise TypeError(f"env_fns[{env}]() gave an environment of PettingZoo: vecenv.MultiAgentVecEnv takes these")
-    if missing := [name for name in _NEEDED if not hasattr(made, name)]:
-        raise TypeError(f"env_fns[{env}]() gave a {type(made).__name__} without {missing[0]}, wanted a gymnasium.Env")
-    return made
+    env = env_fn()
+    if isinstance(env, VectorEnv):
+        with contextlib.suppress(Exception):
+            env.close()
+        raise TypeError(
+            f"env_fns[{index}]() returned a {type(env).__name__}, a vector environment of {env.num_envs}: each function "
+            "must build one environment. Give the functions of all of them to one vector environment; with num_workers=N, N "
+            "processes step several each"
+        )
+    if env is None:
+        raise TypeError(f"env_fns[{index}]() returned None instead of an environment: is a `return` missing?")
+    if isinstance(env, gymnasium.Env):
+        return env
+    if hasattr(env, "possible_agents"):
+        raise TypeError(f"env_fns[{index}]() returned a PettingZoo environment: use vecenv.MultiAgentVecEnv instead")
+    if missing := [name for name in _REQUIRED_ATTRIBUTES if not hasattr(env, name)]:
+        raise TypeError(
+            f"env_fns[{index}]() returned {type(env).__name__}, which has no `{missing[0]}`: expected a gymnasium.Env"
+        )
+    return env
 
 
-def called(env: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """``env.get_wrapper_attr(name)``, called if it can be."""
+def same_object_error(indices: Sequence[int], env: Any) -> ValueError:
+    """Return the error for two functions that returned the same environment."""
+    first, second = sorted(indices)
+    name = type(getattr(env, "unwrapped", env)).__name__
+    return ValueError(
+        f"env_fns[{first}]() and env_fns[{second}]() returned the same object, a {name}, so they would step one "
+        "environment twice. Each function must build a new environment: write `lambda: gymnasium.make(...)`, or the "
+        "constructor, in place of `lambda: env`"
+    )
+
+
+def call_env(env: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """Call a method of an environment or one of its wrappers; return an attribute that is not callable."""
     attribute = env.get_wrapper_attr(name)
     return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
-def observation_and_info(returned: Any, env: int) -> tuple[Any, Any]:
-    """What a reset has returned, if that is what it has to be: an array of two numbers could be taken apart, too.
+def unpack_reset(returned: Any, index: int) -> tuple[Any, Any]:
+    """Unpack the return value of ``env.reset()`` into observation and info.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: It is not a tuple or list of two.
     """
+    # plain unpacking would accept an array of two numbers, the observation of an environment with the old API
     if not isinstance(returned, (tuple, list)):
         got = f"one {type(returned).__name__}"
     elif len(returned) == 2:
         return returned[0], returned[1]
     else:
         got = f"{len(returned)} value{'s' * (len(returned) != 1)}"
-    raise TypeError(f"env {env}: reset returned {got}, wanted (observation, info)")
+    raise TypeError(f"env {index}: reset returned {got}, expected (observation, info)")
 
 
-_UNPACKED: Final = {  # what Python says where five values are wanted -> what there was
+_UNPACKING_ERRORS: Final = {  # Python's message if it cannot unpack five values -> what step() returned
     r"not enough values to unpack \(expected 5, got (\d)\)": r"\1 values",
     r"too many values to unpack": "more than 5 values",
     r"cannot unpack non-iterable (\S+) object": r"one \1",
 }
 
 
-def misreturned(error: BaseException, env: int) -> TypeError | None:
-    """What is said of a step whose five values could not be taken apart, if ``error`` was raised by that."""
-    where = error.__traceback__
-    if isinstance(error, (TypeError, ValueError)) and where is not None and where.tb_next is None:
-        for text, got in _UNPACKED.items():
-            if found := re.match(text, str(error)):
-                wanted = "(observation, reward, terminated, truncated, info)"
-                return TypeError(f"env {env}: step returned {found.expand(got)}, wanted {wanted}")
+def explain_bad_step(error: BaseException, index: int) -> TypeError | None:
+    """Return a clearer error if ``error`` means that ``step()`` did not return five values."""
+    traceback = error.__traceback__
+    raised_by_caller = traceback is not None and traceback.tb_next is None  # not inside step() itself
+    if isinstance(error, (TypeError, ValueError)) and raised_by_caller:
+        for pattern, got in _UNPACKING_ERRORS.items():
+            if match := re.match(pattern, str(error)):
+                expected = "(observation, reward, terminated, truncated, info)"
+                return TypeError(f"env {index}: step returned {match.expand(got)}, expected {expected}")
     return None

@@ -1,16 +1,12 @@
-"""Drives the pools of one vector environment: its pending call, and which episodes have ended.
+"""Drivers of one vector environment's pools, which track the pending call and the ended episodes.
 
-:class:`WholeBatchDriver` drives a pool whose batch is all its environments, :class:`FirstReadyDriver` one with smaller
-batches or several players per environment. What a call has received so far is in ``wire``, and asking for the answer again
-goes on from there. A pool cannot be seeded again, so a reset with seeds builds a new one.
+The batch of :class:`WholeBatchDriver` is all environments; that of :class:`FirstReadyDriver` is smaller, or has several
+players per environment. ``wire`` keeps the results of a call so far, so an interrupted wait can continue. Pools cannot be
+seeded again: a reset with seeds builds a new one. Ctrl-C and timeouts lose nothing. Python runs signal handlers between two
+instructions, where the result of a C++ function could be lost before it is stored, and runs none during a wait in C++. So:
 
-Neither Ctrl-C nor a timeout may lose or break anything. Python runs a signal handler between two of its own instructions, so
-an answer that a C++ function has returned can be lost before the next instruction stores it; and while C++ waits, no handler
-runs at all. Hence two habits:
-
-* what must happen together is done by C code in one instruction (:func:`_together`, and ``list.extend`` over a ``starmap``);
-* a wait with a time limit is done by one helper thread (:class:`Receiver`), which puts the answer where the direct call
-  would have put it.
+* changes that belong together are made by C code in one instruction (:func:`_together`, ``list.extend`` over a ``starmap``);
+* a helper thread (:class:`Receiver`) does waits with a limit, and stores the result where the direct call would.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread
-from vecenv.front.arguments import ResetOptions, env_ids_of
+from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
 
@@ -48,7 +44,7 @@ _ONCE: tuple[tuple[()]] = ((),)
 
 
 def _together(*calls: tuple[Any, ...]) -> None:
-    """Call C functions one after the other, with no chance for a signal handler in between.
+    """Call C functions one after the other, without a signal handler in between.
 
     Args:
         *calls: Function and arguments, each a tuple. The functions must be implemented in C.
@@ -57,36 +53,36 @@ def _together(*calls: tuple[Any, ...]) -> None:
 
 
 class Receiver:
-    """Receives answers of one pool, with or without a limit on the wait.
+    """A receiver of one pool's replies, with or without a time limit.
 
-    Without a limit, ``recv`` is called directly. With one, a helper thread calls it; whatever it gets goes where it was to
-    go even if it is waited for no more, and until then every later wait is for that same call.
+    Without a limit, ``recv`` is called directly. With a limit, a helper thread calls it; its result is stored even if the
+    wait has ended, and until then every later wait is for the same call.
 
     Args:
-        recv: The pool's.
+        recv: The pool's ``_recv``.
         waited: Seconds that were spent waiting before.
     """
 
     def __init__(self, recv: Callable[[], Any], waited: float) -> None:
         self._recv = recv
-        self._asked: list[None] = []  # one entry while the helper is in recv()
+        self._asked: list[None] = []  # has one entry while the helper is in recv()
         self._requests: SimpleQueue[list[Any] | None] = SimpleQueue()
         self._answered: SimpleQueue[bool] = SimpleQueue()
         self._thread: Thread | None = None
-        self._helper: Thread | None = None  # the latest thread there was; one that was left behind is still of interest
+        self._helper: Thread | None = None  # the latest thread, kept even after close() has left it behind
         self.waited = waited
         """Seconds spent waiting in :meth:`receive`."""
 
     def receive(self, wire: list[Any], length: int, deadline: float | None) -> bool:
-        """Wait until ``wire`` has ``length`` entries, one more than it had with nothing received.
+        """Wait until ``wire`` has ``length`` entries, one more than before this reply.
 
         Args:
-            wire: Where answers go; the same until the answer that is waited for is there.
+            wire: The list that replies are appended to; the same list until the awaited reply has arrived.
             length: The length to wait for.
-            deadline: Of ``time.monotonic()``; ``None`` waits as long as it takes.
+            deadline: Of ``time.monotonic()``; ``None`` waits for ever.
 
         Returns:
-            Whether it has.
+            True if it has that length.
         """
         while True:
             asked = bool(self._asked)  # read before the wire: the helper writes to the wire first
@@ -100,7 +96,7 @@ class Receiver:
                 if not asked:
                     self._start()
                     _together((self._asked.append, None), (self._requests.put, wire))
-                # a token may be that of an earlier answer: look at the wire again in any case
+                # the token may belong to an earlier reply, so the loop checks the wire again
                 self._answered.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
                 return len(wire) >= length
@@ -135,10 +131,10 @@ class Receiver:
 
 # -- threads inside a pool while the interpreter ends -----------------------------------------------------------------
 #
-# A thread that comes back from C++ when Python is being taken down is ended on the spot, and C++ answers that with `abort`:
-# a program whose last step timed out would end by SIGABRT, after all its work. (From Python 3.14 on such a thread hangs
-# instead, and nothing has to be done.) So before Python ends, such threads are waited for, shortly; one that is still inside
-# is stopped there for good. It ends with the process.
+# Before Python 3.14, a thread that returns from C++ during the interpreter's shutdown is ended at once, and C++ then calls
+# `abort`: a program with a timeout in its last step would end by SIGABRT, after all its work. (From 3.14 on such a thread
+# hangs instead, which is harmless.) So before Python ends, such threads get _PATIENCE seconds to return; then a signal stops
+# them inside C++ until the process ends.
 
 
 def _before_python_ends() -> None:
@@ -151,11 +147,11 @@ def _before_python_ends() -> None:
 
 def _inside() -> list[Thread]:
     threads = [receiver.thread_inside for receiver in list(_RECEIVERS)]
-    return [thread for thread in threads if thread is not None and thread.is_alive()]  # none is, in a forked child
+    return [thread for thread in threads if thread is not None and thread.is_alive()]  # none is alive in a forked child
 
 
 def _stop(threads: list[Thread]) -> None:
-    """Send them a signal whose handler is C's ``pause``: Python's own handlers run in the main thread only."""
+    """Stop threads by a signal with C's ``pause`` as handler: Python's own handlers run in the main thread only."""
     number: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -165,7 +161,7 @@ def _stop(threads: list[Thread]) -> None:
         if thread.ident is not None:
             _STOPPED.append(thread)
             signal.pthread_kill(thread.ident, number)
-    time.sleep(0.01)  # until they have it
+    time.sleep(0.01)  # wait until the signals have arrived
 
 
 _PATIENCE: Final = 1.0  # seconds
@@ -178,7 +174,7 @@ atexit.register(_before_python_ends)
 
 
 class Seeding(NamedTuple):
-    """Seeds of a pool, one for each environment; where those come from that are not given; how many pools there were."""
+    """The seeds of a pool, one per environment; the source of random seeds; the number of pools so far."""
 
     seeds: list[int]
     random: np.random.Generator
@@ -186,7 +182,7 @@ class Seeding(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """``call(argument)`` sends it to the pool; it is about these rows of what was asked for."""
+    """A request to the pool, sent by ``call(argument)``, about these rows of the driver's call."""
 
     call: Callable[[Any], None]
     argument: Any
@@ -194,15 +190,15 @@ class _Request(NamedTuple):
 
 
 class PoolDriver(Driver):
-    """What all ways of driving share.
+    """The base of the drivers of EnvPool's pools.
 
     Attributes:
         pool: ``None`` before the first reset, after :meth:`lend` and after :meth:`close`.
         lent: A pool that compiled code steps, or ``None``.
         seeding: Of the latest pool; of the first one before there is one.
-        wire: What the pool answered.
+        wire: The pool's replies.
         all_ids: The indices of all environments, int32. A call of all is recognized by identity.
-        ended: The environments whose episodes have ended, and were not reset since.
+        ended: The environments with an ended episode and no reset since.
     """
 
     why_not: ClassVar[Mapping[str, str]] = {
@@ -211,6 +207,7 @@ class PoolDriver(Driver):
     capabilities: Capabilities
 
     def __init__(self, task: Task, batch_size: int, seeding: Seeding, mode: AutoresetMode, rows: PoolRows) -> None:
+        super().__init__()
         self.pool: Any = None
         self.task = task
         self.batch_size = batch_size
@@ -227,10 +224,10 @@ class PoolDriver(Driver):
 
     @abstractmethod
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
-        """Reset these; with ``force`` even those that would go on with the same game."""
+        """Reset these environments; with ``force`` even those that would continue the same game."""
 
     def _adopt(self, pool: Any) -> None:
-        """Be as if this pool was new; ``None``: as before the first one."""
+        """Reset the driver's state for a new pool; ``None``: to the state before the first one."""
         calls: tuple[Any, Any, Any] = (_no_pool,) * 3 if pool is None else (pool._recv, pool._send, pool._reset)
         recv, self._pool_send, self._pool_reset = calls
         self.receiver = Receiver(recv, self.receiver.waited)
@@ -264,9 +261,9 @@ class PoolDriver(Driver):
             self._begin_reset(self.all_ids, force=True, by_row=False)
 
     def _renew(self, seeds: list[int]) -> None:
-        """Replace the pool by a new one, with all environments being reset.
+        """Replace the pool by a new one, and begin a reset of all environments.
 
-        It is not :attr:`pool` before its reset is under way, so that one which was interrupted here is never stepped.
+        :attr:`pool` is set after the reset has begun, so that a pool interrupted before that is never stepped.
         """
         self.close()
         pool = self.task.build(seeds)
@@ -276,10 +273,10 @@ class PoolDriver(Driver):
         self.pool = pool
 
     def _reset_requests(self, ids: Array, force: bool) -> list[_Request]:
-        """What resets these environments: some action where the pool does it by itself, and a command for the others.
+        """Return the requests that reset these environments.
 
-        Atari with ``episodic_life`` and ViZDoom go on with the same game in a reset by an action, and start a new one when
-        told to reset; so episodes that are over are reset in this way, and only what runs by a command.
+        Atari with ``episodic_life`` and ViZDoom continue the same game after a reset by an action, but start a new one after
+        a reset command. So finished episodes are reset by an action, and only running ones by a command.
         """
         natural = np.zeros(len(ids), dtype=np.bool_) if force else self.ended[ids]
         soft, hard = np.flatnonzero(natural), np.flatnonzero(~natural)
@@ -298,7 +295,7 @@ class PoolDriver(Driver):
             )
 
     def lend(self) -> tuple[Any, Any, Any, Any]:
-        """EnvPool's functions for compiled code, which has the pool to itself from now on. There must be one."""
+        """Return EnvPool's functions for compiled code, which owns the pool from now on. A pool must exist."""
         pool = self.pool
         functions: tuple[Any, Any, Any, Any] = pool.xla()
         self.close()
@@ -306,13 +303,13 @@ class PoolDriver(Driver):
         return functions
 
     def close(self, *, terminate: bool = False) -> None:
-        """Let go of the pool: its environments and threads are gone when this returns."""
+        """Release the pool: its environments and threads are gone when this returns."""
         self.pool = self.lent = None
         self.receiver.close()
         self._adopt(None)
 
     def require_pool(self, method: str) -> None:
-        """Refuse a method where there is nothing to be stepped."""
+        """Raise if there is no pool to step."""
         if self.lent is not None:
             raise RuntimeError(
                 f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a new one"
@@ -326,7 +323,7 @@ def _no_pool(*_: Any) -> Any:
 
 
 def _too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:
-    """What is raised instead of waiting for rows that were not sent for."""
+    """Return the error for a wait for rows that are not in flight."""
     return NoAsyncCallError(
         f"Calling `recv` for {count} environments with {flying} environments in flight: `send` or `reset_async` more.{why}",
         "recv",
@@ -337,15 +334,15 @@ def _too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:
 
 
 class WholeBatchDriver(PoolDriver):
-    """All environments at once, one call at a time.
+    """A driver that steps all environments at once, one call at a time.
 
-    A call may take several round trips: a step, then the resets of what it ended; or the natural resets, then the forced
-    ones. They are a plan, a list of requests, and how far it has got is told by the length of ``wire`` alone.
+    A call may take several round trips: a step, then the resets of rows that it ended; or natural resets, then forced ones.
+    A plan lists these requests, and the length of ``wire`` alone is the progress through it.
 
     Attributes:
-        wire: What the latest call has got so far. It alternates: ``None`` for a request that was sent, the states for its
-            answer. An odd length means that the pool's answer is pending, and length two that there was one round trip.
-        taken: ``(wire, latest)``: that of the call whose answer was taken, and the environments whose rows were taken last.
+        wire: The progress of the latest call, alternately ``None`` for a request that was sent, and the states of its reply.
+            An odd length means that the pool's reply is pending, and length two that there was one round trip.
+        taken: ``(wire, latest)``: that of the latest call with returned results, and the environments of the latest rows.
     """
 
     capabilities = Capabilities(
@@ -363,7 +360,7 @@ class WholeBatchDriver(PoolDriver):
 
     @property
     def outstanding(self) -> Call:
-        if self.pool is None or not self.wire or self.taken[0] is self.wire:
+        if self.pool is None or not self.wire or self.taken[0] is self.wire or self.state.changing:
             return NOTHING
         return Call(self._kind, len(self._ids), self._by_row)
 
@@ -375,16 +372,16 @@ class WholeBatchDriver(PoolDriver):
 
     def send(self, actions: Any, env_id: Any) -> None:
         self._require_free("send")
-        ids = self.taken[1] if env_id is None else env_ids_of(env_id, self.num_envs).astype(np.int32)
+        ids = self.taken[1] if env_id is None else parse_env_ids(env_id, self.num_envs).astype(np.int32)
         self._begin_step(actions, ids, by_row=True)
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
-        if self.pool is not None:
+        if self.pool is not None and not self.state.changing:
             self._require_free("reset_async")
         super().reset(seeds, ids, options, by_row=by_row)
 
     def _require_free(self, method: str) -> None:
-        """There can be only one call at a time."""
+        """Raise if a call is pending: there can be only one at a time."""
         if self.pool is None:
             self.require_pool(method)
         if self.wire and self.taken[0] is not self.wire:
@@ -407,7 +404,7 @@ class WholeBatchDriver(PoolDriver):
 
     def _begin(self, kind: Phase, by_row: bool, plan: list[_Request], ids: Array) -> None:
         self._kind, self._by_row, self._plan, self._ids, self._final = kind, by_row, plan, ids, None
-        self.wire = []  # nothing is pending before there is something in it
+        self.wire = []  # an empty wire means that nothing is pending
         first = plan[0]
         self.wire.extend(starmap(first[0], (first[1:2],)))
 
@@ -442,12 +439,13 @@ class WholeBatchDriver(PoolDriver):
         infos, rows, reader = infos_of(states, self._ids.astype(np.intp)), len(self._ids), self._rows
         if final:
             infos |= final
-        taken = self.wire, latest
-        self.gives(taken, *((rows, 0) if self._kind is Phase.WAITING_STEP else (0, rows)))
-        return reader.build(leaves), reader.rewards(states), terminated, truncated, infos
+        result = reader.build(leaves), reader.rewards(states), terminated, truncated, infos
+        steps = rows if self._kind is Phase.WAITING_STEP else 0
+        self.finish((self.wire, latest), steps, rows - steps)
+        return result
 
     def _gather(self, deadline: float | None) -> bool:
-        """Go through with the plan; whether that was done by the deadline."""
+        """Carry out the plan; True if that finished before the deadline."""
         wire, plan = self.wire, self._plan
         while True:
             have = len(wire)
@@ -460,7 +458,7 @@ class WholeBatchDriver(PoolDriver):
             wire.extend(starmap(request[0], (request[1:2],)))
 
     def _add_resets(self) -> bool:
-        """In same-step mode, put the resets of what a step has ended into the plan; whether there are any."""
+        """Append the resets of ended rows to the plan in same-step mode; return True if there are any."""
         if self._kind is Phase.WAITING_RESET:
             return False
         states = self.wire[1]
@@ -473,10 +471,10 @@ class WholeBatchDriver(PoolDriver):
         return True
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
-        """The answer that is there: the pool's arrays, those of the observation, both flags, and final infos."""
+        """Return the received arrays: the pool's, the observation's, both flags, and final infos."""
         reader, states = self._rows, self.wire[1]
         final: Infos = {}
-        if self._final is not None:  # a step, and the resets of the rows it ended
+        if self._final is not None:  # a step, and the resets of the rows that it ended
             terminated, truncated, final = self._final
             ended = np.zeros(len(self._ids), dtype=np.bool_)
             for i in reader.visible:
@@ -490,7 +488,7 @@ class WholeBatchDriver(PoolDriver):
         return states, leaves, terminated, truncated, final
 
     def _joined(self) -> States:
-        """The answers of several round trips over disjoint rows, as one."""
+        """Merge the results of several round trips over disjoint rows."""
         joined = []
         for parts in zip(*self.wire[1::2], strict=True):
             whole = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
@@ -500,7 +498,7 @@ class WholeBatchDriver(PoolDriver):
         return joined
 
     def _final_infos(self, states: States, rows: Array) -> Infos:
-        """What Gymnasium reports of the episodes of ``rows``, which ended in a step that also begins the next ones."""
+        """Return Gymnasium's final infos of ``rows``, which ended in a step that also begins their next episodes."""
         n, reader = len(self._ids), self._rows
         leaves = reader.leaves(states)
         final_obs = np.full(n, None, dtype=object)
@@ -512,7 +510,7 @@ class WholeBatchDriver(PoolDriver):
         return {"final_info": final_info, "_final_info": mask, "final_obs": final_obs, "_final_obs": mask.copy()}
 
     def _remember(self, ended: Array, leaves: list[Array]) -> None:
-        """Keep which episodes have ended, and the latest observations of all environments."""
+        """Store the ended episodes, and the latest observations of all environments."""
         ids = self._ids
         if ids is self.all_ids:
             self.ended, self._last = ended, leaves
@@ -527,18 +525,17 @@ class WholeBatchDriver(PoolDriver):
 
 
 class FirstReadyDriver(PoolDriver):
-    """Batches of the environments that finish first, handed out in any number of rows.
+    """A driver that returns the environments that finish first, in any number of rows.
 
-    EnvPool waits for ever if fewer environments are in flight than a batch has, and aborts if one is sent to twice. So
-    what is in flight is known here exactly, and changes together with what is sent and received.
+    EnvPool waits for ever if fewer environments are in flight than a batch has, and aborts if one gets two requests. So the
+    environments in flight are tracked exactly, together with each send and receive.
 
-    An environment is in flight until its row is taken. Those that are not are in ``idle``, except the rows taken last: they
-    are ``held`` until they are needed, because nearly always the very same environments are sent to next, and then neither
-    has to be touched.
+    An environment is in flight until its row is returned, and then in ``idle``. The rows returned last are ``held`` instead
+    until they are needed: the next send nearly always has the same environments, and then neither set changes.
 
     Attributes:
-        taken: ``(latest, held, count, offset)``: whose rows were taken last; what is held of them, one entry or none; how
-            many batches of this pool were taken, and how many rows of the next one. In ``wire`` are all but the first
+        taken: ``(latest, held, count, offset)``: the environments of the latest rows; the held ones, one entry or none; the
+            number of batches of this pool that were returned, and of rows of the next one. ``wire`` has all but the first
             ``_gone`` batches.
     """
 
@@ -553,15 +550,15 @@ class FirstReadyDriver(PoolDriver):
         self._all: Latest = self.all_ids, self.all_ids.astype(np.intp).tobytes()
         self.taken: tuple[Latest, list[Any], int, int] = self._all, [], 0, 0
         self._gone = 0
-        self._call = Phase.DEFAULT  # what all environments were told together, DEFAULT where it was some
-        self._resets: set[int] = set()  # the environments whose latest call is a reset
+        self._call = Phase.DEFAULT  # the phase of a call on all environments, DEFAULT if it was on some
+        self._resets: set[int] = set()  # the environments with a reset as latest call
         self._rows.begin()
 
     # -- what is in flight --------------------------------------------------------------------------------------------
 
     @property
     def latest(self) -> Array:
-        """The environments that ``send`` means by default, int32."""
+        """The default environments of ``send``, int32."""
         ids: Array = self.taken[0][0]
         return ids
 
@@ -577,7 +574,7 @@ class FirstReadyDriver(PoolDriver):
         return self.num_envs - len(self.idle) - sum(len(held[0]) for held in self.taken[1])
 
     def _put_away(self) -> None:
-        """Make the held environments idle ones like the others."""
+        """Mark the held environments as idle."""
         if held := self.taken[1]:
             self._rows.keep(held[0])
             _together((self.idle.update, held[0][0].tolist()), (held.clear,))
@@ -605,7 +602,7 @@ class FirstReadyDriver(PoolDriver):
             self.require_pool("send")
         (ids, key), held, *_ = self.taken
         if env_id is None or (
-            # by far the commonest: the rows of the latest recv, whose indices are known to be right
+            # the fast path: the rows of the latest recv, in the same order, need no checks
             type(env_id) is np.ndarray
             and env_id.dtype is _INTP
             and env_id.shape == ids.shape
@@ -614,7 +611,7 @@ class FirstReadyDriver(PoolDriver):
             if not held or held[0][0] is not ids:
                 self._require_idle(ids, "send")
         else:
-            ids = env_ids_of(env_id, self.num_envs).astype(np.int32)
+            ids = parse_env_ids(env_id, self.num_envs).astype(np.int32)
             self._require_idle(ids, "send")
         self._begin_step(Phase.DEFAULT, self._check(actions, ids), ids)
 
@@ -628,7 +625,7 @@ class FirstReadyDriver(PoolDriver):
             self._put_away()
             depart = self.idle.difference_update, ids.tolist()
         payload = self._rows.payload(ids, actions)
-        calls = [(self._pool_send, payload)]  # looked up last: after a close() meanwhile it raises, and nothing is stepped
+        calls = [(self._pool_send, payload)]  # read here: after a close() meanwhile it raises, and nothing is stepped
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
@@ -654,7 +651,7 @@ class FirstReadyDriver(PoolDriver):
         latest, counts = self.taken[0], (self.num_envs, 0)
         if kind is Phase.WAITING_RESET:
             latest, counts = self._all, (0, self.num_envs)
-        self.gives((latest, [held], self._gone + have, 0), *counts)
+        self.finish((latest, [held], self._gone + have, 0), *counts)
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
@@ -670,7 +667,7 @@ class FirstReadyDriver(PoolDriver):
             self._trim()
         if count is None:
             count = size
-        while size * (have := len(wire)) - offset < count:  # (looked at once: a helper thread may add to it)
+        while size * (have := len(wire)) - offset < count:  # read once, because a helper thread may add to it
             self._require_enough(count, size * have - offset)
             if not self.receiver.receive(wire, have + 1, deadline):
                 return None
@@ -680,16 +677,16 @@ class FirstReadyDriver(PoolDriver):
             used, states = 1, wire[0]
         stepped, latest, held = self._rows.answer(states, self.ended)
         resets = len(self._resets.intersection(latest[0].tolist())) if self._resets else 0
-        self.gives((latest, [held], taken + used, offset), count - resets, resets)
+        self.finish((latest, [held], taken + used, offset), count - resets, resets)
         return stepped
 
     def _trim(self) -> None:
-        """Let go of the batches that were taken."""
+        """Remove the batches that have been returned."""
         taken = self.taken[2]
         del self.wire[: taken - self._gone]; self._gone = taken  # noqa: E702 - together: no call and no jump on this line
 
     def _require_enough(self, count: int, ready: int) -> None:
-        """Refuse to wait for what will never come: the pool answers in whole batches only."""
+        """Raise instead of waiting for ever: the pool returns whole batches only."""
         flying, size = self.num_envs - len(self.idle), self.batch_size
         if flying < count:
             raise _too_few(count, flying)
@@ -697,7 +694,7 @@ class FirstReadyDriver(PoolDriver):
             raise _too_few(count, flying, f" EnvPool answers in whole batches of {size}, and {ready} rows are ready.")
 
     def _parts(self, count: int, offset: int) -> tuple[int, int, States]:
-        """The next ``count`` rows out of several batches: how many batches that uses up, the offset then, and the rows."""
+        """Collect the next ``count`` rows from several batches; return used batches, new offset, and rows."""
         parts, missing, used = [], count, 0
         while missing:
             some = min(missing, self.batch_size - offset)
@@ -708,10 +705,10 @@ class FirstReadyDriver(PoolDriver):
         return used, offset, parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
 
     def _drain(self) -> None:
-        """Let everything in flight finish, and drop it.
+        """Wait for everything in flight and discard it.
 
-        A pool answers in whole batches only, so some action for idle environments fills the last one up: there are enough
-        of them, because the batch size divides the number of environments.
+        A pool returns whole batches only, so actions for idle environments fill the last one: there are enough of them,
+        because the batch size divides the number of environments.
         """
         self._put_away()
         self._trim()

@@ -1,14 +1,12 @@
-"""Converts what a pool takes and returns: checked actions in, Gymnasium's observations, rewards, flags and infos out.
+"""Conversion of actions and results: checked arrays for the pool, Gymnasium's arrays for the caller.
 
-Every action is checked and copied before it may reach C++. A pool reads as many actions as it has environments from whatever
-memory it is given, and indexes tables with what it finds: a short array ends the interpreter, a wrong shape is read as
-garbage, an action out of range reads beyond a table. So the checks of shape, dtype and integer range are matters of memory
-safety, and cannot be turned off. Floats out of bounds, or not finite, are the environment's affair, as in Gymnasium.
+Every action is checked and copied before it reaches C++. A pool reads one action per environment from the memory that
+it gets, and indexes tables with it: a short array ends the interpreter, a wrong shape is read as garbage, an action out of
+range reads beyond a table. The checks of shape, dtype and integer range protect memory and cannot be turned off. Floats that
+are out of bounds or not finite are left to the environment, as in Gymnasium.
 
-A pool answers with a list of arrays, one a state key, whose first axis is the environments of that batch. The arrays are
-fresh and belong to the caller, so most of them are handed on as they are; what has to be computed (float64
-rewards, the two flags, the masks of infos) is computed with as few numpy calls as it takes, because at a hundred thousand
-batches a second those calls are all there is.
+A pool returns one fresh array per state key, with the rows of a batch, and most are returned to the caller unchanged.
+The rest (float64 rewards, two flags, masks of infos) uses few NumPy calls, which dominate at 100,000 batches per second.
 """
 
 from __future__ import annotations
@@ -22,22 +20,22 @@ import numpy.typing as npt
 from gymnasium import spaces
 
 from vecenv.backends.envpool.task import Task
-from vecenv.front.arguments import wrong_shape
+from vecenv.front.arguments import shape_error
 from vecenv.front.driver import Stepped
 from vecenv.shm import fixed_tree
 
-_FEW = 64  # actions at most, of which looking each up in a set is faster than a numpy reduction
-_MANY = 4096  # choices at most, for which there is such a set
+_FEW = 64  # the largest number of actions for which lookups in a set beat a NumPy reduction
+_MANY = 4096  # the largest number of choices for which such a set is built
 
 Array: TypeAlias = npt.NDArray[Any]
 States: TypeAlias = list[Array]
 Infos: TypeAlias = dict[str, Any]
 Latest: TypeAlias = tuple[Array, bytes]
-"""The environments whose rows were taken last, int32, which ``send`` means by default; and the bytes of the same as intp."""
+"""The ids of the latest returned rows, int32, which are ``send``'s default, and the bytes of the same ids as intp."""
 
 
 def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
-    """The state keys ``"obs:a.b"`` under a prefix, as nested dicts of their indices."""
+    """Return the state keys ``"obs:a.b"`` under a prefix, as nested dicts of their indices."""
     tree: dict[str, Any] = {}
     for key, i in index.items():
         first, *path = key.replace(":", ".").split(".")
@@ -50,7 +48,7 @@ def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
 
 
 def _observed(found: Any, space: gymnasium.Space[Any]) -> list[tuple[int, Any]]:
-    """Where the leaves of an observation are, and the dtype to cast them to: that of a Discrete or MultiBinary space."""
+    """Return index and target dtype of each leaf of an observation; only Discrete and MultiBinary spaces need a cast."""
     if isinstance(space, spaces.Dict):
         return [leaf for key, inner in space.spaces.items() for leaf in _observed(found[key], inner)]
     while isinstance(found, dict):
@@ -77,13 +75,13 @@ def _scatter(plan: dict[str, Any], states: States, rows: Any, num_rows: int) -> 
 
 
 class ActionChecker:
-    """Turns a batch of actions into arrays that a pool may have.
+    """The checks that turn a batch of actions into arrays that are safe for a pool.
 
     Args:
         space: Of one environment: Discrete, Box, or (nested) Dict of them.
         keys: The pool's names for the actions, without those of environment ids; for a Dict space the last parts of a
             dotted name are its keys.
-        dtypes: What the pool wants, one a key.
+        dtypes: The dtypes of the pool's arrays, one per key.
     """
 
     def __init__(self, space: gymnasium.Space[Any], keys: Sequence[str], dtypes: Sequence[npt.DTypeLike]) -> None:
@@ -95,15 +93,15 @@ class ActionChecker:
         self._single = self._leaves[0][1] if not isinstance(space, spaces.Dict) else None
 
     def __call__(self, actions: Any, ids: Array) -> list[Array]:
-        """Check and copy.
+        """Check and copy actions.
 
         Args:
-            actions: For ``len(ids)`` environments: an array or anything ``numpy.asarray`` takes; a dict of them for a Dict
+            actions: For ``len(ids)`` environments: an array or any input of ``numpy.asarray``; a dict of them for a Dict
                 space.
-            ids: Whose they are; named in errors.
+            ids: The environments of the actions, for error messages.
 
         Returns:
-            Fresh C-contiguous arrays, in the order and with the dtypes that the pool wants.
+            Fresh C-contiguous arrays, in the order and with the dtypes that the pool requires.
 
         Raises:
             ValueError: Wrong shape, out of range.
@@ -115,12 +113,12 @@ class ActionChecker:
         return [check(value, ids) for (_, check), value in zip(self._leaves, found, strict=True)]
 
     def dummy(self, n: int) -> list[Array]:
-        """Some action for ``n`` environments that will not look at it."""
+        """Return valid actions for ``n`` environments that ignore them."""
         return [check.dummy(n) for _, check in self._leaves]
 
 
 def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple[str, ...], gymnasium.Space[Any]]]:
-    """Where in an action each of the pool's arrays is, and its space."""
+    """Return the path in an action, and the space, of each of the pool's arrays."""
     if not isinstance(space, spaces.Dict):
         return [((), space)]
     found = []
@@ -146,9 +144,9 @@ def _at(actions: Any, path: tuple[str, ...]) -> Any:
 
 
 class _Numbers:
-    """One array of an action: a number per environment for a Discrete, an array for a Box.
+    """A check of one array of an action: a number per environment for a Discrete, an array for a Box.
 
-    The range of integers is checked in any case: environments index tables with them.
+    The range of integers is always checked, because environments index tables with them.
     """
 
     def __init__(self, space: spaces.Discrete | spaces.Box, dtype: np.dtype[Any], name: str) -> None:
@@ -161,7 +159,7 @@ class _Numbers:
             self._allowed = set()
             self._shape = tuple(int(length) for length in space.shape)
             self._low, self._high = space.low.astype(dtype), space.high.astype(dtype)
-        # of integers: what lies between these is right in every place
+        # for integers: a value between these is valid at every position
         self._inner = None if dtype.kind == "f" else (int(self._low.max()), int(self._high.min()))
         self._dtype = dtype
         self._kinds, self._wanted = ("fiu", "numbers") if dtype.kind == "f" else ("iu", "integers")
@@ -174,7 +172,7 @@ class _Numbers:
             raise ValueError(f"{self._what} are not an array of numbers: {error}") from error
         if array.shape != (shape := ids.shape + self._shape):
             if self._shape != (1,) or array.shape != ids.shape:
-                raise wrong_shape(self._what, array.shape, shape)
+                raise shape_error(self._what, array.shape, shape)
             array = array.reshape(-1, 1)
         if array.dtype.kind not in self._kinds:
             raise TypeError(f"{self._what} must be {self._wanted}, got {array.dtype}")
@@ -207,7 +205,7 @@ class PoolRows:
     """Rows of pools with one player per environment; :class:`vecenv.multi_agent.player_pool.PlayerRows` has several."""
 
     check: Any
-    """``check(actions, ids)``: actions as the pool takes them, checked and copied."""
+    """``check(actions, ids)``: returns checked copies of the actions, in the pool's form."""
 
     def __init__(self, task: Task) -> None:
         self.check = ActionChecker(task.action_space, task.action_keys[2:], task.action_dtypes[2:])
@@ -220,49 +218,49 @@ class PoolRows:
         space = task.observation_space
         self._nested = fixed_tree(space) if isinstance(space, spaces.Dict) else None
         self._leaves = _observed(_tree(index, "obs"), space)
-        # where an observation is one of the pool's arrays, as most are
+        # most observations are a single array of the pool
         self._array = self._leaves[0][0] if self._nested is None and self._leaves[0][1] is None else None
         self._info_plan = {**_tree(index, "info"), "elapsed_step": index["elapsed_step"]}
         self._info_plan.pop("players", None)
         self._flat_infos = [(key, f"_{key}", i) for key, i in self._info_plan.items() if isinstance(i, int)]
         self._nested_infos = {key: plan for key, plan in self._info_plan.items() if not isinstance(plan, int)}
         self._ones = np.ones(0, dtype=np.bool_)
-        # indices of what makes observations and infos; the rest are rewards and flags
+        # the state keys of observations and infos; the rest are rewards and flags
         self.visible = [i for i, key in enumerate(keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
 
     def begin(self) -> None:
-        """A new pool."""
+        """Prepare for a new pool. There is nothing to do."""
 
     def keep(self, held: Any) -> None:
-        """Keep what is held beside indices (:meth:`answer`): nothing. It may be done again."""
+        """Keep the data in ``held`` (from :meth:`answer`) beside the ids: there is none. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
-        """What the pool's ``_send`` takes."""
+        """Return the arguments of the pool's ``_send``."""
         return [ids, ids, *actions]
 
     def filler(self, ids: Array) -> list[Array]:
-        """The same, with some action for environments that will not look at it."""
+        """Return arguments of the pool's ``_send`` for environments that ignore their actions."""
         return [ids, ids, *self.check.dummy(len(ids))]
 
     def cut_out(self, states: States, first: int, last: int) -> States:
-        """Copies of the rows of environments from ``first`` to before ``last``."""
+        """Return copies of the rows from ``first`` to before ``last``."""
         return [array[first:last].copy() for array in states]
 
     def ordered(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
-        """The answer of all environments, in their order; and what is held once it was taken."""
+        """Return the results of all environments, in their order, and the ids to hold after that."""
         joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
         order = np.argsort(joined[self._env_id])
         return self._stepped([array[order] for array in joined], all_ids.astype(np.intp), ended), (all_ids,)
 
     def answer(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
-        """The answer of these rows; their environments; and what is held once it was taken.
+        """Return the results of these rows, their ids, and the ids to hold after that.
 
         Args:
             states: Rows of the pool.
             ended: bool, one per environment; updated in place.
         """
         ids = states[self._env_id]
-        rows = ids.astype(np.intp)  # indexing with it is ten times as fast as with int32
+        rows = ids.astype(np.intp)  # indexing with intp is ten times as fast as with int32
         latest = ids, rows.tobytes()
         return self._stepped(states, rows, ended), latest, latest
 
@@ -275,15 +273,15 @@ class PoolRows:
     # -- flags and rewards -----------------------------------------------------------------------------------
 
     def rewards(self, states: States) -> Array:
-        """Rewards, float64 of shape ``(b,)``."""
+        """Return rewards, float64 of shape ``(b,)``."""
         return states[self._reward].astype(np.float64)
 
     def flags(self, states: States) -> tuple[Array, Array, Array]:
-        """``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two are the caller's own.
+        """Return ``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two belong to the caller.
 
-        The pool reports an episode that ends on its last allowed step as truncated only. Where it says more (a state key
-        ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari), both flags can be True, as with Gymnasium's
-        ``TimeLimit``.
+        The pool reports an episode that ends on its last allowed step as truncated only. If it also reports termination (a
+        state key ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari), both flags can be True, as with
+        Gymnasium's ``TimeLimit``.
         """
         done = states[self._done]
         truncated = states[self._trunc]
@@ -297,25 +295,25 @@ class PoolRows:
     # -- observations ----------------------------------------------------------------------------------------
 
     def leaves(self, states: States) -> list[Array]:
-        """The arrays of an observation, in the order of the space; each of shape ``(b, *leaf_shape)``."""
+        """Return the arrays of an observation, in the order of the space; each of shape ``(b, *leaf_shape)``."""
         return [states[i] if dtype is None else states[i].astype(dtype) for i, dtype in self._leaves]
 
     def build(self, leaves: Sequence[Any]) -> Any:
-        """The observation that consists of these leaves: an array, or nested dicts of them."""
+        """Build the observation from these leaves: an array, or nested dicts of them."""
         return leaves[0] if self._nested is None else self._nested.build(iter(leaves))
 
     def row(self, leaves: Sequence[Array], i: int) -> Any:
-        """One environment's observation, copied: a view of one row would keep the whole batch in memory."""
+        """Return a copy of one environment's observation: a view of one row would keep the whole batch in memory."""
         return self.build([leaf[i].copy() for leaf in leaves])
 
     # -- infos -----------------------------------------------------------------------------------------------
 
     def infos(self, states: States, rows: Array) -> Infos:
-        """All infos of a batch, each with its mask; every row has every key. All masks are the caller's own.
+        """Return all infos of a batch, each with its mask; every row has every key. All masks belong to the caller.
 
         Args:
             states: The pool's arrays.
-            rows: Environment of each row, intp, for ``env_id``; the caller's own.
+            rows: Environment of each row, intp, for ``env_id``; belongs to the caller.
         """
         if len(self._ones) != len(rows):
             self._ones = np.ones(len(rows), dtype=np.bool_)
@@ -331,11 +329,11 @@ class PoolRows:
         return infos
 
     def scattered_infos(self, states: States, rows: Array, num_rows: int) -> Infos:
-        """Infos of some rows in arrays for ``num_rows``; the others are zero, and False in the masks.
+        """Return infos of some rows in arrays for ``num_rows``; the others are zero, and False in the masks.
 
         Args:
-            states: An answer, or a selection of it, with ``len(rows)`` rows.
-            rows: Where these go.
+            states: A batch, or a selection of it, with ``len(rows)`` rows.
+            rows: The target rows.
             num_rows: Length of the result.
         """
         return _scatter(self._info_plan, states, rows, num_rows)

@@ -1,14 +1,13 @@
-"""Finds EnvPool and its tasks, checks the options of a task, and builds its pools.
+"""EnvPool's tasks: finding them, checking their options, and building pools.
 
-A pool's specification is enough for the spaces, and cheap, so no environment is built before it is needed. EnvPool reports
-wrong configurations by assertions without text, by errors of the C++ binding, or not at all; here they become errors that
-name what is right, before anything has happened.
+Spaces come from a pool's specification, which is cheap, so no environment is built before it is needed. EnvPool reports
+wrong configurations by assertions without text, by errors of the C++ binding, or not at all; here they raise errors that
+name the valid values, before anything has happened.
 
-EnvPool's tasks have hundreds of options that C++ does not check: some values end the process, others overwrite memory or
-make a reset that never returns, and it depends on the other options which. Common ones are known to be harmless
-(:data:`_RANGES` and below). Any other configuration is built, reset and stepped in a process of its own first, which takes a
-second or two, once. MuJoCo tasks draw with OpenGL, and end the process by ``exit(1)`` without an OpenGL library: their first
-frame is drawn there too.
+Tasks have hundreds of options that C++ does not check: depending on the others, a value may end the process, overwrite
+memory or make a reset hang. Common ones are known to be harmless (:data:`_RANGES` and below). Any other configuration is
+first built, reset and stepped in a separate process, once, for a second or two. So is the first frame of MuJoCo tasks, which
+draw with OpenGL, and end the process by ``exit(1)`` without an OpenGL library.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from gymnasium.error import UnregisteredEnv
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import how_to_install
-from vecenv.front.arguments import seeds_of
+from vecenv.front.arguments import parse_seeds
 from vecenv.shm.arena import available_memory
 
 Seed: TypeAlias = int | Sequence[int | None] | None
@@ -48,8 +47,8 @@ _END: Final = 2**31
 _NO_LIMIT: Final = _END - 1  # the ``max_episode_steps`` that EnvPool never reaches
 _MOST_THREADS: Final = 4096
 
-# EnvPool's C++ takes any integer for these, and what is out of range ends the process or never returns. The last number is
-# up to where no trial is needed.
+# EnvPool's C++ accepts any integer for these, and values out of range end the process or hang. Each entry is
+# (minimum, maximum, the largest value that needs no trial).
 _RANGES: Final = {
     "frame_skip": (1, _END - 1, _END),  # slow
     "stack_num": (1, 256, 32),
@@ -57,21 +56,21 @@ _RANGES: Final = {
     "img_height": (1, 4096, 1024),
     "img_width": (1, 4096, 1024),
     "noop_max": (1, 10_000, 1000),
-    "mode": (-1, _END - 1, _END),  # the emulator refuses those that a game does not have
+    "mode": (-1, _END - 1, _END),  # the emulator refuses values that a game does not have
     "difficulty": (-1, _END - 1, _END),
-    "render_width": (1, 8192, 8192),  # drawing is always tried first
+    "render_width": (1, 8192, 8192),  # drawing always has a trial
     "render_height": (1, 8192, 8192),
     "render_camera_id": (-1, _END - 1, _END),
 }
 _SHARES: Final = ("repeat_action_probability",)  # from 0 to 1
-# Which game it is. EnvPool ends the process for a name it does not know.
+# The name of the game. EnvPool ends the process for an unknown name.
 _NAMES: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
-# Families whose switches (options that are true or false) were all tried.
+# Families in which all switches (options that are true or false) were tested.
 _SWITCHED: Final = (
     "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
 )  # fmt: skip
 
-# Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or not for users to set.
+# Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or that users must not set.
 _RESERVED = {
     "env_seed": "pass seed= with one seed for each environment",
     "gym_reset_return_info": "infos are always returned",
@@ -84,10 +83,10 @@ _DRAWING = frozenset({"from_pixels", "render_width", "render_height", "render_ca
 
 
 def _import_envpool() -> Any:
-    """The ``envpool`` module.
+    """Import the ``envpool`` module.
 
     Raises:
-        ImportError: It is not installed, or its binaries do not load; says what to install.
+        ImportError: It is not installed, or its binaries do not load; the message names the package to install.
     """
     try:
         return importlib.import_module("envpool")
@@ -107,10 +106,10 @@ def _registered() -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 
 def family_of(task_id: str) -> str:
-    """The family of a task, as ``"atari"`` or ``"mujoco.gym"``.
+    """Return the family of a task, such as ``"atari"`` or ``"mujoco.gym"``.
 
     Raises:
-        UnregisteredEnv: EnvPool has no such task; names the closest ones.
+        UnregisteredEnv: EnvPool has no such task; the message names the closest ones.
     """
     registered = _registered()
     if not isinstance(task_id, str):
@@ -123,15 +122,15 @@ def family_of(task_id: str) -> str:
 
 
 def task_ids(family: str | None = None) -> list[str]:
-    """The task ids that the installed EnvPool knows, in alphabetical order.
+    """Return the task ids of the installed EnvPool, in alphabetical order.
 
     Args:
-        family: Only of this family, as ``"atari"``, ``"classic_control"``, ``"mujoco.dmc"``; ``"mujoco"`` means all of
+        family: Only of this family, such as ``"atari"``, ``"classic_control"``, ``"mujoco.dmc"``; ``"mujoco"`` means all of
             MuJoCo's. ``None``: all.
 
     Raises:
         ImportError: EnvPool is not installed.
-        ValueError: There is no such family; lists them.
+        ValueError: There is no such family; the message lists them.
     """
     families = {name: where.removeprefix("envpool.") for name, (where, _, _) in _registered().items()}
     if family is None:
@@ -144,22 +143,22 @@ def task_ids(family: str | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """A task with its configuration, checked: everything about a pool that is known before it is built.
+    """The checked description of a task and its configuration, known before a pool is built.
 
     Attributes:
         id: EnvPool's task id.
-        family: As ``"atari"``.
-        pool_config: What ``envpool.make_gymnasium`` gets besides the id and the seeds.
+        family: Such as ``"atari"``.
+        pool_config: The arguments of ``envpool.make_gymnasium`` besides the id and the seeds.
         config: The whole configuration as EnvPool completed it.
         state_keys: Names of the arrays that a pool returns.
-        state_specs: What they are, by name; a shape that begins with -1 is that of an array of players.
-        action_keys: Names of the arrays that a pool takes.
+        state_specs: Their specifications by name; a shape that begins with -1 is that of an array of players.
+        action_keys: Names of the arrays that a pool receives.
         action_dtypes: Their dtypes.
         observation_space: Of one environment, with bounds repaired.
         action_space: Of one environment.
         max_num_players: More than one: rows are those of players.
-        env_spec: What Gymnasium would have in its registry.
-        make: Builds a pool with these seeds, one for each environment.
+        env_spec: The equivalent of an entry in Gymnasium's registry.
+        make: Builds a pool with these seeds, one per environment.
     """
 
     id: str
@@ -178,7 +177,7 @@ class Task:
 
     @classmethod
     def of(cls, task_id: str, env_config: Mapping[str, Any], **pool: Any) -> Task:
-        """Look a task up and complete its configuration.
+        """Look up a task and complete its configuration.
 
         Args:
             task_id: EnvPool's.
@@ -205,10 +204,10 @@ class Task:
 
     @classmethod
     def of_pool(cls, pool: Any) -> Task:
-        """The task of a pool that EnvPool itself built. The first that is built with the pool's own seeds is that very pool.
+        """Describe a pool that EnvPool itself built. The first build with the pool's own seeds returns this pool.
 
         Raises:
-            TypeError: It is no pool of EnvPool's.
+            TypeError: It is not an EnvPool pool.
         """
         spec: Any = getattr(pool, "spec", None)
         if not all(hasattr(pool, name) for name in ("_send", "_recv", "_reset")) or not hasattr(spec, "_config_keys"):
@@ -226,10 +225,10 @@ class Task:
         return cls(id=name, family=family, pool_config=config, **described, env_spec=None, make=make)
 
     def build(self, seeds: list[int]) -> Any:
-        """A new pool: its environments and threads exist when this returns.
+        """Build a new pool: its environments and threads exist when this returns.
 
         Args:
-            seeds: One for each environment, within int32.
+            seeds: One per environment, within int32.
         """
         if self.pool_config.get("from_pixels"):
             self.require_drawable()
@@ -238,10 +237,10 @@ class Task:
         return pool
 
     def require_drawable(self) -> None:
-        """Return if frames can be drawn without danger.
+        """Raise unless frames can be drawn without danger.
 
         Raises:
-            RuntimeError: The process that tried did not survive it.
+            RuntimeError: The trial process did not survive.
         """
         if not self.family.startswith("mujoco."):
             return
@@ -255,7 +254,7 @@ class Task:
 
 
 def _described(spec: Any) -> dict[str, Any]:
-    """What a pool's specification says of a :class:`Task`; bounds of spaces are repaired."""
+    """Return the fields of a :class:`Task` from a pool's specification, with the bounds of spaces repaired."""
     config = dict(zip(spec._config_keys, spec._config_values, strict=True))
     return {
         "config": config,
@@ -283,7 +282,7 @@ def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> 
 
 
 def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """The keys that may be in a task's configuration, and what it is without any; raises for any other key."""
+    """Return the allowed keys of a task's configuration, and its defaults; raises for any other key."""
     for key, advice in _RESERVED.items():
         if key in env_config:
             raise TypeError(f"{key!r} cannot be set here: {advice}")
@@ -306,10 +305,10 @@ def _quietly(build: Any) -> Any:
 
 
 def _repaired(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """``space`` with infinite bounds where EnvPool means infinity and says the extremes of the floating-point type.
+    """Replace the extremes of the floating-point type, which EnvPool uses for infinity, by infinite bounds.
 
-    EnvPool's default lower bound is the smallest *positive* number (``numeric_limits<T>::min()``), so that the observations
-    of 51 dm_control tasks, and of others, would not be in their own space.
+    EnvPool's default lower bound is the smallest *positive* number (``numeric_limits<T>::min()``), so that observations of
+    51 dm_control tasks, and of others, would be outside of their own space.
     """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _repaired(inner) for key, inner in space.spaces.items()})
@@ -323,7 +322,7 @@ def _repaired(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
 
 
 def _action_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """The part of a pool's action space that is the user's: of several named actions, not the environment ids."""
+    """Return the user's part of a pool's action space: among several named actions, not the environment ids."""
     if not isinstance(space, spaces.Dict):
         return _repaired(space)
     mine = {key: inner for key, inner in space.spaces.items() if key not in ("env_id", "players")}
@@ -345,7 +344,7 @@ def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping
 
 
 def _never_destroyed_in_a_fork(pool: Any) -> None:
-    """See to it that a forked child, which has none of the pool's threads, does not run its destructor."""
+    """Keep a forked child, which has none of the pool's threads, from running the pool's destructor."""
     _POOLS.add(pool)
 
 
@@ -365,11 +364,11 @@ if hasattr(os, "register_at_fork"):
 def check_options(
     num_envs: Any, batch_size: Any, num_threads: Any, max_episode_steps: Any, render_mode: Any, mode: AutoresetMode
 ) -> tuple[int, int]:
-    """``num_envs`` and ``batch_size`` as integers, if all of these make sense.
+    """Check these options and return ``num_envs`` and ``batch_size`` as integers.
 
     Raises:
         TypeError: Not an integer where one is needed.
-        ValueError: Out of range; names the accepted values.
+        ValueError: Out of range; the message names the accepted values.
     """
     num_envs = _positive("num_envs", num_envs)
     batch_size = num_envs if batch_size is None else _positive("batch_size", batch_size)
@@ -408,17 +407,17 @@ def _positive(name: str, value: Any) -> int:
 
 
 def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], env_config: Mapping[str, Any]) -> None:
-    """Return if a task can be built with these options without danger.
+    """Raise unless a task can be built with these options without danger.
 
     Args:
         task_id: EnvPool's.
-        family: As ``"atari"``.
+        family: Such as ``"atari"``.
         defaults: The task's configuration without any options.
         env_config: The options.
 
     Raises:
         TypeError: Not a number, or not a name, where one is needed.
-        ValueError: Out of range, no such name, or the process that tried them did not survive it; says what is accepted.
+        ValueError: Out of range, no such name, or the trial process did not survive; the message names the accepted values.
     """
     whose = f"EnvPool's {task_id!r}"
     known = {key: _is_known(whose, family, key, value, defaults.get(key)) for key, value in env_config.items()}
@@ -433,7 +432,7 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
 
 
 def _is_known(whose: str, family: str, key: str, value: Any, default: Any) -> bool:
-    """Check one option; whether it is known to be harmless."""
+    """Check one option; True if it is known to be harmless."""
     if key in _RANGES:
         low, high, harmless = _RANGES[key]
         if not low <= _integer(f"{whose}: {key}", value) <= high:
@@ -464,8 +463,8 @@ def _floats(value: Any) -> list[float]:
 
 
 def _like(name: str, names: Collection[str]) -> str:
-    """Which of the names may have been meant."""
-    stems = {known.rpartition("-v")[0] or known: known for known in names}  # a common "-v5" is no likeness
+    """Return a hint with the most similar names, or an empty string."""
+    stems = {known.rpartition("-v")[0] or known: known for known in names}  # a common suffix "-v5" is no similarity
     close = [stems[stem] for stem in difflib.get_close_matches(name.rpartition("-v")[0] or name, stems, n=5, cutoff=0.6)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
@@ -498,18 +497,18 @@ print("survived", flush=True)
 del pool
 """
 _TRIAL_SECONDS: Final = 120.0
-_TRIAL_MEMORY: Final = 16 << 30  # of addresses, most of which are never used
+_TRIAL_MEMORY: Final = 16 << 30  # of address space, most of which is never used
 
 
 @functools.cache
 def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
-    """How a process that built a task with these options has ended; ``None`` if it survived."""
+    """Describe the end of a process that built a task with these options; ``None`` if it survived."""
     free = available_memory()
     memory = _TRIAL_MEMORY if free is None else min(_TRIAL_MEMORY, max(free, 4 << 30))
     path = [os.path.abspath(entry) for entry in sys.path]
     payload = pickle.dumps((path, task_id, dict(pickle.loads(options)), memory, draw))
     try:
-        with tempfile.TemporaryDirectory(prefix="vecenv-trial-") as folder:  # MuJoCo leaves a log where it fails
+        with tempfile.TemporaryDirectory(prefix="vecenv-trial-") as folder:  # MuJoCo writes a log file after a failure
             done = subprocess.run(
                 [sys.executable, "-c", _PROGRAM],
                 input=payload, capture_output=True, timeout=_TRIAL_SECONDS, check=False, cwd=folder,
@@ -519,7 +518,7 @@ def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
     if done.returncode == 0 and b"survived" in done.stdout:
         return None
     said = [line.strip() for line in (done.stderr or done.stdout).decode(errors="replace").splitlines() if line.strip()]
-    # C++ says what it was, and then where, in addresses
+    # C++ prints the error first, and then the place, in addresses
     telling = [line for line in said if "what():" in line or "Check failure" in line or line.startswith("F")] or said[-1:]
     return f"exit code {done.returncode}" + (f" ({telling[0]})" if telling else "")
 
@@ -528,14 +527,14 @@ def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
 
 
 def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
-    """One seed for each environment.
+    """Return one seed per environment.
 
     Args:
         seed: An integer gives environment i the seed ``seed + i``; a sequence of ``num_envs`` gives each its own, where
-            ``None`` means a random one; ``None`` is random for all. Seeds of 2**31 and more, which EnvPool cannot take,
-            are hashed into its range by :class:`numpy.random.SeedSequence`.
+            ``None`` means a random one; ``None`` is random for all. Seeds of 2**31 and more, which exceed EnvPool's range,
+            are hashed into it by :class:`numpy.random.SeedSequence`.
         num_envs: Number of environments.
-        rng: Where random seeds come from.
+        rng: The source of random seeds.
 
     Returns:
         ``num_envs`` integers from 0 to 2**31 - 1.
@@ -544,7 +543,7 @@ def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
         TypeError: Not an integer where one is needed.
         ValueError: A negative seed, or a sequence of the wrong length.
     """
-    return [_int32(entry, i, rng) for i, entry in enumerate(seeds_of(seed, num_envs))]
+    return [_int32(entry, i, rng) for i, entry in enumerate(parse_seeds(seed, num_envs))]
 
 
 def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:
@@ -557,5 +556,5 @@ def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:
 
 
 def seeds_within(config: Mapping[str, Any]) -> list[int]:
-    """The seeds of the environments of a pool with this configuration."""
+    """Return the seeds of the environments of a pool with this configuration."""
     return list(config["env_seed"]) or [config["seed"] + i for i in range(config["num_envs"])]

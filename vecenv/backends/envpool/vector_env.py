@@ -1,7 +1,7 @@
 """``EnvPoolVectorEnv``: a pool behind Gymnasium's vector interface.
 
-This file is what the class takes, and what EnvPool alone can do. Calls are those of
-:class:`~vecenv.front.vector_env.VectorEnvBase`; how a pool answers them is in :mod:`vecenv.backends.envpool.drivers`.
+This module defines the arguments of the class and the methods that only EnvPool has. The other methods are those of
+:class:`~vecenv.front.vector_env.VectorEnvBase`; :mod:`vecenv.backends.envpool.drivers` executes them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from gymnasium.vector.utils import batch_space
 from vecenv.backends.envpool.drivers import FirstReadyDriver, PoolDriver, Seeding, WholeBatchDriver
 from vecenv.backends.envpool.rows import PoolRows
 from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
-from vecenv.front.arguments import mode_of
-from vecenv.front.vector_env import VectorEnvBase, exclusive
+from vecenv.front.arguments import parse_autoreset_mode
+from vecenv.front.guard import exclusive
+from vecenv.front.vector_env import VectorEnvBase
 
 
 class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
-    """What vector environments over pools can tell, whether their environments have one player or several."""
+    """The attributes that all vector environments over pools share, for one or several players per environment."""
 
     _driver: PoolDriver
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The seeds of the pool, one for each environment: ``reset(seed=...)`` with them repeats what it did."""
+        """The seeds of the pool, one per environment. ``reset(seed=...)`` with them repeats its trajectories."""
         return tuple(self._driver.seeding.seeds)
 
     def __repr__(self) -> str:
@@ -50,7 +51,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.
 
     Args:
-        task_id: EnvPool's, as ``"Pong-v5"``; see :meth:`task_ids`.
+        task_id: EnvPool's, such as ``"Pong-v5"``; see :meth:`task_ids`.
         num_envs: Number of environments.
         batch_size: Rows that :meth:`recv` returns, of those that finish first; must divide ``num_envs``. ``None``: all.
         num_threads: Threads that step; ``None``: as many as the machine has, at most ``batch_size``.
@@ -58,33 +59,33 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         autoreset_mode: ``AutoresetMode`` or its value. Same-step resets need ``batch_size=None``.
         max_episode_steps: The time limit; ``None``: the task's own.
         render_mode: ``"rgb_array"`` or ``None``.
-        **env_config: Options of the task, as ``frame_skip=4`` or ``episodic_life=True``.
+        **env_config: Options of the task, such as ``frame_skip=4`` or ``episodic_life=True``.
 
     Raises:
         ImportError: EnvPool is not installed.
-        UnregisteredEnv: No such task; names close ones.
-        TypeError: An unknown option; lists the right ones.
-        ValueError: An option has no meaning; several players per environment.
+        UnregisteredEnv: No such task; the message names similar ones.
+        TypeError: An unknown option; the message lists the valid ones.
+        ValueError: An option has an invalid value; several players per environment.
 
     Attributes:
-        observation_space: ``single_observation_space`` batched, with infinite bounds where EnvPool says the extremes of
+        observation_space: ``single_observation_space`` batched, with infinite bounds where EnvPool has the extremes of
             the floating-point type.
-        task: Everything that is known of the task; see :class:`vecenv.backends.envpool.task.Task`.
+        task: The description of the task; see :class:`vecenv.backends.envpool.task.Task`.
         batch_size: Rows that :meth:`recv` returns.
 
-    A seed given to ``reset`` builds a new pool, because EnvPool seeds only then: about a millisecond for classic control,
-    50 ms an environment for Atari. ``None`` in a list of seeds is a random one; seeds of 2**31 and more are hashed into
-    EnvPool's range. ``options["reset_mask"]`` wants ``batch_size=None``: episodes that are over are reset as autoreset
-    would do it (Atari with ``episodic_life`` goes on with the same game), running ones by force. With a smaller batch, a
-    reset of all waits for everything in flight and drops it, and ``recv`` keeps for the next call what the pool gave
-    beyond ``count``; EnvPool hands out whole batches, so ``NoAsyncCallError`` is also what cannot fill one. With
-    ``batch_size=None`` there is one outstanding call at a time, of any environments, which ``recv`` answers as a whole, in
-    its order.
+    A seed in ``reset`` builds a new pool, because EnvPool seeds only during construction: about a millisecond for classic
+    control, 50 ms per environment for Atari. ``None`` in a list of seeds is a random one; seeds of 2**31 and more are hashed
+    into EnvPool's range. ``options["reset_mask"]`` requires ``batch_size=None``: finished episodes are reset as autoreset
+    would (Atari with ``episodic_life`` continues the same game), running ones by force. With a smaller batch, a reset of
+    all environments waits for everything in flight and discards it, and ``recv`` keeps rows beyond ``count`` for the next
+    call. EnvPool returns whole batches only, so ``recv`` also raises ``NoAsyncCallError`` if the environments in flight
+    cannot fill one. With ``batch_size=None`` one call at a time can be pending, about any environments, and ``recv`` returns
+    all its rows in the order of the call.
 
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: an array or nested dicts of arrays of
     ``observation_space``; rewards float64, flags bool, all of shape ``(num_envs,)``; infos a dict of arrays with a mask
-    ``_key`` for every key, always with ``env_id`` and ``elapsed_step``. All arrays are fresh and the caller's own, except
-    that a later masked reset returns the rows of environments that it did not reset as the latest observations then are.
+    ``_key`` for every key, always with ``env_id`` and ``elapsed_step``. All arrays are fresh and the caller's own. A masked
+    reset returns the other rows from the latest observations, including changes that the caller has made to them.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         seed: Seed = None, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP,
         max_episode_steps: int | None = None, render_mode: str | None = None, **env_config: Any,
     ) -> None:  # fmt: skip
-        self.closed = True  # until there is something to close
-        mode = mode_of(autoreset_mode)
+        self.closed = True  # close() does nothing until the driver exists
+        mode = parse_autoreset_mode(autoreset_mode)
         num_envs, batch_size = check_options(num_envs, batch_size, num_threads, max_episode_steps, render_mode, mode)
         task = Task.of(
             task_id, env_config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
@@ -103,25 +104,25 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     @classmethod
     def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
-        """Around a pool that ``envpool.make`` built, of any ``env_type``; nothing of it may be in flight.
+        """Build a vector environment around a pool from ``envpool.make``, of any ``env_type``, with nothing in flight.
 
-        The first reset without a seed is of that very pool; a seed builds another of the same configuration. From then on
-        the pool belongs to the vector environment.
+        The first reset without a seed uses this pool; a seed builds another of the same configuration. The vector
+        environment owns the pool from now on.
 
         Raises:
-            TypeError: No pool.
-            ValueError: Options that have no meaning, as for the class; several players per environment.
+            TypeError: ``pool`` is not a pool.
+            ValueError: Options with invalid values, as for the class; several players per environment.
         """
         envs = cls.__new__(cls)
         envs.closed = True
-        task, mode = Task.of_pool(pool), mode_of(autoreset_mode)
+        task, mode = Task.of_pool(pool), parse_autoreset_mode(autoreset_mode)
         config = task.config
         check_options(config["num_envs"], config["batch_size"] or None, None, None, None, mode)
         envs._around(task, mode, seeds_within(config), None)
         return envs
 
     def _around(self, task: Task, mode: AutoresetMode, seeds: list[int], render_mode: str | None) -> None:
-        """Gymnasium's attributes, and the driver."""
+        """Set Gymnasium's attributes, and build the driver."""
         self.task = task
         num_envs = int(task.config["num_envs"])
         batch_size = int(task.config["batch_size"]) or num_envs
@@ -144,11 +145,11 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     task_ids = staticmethod(task_ids)
 
-    # -- pictures and compiled code --------------------------------------------------------------------------
+    # -- rendering and compiled code -------------------------------------------------------------------------
 
     @exclusive
     def render(self) -> tuple[npt.NDArray[np.uint8], ...] | None:
-        """One frame an environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
+        """Return one frame per environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
 
         Raises:
             RuntimeError: Environments are in flight; this task cannot be drawn on this machine.
@@ -168,11 +169,11 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     @exclusive
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-        """EnvPool's ``(handle, recv, send, step)`` for use inside ``jax.jit``.
+        """Return EnvPool's ``(handle, recv, send, step)`` for use inside ``jax.jit``.
 
-        What these functions take and return is EnvPool's own: float32 rewards, no masks, and *no checks of actions*. From
-        here on the pool is stepped by compiled code behind this object's back, so ``step``, ``send`` and ``recv`` refuse;
-        ``reset()`` takes leave of that pool and builds a new one.
+        The functions are EnvPool's own: float32 rewards, no masks, and *no checks of actions*. From then on compiled code
+        steps the pool and bypasses this object, so ``step``, ``send`` and ``recv`` raise; ``reset()`` abandons the pool and
+        builds a new one.
 
         Raises:
             ResetNeeded: Before the first reset (``reset_async`` with first-ready batches).
@@ -186,5 +187,5 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The task's whole configuration, as EnvPool completed it (with the time limit asked for)."""
+        """The task's whole configuration, as EnvPool completed it (with the given time limit)."""
         return dict(self.task.config)

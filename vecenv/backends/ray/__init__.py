@@ -1,13 +1,12 @@
-"""The engine over a Ray cluster: one actor a host, each holding an ordinary local engine.
+"""Environments over a Ray cluster: one actor per host, each with an :class:`~vecenv.AsyncVectorEnv` of its own.
 
-To the engine that runs in the caller, a host is what a worker process is to the engine on one machine: it is asked the same
-questions, owns a contiguous share of the rows, and may die. So there is one implementation of phases, seeds, masks, infos,
-first-ready batches, failures and restarts, and what is here is the way to a host and back:
+A host steps, resets, restarts and saves its environments by public calls of that class, so here are only the split of calls
+over hosts, the merging of their replies, and the replacement of hosts that are lost:
 
-* :mod:`~vecenv.backends.ray.host` is what runs on a host, and knows nothing of Ray;
-* :mod:`~vecenv.backends.ray.pool` asks hosts and takes in their answers, and knows nothing of Ray either;
-* :mod:`~vecenv.backends.ray.cluster` is all there is of Ray;
-* :mod:`~vecenv.backends.ray.vector_env` is :class:`RayVectorEnv`, over the engine with hosts for workers.
+* :mod:`~vecenv.backends.ray.host` runs on a host, without using Ray;
+* :mod:`~vecenv.backends.ray.driver` and :mod:`~vecenv.backends.ray.exchange` run in the caller: calls, and their replies;
+* :mod:`~vecenv.backends.ray.cluster` contains all uses of Ray;
+* :mod:`~vecenv.backends.ray.vector_env` is :class:`RayVectorEnv`.
 """
 
 from vecenv.backends.ray.vector_env import RayVectorEnv

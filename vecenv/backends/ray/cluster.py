@@ -1,7 +1,8 @@
-"""Ray: finding or starting a cluster, places on its nodes, and calls of actors. All that vecenv knows of Ray is here.
+"""The backend's interface to Ray: finds or starts a cluster, reserves cores on its nodes, and calls actors.
 
-A cluster that is there is used and left as it was found. One that vecenv had to start is for this machine alone: it listens
-on the loopback interface, has no dashboard, sends no reports, and is stopped with the last vector environment that uses it.
+No other module of the backend imports Ray. An existing cluster is used and left unchanged. A cluster that vecenv starts is
+for this machine only: it listens on the loopback interface, has no dashboard, sends no usage reports, and is stopped when
+its last vector environment is closed.
 """
 
 from __future__ import annotations
@@ -10,42 +11,44 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-from vecenv.backends.ray.host import Host, HostPlan, HostReady
-from vecenv.backends.ray.pool import Lost
+from vecenv.backends.ray.host import Host, HostPlan, HostReady, Lost
 from vecenv.errors import ClusterError
 from vecenv.system.cores import usable_cores
 
-_OWN_UNIT: Final = "vecenv_core"  # in a cluster of vecenv's own, which has nothing else to share its cores with
-_PLENTY: Final = 1_000_000.0
-_ALONE: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+_OWN_RESOURCE: Final = "vecenv_core"  # replaces "CPU" in a cluster that vecenv started, which runs nothing else
+_OWN_AMOUNT: Final = 1_000_000.0
+_LOCAL_ONLY_VARIABLES: Final = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _LOOPBACK: Final = "127.0.0.1"
 
 _lock = threading.Lock()
-_users = 0  # vector environments on a connection that vecenv made
-_started = False  # and whether vecenv started the cluster behind it
+_users = 0  # the number of vector environments that use a connection made by vecenv
+_started = False  # True if vecenv also started the cluster
 
 
 class Cluster:
-    """Places for hosts on a Ray cluster.
+    """The hosts of one vector environment on a Ray cluster, and the cores reserved for them.
 
     Args:
-        address: Of a cluster; ``None`` or ``"auto"``: the one this process is connected to, or runs on this machine, or
-            that ``RAY_ADDRESS`` names; a new one if there is none. ``"local"``: a new one, unless connected.
+        address: The address of a cluster. ``None`` or ``"auto"``: the one to which this process is connected, that runs on
+            this machine, or that ``RAY_ADDRESS`` names. If there is none, ``None`` starts a new one. ``"local"``: a new one,
+            unless this process is connected.
 
     Attributes:
-        own: Whether vecenv started it.
+        own: True if vecenv started the cluster.
+        actors: The hosts, by index.
     """
 
     def __init__(self, address: str | None) -> None:
         global _users, _started
-        import ray  # the first import of this process takes a second; only a program that uses it pays
+        import ray  # takes a second, so only programs that use a cluster import it
 
         self._ray: Any = ray
         self._group: Any = None
-        self._actors: list[Any] = []
+        self.actors: dict[int, Any] = {}
         self._open = True
         with _lock:
             if not ray.is_initialized():
@@ -56,22 +59,22 @@ class Cluster:
                 _users += bool(_users)
             self._counted = _users > 0
             self.own = _started and self._counted
-        self._unit = _OWN_UNIT if self.own else "CPU"
+        self._resource = _OWN_RESOURCE if self.own else "CPU"
 
     def _require_same(self, address: str | None) -> None:
-        mine = self._ray.get_runtime_context().gcs_address
-        if address not in (None, "auto", "local", mine):
-            raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {mine!r}")
+        current = self._ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", "local", current):
+            raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {current!r}")
 
-    # -- places -----------------------------------------------------------------------------------------------------
+    # -- cores ------------------------------------------------------------------------------------------------------
 
     def nodes(self) -> list[dict[str, Any]]:
-        """The nodes that are alive and have cores, the largest first."""
+        """Return the nodes that are alive and have cores, the largest first."""
         alive = [node for node in self._ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         return sorted(alive, key=lambda node: -node["Resources"]["CPU"])
 
     def fair_share(self, hosts: int, spread: bool) -> int:
-        """Cores for each of that many hosts: those of the smallest node that is needed, or an equal part of all."""
+        """Return the number of cores per host: those of the smallest node used (``spread``), or an equal share of all."""
         cores = [int(node["Resources"]["CPU"]) for node in self.nodes()]
         if self.own:
             return max(1, usable_cores() // hosts)
@@ -80,30 +83,31 @@ class Cluster:
         return max(1, sum(cores) // hosts)
 
     def place(self, cpus: Sequence[int], strategy: str, timeout: float) -> None:
-        """Reserve a place with that many cores for every host.
+        """Reserve the given number of cores for each host.
 
         Raises:
-            ClusterError: There was no room within ``timeout`` seconds; says what is missing.
+            ClusterError: The cores were not free within ``timeout`` seconds; the message lists what is missing.
         """
         from ray.util.placement_group import placement_group
 
-        self._bundles = [{self._unit: float(count)} for count in cpus]
+        self._bundles = [{self._resource: float(count)} for count in cpus]
         self._strategy = strategy
         self._group = placement_group(self._bundles, strategy=strategy)
         self.require_places(timeout)
 
     def require_places(self, timeout: float) -> None:
         if not self._group.wait(timeout):
-            raise ClusterError(f"{self._missing()} (waited {timeout:g} seconds)")
+            raise ClusterError(f"{self._describe_shortage()} (waited {timeout:g} seconds)")
 
-    def _missing(self) -> str:
+    def _describe_shortage(self) -> str:
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
-        each = ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get(self._unit, 0):g}" for node in nodes)
-        free = self._ray.available_resources().get(self._unit, 0)
-        wanted = " + ".join(f"{bundle[self._unit]:g}" for bundle in self._bundles)
+        per_node = ", ".join(f"{node['NodeManagerAddress']}: {node['Resources'].get(self._resource, 0):g}" for node in nodes)
+        free = self._ray.available_resources().get(self._resource, 0)
+        requested = " + ".join(f"{bundle[self._resource]:g}" for bundle in self._bundles)
         text = (
-            f"the Ray cluster has no room for {len(self._bundles)} hosts ({self._strategy}) with {wanted} {self._unit} (one "
-            f"a worker and one for the host): {_nodes(len(nodes))} with {each} in all, {free:g} of them free"
+            f"the Ray cluster has no room for {len(self._bundles)} hosts ({self._strategy}) with {requested} "
+            f"{self._resource} (one per worker and one for the host): {_nodes(len(nodes))} with {per_node} in all, "
+            f"{free:g} of them free"
         )
         if self._strategy == "STRICT_SPREAD" and len(nodes) < len(self._bundles):
             missing = _nodes(len(self._bundles) - len(nodes))
@@ -112,56 +116,65 @@ class Cluster:
 
     # -- hosts ------------------------------------------------------------------------------------------------------
 
-    def launch(self, plan: HostPlan) -> Any:
+    def launch(self, plan: HostPlan) -> None:
+        """Create the actor of a host on its reserved cores, without waiting for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        asked: Any = {"num_cpus": 0, "resources": self._bundles[plan.index]}
-        if self._unit == "CPU":
-            asked = {"num_cpus": self._bundles[plan.index]["CPU"]}
+        bundle = self._bundles[plan.index]
+        resources: Any = {"num_cpus": bundle["CPU"]} if self._resource == "CPU" else {"num_cpus": 0, "resources": bundle}
         place = PlacementGroupSchedulingStrategy(self._group, plan.index)
-        # A restarted actor has other environments than its caller thinks, so vecenv rebuilds them; and a step must never be
-        # taken twice.
-        once = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
-        actor = self._ray.remote(_HostActor).options(**asked, **once, scheduling_strategy=place).remote(plan)
-        self._actors.append(actor)
-        return actor
+        # Ray must neither restart the actor, which would then have other environments than the caller expects (vecenv
+        # rebuilds them instead), nor retry a call, because a step must never be executed twice
+        no_retries = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
+        actor = self._ray.remote(_HostActor).options(**resources, **no_retries, scheduling_strategy=place).remote(plan)
+        self.actors[plan.index] = actor
 
-    def submit(self, host: Any, method: str, *args: Any) -> Any:
-        return getattr(host, method).remote(*args)
+    def submit(self, index: int, method: str, *args: Any) -> Any:
+        """Call a method of :class:`~vecenv.backends.ray.host.Host`, and return a reference to the reply."""
+        return getattr(self.actors[index], method).remote(*args)
 
-    def fetch(self, references: Sequence[Any], timeout: float | None) -> list[Any] | None:
-        try:
-            replies: list[Any] = self._ray.get(references, timeout=timeout)
-        except self._ray.exceptions.RayError:  # a timeout is one
-            return None
-        return replies
+    def collect(self, references: list[Any], deadline: float | None, *, every: bool = False) -> list[tuple[Any, Any]]:
+        """Wait for replies, and return those that have arrived, each with its reference; none if the deadline passes first.
 
-    def wait(self, references: Sequence[Any], timeout: float | None) -> list[Any]:
-        answered, _ = self._ray.wait(list(references), num_returns=1, timeout=timeout)
-        more, _ = self._ray.wait(list(references), num_returns=len(references), timeout=0)
-        return list(more or answered)
+        The reply of a host that has died is :class:`Lost`.
 
-    def result(self, reference: Any) -> Any:
+        Args:
+            references: References to replies, from :meth:`submit`.
+            deadline: The latest time, by ``time.monotonic()``; ``None``: no limit.
+            every: Wait for all replies, unless a host dies, and not only for the first.
+        """
+        seconds_left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        if every:  # the usual case, in one call for all hosts
+            with contextlib.suppress(self._ray.exceptions.RayError):  # a host died, or the time is over
+                return list(zip(references, self._ray.get(references, timeout=seconds_left), strict=True))
+            seconds_left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        arrived, _ = self._ray.wait(references, num_returns=1, timeout=seconds_left)
+        more, _ = self._ray.wait(references, num_returns=len(references), timeout=0)
+        return [(reference, self._result(reference)) for reference in more or arrived]
+
+    def _result(self, reference: Any) -> Any:
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            raise Lost(_brief(error)) from error
+            return Lost(_brief(error))
 
-    def kill(self, host: Any) -> None:
-        with contextlib.suppress(Exception):  # it may be dead, or its node gone
-            self._ray.kill(host, no_restart=True)
-        self._actors = [actor for actor in self._actors if actor is not host]
+    def kill(self, index: int) -> None:
+        """End a host at once, if it was launched."""
+        if (actor := self.actors.get(index)) is not None:
+            with contextlib.suppress(Exception):  # it may be dead, or its node lost
+                self._ray.kill(actor, no_restart=True)
+            self.actors.pop(index, None)
 
     def close(self) -> None:
-        """End all hosts, give back their places, and leave the cluster if no other part of vecenv uses it."""
+        """End all hosts, free their places, and disconnect from the cluster if nothing else in vecenv uses it."""
         global _users
         if not self._open:
             return
         self._open = False
-        if not self._ray.is_initialized():  # the session was ended elsewhere, and the hosts with it
+        if not self._ray.is_initialized():  # `ray.shutdown()` was called elsewhere, which ended the hosts
             return
-        for actor in list(self._actors):
-            self.kill(actor)
+        for index in list(self.actors):
+            self.kill(index)
         if self._group is not None:
             from ray.util.placement_group import remove_placement_group
 
@@ -171,20 +184,20 @@ class Cluster:
             if self._counted:
                 _users -= 1
                 if _users == 0:
-                    self._ray.shutdown()  # only disconnects from a cluster that was there before
+                    self._ray.shutdown()  # only disconnects from a cluster that existed before
 
 
 class _HostActor(Host):
-    """A host that is the only thing in its process."""
+    """A host as a Ray actor, in a process of its own."""
 
     def start(self) -> HostReady:
         main: Any = sys.modules["__main__"]
-        main.__file__ = main.__spec__ = None  # it is Ray's: workers have no use for importing it again
+        main.__file__ = main.__spec__ = None  # in an actor this is Ray's script: workers need not import it
         return super().start()
 
 
 def _connect(ray: Any, address: str | None) -> bool:
-    """Connect to a cluster; true if it had to be started."""
+    """Connect to a cluster, and return True if it had to be started."""
     if address is not None and address.startswith("ray://"):
         raise ValueError(f"address={address!r}: Ray Client has no zero-copy reads; run the program on a node of the cluster")
     if address != "local":
@@ -194,34 +207,34 @@ def _connect(ray: Any, address: str | None) -> bool:
         except ConnectionError:
             if address is not None or "RAY_ADDRESS" in os.environ:
                 raise
-    with _for_this_machine_alone(ray):
-        own: Any = {"resources": {_OWN_UNIT: _PLENTY}, "include_dashboard": False, "_node_ip_address": _LOOPBACK}
-        ray.init(address="local", num_cpus=usable_cores(), **own)
+    with _loopback_only(ray):
+        options: Any = {"resources": {_OWN_RESOURCE: _OWN_AMOUNT}, "include_dashboard": False, "_node_ip_address": _LOOPBACK}
+        ray.init(address="local", num_cpus=usable_cores(), **options)
     if (address := ray.util.get_node_ip_address()) != _LOOPBACK:
         ray.shutdown()
         raise ClusterError(
-            f"this version of Ray ({ray.__version__}) would listen on {address}, not on the loopback interface alone: start "
-            "a cluster yourself (ray.init() or `ray start --head`), and it will be used"
+            f"this version of Ray ({ray.__version__}) would listen on {address}, not only on the loopback interface: "
+            "start a cluster yourself (ray.init() or `ray start --head`), and vecenv will use it"
         )
     return True
 
 
 @contextlib.contextmanager
-def _for_this_machine_alone(ray: Any) -> Iterator[None]:
-    """Let Ray start processes that listen on the loopback interface, and send no reports.
+def _loopback_only(ray: Any) -> Iterator[None]:
+    """Make Ray's processes listen on the loopback interface only, and send no usage reports.
 
-    Ray replaces a loopback address by the machine's own, except where its constant says that clusters are not to be had,
-    as on macOS; it reads the variable of that constant when it is imported, its processes when they start.
+    Ray replaces a loopback address by the machine's own, unless the constant ``ENABLE_RAY_CLUSTER`` is false, as on macOS.
+    Ray reads the constant from an environment variable on import, and Ray's processes when they start: both are set here.
     """
     constants = ray._private.ray_constants
-    allowed, before = constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in _ALONE}
+    enabled, previous = constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in _LOCAL_ONLY_VARIABLES}
     constants.ENABLE_RAY_CLUSTER = False
-    os.environ.update(_ALONE)
+    os.environ.update(_LOCAL_ONLY_VARIABLES)
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = allowed
-        for name, value in before.items():
+        constants.ENABLE_RAY_CLUSTER = enabled
+        for name, value in previous.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
@@ -232,6 +245,6 @@ def _nodes(count: int) -> str:
 
 
 def _brief(error: BaseException) -> str:
-    """The first lines of what Ray has to say, which may be pages."""
+    """Return the first lines of Ray's error, which may be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: " + " ".join(lines[:6])[:600]

@@ -1,12 +1,10 @@
-"""What runs on a host: an ordinary engine over some of the environments, asked in the words a worker is asked in.
+"""The actor on a host: an :class:`~vecenv.AsyncVectorEnv` over some of the environments, and its public calls.
 
-A host relays: it hands a request to its own workers, and what they wrote into its shared memory goes back as it lies there,
-one contiguous array a leaf. Nothing is raised across the network: failures are part of the answer, as a worker's are, with
-the environments counted as the caller counts them.
+Nothing is raised across the network: failures are part of a :class:`Reply`, with the caller's indices.
 
-Ray pickles every array by itself, which takes longer than what a small one holds; a ``bytes`` it hands on as it is. So small
-arrays travel joined to one ``bytes`` (:class:`Packing`). Large ones travel as arrays: Ray gives those out where they
-arrived, but a ``bytes`` it copies first.
+Ray pickles every array separately, which takes longer than copying a small one, but passes ``bytes`` on unchanged. So
+actions, and results with nothing else to report, are sent as the ``bytes`` of an array with a record per row
+(:func:`record_type`). Large results are sent as arrays, which Ray returns without a copy.
 """
 
 from __future__ import annotations
@@ -15,73 +13,47 @@ import multiprocessing
 import os
 import pickle
 import platform
+import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
+from gymnasium.vector.utils import batch_space, iterate
 
-from vecenv.engine.engine import Engine
-from vecenv.engine.handles import PoolOptions, envs_text
-from vecenv.engine.pending import COMMANDS, Death, Result, Settlement
-from vecenv.engine.pool import WorkerPool
-from vecenv.engine.vector_env import AsyncVectorEnv
-from vecenv.errors import WorkerDied
-from vecenv.front.arguments import options_of_rows, reset_mask_of, seeds_of
-from vecenv.link.messages import Definition, Failure, Op, Outcome, PackedEnvFns, PackedError, encode_outcome, pack_error
+from vecenv.engine.vector_env import AsyncVectorEnv, Observer
+from vecenv.errors import SnapshotMismatch, StepTimeout, WorkerDied, envs_text
+from vecenv.front.by_row import infos_by_row
+from vecenv.link.messages import Outcome, PackedEnvFns, PackedError, encode_outcome, pack_error, summary
+from vecenv.link.observations import flatten
+from vecenv.planning.options import WorkerOptions
 from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe
-from vecenv.shm import Arena
+from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array
-from vecenv.state.snapshots import Snapshot
+from vecenv.state.capture import layers_of, prepare_restore
+from vecenv.state.snapshots import Snapshot, kind_of
+from vecenv.system.cores import usable_cores
 from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import variables_of
-from vecenv.worker.envs import WorkerPlan
 
-_LARGE: Final = 16 * 1024  # bytes; copying so many takes a few microseconds, pickling an array tens
-
-Packed = bytes | tuple[Any, ...]
-"""The small arrays joined, or those and each of the large ones."""
-
-
-class Packing:
-    """Packs arrays of the shapes and dtypes of ``arrays``, all of them C-contiguous, and unpacks them again."""
-
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self._forms = [(array.shape, array.dtype, array.nbytes) for array in arrays]
-        self._any_large = any(size >= _LARGE for _, _, size in self._forms)
-
-    def pack(self, arrays: Sequence[Any]) -> Packed:
-        if not self._any_large:
-            return b"".join(arrays)
-        return b"".join(a for a in arrays if a.nbytes < _LARGE), *(a for a in arrays if a.nbytes >= _LARGE)
-
-    def unpack(self, packed: Packed) -> list[Array]:
-        """The arrays, read-only: views of ``packed``, not copies."""
-        joined, *large = packed if isinstance(packed, tuple) else (packed,)
-        rest, arrays, at = iter(large), [], 0
-        for shape, dtype, size in self._forms:
-            if size >= _LARGE:
-                arrays.append(next(rest))
-            else:
-                arrays.append(np.ndarray(shape, dtype, joined, at))
-                at += size
-        return arrays
+_LARGE: Final = 64 * 1024  # bytes; copying this many takes about as long as pickling four arrays
 
 
 @dataclass(slots=True)
 class HostPlan:
-    """What a host is sent.
+    """The settings of a host.
 
     Attributes:
-        index: Which host it is.
-        rows: Which environments are its own.
-        env_fns: What builds them.
-        cpus: Cores it may use, where ``workers`` is ``"auto"``.
-        workers: As ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`.
+        index: The index of the host.
+        rows: The environments of the host.
+        env_fns: The functions that build them.
+        cpus: The number of cores it may use if ``workers`` is ``"auto"``.
+        workers: ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`.
         options: Other options of :class:`~vecenv.AsyncVectorEnv`.
-        path: Where the caller imports from; what there is of it on the host's node is added, as for a local worker.
+        path: The caller's import path; entries that exist on the host's node are added, as for a local worker.
     """
 
     index: int
@@ -95,327 +67,338 @@ class HostPlan:
 
 @dataclass(slots=True)
 class HostReady:
-    """A host's first message: what its environments are, or what went wrong (``error``)."""
+    """A host's first message: a description of its environments, or an ``error``."""
 
     pid: int
     node: str
     num_workers: int = 0
     metadata: dict[str, Any] = field(default_factory=dict)
     render_mode: str | None = None
+    env_id: str = "env"
     action_space: Any = None
     observation_space: Any = None
-    observation_spaces: tuple[Any, ...] = ()  # each environment's, where they may differ
-    mismatches: list[tuple[int, str, str]] = field(default_factory=list)
+    observation_spaces: tuple[Any, ...] = ()  # of each environment, if they may differ
     error: PackedError | None = None
 
 
 @dataclass(slots=True)
-class HostReply:
-    """The answer to one request.
+class Failed:
+    """A failure on a host.
 
     Attributes:
-        leaves: Observations of fixed size, a row per environment asked for.
-        numbers: Rewards, terminations, truncations.
-        columns: There are infos or final observations.
-        infos: Schema numbers, records, definitions that are new; see :meth:`vecenv.link.infos.InfoReader.export`.
-        outcome: Everything else, sealed (:mod:`vecenv.link.messages`).
-        lost: Environments that only a reset brings back, and why.
-        error: What the request as a whole failed of.
-        files: What the caller is to write about environments that failed; see :mod:`vecenv.recording.recorder`.
+        rows: The environment that raised, or all of a worker that died.
+        error: The exception.
+        worker_died: It is a :class:`~vecenv.errors.WorkerDied`.
+        fatal: The environments have to be rebuilt, or were.
     """
 
-    leaves: list[Array] | None = None
-    numbers: tuple[Array, Array, Array] | None = None
-    columns: bool = False
-    infos: tuple[Array, Array, dict[int, Definition]] | None = None
-    outcome: bytes | None = None
-    lost: dict[int, str] | None = None
-    error: PackedError | None = None
-    files: list[tuple[int, str, bytes]] | None = None
-
-    def is_plain(self) -> bool:
-        """Whether there is nothing in it but numbers and observations of fixed size."""
-        more = self.columns or self.lost or self.error or self.files
-        return not more and self.infos is None and self.outcome is None
+    rows: list[int]
+    error: PackedError
+    worker_died: bool = False
+    fatal: bool = True
 
 
-class _SharedNodeEngine(Engine):
-    """The engine of a host: it does not spin or pin cores, since Ray's threads and perhaps other hosts run there too."""
+@dataclass(slots=True)
+class Rebuilt:
+    """A reset of environments that the host has rebuilt."""
 
-    def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> WorkerPool:
-        return WorkerPool(plan, arena, self.batch, options, self)
+    rows: list[int]
+    seeds: list[int | None]
+    options: Any
 
 
-class _HostVectorEnv(AsyncVectorEnv[Any, Any]):
-    """Starts the engine of a host."""
+@dataclass(slots=True)
+class Reply:
+    """The reply to one request, with the caller's indices of environments.
 
-    _engine_class = _SharedNodeEngine
+    Attributes:
+        rows: The environments with a result, in order.
+        arrays: Rewards, terminations, truncations and the leaves of observations of fixed size, a row for each of ``rows``.
+        outcome: Infos, other observations and results of calls, by :func:`~vecenv.link.messages.encode_outcome`.
+        events: Failures and rebuilt environments, in the order in which they occurred.
+        failed: Environments that only a reset can rebuild, with the reasons.
+        error: The error of the request as a whole.
+    """
 
-    def _check_spaces(self) -> None:
-        """The caller does, which knows of all hosts."""
+    rows: Sequence[int]
+    arrays: list[Array]
+    outcome: bytes | None
+    events: list[Failed | Rebuilt]
+    failed: dict[int, str]
+    error: PackedError | None
+
+
+class Lost(Exception):
+    """The end of a host, or of its connection, in place of a reply."""
+
+
+class _Events(Observer):
+    """An observer that collects the failures and resets of restarts of one request.
+
+    Attributes:
+        events: In the order in which they occurred.
+        failed: Row -> reason, for rows that only a reset can rebuild.
+    """
+
+    def __init__(self, plan: HostPlan) -> None:
+        self._host, self._first = plan.index, plan.rows.start
+        self.events: list[Failed | Rebuilt] = []
+        self.failed: dict[int, str] = {}
+
+    def on_reset(self, rows: Any, seeds: list[int | None], options: Any) -> None:
+        self.forget(rows)
+        self.events.append(Rebuilt(self.move(rows), list(seeds), options))
+
+    def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> None:
+        if not isinstance(error, StepTimeout):
+            reason = str(error).partition("\n")[0] if worker_died else summary(error)
+            self.failed.update(dict.fromkeys(self.move(rows), reason))
+            self.events.append(Failed(self.move(rows), self.pack(error), worker_died))
+
+    def forget(self, rows: Sequence[int]) -> None:
+        for row in self.move(rows):
+            self.failed.pop(row, None)
+
+    def move(self, rows: Sequence[int]) -> list[int]:
+        """Return the caller's indices of rows."""
+        return [self._first + int(row) for row in rows]
+
+    def pack(self, error: BaseException) -> PackedError:
+        """Pack an error with the caller's indices, without the notes that name rows and workers of this host."""
+        if isinstance(error, WorkerDied):
+            died = type(error)(
+                self._with_callers_indices(error), worker=error.worker, envs=self.move(error.envs), pid=error.pid,
+                exitcode=error.exitcode, command=error.command, timeout=error.timeout,
+            )  # fmt: skip
+            died.__cause__ = error.__cause__
+            return pack_error(died)
+        if notes := getattr(error, "__notes__", None):
+            notes[:] = [note for note in notes if not (note.startswith("env ") and ", during " in note)]
+        return pack_error(error)
+
+    def _with_callers_indices(self, error: WorkerDied) -> str:
+        head, died, reason = str(error).partition(" died ")
+        if not died or not head.startswith(f"worker {error.worker} (pid"):
+            return f"host {self._host}, of {envs_text(self.move(error.envs))}: {error}"
+        rows = self.move(sorted(error.envs))
+        return f"worker {error.worker} of host {self._host} (pid {error.pid}, {envs_text(rows)}) died {reason}"
 
 
 class Host:
-    """The body of a host: everything a caller may ask of it.
+    """The implementation of a host: its methods are all the requests of a caller. Their ``rows`` are the host's own.
 
     Attributes:
-        envs: The local vector environment; ``None`` before the start, and where it failed.
+        envs: The local vector environment; ``None`` before the start, and if it failed.
     """
 
-    _driver: Engine
-
     def __init__(self, plan: HostPlan) -> None:
-        self._plan = plan
-        self._first = plan.rows.start  # index of the first environment, as the caller counts
-        self._answered: tuple[int, HostReply | Packed] | None = None  # the latest request's number, and its answer
-        self._warned_of_draws = False
-        self._known_schemas: set[int] = set()
-        self._coming: dict[int, Snapshot] = {}  # what rows are about to be loaded with
-        self.envs: _HostVectorEnv | None = None
+        self._plan, self._first = plan, plan.rows.start
+        self._events = _Events(plan)
+        self.envs: Any = None
 
     def start(self) -> HostReady:
         """Build the environments."""
         ready = HostReady(os.getpid(), platform.node())
         try:
             self.envs = envs = _build(self._plan)
-            self._driver = envs._driver
-            if self._driver.recorder is not None:
-                self._driver.recorder.parcels, self._driver.recorder.first_row = [], self._first
-            self.num_envs, batch = envs.num_envs, envs._driver.batch
-            self._actions = Packing(batch.actions or [])
-            self._answers = Packing([batch.rewards, batch.terminations, batch.truncations, *(batch.observations or [])])
+            envs.add_observer(self._events)
+            self._view, self._tree = infos_by_row(envs), fixed_tree(envs.single_observation_space)
+            self._action_tree = fixed_tree(envs.single_action_space, "action")
+            self._records, self._actions = record_type(self._tree, results=True), record_type(self._action_tree)
+            ready.env_id, *_ = envs.exec_func(_name_of, [0])
             ready.num_workers = max(envs.num_workers, 1)
             ready.metadata = {key: value for key, value in envs.metadata.items() if key != "autoreset_mode"}
             ready.render_mode = envs.render_mode
             ready.action_space, ready.observation_space = envs.single_action_space, envs.single_observation_space
-            ready.mismatches = [(self._first + env, which, space) for env, which, space in envs._driver.mismatches]
-            if envs.observation_mode == "different" and not ready.mismatches:
+            if envs.observation_mode == "different":
                 ready.observation_spaces = envs.get_attr("observation_space")
         except BaseException as error:
+            if isinstance(error, RuntimeError) and "Env " in str(error):  # spaces that differ: with the caller's index
+                error.args = (re.sub(r"\bEnv (\d+) has", lambda k: f"Env {self._first + int(k[1])} has", str(error)),)
             ready.error = pack_error(error)
         return ready
 
-    def serve(self, seq: int, op: int, rows: list[int] | None, payload: Any) -> HostReply | Packed:
-        """Carry out a request, once: one that was carried out already is answered as before.
+    def step(self, rows: Sequence[int], actions: bytes, pickled: bool) -> Reply | bytes:
+        """Step some environments with a batch of actions in their order: a pickle, or a record for each."""
 
-        Args:
-            seq: Its number.
-            op: A word of :class:`~vecenv.link.messages.Op`.
-            rows: Which environments, counted from this host's first; ``None``: all.
-            payload: As a worker gets it, pickled; or for a step the leaves of a batch of actions.
+        def begin() -> None:
+            if pickled:
+                batch = pickle.loads(actions)
+            else:
+                batch = self._action_tree.build(iter(fields(actions, self._actions, len(rows))))  # type: ignore[union-attr]
+            self.envs.send(batch, rows)
 
-        Returns:
-            The answer; after a step of all environments packed, if rewards, flags and observations are all of it.
+        return self._collect(len(rows), begin)
+
+    def reset(self, rows: Sequence[int], arguments: bytes) -> Reply | bytes:
+        """Reset some environments. ``arguments``: pickled seeds and options, each for these rows or for all."""
+
+        def begin() -> None:
+            seeds, options = pickle.loads(arguments)
+            some = None if len(rows) == self.envs.num_envs else rows  # with None, the first seed is also that of restarts
+            self.envs.reset_async(seeds, options, env_id=some)
+            self._events.forget(rows)
+            del self._events.events[:1]  # the reset itself
+
+        return self._collect(len(rows), begin)
+
+    def call(self, rows: Sequence[int], name: str, arguments: bytes) -> Reply | bytes:
+        """Call a method of the vector environment, and reply with its results for these rows.
+
+        ``require_fit`` is one of the host itself; other names are those of public methods.
         """
-        if self._answered is not None and self._answered[0] == seq:
-            return self._answered[1]
-        reply: HostReply | Packed
+        outcome, errors = Outcome(), []
+        self._events.events = []
         try:
-            reply = self._answer(Op(op), rows, payload)
-            if rows is None and reply.leaves is not None and reply.numbers is not None and reply.is_plain():
-                reply = self._answers.pack([*reply.numbers, *reply.leaves])
-        except BaseException as error:
-            self._driver.pending = self._driver.emptied(0, 0)  # it failed as a whole: nothing of it is pending
-            reply = HostReply(lost=self._lost(), error=pack_error(error))
-        if (recorder := self._driver.recorder) is not None and recorder.parcels and isinstance(reply, HostReply):
-            reply.files, recorder.parcels = recorder.parcels, []
-        self._answered = seq, reply
-        return reply
+            args, kwargs = pickle.loads(arguments)
+            results = getattr(self if name == "require_fit" else self.envs, name)(*args, **kwargs)
+            if name in ("call", "exec_func"):
+                results = [results[row] for row in rows]
+            elif name == "load":
+                self._events.forget(rows)
+            if name in ("call", "exec_func", "save"):
+                outcome.results = dict(zip(self._events.move(rows), results, strict=True))
+        except Exception as error:
+            errors.append(error)
+        return self._reply([], [], outcome, errors)
 
-    def step(self, seq: int, actions: Packed) -> HostReply | Packed:
-        """Step all environments, with the leaves of a batch of actions: :meth:`serve`."""
-        return self.serve(seq, Op.STEP, None, tuple(self._actions.unpack(actions)))
+    def require_fit(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> None:
+        """Raise for snapshots that do not fit their rows. Rows that failed are rebuilt and checked by the load itself."""
+        for row, snapshot in zip(rows, snapshots, strict=True):
+            if self._first + row not in self._events.failed:
+                self.envs.exec_func(_require_fit, [row], snapshot, own_generators=self.envs.generators == "own")
 
     def stats(self) -> dict[str, float]:
-        """As :meth:`vecenv.AsyncVectorEnv.stats`."""
-        return {} if self.envs is None else self._driver.stats()
+        """Return statistics like :meth:`vecenv.AsyncVectorEnv.stats`."""
+        return {} if self.envs is None else self.envs.stats()
 
-    def record(self, row: int) -> tuple[int, str, bytes]:
-        """A file about an environment, for the caller to write."""
-        recorder = self._driver.recorder
-        assert recorder is not None
-        recorder.record(row, None, None)
-        assert recorder.parcels is not None
-        return recorder.parcels.pop()
+    def close(self, timeout: float) -> list[str]:
+        """Close all environments and end all workers; returns the warnings about environments that raised."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if self.envs is not None:
+                self.envs.close(timeout=timeout)
+        end_descendants([os.getpid()])  # processes that environments in the host's own share have started
+        return [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
 
-    def close(self, timeout: float) -> list[Failure]:
-        """Close all environments and end all workers; what environments raised in their own ``close``."""
-        said: list[Failure] = []
-        if self.envs is not None:
-            self.envs.closed, pool = True, self._driver.pool
-            pool.close(timeout, terminate=False)
-            said = [self._shipped(failure) for failure, _ in pool.failures_in_close]
-            pool.release()
-        end_descendants([os.getpid()])  # what environments of the host's own share started
-        return said
+    # -- replies ----------------------------------------------------------------------------------------------------
 
-    # -- requests ---------------------------------------------------------------------------------------------------
-
-    def _answer(self, op: Op, rows: list[int] | None, payload: Any) -> HostReply:
-        engine = self._driver
-        self._ask(op, rows, pickle.loads(payload) if isinstance(payload, bytes) else payload)
-        request = engine.call
-        assert request is not None
-        engine.wait_for(request, None)
-        settlement = engine.settlement_of(request)
-        if engine.recorder is not None:
-            engine.recorder.answered(request)
-        reply = HostReply()
+    def _collect(self, count: int, begin: Callable[[], None]) -> Reply | bytes:
+        """Begin a step or a reset of ``count`` rows, and reply with the results of all that do not fail."""
+        self._events.events = []
+        errors: list[Exception] = []
+        rows: list[int] = []
+        arrays: list[Array] = []
         outcome = Outcome()
-        self._resolve(settlement, reply, outcome)
-        engine.pending = engine.emptied(request.steps, request.resets)
-        result = settlement.result
-        assert result is not None
-        if op is Op.LOAD:
-            engine.put_beside({row: self._coming[row].row for row in result.results if row in self._coming})
-        outcome.results = self._moved(result.results)
-        if op <= Op.REBUILD_SOME:
-            self._page(op, rows, result, reply, outcome)
-            if engine.policy.restart:
-                engine.remembered.keep(range(self.num_envs) if rows is None else rows, all_rows=rows is None)
-        if engine.warned_of_draws and not self._warned_of_draws:
-            outcome.warnings.append(("generators", engine.warned_of_draws))
-            self._warned_of_draws = True
-        if not outcome.is_plain():
-            reply.outcome = encode_outcome(outcome)
-        return reply
+        try:
+            begin()
+        except Exception as error:
+            errors.append(error)
+            count = 0
+        while count:
+            try:
+                rows, arrays = self._take(outcome, *self._view.recv(count=count))
+                break
+            except Exception as error:
+                errors.append(error)
+                left = len(self.envs.in_flight)
+                count = left if left < count else 0
+        return self._reply(rows, arrays, outcome, errors)
 
-    def _ask(self, op: Op, rows: list[int] | None, payload: Any) -> None:
-        engine = self._driver
-        if op in (Op.STEP, Op.STEP_SOME):
-            if engine.recorder is not None and engine.recorder.due:
-                engine.recorder.snapshot(engine.store.row)
-            self._send_step(rows, payload)
-        elif op in (Op.RESET, Op.RESET_SOME):
-            self._ask_reset(rows, *(payload or (None, None)))
-        elif op is Op.REBUILD_SOME:
-            seeds, options, reset_next = payload
-            chosen = list(range(self.num_envs)) if rows is None else rows
-            place = {row: position for position, row in enumerate(chosen)}
-
-            def given(mine: list[int]) -> tuple[Any, ...]:
-                places = [place[row] for row in mine]
-                return [seeds[position] for position in places], options_of_rows(options, places), reset_next
-
-            engine.ask_some("reset", op, chosen, given)
-        elif op is Op.CALL:
-            engine.begin_call(*payload)
-        elif op is Op.SET_ATTR:
-            engine.begin_set_attr(*payload)
-        elif op is Op.SET_NEXT:
-            engine.begin_set_next(range(self.num_envs), payload)
-        elif op is Op.EXEC:
-            chosen, func, args, kwargs = payload
-            engine.begin_exec(func, chosen, args, kwargs)
-        elif op is Op.CHECK:
-            self._coming = dict(payload)
-            coming = self._coming.items()
-            engine.ask_call(op, lambda to: [(k - to.rows[0], one) for k, one in coming if k in to.rows] or None, "load")
+    def _take(self, outcome: Outcome, observations: Any, *numbers_infos_and_ids: Any) -> tuple[list[int], list[Array]]:
+        """Return the rows of a result in order, with their arrays, and put what is not in arrays into ``outcome``."""
+        *arrays, infos, env_ids = numbers_infos_and_ids
+        rows = self._events.move(env_ids)
+        outcome.infos.update(each for each in zip(rows, infos, strict=True) if each[1] or type(each[1]) is not dict)
+        if self._tree is not None:
+            arrays += flatten(self._tree, observations)
         else:
-            engine.ask_call(op, lambda to: [k - to.rows[0] for k in payload if k in to.rows] or None, COMMANDS[op])
+            space = batch_space(self.envs.single_observation_space, len(rows))
+            outcome.observations.update(zip(rows, iterate(space, observations), strict=True))
+        if rows != sorted(rows):
+            order = np.argsort(rows)
+            rows, arrays = sorted(rows), [array[order] for array in arrays]
+        return rows, arrays
 
-    def _send_step(self, rows: list[int] | None, actions: Any) -> None:
-        if isinstance(actions, tuple):  # a batch of the action space, leaf by leaf: where the workers look for it
-            assert self._driver.batch.actions is not None
-            for leaf, values in zip(self._driver.batch.actions, actions, strict=True):
-                leaf[slice(None) if rows is None else rows] = values
-            actions = None
-        if rows is None:
-            self._driver.ask_step(actions)
-            return
-        place = {row: position for position, row in enumerate(rows)}
-        self._driver.ask_some("step", Op.STEP_SOME, rows, lambda mine: actions and [actions[place[row]] for row in mine])
-
-    def _ask_reset(self, rows: list[int] | None, seeds: Sequence[Any] | None, options: Any) -> None:
-        given, mask = list(seeds or [None] * self.num_envs), None
-        if rows is not None:
-            mask = np.zeros(self.num_envs, np.bool_)
-            mask[rows] = True
-            _, options = reset_mask_of(options, self.num_envs, rows)
-            given = seeds_of(seeds, self.num_envs, rows)
-        if self._driver.recorder is not None:
-            given = self._driver.recorder.seeds(given, None if rows is None else np.array(rows))
-        self._driver.ask_reset(given, options, mask)
-
-    # -- answers ----------------------------------------------------------------------------------------------------
-
-    def _page(self, op: Op, rows: list[int] | None, result: Result, reply: HostReply, outcome: Outcome) -> None:
-        """The rows that were asked for, as they lie in shared memory, and what belongs to them."""
-        engine, batch = self._driver, self._driver.batch
-        where: Any = slice(None) if rows is None else np.array(rows)
-        answered = range(self.num_envs) if rows is None else rows
-        if engine.layout.observations is not None and batch.observations is not None:
-            reply.leaves = [leaf[where] for leaf in batch.observations]
-        else:
-            outcome.observations = {self._first + row: engine.store.row(row) for row in answered if row not in engine.failed}
-        if op in (Op.STEP, Op.STEP_SOME):
-            reply.numbers = batch.rewards[where], batch.terminations[where], batch.truncations[where]
-        reply.columns = result.columns
-        if result.columns:
-            reply.infos = engine.export_infos(where, self._known_schemas)
-            outcome.infos = self._moved(result.infos)
-            outcome.finals = self._moved(engine.finals(answered) | result.finals)
-
-    def _resolve(self, settlement: Settlement, reply: HostReply, outcome: Outcome) -> None:
-        """Rebuild what failed, or report it."""
-        engine, result = self._driver, settlement.result
-        assert result is not None
-        if not (result.failures or result.deaths or settlement.lost):
-            return
-        if engine.policy.restart and settlement.command in ("step", "reset"):
-            error = engine.resolve(settlement)
-            if error is not None:  # more restarts than the budget has
-                reply.error = pack_error(error)
-        else:
-            engine.ledger.record(settlement, result)
-            outcome.failures += [self._shipped(failure) for failure, _ in result.failures]
-            # rows that were sent before it was known that their worker had died hear of it as well
-            dead = [worker.death for worker in engine.pool.workers if not set(settlement.lost).isdisjoint(worker.rows)]
-            deaths = {death.worker: death for death in [*dead, *result.deaths] if death is not None}
-            for death in deaths.values():
-                row = next((row for row in settlement.rows if row in death.envs), death.envs[0])
-                outcome.failures.append(Failure(self._first + row, pack_error(self._death(death))))
-            engine.ledger.mark_failed(result, settlement.rows, all_of_them=False)
-        reply.lost = self._lost()
-
-    def _death(self, death: Death) -> WorkerDied:
-        """A worker's death, as the caller is to read it."""
-        rows = range(self._first + death.envs[0], self._first + death.envs[-1] + 1)
-        reason = death.text.partition(" died ")[2]
-        text = f"worker {death.worker} of host {self._plan.index} (pid {death.pid}, {envs_text(rows)}) died {reason}"
-        return WorkerDied(
-            text, worker=death.worker, envs=list(rows), pid=death.pid, exitcode=death.exitcode, command=death.command
-        )
-
-    def _shipped(self, failure: Failure) -> Failure:
-        packed = failure.error if isinstance(failure.error, PackedError) else pack_error(failure.error)
-        return Failure(self._first + failure.env, packed, failure.fatal)
-
-    def _lost(self) -> dict[int, str]:
-        """Environments that only a reset brings back, and why."""
-        return self._moved(self._driver.failed)
-
-    def _moved(self, table: dict[int, Any]) -> dict[int, Any]:
-        return {self._first + row: value for row, value in table.items()}
+    def _reply(self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception]) -> Reply | bytes:
+        events, records = self._events, self.envs.errors
+        known = {event.rows[0] for event in events.events if isinstance(event, Failed)}
+        for record in records:
+            if record.env is not None and self._first + record.env not in known:
+                events.events.append(Failed(events.move([record.env]), events.pack(record.error), fatal=False))
+        records.clear()  # the caller keeps them
+        plain = len(rows) == self.envs.num_envs and outcome.is_plain() and not (events.events or events.failed or errors)
+        if plain and sum(array.nbytes for array in arrays) < _LARGE:
+            batch = np.empty(len(rows), self._records)
+            for name, array in zip(self._records.names or (), arrays, strict=True):
+                batch[name] = array
+            return batch.tobytes()
+        error = None
+        if errors and (self.envs.capabilities.restarts or not any(isinstance(event, Failed) for event in events.events)):
+            error = events.pack(errors[0])  # otherwise the events are what it is about
+        return Reply(
+            rows, arrays, None if outcome.is_plain() else encode_outcome(outcome), events.events, events.failed, error
+        )  # fmt: skip
 
 
-def _build(plan: HostPlan) -> _HostVectorEnv:
-    """The local vector environment of a host."""
+def record_type(tree: Tree | None, *, results: bool = False) -> np.dtype[Any]:
+    """Return the type of a record with the leaves of a space of fixed size, after those of ``results``: reward and flags."""
+    numbers: list[Any] = [("reward", np.float64), ("termination", np.bool_), ("truncation", np.bool_)] if results else []
+    leaves = () if tree is None else tree.leaves()
+    return np.dtype([*numbers, *((str(index), leaf.dtype, leaf.shape) for index, leaf in enumerate(leaves))])
+
+
+def fields(data: bytes, records: np.dtype[Any], count: int) -> list[Array]:
+    """Return the fields of that many records as read-only arrays."""
+    batch = np.ndarray(count, records, data)
+    return [batch[name] for name in records.names or ()]
+
+
+def _name_of(env: Any) -> str:
+    return env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+
+
+def _require_fit(env: Any, snapshot: Snapshot, *, own_generators: bool) -> None:
+    """Raise for a snapshot that does not fit. With ``own_generators``, ``env`` lacks the outermost wrapper of the snapshot.
+
+    Raises:
+        SnapshotMismatch: It does not fit; nothing has changed.
+    """
+    try:
+        layers, given = layers_of(env), snapshot.row.kind
+        mine = kind_of(layers)
+        if own_generators:
+            given = replace(given, layers=given.layers[1:], versions=mine.versions)
+        if difference := given.differs_from(mine):
+            raise SnapshotMismatch(difference)
+        if not own_generators:
+            prepare_restore(env, snapshot.body, layers)
+    except SnapshotMismatch as error:
+        raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
+
+
+def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
+    """Build the local vector environment of a host."""
     sys.path += [place for place in plan.path if place not in sys.path and os.path.exists(place)]
     hint = " (what it imports has to be installed on every node)"
     env_fns = plan.env_fns.load(plan.rows[0], "on its host", hint)
-    options = dict(plan.options)
+    options = {**plan.options, "copy": False}
+    own = options.get("worker_options") or WorkerOptions()
     workers: Any = plan.workers
     if workers == "auto":
-        variables = options.get("worker_env")
-        wanted = options.get("on_failure") == "restart" or options.get("step_timeout") is not None or variables
-        context = multiprocessing.get_context(options["context"])
+        wanted = options.get("on_failure") != "raise" or options.get("step_timeout") is not None or own.env
         probe = EnvProbe(
-            env_fns, context, options["start_timeout"], daemon=options.get("daemon", True),
-            variables=variables_of(variables, 0),
+            env_fns, multiprocessing.get_context(options["context"]), own.start_timeout, daemon=options["daemon"],
+            own_generators=options["generators"] == "own", variables=variables_of(own.env, 0),
         )  # fmt: skip
-        chosen = choose(probe.times(), len(env_fns), plan.cpus, isolate=True if wanted else None)
-        workers = chosen.num_workers
-        if chosen.use_caller:
-            options["use_caller"] = True
-    return _HostVectorEnv(env_fns, num_workers=workers, **options)
+        times, found = probe.measure()
+        chosen = choose(times, len(env_fns), plan.cpus, use_caller=False if wanted else None, independence=found)
+        workers, options["use_caller"] = chosen.num_workers, chosen.use_caller or options.get("use_caller")
+    caller = bool(options.get("use_caller"))
+    if workers is None and caller:
+        workers = max(usable_cores() - 1, 1)
+    processes = min(len(env_fns) if workers is None else workers, len(env_fns) - caller)
+    if processes and hasattr(os, "sched_getaffinity"):
+        # neither spinning nor bound to single cores, since Ray's threads and perhaps other hosts run there too
+        options["worker_options"] = replace(own, cores=[sorted(os.sched_getaffinity(0))] * processes)
+    return AsyncVectorEnv(env_fns, num_workers=workers, **options)

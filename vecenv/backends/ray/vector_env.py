@@ -1,21 +1,22 @@
-"""``RayVectorEnv``: Gymnasium's vector interface over the hosts of a Ray cluster, and the engine with hosts for workers.
-
-Everything a caller can see is :class:`~vecenv.AsyncVectorEnv`'s; what differs is where environments are built and where
-spaces come from.
-"""
+"""``RayVectorEnv``: Gymnasium's vector interface over the hosts of a Ray cluster."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
+import itertools
+import multiprocessing
 import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from threading import get_ident
+from typing import Any, Final
 
 import numpy as np
 from gymnasium.core import ActType, Env, ObsType
@@ -23,248 +24,197 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
+from vecenv.backends.ray.cluster import Cluster
+from vecenv.backends.ray.driver import HostsDriver
 from vecenv.backends.ray.host import HostPlan, HostReady
-from vecenv.backends.ray.pool import GRACE, HostPool, RemoteHost
-from vecenv.engine.engine import Engine, shares
-from vecenv.engine.handles import PoolOptions, command_of, envs_text
-from vecenv.engine.pending import Answer, Result, Worker
-from vecenv.engine.recovery import Policy, writeable
-from vecenv.engine.vector_env import EngineVectorEnv
+from vecenv.backends.ray.hosts import HostPool
+from vecenv.engine.vector_env import Observer
 from vecenv.errors import ErrorRecord, how_to_install
-from vecenv.front.arguments import check_env_fns, check_names
-from vecenv.front.capabilities import Capabilities
-from vecenv.link.messages import PackedEnvFns, PackedError, unpack_error
-from vecenv.link.observations import PickledStore, SharedStore
-from vecenv.planning.options import check_option, check_options, one_of, whole
-from vecenv.recording.file import write
-from vecenv.recording.recorder import FlightRecorder, keep_parcels
-from vecenv.shm import Arena, Batch, Layout, fixed_tree
-from vecenv.worker.envs import Expected, WorkerPlan
+from vecenv.front.arguments import (
+    check_env_fns,
+    check_flags,
+    check_option_names,
+    parse_autoreset_mode,
+    parse_env_ids,
+    parse_rows,
+    parse_timeout,
+)
+from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.driver import Phase, advance
+from vecenv.front.guard import exclusive
+from vecenv.front.vector_env import VectorEnvBase
+from vecenv.link.messages import PackedEnvFns
+from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, one_of, whole
+from vecenv.recording.recorder import FlightRecorder, recorder_of
+from vecenv.system.reporting import warn
+from vecenv.system.spawning import end_if_importing_main
 
-_PLACEMENTS = ("STRICT_SPREAD", "SPREAD", "PACK")
-_ENGINE_OPTIONS = (
+_PLACEMENTS: Final = ("STRICT_SPREAD", "SPREAD", "PACK")
+_HOST_OPTIONS: Final = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
-    "start_timeout", "threads_per_worker", "strict", "worker_env", "ragged_infos", "generators", "record_failures",
+    "generators", "worker_options", "record_failures",
 )  # fmt: skip
+_CLOSE_TIMEOUT: Final = 60.0  # for the environments' own close(), if nothing else is given
+_SHORT_CLOSE_TIMEOUT: Final = 1.0  # the same, after a host was late or within another call
+_OTHER_THREAD_TIMEOUT: Final = 10.0  # for another thread's call to notice that its hosts are gone
 
 
-class HostsEngine(Engine):
-    """The engine, with hosts for workers.
+class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
+    """Environments on several machines: one host actor per node of a Ray cluster, each with an ``AsyncVectorEnv``.
 
-    Args:
-        pool: Hosts that are ready.
-        mismatches: Environments whose spaces do not go with those of the first host.
-        env_fns, layout, make_store, plan: As of :class:`~vecenv.engine.engine.Engine`.
-        policy: What to do about hosts that fail.
-    """
+    Use it when one host's batch takes 10 ms or more: every step costs a round trip of one to two milliseconds. Below that,
+    run ``AsyncVectorEnv`` on one machine, or send the policy to the environments (``docs/distributed.md``).
 
-    backend = "ray"
-    records = False
-    """Hosts record what fails."""
+    Host h holds a contiguous share of the environments. The interface is that of :class:`~vecenv.AsyncVectorEnv`, with these
+    differences:
 
-    def __init__(
-        self, pool: HostPool, mismatches: list[tuple[int, str, str]], env_fns: Sequence[Any], layout: Layout,
-        make_store: Callable[[Batch], Any], plan: WorkerPlan, policy: Policy,
-    ) -> None:  # fmt: skip
-        self._host_pool: Any = pool
-        self._found = mismatches
-        options = PoolOptions(None, False, "", policy.start_timeout)
-        super().__init__(env_fns, layout, make_store, plan, options, policy, len(pool.workers), 0)
-
-    def _open_pool(self, plan: WorkerPlan, arena: Arena, options: PoolOptions, num_workers: int) -> Any:
-        self._host_pool.attach(self.batch, arena, self._infos.learn, self)
-        return self._host_pool
-
-    def _start(self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int) -> None:
-        """They are started: the spaces came from them."""
-        self.mismatches = self._found
-
-    def keep_files(self, recording: FlightRecorder, files: Sequence[tuple[int, str, bytes]]) -> None:
-        """Write what a host has recorded."""
-        self.ledger.recordings.update(keep_parcels(recording, files))
-
-    def record(self, row: int, path: Any) -> Path:
-        host = next(host for host in self._host_pool.workers if row in host.rows)
-        _, own, content = self._host_pool.ask_host(host, "record", row - host.rows.start)
-        write(Path(path or own), content)
-        return Path(path or own)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return dataclasses.replace(super().capabilities, recording=self.records)
-
-    def _why_not_frozen(self) -> str:
-        return "its environments are stepped by hosts"
-
-    def read(self, answers: Iterable[tuple[Worker, Answer]]) -> Result:
-        listed = list(answers)
-        result = super().read(listed)
-        for host, answer in listed:
-            self.failed.update(answer.lost)
-            if answer.error is not None:
-                result = writeable(result)
-                result.errors.append(self._error_of(host, answer.error))
-        return result
-
-    def _error_of(self, host: Worker, packed: PackedError) -> tuple[Exception, ErrorRecord]:
-        busy = self.oldest_of(host)
-        command = "a request" if busy is None else command_of(busy, host)
-        note = f"{host.label}, {envs_text(host.rows)}, during {command}"
-        record = ErrorRecord(None, host.index, host.pid, command, unpack_error(packed, note), packed.text, time.monotonic())
-        return unpack_error(packed, note), record
-
-    def stats(self) -> dict[str, float]:
-        """As :meth:`Engine.stats`, of all hosts together; one that is busy for long or dead is left out."""
-        own = super().stats()
-        if self._host_pool.closing:  # no host is left to ask
-            return own
-        each = list(self._host_pool.ask_all("stats", timeout=GRACE).values())
-        if each:
-            for key in ("restarts", "bytes_pickled"):
-                own[key] += sum(stats[key] for stats in each)
-            own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in each]))
-            for key in ("step_time_slowest_env", "straggler_share"):
-                own[key] = max(stats[key] for stats in each)
-        return own
-
-
-class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
-    """Environments on several machines: one host actor a node of a Ray cluster, each with a local engine over its share.
-
-    Use it when one host's batch takes 10 ms or more: a step costs a round trip of one to two milliseconds whatever it does.
-    Below that, run ``AsyncVectorEnv`` on one machine, or send the policy to the environments (``docs/distributed.md``).
-
-    Host h holds a contiguous share of the environments. All of :class:`~vecenv.AsyncVectorEnv` is here under its own names,
-    with these differences:
-
-    * ``send`` and ``recv`` work by host: what is sent to a host together comes back together, and a second message to the
-      same host waits for the first.
-    * A killed worker is its host's own matter; its error comes back as on one machine. A host that is lost is
-      :class:`~vecenv.errors.HostDied`, and the next ``reset`` starts it anew; with ``on_failure="restart"`` its environments
-      are built anew wherever the cluster has room, and its rows come back truncated, with ``restarted`` in their infos. No
-      step is ever sent twice.
-    * Each host has a budget of restarts for its workers, and the caller one for hosts.
+    * ``send`` and ``recv`` work by host: environments sent to a host together are returned together, and a second request to
+      the same host waits for the first.
+    * A host handles a killed worker itself; its error is reported as on one machine. The loss of a host raises
+      :class:`~vecenv.errors.HostDied`, and the next ``reset`` restarts it; with ``on_failure="restart"`` its environments
+      are rebuilt on any node with room, and its rows are returned truncated, with ``restarted`` in their infos. No step is
+      ever sent twice.
+    * Each host has a budget of restarts for its workers, and the caller has one for hosts.
     * No memory is shared between machines; an observation is copied here once, and with ``copy=True`` twice.
-    * vecenv, and whatever ``env_fns`` import, has to be installed on every node.
+    * vecenv, and all imports of ``env_fns``, must be installed on every node.
 
     Args:
-        env_fns: Functions that build the environments, called on the hosts only. They travel by cloudpickle.
-        num_hosts: Default: as many as ``envs_per_host`` asks for, else one per node, at most one per environment.
+        env_fns: Functions that build the environments, called on the hosts only. They are sent with cloudpickle.
+        num_hosts: Default: as many as ``envs_per_host`` requires, else one per node, at most one per environment.
         envs_per_host: Default: even shares.
-        workers_per_host: Worker processes per host, as ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"``
+        workers_per_host: Worker processes per host, like ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"``
             measures on the host. A host reserves a core per worker and one for itself; with ``"auto"`` a node's cores.
-        address: Of a Ray cluster. ``None``: the one this process is connected to, or that runs here, or that ``RAY_ADDRESS``
-            names. If there is none, one is started for this machine, on the loopback interface, and stopped by
-            :meth:`close`. A cluster that was there before is left alone.
+        address: The address of a Ray cluster. ``None``: the one to which this process is connected, or that runs here, or in
+            ``RAY_ADDRESS``. If there is none, one is started for this machine, on the loopback interface, and stopped by
+            :meth:`close`. An existing cluster is left unchanged.
         placement: ``"STRICT_SPREAD"`` (every host on a node of its own), ``"SPREAD"`` (if possible) or ``"PACK"`` (as few
-            nodes as possible). ``None``: strict, or in a cluster that vecenv started, which is one node, packed.
+            nodes as possible). ``None``: strict, or packed in a cluster that vecenv started, which is one node.
         batch_size: Environments that :meth:`recv` returns at a time; a multiple of a host's share wastes nothing.
-        on_failure, restart_limit, restart_period, autoreset_mode: As :class:`~vecenv.AsyncVectorEnv`.
+        on_failure, autoreset_mode: See :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
-            ``observation_mode``, ``max_concurrency`` (a host), ``use_caller`` (the host's own process steps a share),
-            ``step_timeout``, ``start_timeout``, ``threads_per_worker``, ``strict``, ``generators``,
-            ``record_failures`` (the files come to the caller), as of :class:`~vecenv.AsyncVectorEnv`.
+            ``observation_mode``, ``max_concurrency`` (per host), ``use_caller`` (the host's own process steps a share),
+            ``step_timeout``, ``generators``, ``worker_options``, ``record_failures`` (the caller writes the files), see
+            :class:`~vecenv.AsyncVectorEnv`.
 
     Raises:
         ImportError: Ray is not installed.
-        ClusterError: The cluster has no room, after ``start_timeout`` seconds; says what is missing.
-        TypeError, ValueError: An option does not exist or has no meaning.
-        RuntimeError: Environments differ in their spaces; the host is named.
-        HostDied, StartupTimeout: A host did not get ready.
-        Exception: What pickling an ``env_fn`` raised, with a note that says which, or what calling it raised on its host.
+        ClusterError: The cluster has no room, after ``start_timeout`` seconds; the message names what is missing.
+        TypeError, ValueError: An option does not exist or has an invalid value.
+        RuntimeError: Environments differ in their spaces; the message names the host.
+        HostDied, StartupTimeout: A host did not become ready.
+        Exception: Raised by pickling an ``env_fn``, with a note that names it, or by calling it on its host.
 
-    Nothing is left running when the constructor raises.
+    When the constructor raises, all processes have been ended.
     """
 
-    _cluster: Any = None  # a Cluster, or what stands in for one
+    _driver: HostsDriver
+    _cluster: Any = None  # a Cluster, or a replacement for one
+    worker: None = None
+    processes: tuple[()] = ()
+    parent_pipes: tuple[()] = ()
+    local_envs: tuple[()] = ()
 
     def __init__(
         self, env_fns: Sequence[Callable[[], Env[Any, Any]]], *, num_hosts: int | None = None,
         envs_per_host: int | None = None, workers_per_host: int | str | None = "auto", address: str | None = None,
-        placement: str | None = None, batch_size: int | None = None, on_failure: str = "raise",
-        restart_limit: int | None = None, restart_period: float = 60.0,
+        placement: str | None = None, batch_size: int | None = None, on_failure: OnFailure = "raise",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **engine_options: Any,
     ) -> None:  # fmt: skip
-        self.closed = True  # until there is something to close
+        end_if_importing_main()
+        self.closed = True  # until there are processes to close
         check_env_fns(env_fns, type(self).__name__)
-        env_fns = list(env_fns)
+        self.env_fns, self.num_envs, self.autoreset_mode = list(env_fns), len(env_fns), parse_autoreset_mode(autoreset_mode)
         _check(env_fns, num_hosts, envs_per_host, placement, engine_options)
-        engine_options.setdefault("context", "forkserver")
-        self._start_timeout = engine_options.setdefault("start_timeout", 60.0)
-        self._workers_per_host = workers_per_host
-        self._address = address
-        self._placement = placement
-        self._split = (num_hosts, envs_per_host)
-        step_timeout = engine_options.get("step_timeout")
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
-        recovery: Any = {"on_failure": on_failure, "restart_limit": restart_limit, "restart_period": restart_period}
-        check_options(len(env_fns), batch_size, num_workers=workers_per_host, **recovery, **engine_options)
-        self.generators = engine_options.get("generators", "shared")
-        if (recording := FlightRecorder.of(engine_options.get("record_failures"))) is not None:
-            recording = dataclasses.replace(recording, folder=os.path.abspath(recording.folder))
-            engine_options["record_failures"] = recording
-        self._host_options = {**engine_options, **recovery}
-        self._host_options.pop("copy", None)
-        self._take_options(
-            env_fns, engine_options.get("shared_memory", True), engine_options.get("copy", True), engine_options["context"],
-            engine_options.get("daemon", True), engine_options.get("observation_mode", "same"), autoreset_mode,
-            engine_options.get("max_concurrency"),
-        )  # fmt: skip
-        policy = Policy.of(on_failure, restart_limit, restart_period, step_timeout, self._start_timeout)
+        options = {
+            "shared_memory": True, "copy": True, "context": "forkserver", "daemon": True, "observation_mode": "same",
+            "max_concurrency": None, "generators": "shared", **engine_options,
+        }  # fmt: skip
+        check_options(self.num_envs, batch_size, num_workers=workers_per_host, on_failure=on_failure, **options)
+        start_timeout = (options.get("worker_options") or WorkerOptions()).start_timeout
+        budget = Restart.of(on_failure)
+        self._check_kept(options)
+        self.observation_mode, self.generators = options["observation_mode"], options["generators"]
+        self.shared_memory, self.context, self.daemon = options["shared_memory"], options["context"], options["daemon"]
+        self.max_concurrency = options["max_concurrency"]
+        copies, recording = options.pop("copy"), FlightRecorder.from_option(options.pop("record_failures", None))
+        self._address, self._placement, self._split = address, placement, (num_hosts, envs_per_host)
+        self._workers_per_host, self._host_options = workers_per_host, {**options, "on_failure": on_failure}
+        self._step_timeout = parse_timeout(options.get("step_timeout"), "step_timeout")
         try:
-            self._adopt(self._start_engine(self._start_hosts(env_fns), policy), batch_size)
+            pool = self._start_hosts(start_timeout)
+            restart, limit = on_failure != "raise", self._step_timeout
+            if restart and limit is not None:
+                # the host ends and rebuilds environments that hang; the wait for the host allows for that time
+                limit += start_timeout
+            driver = HostsDriver(
+                pool, self.single_observation_space, self.single_action_space, self.action_space, self.autoreset_mode,
+                restart=restart, budget=(budget.limit, budget.period), step_timeout=limit,
+            )  # fmt: skip
+            driver.copies, driver.batch_size = bool(copies), batch_size or self.num_envs
+            self._recorder = None
+            if recording is not None:
+                save, stats = weakref.WeakMethod(driver.snapshots), weakref.WeakMethod(driver.stats)
+                self._recorder = recorder_of(self, recording, self._env_id, save, stats)  # type: ignore[arg-type]
+                driver.observers.append(self._recorder)
+            self._finalizer = weakref.finalize(self, _close_here, os.getpid(), self._cluster)
+            self._open(driver)
         except BaseException:
             if self._cluster is not None:
                 self._cluster.close()
             raise
 
-    # -- starting ---------------------------------------------------------------------------------------------------
-
-    def _start_hosts(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> HostPool:
-        """Start the hosts, and take metadata and spaces from the first."""
-        mode = self.observation_mode
+    def _check_kept(self, options: dict[str, Any]) -> None:
+        """Raise for invalid values of Gymnasium's own options."""
+        check_flags(type(self).__name__, shared_memory=options["shared_memory"], copy=options["copy"])
+        context, mode, most = options["context"], options["observation_mode"], options["max_concurrency"]
+        if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
+            raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
         if isinstance(mode, str) and mode not in ("same", "different"):
             raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
-        plans = self._plans(env_fns)
-        self._cluster.place([plan.cpus for plan in plans], self._strategy, self._start_timeout)
-        pool = HostPool(self._cluster, plans, self._start_timeout)
-        readies = [host.ready for host in pool.workers]
+        check_option("max_concurrency", most, (one_of(None, or_=whole(1)), "a positive integer or None"))
+
+    # -- starting ---------------------------------------------------------------------------------------------------
+
+    def _start_hosts(self, start_timeout: float) -> HostPool:
+        """Start the hosts, and copy metadata and spaces from the first."""
+        plans = self._plans()
+        self._cluster.place([plan.cpus for plan in plans], self._strategy, start_timeout)
+        pool = HostPool(self._cluster, plans, start_timeout)
+        readies, mode = [host.ready for host in pool.hosts], self.observation_mode
         first = readies[0]
         self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = first.render_mode
+        self.render_mode, self._env_id = first.render_mode, first.env_id
         self.single_action_space = first.action_space
         self.action_space = batch_space(first.action_space, self.num_envs)
-        fits: Any = is_space_dtype_shape_equiv
         if isinstance(mode, tuple):
             self.observation_space, self.single_observation_space = mode
         else:
             self.single_observation_space = first.observation_space
             self.observation_space = batch_space(first.observation_space, self.num_envs)
-            if mode == "same":
-                fits = operator.eq
-        self._mismatches = _disagreements(plans, readies, fits)
-        if mode == "different" and not self._mismatches:
+        _require_same_spaces(plans, readies, mode)
+        if mode == "different":
             each = [space for ready in readies for space in ready.observation_spaces]
             self.observation_space = batch_differing_spaces(each)
+        self.num_hosts = len(pool.hosts)
+        self.num_workers = sum(ready.num_workers for ready in readies)
         return pool
 
     def _connect(self) -> Any:
         if "ray" not in sys.modules and importlib.util.find_spec("ray") is None:
             raise ImportError(f"RayVectorEnv needs ray, not installed here: {how_to_install('ray')}")
-        from vecenv.backends.ray.cluster import Cluster
-
         return Cluster(self._address)
 
-    def _plans(self, env_fns: Sequence[Callable[[], Any]]) -> list[HostPlan]:
-        """What each host is sent; connects to the cluster, but not before everything can travel."""
-        packed = PackedEnvFns.of(range(self.num_envs), env_fns, "it needs to get to its host")
+    def _plans(self) -> list[HostPlan]:
+        """Return the plan of each host; connects to the cluster, after checking that everything can be pickled."""
+        packed = PackedEnvFns.of(range(self.num_envs), self.env_fns, "it needs to get to its host")
         self._cluster = self._connect()
         ranges = self._shares()
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
         options = {**self._host_options, "autoreset_mode": self.autoreset_mode}
         if options["on_failure"] == "raise":
-            options.pop("step_timeout", None)  # the wait for the host keeps to it, and may be repeated
+            options.pop("step_timeout", None)  # the wait for the host uses it, and may be repeated
         plans = []
         for index, rows in enumerate(ranges):
             if isinstance(self.observation_mode, tuple):
@@ -275,66 +225,158 @@ class RayVectorEnv(EngineVectorEnv[ObsType, ActType]):
         return plans
 
     def _shares(self) -> list[range]:
-        num_hosts, envs_per_host = self._split
-        if envs_per_host is not None:
-            bounds = range(0, self.num_envs, envs_per_host)
-            return [range(first, min(first + envs_per_host, self.num_envs)) for first in bounds]
-        if num_hosts is None:
+        num_hosts, size = self._split
+        if num_hosts is None and size is None:
             num_hosts = max(1, min(len(self._cluster.nodes()), self.num_envs))
-        return shares(self.num_envs, num_hosts)
+        if size is not None:
+            bounds = [*range(0, self.num_envs, size), self.num_envs]
+        else:
+            bounds = [self.num_envs * host // num_hosts for host in range(num_hosts + 1)]  # type: ignore[operator]
+        return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
     def _cores(self, envs: int, hosts: int) -> tuple[int, int | str | None]:
-        """Cores that a host reserves, and its workers."""
+        """Return the number of cores that a host reserves, and its workers."""
         workers = self._workers_per_host
         if workers == "auto":
             return min(self._cluster.fair_share(hosts, self._strategy != "PACK"), envs + 1), workers
         count = envs if workers is None else min(int(workers), envs)
         return count + 1, workers if workers is None else count
 
-    def _start_engine(self, pool: HostPool, policy: Policy) -> Engine:
-        self.num_hosts = len(pool.workers)
-        self.num_workers = sum(host.num_workers for host in pool.workers)
-        if policy.restart and policy.step_timeout is not None:
-            # the host ends what hangs and builds it anew; the wait for the host leaves it the time for that
-            policy = dataclasses.replace(policy, step_timeout=policy.step_timeout + (policy.start_timeout or 0.0))
-        observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
-        layout = Layout.of(observations, fixed_tree(self.single_action_space, "action"), self.num_envs, 1, final=False)
+    # -- calls --------------------------------------------------------------------------------------------------------
 
-        def make_store(batch: Batch) -> Any:
-            if observations is not None and batch.observations is not None:
-                return SharedStore(observations, batch.observations)
-            return PickledStore(self.single_observation_space, self.num_envs)
+    @exclusive
+    def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write a file for ``vecenv replay``; see :meth:`vecenv.AsyncVectorEnv.record`."""
+        if self._recorder is None:
+            unable(self, "`record`", self._driver.reason("recording"))
+        return self._recorder.record(parse_rows([env_id], self.num_envs)[0], path)
 
-        expected = Expected(self.observation_mode, self.single_observation_space, self.single_action_space)
-        plan = WorkerPlan(layout, self.autoreset_mode, expected, ragged=self._host_options.get("ragged_infos", False))
-        engine = HostsEngine(pool, self._mismatches, self.env_fns, layout, make_store, plan, policy)
-        if (recording := self._host_options.get("record_failures")) is not None:
-            pool.keep_files, engine.records = partial(engine.keep_files, recording), True
-        return engine
+    def add_observer(self, observer: Observer) -> None:
+        """Let an observer follow all calls; see :meth:`vecenv.AsyncVectorEnv.add_observer`."""
+        self._driver.observers.append(observer)
 
-    # -- what can be looked at --------------------------------------------------------------------------------------
+    @exclusive
+    def abandon(self, env_id: Any) -> None:
+        """Stop waiting for some environments: end the hosts of which replies about these are pending."""
+        self._driver.kill_pending(parse_env_ids(env_id, self.num_envs).tolist())
+
+    # -- properties -------------------------------------------------------------------------------------------------
 
     @property
     def hosts(self) -> list[dict[str, Any]]:
-        """For each host its ``index``, ``node``, ``pid``, ``envs`` (a range) and whether it is ``alive``."""
+        """The ``index``, ``node``, ``pid``, ``envs`` (a range), ``workers`` and ``alive`` (a bool) of each host."""
+        return [
+            {"index": host.index, "node": host.node, "pid": host.pid, "envs": host.rows, "workers": host.ready.num_workers,
+             "alive": not host.death}
+            for host in self._driver.pool.hosts
+        ]  # fmt: skip
 
-        def seen(host: RemoteHost) -> dict[str, Any]:
-            own = {"index": host.index, "node": host.node, "pid": host.pid, "envs": host.rows}
-            return {**own, "workers": host.num_workers, "alive": host.death is None}
+    @property
+    def worker_rows(self) -> list[range]:
+        """The environments of each host."""
+        return [host.rows for host in self._driver.pool.hosts]
 
-        pool: Any = self._pool
-        return [seen(host) for host in pool.workers]
+    @property
+    def observations(self) -> Any:
+        """The latest batch itself, not a copy; zeros before the first reset."""
+        if self.closed:
+            advance(Phase.CLOSED, "reset_async", self)
+        return self._driver.exchange.store.observations
+
+    @property
+    def last_received(self) -> np.ndarray:
+        """The environments of the latest :meth:`recv`, in its order; all at first. :meth:`send` steps these by default."""
+        return self._driver.last_received.copy()
+
+    @property
+    def errors(self) -> deque[ErrorRecord]:
+        """The last 1,000 failures, oldest first; also after :meth:`close`."""
+        return self._driver.exchange.failures.errors
+
+    @property
+    def step_timeout(self) -> float | None:
+        """Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging; ``None``: no limit."""
+        return self._step_timeout
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of this backend."""
+        return replace(super().capabilities, recording=self._recorder is not None)
+
+    @property
+    @exclusive
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The environments' seeds."""
+        self._begin_call("np_random_seed", "np_random_seed", (), {})
+        return self._driver.call_answer(None)
+
+    @property  # type: ignore[misc]  # Gymnasium's can be set
+    @exclusive
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """Copies of the environments' generators."""
+        self._begin_call("np_random", "np_random", (), {})
+        return self._driver.call_answer(None)
 
     def __repr__(self) -> str:
-        text = super().__repr__()
-        return text.replace("num_envs=", f"hosts={self.num_hosts}, num_envs=", 1) if hasattr(self, "num_hosts") else text
+        name = f"{self.spec.id}, " if self.spec is not None else ""
+        if not hasattr(self, "_driver"):
+            return f"{type(self).__name__}({name}closed)"
+        driver = self._driver
+        restarts = f", restarted={driver.exchange.failures.restarts}" if driver.exchange.failures.restarts else ""
+        failed = f", failed={sorted(driver.exchange.failures.failed)}" if driver.exchange.failures.failed else ""
+        phase = "RESET_NEEDED" if driver.state.changing and not driver.state.caller else self._phase.name
+        return (
+            f"{type(self).__name__}({name}hosts={self.num_hosts}, num_envs={self.num_envs}, workers={self.num_workers}, "
+            f"phase={phase}{restarts}{failed})"
+        )
+
+    # -- the end ----------------------------------------------------------------------------------------------------
+
+    def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End the hosts, from any thread or signal handler, in any state; see :meth:`vecenv.AsyncVectorEnv.close`.
+
+        Args:
+            timeout: Seconds for a pending reply and for the environments' own ``close()``; then hosts are killed. Default: a
+                minute, or a second if a host was late before or a call was interrupted.
+            terminate: Kill at once; the environments' ``close()`` is not called.
+        """
+        driver, state, thread = self._driver, self._driver.state, get_ident()
+        seconds = parse_timeout(timeout)
+        if state.barred == "forked":
+            return
+        if (phase := driver.phase) is not Phase.DEFAULT:
+            warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
+        if seconds is None:
+            seconds = _SHORT_CLOSE_TIMEOUT if driver.overdue or state.barred or state.caller else _CLOSE_TIMEOUT
+        if not state.caller and not state.barred:
+            driver.keep_figures()
+        state.barred = "closed"
+        if state.caller not in (0, thread):  # another thread waits for a reply: there will be none
+            driver.pool.kill()
+            until = time.monotonic() + _OTHER_THREAD_TIMEOUT
+            while state.caller and time.monotonic() < until:
+                time.sleep(0.001)
+        driver.shut(0.0 if terminate else seconds, terminate=terminate)
+        self._finalizer.detach()
+        if not state.caller:
+            driver.leave()
+
+    def __del__(self) -> None:
+        if not self.__dict__.get("closed", True) and self._driver.state.barred != "forked":
+            warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
+
+
+def _close_here(pid: int, cluster: Any) -> None:
+    """End the hosts of a vector environment that was not closed, but not from a forked child."""
+    if os.getpid() == pid:
+        cluster.close()
 
 
 def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement: Any, engine_options: Any) -> None:
-    """Refuse what means nothing, before anything is started."""
+    """Raise for invalid options, before anything is started."""
     if "num_workers" in engine_options:
         raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
-    check_names(engine_options, _ENGINE_OPTIONS, "RayVectorEnv")
+    check_option_names(engine_options, _HOST_OPTIONS, "RayVectorEnv")
     accepted = f"one of {', '.join(map(repr, _PLACEMENTS))} or None"
     check_option("placement", placement, (lambda value: value is None or value in _PLACEMENTS, accepted))
     hosts = one_of(None, or_=whole(1, len(env_fns))), f"None or an int within 1..{len(env_fns)}"
@@ -347,14 +389,26 @@ def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement
         )
 
 
-def _disagreements(plans: Sequence[HostPlan], readies: Sequence[HostReady], fits: Any) -> list[tuple[int, str, str]]:
-    """(env, which space, what it is) for environments whose spaces do not go with those of the first host."""
+def _require_same_spaces(plans: Sequence[HostPlan], readies: Sequence[HostReady], mode: Any) -> None:
+    """Raise if the spaces of a host do not match those of the first. Each host compares its own environments.
+
+    Raises:
+        RuntimeError: The text names the environment, the host and both spaces.
+    """
     first = readies[0]
-    found = [mismatch for ready in readies for mismatch in ready.mismatches]
+    fits: Any = operator.eq if mode == "same" else is_space_dtype_shape_equiv
     for plan, ready in zip(plans[1:], readies[1:], strict=True):
         where = f"on host {plan.index} (node {ready.node})"
         if not fits(ready.observation_space, first.observation_space):
-            found.append((plan.rows.start, "observation", f"{ready.observation_space} {where}"))
-        elif ready.action_space != first.action_space:
-            found.append((plan.rows.start, "action", f"{ready.action_space} {where}"))
-    return found
+            advice = "If this is intentional, use `observation_mode='different'` instead. " if mode == "same" else ""
+            raise RuntimeError(
+                f"RayVectorEnv(..., observation_mode={mode!r}) however some of the sub-environments observation spaces are "
+                f"not equivalent. {advice}Env {plan.rows.start} has {ready.observation_space} {where}, wanted "
+                f"{first.observation_space}."
+            )
+        if ready.action_space != first.action_space:
+            raise RuntimeError(
+                f"Some environments have an action space different from `{first.action_space}`. In order to batch actions, "
+                f"the action spaces from all environments must be equal. Env {plan.rows.start} has {ready.action_space} "
+                f"{where}."
+            )

@@ -1,0 +1,44 @@
+"""Lists public methods of exported classes that the built site has no anchor for: ``python .ci/anchors.py SITE``."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+MODULES = ("vecenv", "vecenv.aio", "vecenv.backends", "vecenv.multi_agent", "vecenv.wrappers")
+
+
+def public_methods(kind: type) -> set[str]:
+    """Return the names of the methods and properties that vecenv gives a class, without aliases."""
+    found = set()
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] != "vecenv":
+            continue
+        for name, member in vars(base).items():
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            named = inspect.isfunction(function) and function.__qualname__ == f"{base.__name__}.{name}"
+            if named and not name.startswith("_"):  # aliases, and methods that forward to another object, have other names
+                found.add(name)
+    return found
+
+
+def main() -> int:
+    """Print ``class.method`` for each missing anchor; return 1 if there are any."""
+    pages = "".join(page.read_text() for page in Path(sys.argv[1], "reference").rglob("*.html"))
+    anchors = set(re.findall(r'id="(?:[\w.]+\.)?(\w+\.\w+)"', pages))
+    missing = set()
+    for module in map(importlib.import_module, MODULES):
+        for name in module.__all__:
+            kind = getattr(module, name)
+            if isinstance(kind, type) and not issubclass(kind, Exception):
+                missing |= {f"{kind.__name__}.{method}" for method in public_methods(kind)} - anchors
+    print(*sorted(missing), sep="\n")
+    print(f"{len(missing)} public methods without an anchor")
+    return bool(missing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

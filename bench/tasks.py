@@ -1,0 +1,115 @@
+"""``python -m bench.tasks``: many tasks in one pool of workers, against one vector environment per task.
+
+40 tasks with 10 episodes each; a task takes 0.3 s to build, an episode has 60 to 300 steps of 1 ms. The work is the time
+that the steps took inside the environments, plus one build per task. Shown is the wall time over (work / workers), which is
+1 if no worker ever waits or builds a task twice. ``vecenv.evaluate`` with ``vecenv.EnvChoice`` and one vector
+environment per task take turns.
+
+    python -m bench.tasks --num-envs 16 --workers 2 --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from rich.console import Console
+from rich.table import Table
+
+import vecenv
+from bench import take_turns
+
+
+class Task(gymnasium.Env[Any, Any]):
+    """A task that takes ``build`` seconds to build, and ``step`` seconds per step; the seed decides how many steps."""
+
+    observation_space = spaces.Box(-1, 1, (4,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, build: float, step: float, shortest: int, longest: int) -> None:
+        began = time.perf_counter()
+        time.sleep(build)
+        self._build = time.perf_counter() - began
+        self._seconds, self._between = step, (shortest, longest + 1)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._spent = 0.0
+        self._left = int(self.np_random.integers(*self._between))
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        began = time.perf_counter()
+        time.sleep(self._seconds)
+        self._left -= 1
+        self._spent += time.perf_counter() - began
+        info = {"spent": self._spent, "build": self._build} if self._left == 0 else {}
+        return np.zeros(4, np.float32), 1.0, self._left == 0, False, info
+
+
+def _policy(observations: Any) -> Any:
+    return np.zeros(len(observations), np.int64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=40)
+    parser.add_argument("--episodes", type=int, default=10, help="per task")
+    parser.add_argument("--build", type=float, default=0.3, help="seconds")
+    parser.add_argument("--step", type=float, default=0.001, help="seconds")
+    parser.add_argument("--lengths", type=int, nargs=2, default=[60, 300])
+    parser.add_argument("--num-envs", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    build = functools.partial(Task, options.build, options.step, *options.lengths)
+    tasks = {f"task-{number}": build for number in range(options.tasks)}
+    seeds = range(options.episodes)
+
+    def pooled() -> Any:
+        how = {"num_workers": options.workers, "batch_size": "auto"}  # a worker steps while the policy acts
+        envs = vecenv.make_vec(vecenv.EnvChoice(tasks), options.num_envs, vector_kwargs=how)
+        try:
+            return vecenv.evaluate(envs, _policy, [vecenv.Episode(env=name, seed=seed) for name in tasks for seed in seeds])
+        finally:
+            envs.close()
+
+    def one_by_one() -> Any:
+        results = []
+        for factory in tasks.values():
+            envs = vecenv.make_vec(factory, options.num_envs, vector_kwargs={"num_workers": options.workers})
+            try:
+                results += vecenv.evaluate(envs, _policy, [vecenv.Episode(seed=seed) for seed in seeds])
+            finally:
+                envs.close()
+        return results
+
+    def timed(run: Callable[[], Any]) -> tuple[float, float]:
+        """Return the seconds, and their ratio to (work / workers)."""
+        began = time.perf_counter()
+        results = run()
+        seconds = time.perf_counter() - began
+        build = statistics.mean(result.info["build"] for result in results)
+        work = options.tasks * build + sum(result.info["spent"] for result in results)
+        return seconds, seconds * options.workers / work
+
+    taken = take_turns(
+        {"EnvChoice": functools.partial(timed, pooled), "one per task": functools.partial(timed, one_by_one)}, options.rounds
+    )
+    table = Table("", "wall time / (work / workers)", "seconds")
+    for name, rounds in taken.items():
+        seconds = statistics.median(seconds for seconds, _ in rounds)
+        ratios = [ratio for _, ratio in rounds]
+        table.add_row(name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})", f"{seconds:.1f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

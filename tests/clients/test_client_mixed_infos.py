@@ -1,0 +1,120 @@
+"""``as_sb3``, ``as_tianshou`` and ``evaluate_sb3`` over infos that fit no array: equal results, types included."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import describe
+from mixed_infos import ACTIONS, MixedInfos, choose, numbers, play_episode
+
+import vecenv
+
+ENVS = 3
+LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
+MIXTURES = pytest.mark.parametrize("mixtures", [range(3), pytest.param(range(3, 203), marks=LONG)], ids=str)
+
+
+def fns(mixture: int) -> list[Any]:
+    return [functools.partial(MixedInfos, mixture + index) for index in range(ENVS)]
+
+
+def engine(mixture: int, num_workers: int, mode: str) -> Any:
+    return vecenv.AsyncVectorEnv(fns(mixture), num_workers=num_workers, context="forkserver", autoreset_mode=mode)
+
+
+@MIXTURES
+@pytest.mark.parametrize("theirs", ["DummyVecEnv", "SubprocVecEnv"])
+def test_as_sb3(mixtures: Any, theirs: str) -> None:
+    pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
+    from stable_baselines3.common import vec_env
+
+    from vecenv.adapters import as_sb3
+
+    def trajectory(venv: Any) -> str:
+        try:
+            venv.seed(7)
+            shown = [describe(venv.reset()), describe(list(venv.reset_infos))]
+            rng = np.random.default_rng(0)
+            for _ in range(20):
+                observations, rewards, dones, infos = venv.step(rng.integers(ACTIONS, size=ENVS))
+                lists = [list(infos), list(venv.reset_infos)]
+                shown += [describe(part) for part in (observations, np.float32(rewards), dones, *lists)]
+            return "\n".join(shown)
+        finally:
+            venv.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mixture in mixtures:
+            options = {} if theirs == "DummyVecEnv" else {"start_method": "fork"}  # another method imports torch 3 times
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # fork() beside threads
+                wanted = trajectory(getattr(vec_env, theirs)(fns(mixture), **options))
+            for num_workers, mode in ((0, "SameStep"), (2, "SameStep"), (2, "NextStep"), (2, "Disabled")):
+                got = trajectory(as_sb3(engine(mixture, num_workers, mode)))
+                assert got == wanted, f"mixture {mixture}, {num_workers} workers, {mode}"
+
+
+@MIXTURES
+def test_as_tianshou(mixtures: Any) -> None:
+    pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
+    from tianshou.env import DummyVectorEnv
+
+    from vecenv.adapters import as_tianshou
+
+    def trajectory(venv: Any) -> str:
+        try:
+            observations, infos = venv.reset(seed=3)
+            shown = [describe(observations), describe(list(infos))]
+            rng = np.random.default_rng(0)
+            for _ in range(20):
+                ids = rng.permutation(ENVS)[: rng.integers(1, ENVS + 1)]
+                actions = rng.integers(ACTIONS, size=len(ids))
+                observations, rewards, terminations, truncations, infos = venv.step(actions, ids)
+                shown += [describe(part) for part in (observations, rewards, terminations, truncations, list(infos))]
+                if len(over := ids[terminations | truncations]):
+                    observations, infos = venv.reset(over)
+                    shown += [describe(observations), describe(list(infos))]
+            return "\n".join(shown)
+        finally:
+            venv.close()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for mixture in mixtures:
+            wanted = trajectory(DummyVectorEnv(fns(mixture)))
+            for num_workers, mode in ((0, "Disabled"), (2, "Disabled"), (2, "NextStep")):
+                got = trajectory(as_tianshou(engine(mixture, num_workers, mode)))
+                assert got == wanted, f"mixture {mixture}, {num_workers} workers, {mode}"
+
+
+class Model:
+    """The part of a Stable-Baselines3 model that ``evaluate_sb3`` uses."""
+
+    observation_space, action_space = MixedInfos.observation_space, MixedInfos.action_space
+
+    def predict(self, observations: Any, **_: Any) -> Any:
+        return np.array([choose(observation) for observation in observations]), None
+
+
+@pytest.mark.parametrize("mixtures", [range(2), pytest.param(range(2, 202), marks=LONG)], ids=str)
+def test_evaluate_sb3(mixtures: Any) -> None:
+    pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
+    from vecenv.adapters import evaluate_sb3
+
+    model: Any = Model()
+    for mixture in mixtures:
+        env_fn = functools.partial(MixedInfos, mixture, none=True)
+        wanted = [play_episode(env_fn(), 5 + index, False) for index in range(9)]
+        for num_workers in (0, 1, 2, 4, 8) if len(mixtures) > 2 else (0, 2):
+            with_workers: Any = {"num_workers": num_workers, "context": "forkserver"}
+            envs = vecenv.AsyncVectorEnv([env_fn] * max(3, num_workers), **with_workers)
+            try:
+                results = evaluate_sb3(model, envs, 9, seed=5)
+            finally:
+                envs.close()
+            assert numbers(results) == wanted, f"mixture {mixture}, {num_workers} workers"

@@ -1,0 +1,231 @@
+"""Calls that an exception of a signal handler interrupts, and restarts of rows that are received one by one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import SyncVectorEnv
+from signals import handled
+
+import vecenv
+from vecenv.errors import WorkerDied
+from vecenv.testing import assert_identical
+
+KILL = 9
+
+
+class Counting(gymnasium.Env[Any, Any]):
+    """An environment with observations (row, steps, total); action 9 kills the process."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+    action_space = gymnasium.spaces.Discrete(10)
+    mark = 0
+
+    def __init__(self, row: int) -> None:
+        self.row = row
+
+    def observe(self) -> Any:
+        return np.array([self.row, self.steps, self.total], np.float64)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps, self.total = 0, seed or 0
+        return self.observe(), {"began": self.total}
+
+    def step(self, action: Any) -> Any:
+        if action == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.steps, self.total = self.steps + 1, self.total + int(action)
+        return self.observe(), float(self.total), False, False, {"total": self.total}
+
+    def nap(self, seconds: float) -> int:
+        time.sleep(seconds)
+        return self.row
+
+    @property
+    def slow_mark(self) -> int:
+        return self.mark
+
+    @slow_mark.setter
+    def slow_mark(self, mark: int) -> None:
+        time.sleep(0.3)
+        self.mark = mark
+
+
+class Slow(Counting):
+    """An object that takes 0.2 seconds to be pickled, and to be restored."""
+
+    def __getstate__(self) -> Any:
+        time.sleep(0.2)
+        return vars(self)
+
+    def __setstate__(self, state: Any) -> None:
+        time.sleep(0.2)
+        vars(self).update(state)
+
+
+FNS = [partial(Counting, row) for row in range(4)]
+ACTIONS = np.array([1, 2, 3, 4])
+
+
+@pytest.fixture(autouse=True)
+def alarm() -> Iterator[None]:
+    with handled(signal.SIGALRM, TimeoutError):
+        yield
+
+
+def open_engine(fns: Any = FNS, **options: Any) -> Any:
+    return closing(vecenv.AsyncVectorEnv(fns, **{"num_workers": 2, "context": "fork", **options}))
+
+
+def equal_after_reset(envs: Any) -> None:
+    """True if a seeded reset and a step equal those of a fresh engine."""
+    with closing(SyncVectorEnv(FNS)) as twin:
+        assert_identical(envs.reset(seed=5), twin.reset(seed=5), "reset")
+        for actions in (ACTIONS, ACTIONS[::-1]):
+            assert_identical(envs.step(actions), twin.step(actions), "step")
+
+
+# --- an exception in the middle of a change of state ----------------------------------------------
+
+BROKEN_OFF: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "step": ("queue_for_all", lambda envs: envs.step(ACTIONS)),
+    "send": ("queue", lambda envs: envs.send(ACTIONS[:1], [0])),
+    "masked reset": ("queue", lambda envs: envs.reset(options={"reset_mask": np.array([True, False, False, False])})),
+    "call": ("queue", lambda envs: envs.get_attr("steps")),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 0}, {"num_workers": 1, "use_caller": True}], ids=str)
+@pytest.mark.parametrize("call", BROKEN_OFF)
+def test_interrupted_change_of_state_needs_a_reset(
+    call: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, make = BROKEN_OFF[call]
+    with open_engine(**options) as envs:
+        envs.reset(seed=1)
+        envs.step(ACTIONS)
+        original = getattr(envs._pool, method)
+
+        def interrupted(*arguments: Any) -> None:
+            original(*arguments)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(envs._pool, method, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            make(envs)
+        monkeypatch.undo()
+        assert "phase=RESET_NEEDED" in repr(envs)
+        for refused in (*[make for _, make in BROKEN_OFF.values()], lambda envs: envs.recv(), lambda envs: envs.save()):
+            with pytest.raises(ResetNeeded, match="reset"):
+                refused(envs)
+        equal_after_reset(envs)
+
+
+# --- an exception in a wait -----------------------------------------------------------------------
+
+
+def test_an_interrupted_wait_for_a_step_can_be_repeated() -> None:
+    with open_engine() as envs, closing(SyncVectorEnv(FNS)) as twin:
+        envs.reset(seed=1)
+        twin.reset(seed=1)
+        pid = envs.processes[1].pid
+        os.kill(pid, signal.SIGSTOP)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            envs.step(ACTIONS)
+        os.kill(pid, signal.SIGCONT)
+        assert_identical(envs.step_wait(), twin.step(ACTIONS), "the interrupted step")
+        assert_identical(envs.step(ACTIONS), twin.step(ACTIONS), "the next one")
+
+
+CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {
+    "call": (0.1, lambda envs: envs.call("nap", 0.15), (0, 1, 2, 3)),
+    "get_attr": (0.1, lambda envs: envs.exec_func(Counting.nap, None, 0.15), (0, 1, 2, 3)),
+    "set_attr": (0.1, lambda envs: (envs.set_attr("slow_mark", 7), envs.get_attr("mark"))[1], (7, 7, 7, 7)),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_interrupted_call_can_be_made_again(call: str) -> None:
+    """Late replies to it affect neither the next call nor the next step."""
+    seconds, make, wanted = CALLS[call]
+    with open_engine() as envs:
+        envs.reset(seed=1)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        with pytest.raises(TimeoutError):
+            make(envs)
+        observations, *_ = envs.step(ACTIONS)
+        assert observations[:, 1].tolist() == [1, 1, 1, 1]
+        assert make(envs) == wanted
+        equal_after_reset(envs)
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_interrupted_snapshots_leave_environments_usable(call: str) -> None:
+    with open_engine([partial(Slow, row) for row in range(4)]) as envs:
+        envs.reset(seed=1)
+        kept = envs.save(verify=False)
+        wanted = envs.step(ACTIONS)
+        make = partial(envs.save, verify=False) if call == "save" else partial(envs.load, kept)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with contextlib.suppress(TimeoutError):
+            make()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        make()
+        envs.load(kept)
+        assert_identical(envs.step(ACTIONS), wanted, "the step after the load")
+
+
+# --- restarts of rows that are received one by one ------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_a_worker_that_dies_among_sent_rows_is_restarted(mode: str) -> None:
+    with open_engine(on_failure="restart", autoreset_mode=mode) as envs:
+        envs.reset(seed=1)
+        last = envs.step(ACTIONS)[0]
+        envs.send(np.array([1, KILL, 3, 4]), range(4))
+        parts = [envs.recv(count=1) for _ in range(4)]
+        rows = {int(part[4]["env_id"][0]): part for part in parts}
+        assert sorted(rows) == [0, 1, 2, 3]
+        for row in (0, 1):  # of the worker that died
+            observation, reward, terminated, truncated, infos = rows[row]
+            assert (reward[0], terminated[0], truncated[0], infos["restarted"][0]) == (0.0, False, True, True)
+            assert infos["final_obs"][0].tolist() == last[row].tolist()
+            assert observation[0][:2].tolist() == ([row, 0] if mode == "SameStep" else last[row][:2].tolist())
+        for row in (2, 3):
+            assert rows[row][0][0].tolist() == [row, 2, 1 + row + 2 * (row + 1)]
+            assert "restarted" not in rows[row][4]
+        assert envs.stats()["restarts"] == 1
+        equal_after_reset(envs)
+
+
+def test_death_among_sent_rows_is_raised_once_and_others_are_received() -> None:
+    with open_engine() as envs:
+        envs.reset(seed=1)
+        envs.send(np.array([1, KILL, 3, 4]), range(4))
+        received: list[int] = []
+        died = []
+        for _ in range(3):
+            try:
+                received += envs.recv(count=1)[4]["env_id"].tolist()
+            except WorkerDied as error:
+                died.append(error)
+        assert sorted(received) == [2, 3]
+        (error,) = died
+        assert error.envs == (0, 1)
+        assert len(envs.in_flight) == 0
+        envs.reset(seed=2, options={"reset_mask": np.array([True, True, False, False])})
+        assert envs.step(ACTIONS)[0][:, 1].tolist() == [1, 1, 2, 2]

@@ -1,0 +1,262 @@
+"""Observers are notified of resets, steps, calls, results and failures, and cannot replace a failure."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from double import DoubleVectorEnv
+from envs import ENGINES, CounterEnv, counters, open_engine
+
+import vecenv
+from vecenv.errors import WorkerDied
+from vecenv.front.infos import info_rows
+from vecenv.testing import FaultyEnv
+
+
+class Log(vecenv.Observer):
+    """A list of all events, with copies of their arguments."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+    def take(self) -> list[Any]:
+        events, self.events = self.events, []
+        return events
+
+    def on_reset(self, rows: Any, seeds: Any, options: Any) -> None:
+        self.events.append(("reset", list(rows), list(seeds), copy.deepcopy(options)))
+
+    def on_step(self, rows: Any, actions: Any) -> None:
+        self.events.append(("step", None if rows is None else list(rows), np.array(actions).tolist()))
+
+    def on_call(self, rows: Any, name: str, arguments: Any) -> None:
+        self.events.append((name, list(rows), arguments))
+
+    def on_result(self, rows: Any, result: Any) -> None:
+        self.events.append(("result", None if rows is None else list(rows), result))
+
+    def on_failure(self, rows: Any, error: Exception, *, worker_died: bool) -> str:
+        self.events.append(("failure", sorted(rows), type(error), worker_died))
+        return f"noted for {sorted(rows)}"
+
+
+def own_infos(infos: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    return info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, count)
+
+
+def names(events: list[Any]) -> list[Any]:
+    return [event[:2] for event in events]
+
+
+def faulty(fault: str, step: int) -> Any:
+    return FaultyEnv(CounterEnv(), fault, step=step)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calls_are_announced_before_they_are_submitted_and_results_before_they_are_returned(engine: str) -> None:
+    log = Log()
+    with open_engine(counters(3), **ENGINES[engine]) as envs:
+        envs.add_observer(log)
+        result: Any = envs.reset(seed=5, options={"a": 1})
+        assert log.events[0] == ("reset", [0, 1, 2], [5, 6, 7], {"a": 1})
+        assert log.events[1][2][0] is result[0]
+        assert names(log.take()[1:]) == [("result", None)]
+
+        result = envs.step(np.array([0, 1, 0]))
+        announced, (_, rows, shown) = log.take()
+        assert announced == ("step", None, [0, 1, 0])
+        assert rows is None
+        assert all(one is other for one, other in zip(shown[:4], result[:4], strict=True))
+        assert shown[4].rows() == own_infos(result[4], 3)
+
+        envs.step([1, 1, 0])  # a list: one action for each environment
+        assert log.take()[0] == ("step", None, [1, 1, 0])
+
+        envs.reset(seed=[None, 9, None], options={"reset_mask": np.array([False, True, False])})
+        assert log.take()[0] == ("reset", [1], [9], {})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_that_are_sent_are_announced_and_received_by_index(engine: str) -> None:
+    log = Log()
+    with open_engine(counters(3), **ENGINES[engine]) as envs:
+        envs.add_observer(log)
+        envs.reset(seed=5)
+        log.take()
+        envs.send(np.array([1, 0]), [2, 0])
+        envs.reset_async(seed=[7], options=[{"a": 1}], env_id=[1])
+        assert log.take() == [("step", [2, 0], [1, 0]), ("reset", [1], [7], [{"a": 1}])]
+        result: Any = envs.recv(count=3)
+        ((_, rows, shown),) = log.take()
+        assert sorted(rows) == [0, 1, 2]
+        assert rows == result[4]["env_id"].tolist()
+        assert all(one is other for one, other in zip(shown[:4], result[:4], strict=True))
+        assert shown[4].rows() == own_infos(result[4], 3)
+
+
+def test_calls_that_may_change_environments_are_announced() -> None:
+    log = Log()
+    with open_engine(counters(3), num_workers=2) as envs:
+        envs.add_observer(log)
+        envs.reset(seed=5)
+        log.take()
+        envs.call("get_wrapper_attr", "unwrapped")
+        envs.set_attr("extra", [4, 5, 6])
+        envs.exec_func(str, [2])
+        envs.set_next_options({"a": 1}, seed=3, env_id=[1])
+        snapshots = envs.save([0], verify=False)  # changes nothing
+        envs.load(snapshots, [2])
+    events = log.take()
+    assert names(events) == [
+        ("call", [0, 1, 2]), ("set_attr", [0, 1, 2]), ("exec_func", [2]), ("set_next_options", [1]), ("load", [2]),
+    ]  # fmt: skip
+    assert [event[2] for event in events] == [
+        ("get_wrapper_attr", ("unwrapped",), {}), ("extra", [4, 5, 6]), (str, (), {}), ([(4, {"a": 1})],),
+        (list(snapshots),),
+    ]  # fmt: skip
+
+
+def test_refused_calls_are_not_announced() -> None:
+    log = Log()
+    with open_engine(counters(2), num_workers=1) as envs:
+        envs.add_observer(log)
+        envs.reset(seed=5)
+        log.take()
+        for refused in ([0], [0, 0, 0]):
+            with pytest.raises(ValueError, match="nothing was sent"):
+                envs.step(refused)
+        with pytest.raises(ValueError, match="must match num_envs"):
+            envs.reset(seed=[1, 2, 3])
+        assert log.take() == []
+
+
+class Seeds(vecenv.Observer):
+    def on_reset(self, rows: Any, seeds: Any, options: Any) -> None:
+        seeds[:] = [40 + row if seed is None else seed for row, seed in zip(rows, seeds, strict=True)]
+
+
+class Drawn(CounterEnv):
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        observation, _ = super().reset(seed=seed, options=options)
+        return observation, {"seed": -1 if seed is None else seed}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_observer_may_complete_seeds(engine: str) -> None:
+    with open_engine([Drawn] * 3, **ENGINES[engine]) as envs:
+        envs.add_observer(Seeds())
+        assert envs.reset(seed=[None, 3, None])[1]["seed"].tolist() == [40, 3, 42]
+        mask = np.array([True, True, False])
+        assert envs.reset(options={"reset_mask": mask})[1]["seed"].tolist()[:2] == [40, 41]
+        envs.reset_async(env_id=[1])
+        assert envs.recv(count=1)[4]["seed"].tolist() == [41]
+
+
+FAULTS = {
+    "raises": ("raises", {"num_workers": 1}, [1], False),
+    "raises in process": ("raises", {"num_workers": 0}, [1], False),
+    "kills its worker": ("kill", {"num_workers": 1}, [0, 1], True),
+    "kills its own worker": ("kill", {}, [1], True),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_text_of_on_failure_is_a_note_of_the_error(fault: str) -> None:
+    kind, options, rows, died = FAULTS[fault]
+    log = Log()
+    with open_engine([CounterEnv, functools.partial(faulty, kind, 2)], **options) as envs:
+        envs.add_observer(log)
+        envs.reset(seed=5)
+        envs.step([0, 0])
+        log.take()
+        with pytest.raises(WorkerDied if died else ValueError, match=r"died|out of order") as caught:
+            envs.step([0, 0])
+        (record,) = envs.errors
+        assert log.take()[1:] == [("failure", rows, type(caught.value), died)]
+        for error in (caught.value, record.error):
+            assert error.__notes__.count(f"noted for {rows}") == 1
+        envs.reset(seed=1)
+        assert log.take()[0][:2] == ("reset", [0, 1])
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("kind", ["raises", "kill"])
+def test_a_restart_is_a_failure_and_a_reset_before_the_result(
+    kind: str, by_row: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = Log()
+    fns = [CounterEnv, functools.partial(faulty, kind, 2)]
+    with caplog.at_level(logging.WARNING, "vecenv"), open_engine(fns, on_failure="restart") as envs:
+        envs.add_observer(log)
+        envs.reset(seed=5)
+        for _ in range(2):
+            log.take()
+            if by_row:
+                envs.send([0, 0], [0, 1])
+                result: Any = envs.recv(count=2)
+            else:
+                result = envs.step([0, 0])
+    assert result[3][result[4]["env_id"] == 1 if by_row else 1].all()
+    assert names(log.take()) == [
+        ("step", [0, 1] if by_row else None), ("failure", [1]), ("reset", [1]),
+        ("result", result[4]["env_id"].tolist() if by_row else None),
+    ]  # fmt: skip
+    assert "(noted for [1])" in caplog.text
+
+
+class Broken(vecenv.Observer):
+    """An observer that raises in one method."""
+
+    def __init__(self, method: str) -> None:
+        self.method, self.raises = method, True
+        setattr(self, method, self._raise)
+
+    def _raise(self, *_: Any, **__: Any) -> None:
+        if self.raises:
+            raise OSError("the disk is full")
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_an_observer_that_raises_does_not_replace_the_failure(on_failure: Any) -> None:
+    fns = [CounterEnv, functools.partial(faulty, "raises", 2)]
+    with open_engine(fns, on_failure=on_failure, num_workers=1) as envs:
+        envs.add_observer(Broken("on_failure"))
+        envs.reset(seed=5)
+        envs.step([0, 0])
+        if on_failure == "raise":
+            with pytest.raises(ValueError, match="out of order"):
+                envs.step([0, 0])
+        else:
+            assert envs.step([0, 0])[3].tolist() == [False, True]
+        assert "Broken.on_failure raised OSError: the disk is full" in envs.errors[0].error.__notes__
+        envs.reset(seed=5)
+        envs.step([0, 0])
+
+
+@pytest.mark.parametrize("method", ["on_step", "on_result"])
+def test_an_exception_of_an_observer_comes_out_of_the_call_and_loses_nothing(method: str) -> None:
+    broken = Broken(method)
+    with open_engine(counters(2), num_workers=1) as envs, open_engine(counters(2), num_workers=1) as twin:
+        envs.reset(seed=5)
+        twin.reset(seed=5)
+        envs.add_observer(broken)
+        with pytest.raises(OSError, match="the disk is full"):
+            envs.step([0, 1])
+        broken.raises = False
+        result = envs.step([0, 1]) if method == "on_step" else envs.step_wait()
+        np.testing.assert_array_equal(result[0], twin.step([0, 1])[0])
+
+
+def test_an_observer_may_have_some_methods_only_and_backends_without_workers_refuse_it() -> None:
+    with open_engine(counters(1), num_workers=0) as envs:
+        envs.add_observer(type("Nothing", (vecenv.Observer,), {})())
+        envs.reset(seed=1)
+        envs.step([0])
+    with closing(DoubleVectorEnv(1)) as others, pytest.raises(NotImplementedError, match="cannot `add_observer`"):
+        others.add_observer(Log())

@@ -1,0 +1,587 @@
+"""``vecenv.EpisodePrefetcher``: results of a row depend only on its seed and on the number of the episode."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import psutil
+import pytest
+from sampling import each_once
+from signals import handled
+from without_spares import Walk, derived_seed, twin
+
+import vecenv
+from vecenv import MultiAgentVecEnv
+from vecenv.errors import SnapshotMismatch
+from vecenv.testing import assert_identical
+from vecenv.wrappers import prefetch
+
+MODES = ["NextStep", "SameStep"]
+
+
+def with_spares(env_fn: Any, num_envs: int = 3, **options: Any) -> Any:
+    return vecenv.make_vec(env_fn, num_envs, vector_kwargs={"context": "fork", "spare_workers": 2, **options})
+
+
+def spare_places(envs: Any) -> list[int]:
+    return [place for place in range(envs.envs.num_envs) if place not in envs.places]
+
+
+def play(envs: Any, steps: int, seed: int | None = 7, draws: int = 1) -> list[Any]:
+    """Return all results of a reset and some steps."""
+    rng = np.random.default_rng(draws)
+    seen = [] if seed is None else [envs.reset(seed=seed)]
+    return seen + [envs.step(rng.integers(0, 3, envs.num_envs)) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spares", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
+def test_results_equal_those_without_spares(mode: str, spares: int, closes: Any) -> None:
+    reference = play(twin([Walk] * 3, autoreset_mode=mode), 40)
+    envs = closes(with_spares(Walk, autoreset_mode=mode, spare_workers=spares))
+    assert_identical(play(envs, 40), reference)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_duration_of_resets_does_not_change_results(mode: str, closes: Any) -> None:
+    reference = play(twin([Walk] * 3, autoreset_mode=mode), 30)
+    envs = closes(with_spares(partial(Walk, reset=0.02, uneven=True), autoreset_mode=mode))
+    for _ in range(2):  # nor does the reset that is under way when they begin again
+        assert_identical(play(envs, 30), reference)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_resets_by_the_caller_continue_the_episode_count(mode: str, closes: Any) -> None:
+    envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(play(envs, 9), play(reference, 9))
+    for about in (
+        {}, {"options": {"reset_mask": np.array([True, False, True])}}, {"options": {"scale": 3.0}},
+        {"seed": [4, 5, 6], "options": {"reset_mask": np.array([False, True, False])}}, {"seed": [1, 1, 1]},
+    ):  # fmt: skip
+        options = dict(about.get("options", {})) or None
+        assert_identical(envs.reset(**about), reference.reset(seed=about.get("seed"), options=options))
+        assert_identical(play(envs, 8, seed=None), play(reference, 8, seed=None))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"shared_memory": False}, {"copy": False}, {"context": "forkserver"}])
+@pytest.mark.parametrize("mode", MODES)
+def test_results_with_every_transport(options: dict[str, Any], mode: str) -> None:
+    if "context" in options and mode == "NextStep":
+        options = {"context": "spawn"}
+    reference = play(twin([Walk] * 2, autoreset_mode=mode), 12)
+    envs = with_spares(Walk, 2, **{"autoreset_mode": mode, "spare_workers": 1, **options})
+    rng = np.random.default_rng(1)
+    assert_identical(envs.reset(seed=7), reference[0])
+    for expected in reference[1:]:
+        assert_identical(envs.step(rng.integers(0, 3, 2)), expected)
+    envs.close()
+
+
+@pytest.mark.long
+def test_without_a_seed_episodes_differ_each_time(closes: Any) -> None:
+    envs = closes(with_spares(Walk))
+    first, second = (envs.reset()[0].copy() for _ in range(2))
+    assert not (first[:, 1] == second[:, 1]).any()
+    assert not (envs.reset()[0][:, 1] == first[:, 1]).any()
+
+
+# -- the purpose of it --------------------------------------------------------------------------------------------------
+
+
+def waiting_time(envs: Any, steps: int) -> float:
+    """Return the seconds by which steps exceeded their usual time, because rows waited for a reset."""
+    rng = np.random.default_rng(1)
+    envs.reset(seed=7)
+    time.sleep(0.5)
+    spent = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        envs.step(rng.integers(0, 3, envs.num_envs))
+        spent.append(time.perf_counter() - started)
+    return sum(max(seconds - 0.1, 0.0) for seconds in spent)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_no_step_waits_for_a_reset_that_was_made_ahead(mode: str, closes: Any) -> None:
+    env_fn = partial(Walk, reset=0.4, lengths=(4, 5))
+    envs = with_spares(env_fn, 2, spare_workers=2, autoreset_mode=mode)
+    assert waiting_time(envs, 5) < 0.25
+    envs.close()
+    plain = closes(vecenv.AsyncVectorEnv([env_fn] * 2, context="fork", autoreset_mode=mode))
+    assert waiting_time(plain, 5) > 0.25, "the environment does not show it"
+
+
+@pytest.mark.long
+def test_the_row_waits_for_what_is_left_of_a_reset(closes: Any) -> None:
+    envs = closes(with_spares(partial(Walk, reset=0.6, lengths=(4, 5)), 1, spare_workers=1))
+    envs.reset(seed=7)
+    time.sleep(0.4)
+    started = time.perf_counter()
+    for _ in range(5):
+        envs.step(np.zeros(1, np.int64))
+    assert time.perf_counter() - started < 0.5
+
+
+class QuickWithOptions(Walk):
+    """An environment with quick resets if they have options; ``started`` is the time of the latest one."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        self.started = time.monotonic()
+        usual, self._reset = self._reset, 0.0 if options else self._reset
+        try:
+            return super().reset(seed=seed, options=options)
+        finally:
+            self._reset = usual
+
+
+@pytest.mark.long
+def test_busy_spare_receives_its_new_episode_later(closes: Any) -> None:
+    """The environment begins an episode that a reset by the caller makes useless; it receives the new one later."""
+    envs = closes(with_spares(partial(QuickWithOptions, reset=0.3, lengths=(40, 41)), 1, spare_workers=1))
+    for seed in (7, 8):
+        envs.reset(seed=seed, options={"quick": True})
+    for _ in range(39):
+        envs.step(np.zeros(1, np.int64))
+        time.sleep(0.05)
+    before_the_end = time.monotonic()
+    assert envs.step(np.zeros(1, np.int64))[2].all()
+    envs.step(np.zeros(1, np.int64))
+    assert envs.get_attr("started")[0] < before_the_end
+
+
+# -- calls on environments ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_calls_reach_the_environment_that_has_the_row_now(mode: str, closes: Any) -> None:
+    envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(envs.reset(seed=7), reference.reset(seed=7))
+    for _ in range(12):
+        assert_identical(envs.step(np.ones(3, np.int64)), reference.step(np.ones(3, np.int64)))
+        assert_identical(envs.get_attr("left"), reference.get_attr("left"))
+        assert_identical(envs.exec_func(lambda env: env.unwrapped.left, [1]), (None, reference.get_attr("left")[1], None))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+def test_an_attribute_holds_for_episodes_that_had_begun_ahead(mode: str, closes: Any) -> None:
+    envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(play(envs, 4), play(reference, 4))
+    envs.set_attr("level", 5.0)
+    for env in reference.envs:
+        env.unwrapped.level = 5.0
+    assert_identical(play(envs, 20, seed=None), play(reference, 20, seed=None))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize("victims", ["spares", "rows", "all", "an environment that raises"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_attribute_holds_in_what_is_built_later(mode: str, on_failure: str, victims: str, when: str, closes: Any) -> None:
+    """Workers die before or after the attribute is set, and any environment may run any row's episode then."""
+    raising = victims.startswith("an env")
+    kind = partial(Walk, raises=third_seed(1)) if raising else Walk
+    options = {"on_failure": vecenv.Restart(100)} if on_failure == "restart" else {}
+    envs, reference = closes(with_spares(kind, autoreset_mode=mode, **options)), twin([Walk] * 3, autoreset_mode=mode)
+
+    def fail() -> None:
+        if raising:
+            envs.reset(seed=7)
+            with contextlib.suppress(ValueError):
+                for _ in range(30):
+                    envs.step(np.ones(3, np.int64))
+        else:
+            chosen = {"spares": spare_places(envs), "rows": envs.places, "all": range(envs.envs.num_envs)}[victims]
+            for place in list(chosen):
+                os.kill(envs.envs.processes[place].pid, signal.SIGKILL)
+            time.sleep(0.1)
+            for _ in chosen:
+                with contextlib.suppress(vecenv.errors.WorkerDied):
+                    envs.reset(seed=3)
+        envs.reset(seed=3)
+
+    envs.reset(seed=1)
+    if when == "before":
+        fail()
+    envs.set_attr("level", 2.0)
+    envs.set_attr("level", 5.0)
+    if when == "after":
+        fail()
+    for env in reference.envs:
+        env.unwrapped.level = 5.0
+    assert_identical(play(envs, 30, seed=8), play(reference, 30, seed=8))
+
+
+def own_info(infos: dict[str, Any], at: int) -> dict[str, Any]:
+    """Return the values that the environment itself put into the info of row ``at``."""
+    return {key: infos[key][at] for key in ("length", "left", "name") if key in infos and infos[f"_{key}"][at]}
+
+
+class RaisesForActionOne(Walk):
+    """An environment that raises for action 1."""
+
+    def step(self, action: Any) -> Any:
+        if action == 1:
+            raise ArithmeticError("it slipped")
+        return super().step(action)
+
+
+class RowByRow:
+    """A prefetcher with rows that are sent and received one by one, and the expected rows of plain engines."""
+
+    def __init__(self, env_fn: Any, num_envs: int, **options: Any) -> None:
+        self.envs = with_spares(env_fn, num_envs, **options)
+        mode = options.get("autoreset_mode", "NextStep")
+        # one engine per row, because each row advances at its own pace
+        self.twins = [twin([env_fn] * num_envs, autoreset_mode=mode) for _ in range(num_envs)]
+        self.rng = np.random.default_rng(3)
+        self.n = num_envs
+        self.due: dict[int, Any] = {}
+
+    def expect(self, row: int, said: tuple[Any, ...]) -> None:
+        *values, infos = said
+        info = own_info(infos, row)
+        self.due[row] = [value[row] for value in values], info
+
+    def reset(self, **about: Any) -> None:
+        self.envs.reset(**about)
+        for one in self.twins:
+            one.reset(**about)
+
+    def reset_rows(self, rows: list[int], **about: Any) -> None:
+        self.envs.reset_async(env_id=rows, **about)
+        mask, zeros = np.isin(np.arange(self.n), rows), np.zeros(self.n)
+        for row in rows:
+            observation, infos = self.twins[row].reset(**(about or {"options": {"reset_mask": mask}}))
+            self.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
+
+    def send(self, rows: list[int]) -> None:
+        actions = self.rng.integers(0, 3, len(rows))
+        self.envs.send(actions, np.array(rows))
+        for row, action in zip(rows, actions, strict=True):
+            self.expect(row, self.twins[row].step(np.full(self.n, action)))
+
+    def recv(self, count: int) -> list[int]:
+        *values, infos = self.envs.recv(count=count)
+        rows = infos["env_id"].tolist()
+        for position, row in enumerate(rows):
+            expected, info = self.due.pop(row)
+            assert_identical([value[position] for value in values], expected)
+            assert own_info(infos, position) == info
+        return rows
+
+
+@pytest.mark.parametrize(("mode", "spares"), each_once(MODES, [1, 3]))
+def test_first_ready_rows_get_the_same_episodes(spares: int, mode: str) -> None:
+    walk = partial(Walk, reset=0.002, step=0.001, uneven=True)
+    both = RowByRow(walk, 4, spare_workers=spares, autoreset_mode=mode)
+    with contextlib.closing(both.envs):
+        assert both.envs.capabilities.first_ready
+        both.reset(seed=7)
+        both.send([0, 1, 2, 3])
+        for _ in range(150):
+            both.send(both.recv(int(both.rng.integers(1, 4))))
+        both.send(both.recv(len(both.due)))
+        both.recv(4)
+        actions = np.array([1, 0, 2, 1])
+        both.envs.step(actions)  # and a batch of all continues from there
+
+
+def test_rows_are_reset_one_by_one() -> None:
+    both = RowByRow(Walk, 3)
+    with contextlib.closing(both.envs):
+        both.reset(seed=7)
+        both.send([0, 1, 2])
+        for turn in range(60):
+            rows = both.recv(2)
+            if turn % 5 == 0:
+                both.reset_rows(rows[:1])
+                both.send(rows[1:])
+            elif turn % 7 == 0:
+                both.reset_rows(rows, seed=turn)
+            else:
+                both.send(rows)
+
+
+def test_a_reset_of_all_may_be_received_row_by_row() -> None:
+    both = RowByRow(Walk, 3, batch_size=2)
+    with contextlib.closing(both.envs):
+        both.reset(seed=3)
+        both.envs.reset_async(seed=7)
+        for row, one in enumerate(both.twins):
+            observation, infos = one.reset(seed=7)
+            zeros = np.zeros(3)
+            both.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
+        rows = [row for _ in range(3) for row in both.recv(1)]
+        for _ in range(40):  # and the episodes that follow are those of that seed
+            both.send(rows)
+            rows = both.recv(3)
+
+
+def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
+    """This holds too while a row is in flight, and if the last step before the latest full reset ended an episode."""
+    envs, reference = with_spares(Walk, 2, spare_workers=1), twin([Walk] * 2)
+    envs.reset(seed=7)
+    while not envs.step(np.ones(2, np.int64))[2][1]:
+        pass
+    assert_identical(envs.reset(seed=9), reference.reset(seed=9))
+    envs.send(np.ones(1, np.int64), np.array([0]))
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    for field, expected in zip(envs.step(np.ones(2, np.int64))[:4], reference.step(np.ones(2, np.int64))[:4], strict=True):
+        assert_identical(field[1], expected[1])
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", ["NextStep", pytest.param("SameStep", marks=pytest.mark.long)])
+def test_snapshots_contain_the_seeds_of_later_episodes(mode: str) -> None:
+    with contextlib.closing(with_spares(Walk, autoreset_mode=mode)) as envs:
+        play(envs, 11)
+        snapshots, whole = envs.save(), envs.state_dict()
+        went_on = play(envs, 30, seed=None, draws=2)
+        envs.load(snapshots)
+        assert_identical(play(envs, 30, seed=None, draws=2), went_on)
+        envs.load_state_dict(whole)
+        assert_identical(play(envs, 30, seed=None, draws=2), went_on)
+        play(envs, 3)
+        envs.load([snapshots[1]] * 3)
+        for observations, rewards, *_ in play(envs, 30, seed=None):
+            assert len({row.tobytes() for row in observations[:, 1:]}) == len(set(rewards)) == 1
+    with contextlib.closing(with_spares(Walk, spare_workers=1, autoreset_mode=mode)) as others:
+        others.load(snapshots)
+        assert_identical(play(others, 30, seed=None, draws=2), went_on)
+    plain = vecenv.AsyncVectorEnv([Walk] * 3, context="fork", autoreset_mode=mode)
+    with contextlib.closing(plain), contextlib.closing(with_spares(Walk, autoreset_mode=mode)) as envs:
+        plain.reset(seed=5)
+        envs.load(plain.save())  # seeds of its own from the next episode on
+        play(envs, 30, seed=None)
+
+
+def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
+    envs = closes(with_spares(Walk, 2, spare_workers=1, autoreset_mode="SameStep"))
+    envs.reset(seed=1)
+    mask = np.array([True, False])
+    for call, text in (
+        (lambda: envs.set_attr("level", [1.0, 2.0]), "one value for each row"),
+        (lambda: envs.set_next_options({"scale": 2.0}), "set_next_options"),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            call()
+    with pytest.raises(SnapshotMismatch):
+        envs.load(envs.save()[:1])
+    with pytest.raises(ValueError, match="got 1, wanted 2"):
+        envs.step(np.zeros(1, np.int64))
+    assert envs.reset(options={"reset_mask": mask})[0].shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_workers": 1}, "num_workers=None"), ({"num_workers": "auto"}, "num_workers=None"),
+        ({"num_workers": 0}, "num_workers=None"), ({"use_caller": True}, "calling process"),
+        ({"max_concurrency": 1}, "while all the others step"), ({"autoreset_mode": "Disabled"}, "begin by autoreset"),
+        ({"spare_workers": -1}, "from 0 on"), ({"spare_workers": True}, "from 0 on"),
+        ({"env_threads": 2}, "one environment"),
+    ],
+)  # fmt: skip
+def test_incompatible_options_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=f"spare_workers.*{text}"):
+        with_spares(Walk, **options)
+
+
+def test_make_vec_accepts_spares_or_explains() -> None:
+    envs = vecenv.make_vec("CartPole-v1", 2, vector_kwargs={"spare_workers": 1, "context": "fork"})
+    assert envs.num_workers == 2
+    assert "spares=1" in repr(envs)
+    assert envs.capabilities.spare_workers
+    assert envs.reset(seed=1)[0].shape == (2, 4)
+    envs.close()
+    for backend in ("ray", "envpool", "brax", "native"):
+        with pytest.raises((NotImplementedError, ImportError), match=f"backend '{backend}'"):
+            vecenv.make_vec("CartPole-v1", 2, backend, vector_kwargs={"spare_workers": 1})
+    with pytest.raises(ValueError, match="process of its own"):
+        vecenv.make_vec("CartPole-v1", 2, "serial", vector_kwargs={"spare_workers": 1})
+    with pytest.raises(NotImplementedError, match="MultiAgentVecEnv cannot have spare workers"):
+        MultiAgentVecEnv([Walk], spare_workers=1)
+
+
+def test_environments_that_differ_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"env_fns\[1\] is not like"):
+        vecenv.EpisodePrefetcher.from_env_fns([partial(Walk, lengths=(1, row + 2)) for row in range(3)], 1)
+
+
+def test_engine_option_names_the_wrapper() -> None:
+    with pytest.raises(TypeError, match=r"vecenv\.EpisodePrefetcher\(vecenv\.AsyncVectorEnv"):
+        vecenv.AsyncVectorEnv([Walk] * 2, spare_workers=1)  # type: ignore[call-arg]
+
+
+def test_it_wraps_an_engine_that_was_built_for_it() -> None:
+    plain = vecenv.AsyncVectorEnv([Walk] * 4, context="fork", autoreset_mode="Disabled")
+    with contextlib.closing(vecenv.EpisodePrefetcher(plain, 2, "SameStep")) as envs:
+        assert_identical(play(envs, 12), play(twin([Walk] * 2, autoreset_mode="SameStep"), 12))
+        envs.set_attr("level", 4.0)
+        assert envs.get_attr("level") == (4.0, 4.0)
+        for spares, mode, text in ((0, "NextStep", "spares"), (4, "NextStep", "spares"), (1, "Disabled", "autoreset_mode")):
+            with pytest.raises(ValueError, match=text):
+                vecenv.EpisodePrefetcher(plain, spares, mode)
+    with (
+        contextlib.closing(vecenv.AsyncVectorEnv([Walk] * 2, num_workers=0)) as other,
+        pytest.raises(ValueError, match="autoreset_mode='Disabled'"),
+    ):
+        vecenv.EpisodePrefetcher(other, 1)
+
+
+# -- failures -----------------------------------------------------------------------------------------------------------
+
+
+def third_seed(row: int) -> int:
+    return derived_seed(7 + row, row, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("fault", "error"), [("raises", ValueError), ("dies", vecenv.errors.WorkerDied)])
+def test_failed_prefetch_is_the_rows_failure(mode: str, fault: str, error: type[Exception], closes: Any) -> None:
+    """The error is raised when the row would have been reset, whenever it happened; a reset recovers everything."""
+    envs = closes(with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode))
+    reference = twin([Walk] * 3, autoreset_mode=mode)
+    for _ in range(2):
+        assert_identical(envs.reset(seed=7), reference.reset(seed=7))
+        ends = 0
+        while ends < 2:
+            expected = reference.step(np.ones(3, np.int64))
+            ends += int(expected[2][1])
+            if ends == 2 and mode == "SameStep":
+                break  # the step in which its second episode begins
+            assert_identical(envs.step(np.ones(3, np.int64)), expected)
+        with pytest.raises(error, match="no such level" if fault == "raises" else r"env 1\b"):
+            envs.step(np.ones(3, np.int64))
+        with pytest.raises(vecenv.errors.EnvFailed):
+            envs.step(np.zeros(3, np.int64))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fault", ["raises", "dies"])
+def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> None:
+    """The row reports that it was restarted; the others are not affected, and neither is that row, one episode later."""
+    envs = closes(with_spares(partial(Walk, **{fault: third_seed(1)}), autoreset_mode=mode, on_failure="restart"))
+    reference = twin([Walk] * 3, autoreset_mode=mode)
+    assert_identical(envs.reset(seed=7), reference.reset(seed=7))
+    restarted = 0
+    for _ in range(60):
+        found, expected = envs.step(np.ones(3, np.int64)), reference.step(np.ones(3, np.int64))
+        for field in range(4):
+            assert_identical(found[field][[0, 2]], expected[field][[0, 2]])
+        if "restarted" in found[4]:
+            restarted += int(found[4]["restarted"][1])
+            assert (found[1][1], found[3][1]) == (0.0, True)
+    assert restarted == 1
+    assert envs.stats()["restarts"] == 2  # the second attempt has another seed
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rebuilt_row_starts_only_one_episode(mode: str, closes: Any) -> None:
+    """A rebuilt environment was reset: no prefetched episode replaces it in the same step."""
+    envs = closes(with_spares(RaisesForActionOne, autoreset_mode=mode, on_failure="restart"))
+    envs.reset(seed=7)
+    before = list(envs.places)
+    *_, truncations, infos = envs.step([0, 1, 0])
+    assert truncations.tolist() == infos["_restarted"].tolist() == [False, True, False]
+    if mode == "NextStep":
+        assert envs.places == before
+
+
+@pytest.mark.long
+def test_full_reset_restarts_dead_spares(closes: Any) -> None:
+    envs = closes(with_spares(Walk, 2))
+    envs.reset(seed=3)
+    for place in spare_places(envs):
+        os.kill(envs.envs.processes[place].pid, signal.SIGKILL)
+    time.sleep(0.2)
+    assert_identical(play(envs, 20), play(twin([Walk] * 2), 20))
+
+
+@pytest.mark.long
+def test_close_during_a_prefetch() -> None:
+    envs = with_spares(partial(Walk, reset=0.3), 2)
+    envs.reset(seed=3)
+    pids = [process.pid for process in envs.envs.processes]
+    started = time.perf_counter()
+    envs.close()
+    assert time.perf_counter() - started < 5
+    assert len(pids) == 4
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+
+class Alarm(Exception):
+    """An exception that a signal handler raises."""
+
+
+def interrupt_at(event: int, function: Any) -> tuple[bool, Any]:
+    """Call ``function``, and raise a signal at the ``event``-th call or return in the wrapper's module.
+
+    Returns:
+        True if there are that many, and the result, if there is one.
+    """
+    count, fired, result = 0, False, None
+
+    def profile(frame: Any, kind: str, _: Any) -> None:
+        nonlocal count, fired
+        if kind == "c_call" or frame.f_code.co_filename != prefetch.__file__:
+            return
+        count += 1
+        if count == event:
+            fired = True
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR2)
+
+    sys.setprofile(profile)
+    try:
+        result = function()
+    except Alarm:
+        pass
+    finally:
+        sys.setprofile(None)
+    return fired, result
+
+
+@pytest.mark.parametrize(("mode", "every"), [("NextStep", 5), ("SameStep", 7)])
+def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, closes: Any) -> None:
+    """A full reset restores the right results, whatever was interrupted."""
+    envs, pending, broken = closes(with_spares(Walk, autoreset_mode=mode)), 0, 0
+    event, fired = 1, True
+    while fired and event < 3000:
+        reference = twin([Walk] * 3, autoreset_mode=mode)
+        assert_identical(envs.reset(seed=event), reference.reset(seed=event), f"event {event}")
+        with handled(signal.SIGUSR2, Alarm):
+            for _ in range(3):
+                expected = reference.step(np.ones(3, np.int64))
+                fired, found = interrupt_at(event, lambda: envs.step(np.ones(3, np.int64)))
+                if fired:
+                    break
+                assert_identical(found, expected, f"event {event}")
+        if fired:
+            try:
+                assert_identical(envs.step_wait(), expected, f"event {event}")
+                pending += 1
+            except gymnasium.error.ResetNeeded:
+                broken += 1
+            except gymnasium.error.NoAsyncCallError:  # it was not made, or its result had been returned
+                pass
+        event += every
+    assert 50 < event < 3000
+    assert pending > 0 < broken

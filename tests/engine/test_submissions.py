@@ -1,0 +1,192 @@
+"""Requests about single rows that do not wait, for event loops."""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from test_interrupted_calls import KILL, Counting
+
+from vecenv.engine.vector_env import AsyncVectorEnv
+from vecenv.errors import EnvFailed, RestartsExhausted, SnapshotMismatch, WorkerDied
+from vecenv.system.restart_budget import RestartBudget
+
+
+class Game(Counting):
+    """An environment that raises in a step with action 8."""
+
+    action_space = gymnasium.spaces.Discrete(8)
+
+    def step(self, action: Any) -> Any:
+        if action == 8:
+            raise ValueError("no such move")
+        return super().step(action)
+
+    def single_value(self, array: Any) -> int:
+        return int(array.nbytes)
+
+
+def build(num_workers: int | None = None, **options: Any) -> Any:
+    return AsyncVectorEnv([partial(Game, row) for row in range(3)], num_workers=num_workers, context="fork", **options)
+
+
+@pytest.fixture
+def envs() -> Iterator[Any]:
+    envs = build()
+    yield envs
+    envs.close(terminate=True)
+
+
+@pytest.fixture
+def submissions(envs: Any) -> Iterator[Any]:
+    with closing(envs.submissions()) as submissions:
+        yield submissions
+
+
+def wait_for_results(submissions: Any, count: int, *, starts: bool = False) -> dict[int, Any]:
+    """Wait as an event loop does until this many requests, or starts, have finished; return results or exceptions by row."""
+    found: dict[int, Any] = {}
+    until = time.monotonic() + 40
+    while len(found) < count:
+        assert time.monotonic() < until
+        select.select([submissions.fileno()], [], [], 1.0)
+        for request, result, error in submissions.collect():
+            if (request.command == "start") == starts:
+                found[request.rows[0]] = error or result
+    return found
+
+
+def reset(submissions: Any, *rows: int) -> None:
+    for row in rows:
+        submissions.submit(row, "reset", (row, None))
+    wait_for_results(submissions, len(rows))
+
+
+def test_rows_are_reset_and_stepped_one_by_one(envs: Any, submissions: Any) -> None:
+    for row in range(3):
+        submissions.submit(row, "reset", (row, None))
+    assert envs.stats()["in_flight"] == 3
+    results = wait_for_results(submissions, 3)
+    assert {row: (result[0].tolist(), result[1]) for row, result in results.items()} == {
+        row: ([row, 0, row], {"began": row}) for row in range(3)
+    }
+    submissions.submit(1, "step", 5)
+    ((observation, *rest),) = wait_for_results(submissions, 1).values()
+    assert (observation.tolist(), rest) == ([1, 1, 6], [6.0, False, False, {"total": 6}])
+    submissions.submit(2, "call", ("nap", (0.01,), {}))
+    assert wait_for_results(submissions, 1) == {2: 2}
+    assert {key: envs.stats()[key] for key in ("steps", "resets", "in_flight")} == {"steps": 1, "resets": 3, "in_flight": 0}
+
+
+def test_an_environment_that_raises_needs_a_reset(submissions: Any) -> None:
+    reset(submissions, 0)
+    submissions.submit(0, "step", 8)
+    (error,) = wait_for_results(submissions, 1).values()
+    assert isinstance(error, EnvFailed)
+    assert isinstance(error.__cause__, ValueError)
+    assert set(submissions.failed) == {0}
+    with pytest.raises(EnvFailed, match="no such move"):
+        submissions.submit(0, "step", 1)
+    reset(submissions, 0)
+    submissions.submit(0, "call", ("no_such_method", (), {}))
+    assert isinstance(wait_for_results(submissions, 1)[0], AttributeError)
+    assert not submissions.failed
+
+
+def test_a_death_finishes_its_request_and_a_worker_is_started_without_waiting(envs: Any, submissions: Any) -> None:
+    reset(submissions, 0, 1, 2)
+    submissions.submit(0, "step", KILL)
+    submissions.submit(2, "step", 2)
+    found = wait_for_results(submissions, 2)
+    assert found[2][0].tolist() == [2, 1, 4]
+    assert isinstance(found[0], WorkerDied)
+    assert [death.envs for death in submissions.deaths] == [(0,)]
+    with pytest.raises(EnvFailed):
+        submissions.submit(0, "reset", (7, None))
+    with pytest.raises(ValueError, match="is alive"):
+        submissions.start(1)
+    budget = RestartBudget(1, 60.0)
+    submissions.start(0, budget=budget)
+    submissions.submit(0, "reset", (7, None))
+    assert wait_for_results(submissions, 1)[0][0].tolist() == [0, 0, 7]
+    submissions.submit(0, "step", KILL)
+    wait_for_results(submissions, 1)
+    with pytest.raises(RestartsExhausted, match="more than 1 restarts") as exhausted:
+        submissions.start(0, budget=budget)
+    assert exhausted.value.envs == (0,)
+    submissions.start(0)
+    assert wait_for_results(submissions, 1, starts=True) == {0: None}
+    assert envs.stats()["restarts"] == 2
+
+
+def test_the_death_of_an_idle_worker_is_collected_once(envs: Any, submissions: Any) -> None:
+    reset(submissions, 1)
+    envs.processes[1].kill()
+    select.select([submissions.fileno()], [], [], 20.0)
+    assert submissions.collect() == []
+    (death,) = submissions.deaths
+    assert "died while idle" in death.text
+    # although forked processes have copies of the descriptor that reported it
+    assert select.select([submissions.fileno()], [], [], 0.1)[0] == []
+    submissions.start(1)
+    assert wait_for_results(submissions, 1, starts=True) == {1: None}
+    assert select.select([submissions.fileno()], [], [], 0.1)[0] == []
+
+
+def test_a_request_that_hangs_is_killed_with_its_reason(submissions: Any) -> None:
+    reset(submissions, 1)
+    submissions.submit(1, "call", ("nap", (60.0,), {}))
+    assert submissions.collect() == []
+    submissions.kill(1, "the loop has cancelled it")
+    (error,) = wait_for_results(submissions, 1).values()
+    assert "died during call: the loop has cancelled it" in str(error)
+
+
+def test_a_long_message_is_sent_as_the_pipe_makes_room(submissions: Any) -> None:
+    reset(submissions, 0)
+    submissions.submit(0, "call", ("single_value", (np.zeros(1 << 20),), {}))
+    assert wait_for_results(submissions, 1) == {0: 8 << 20}
+
+
+def test_states_are_saved_and_loaded_by_row(submissions: Any) -> None:
+    reset(submissions, 0, 1)
+    submissions.submit(0, "step", 3)
+    wait_for_results(submissions, 1)
+    submissions.submit(0, "save")
+    (snapshot,) = wait_for_results(submissions, 1).values()
+    submissions.submit(0, "verify")
+    assert wait_for_results(submissions, 1) == {0: None}
+    assert submissions.verified == {0}
+    submissions.submit(1, "check", snapshot)
+    assert wait_for_results(submissions, 1) == {1: None}
+    submissions.submit(1, "load", snapshot)
+    assert wait_for_results(submissions, 1)[1].tolist() == [0, 1, 3]
+    with pytest.raises(SnapshotMismatch):
+        submissions.submit(1, "check", snapshot.having(observation="none of it"))
+
+
+def test_replies_of_environments_in_threads_may_come_in_another_order() -> None:
+    envs = build(1, env_threads=3)
+    try:
+        with closing(envs.submissions()) as submissions:
+            reset(submissions, 0, 1, 2)
+            started = time.monotonic()
+            for row, seconds in enumerate((60.0, 0.5, 0.01)):
+                submissions.submit(row, "call", ("nap", (seconds,), {}))
+            assert list(wait_for_results(submissions, 1)) == [2]
+            submissions.submit(2, "step", 4)
+            assert wait_for_results(submissions, 1)[2][0].tolist() == [2, 1, 6]
+            assert list(wait_for_results(submissions, 1)) == [1]
+            assert time.monotonic() - started < 30
+            os.kill(envs.processes[0].pid, 9)
+            assert isinstance(wait_for_results(submissions, 1)[0], WorkerDied)
+    finally:
+        envs.close(terminate=True)

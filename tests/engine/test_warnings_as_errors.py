@@ -1,0 +1,112 @@
+"""With filters that turn warnings into exceptions, calls keep their results and ``close`` ends the workers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import subprocess
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import CounterEnv, RaisingEnv, ready_engine
+from gymnasium.spaces import Box
+
+
+@pytest.fixture(autouse=True)
+def warnings_are_errors() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", category=UserWarning)
+        yield
+
+
+class TooLargeEnv(CounterEnv):
+    """An environment with values that become infinite in the cast to the space."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = Box(-np.inf, np.inf, (1,), np.float32)
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        return np.array([1e300]), super().reset(**kwargs)[1]
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        return np.array([1e300]), *super().step(action)[1:]
+
+
+class BadCloseEnv(CounterEnv):
+    """An environment that raises in ``close``, in worker processes only."""
+
+    def close(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            raise OSError("the simulator does not answer")
+
+
+@pytest.mark.parametrize("num_workers", [None, 0])
+def test_close_with_a_pending_step_ends_the_workers(caplog: pytest.LogCaptureFixture, num_workers: int | None) -> None:
+    with ready_engine([CounterEnv] * 2, num_workers=num_workers) as envs:
+        envs.step_async(np.zeros(2, int))
+        processes = list(envs.processes)
+        envs.close()
+        assert envs.closed
+        for process in processes:
+            with pytest.raises(ValueError, match="closed"):
+                process.is_alive()
+    assert "Calling `close` while waiting for a pending call to `step`" in caplog.text
+
+
+def test_an_environment_that_raises_in_close_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with ready_engine([BadCloseEnv] * 2, num_workers=1) as envs:
+        envs.close()
+    assert "env 1 raised in close(): OSError: the simulator does not answer" in caplog.text
+
+
+@pytest.mark.parametrize("num_workers", [1, 0])
+def test_a_warning_about_environments_is_logged_and_the_call_returns(
+    caplog: pytest.LogCaptureFixture, num_workers: int
+) -> None:
+    with ready_engine([TooLargeEnv] * 2, num_workers=num_workers) as envs:
+        assert envs.step(np.zeros(2, int))[0].tolist() == [[np.inf], [np.inf]]
+    assert "became infinite" in caplog.text
+
+
+def test_the_exception_of_an_environment_is_raised_and_not_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with ready_engine([CounterEnv, partial(RaisingEnv, error=KeyError("door"))]) as envs:
+        with pytest.raises(KeyError, match="door"):
+            envs.step(np.zeros(2, int))
+        envs.reset(seed=1)
+    assert "Received the following error from Worker-1" in caplog.text
+
+
+UNCLOSED = """
+import builtins, sys
+import gymnasium, vecenv
+from pathlib import Path
+
+class Closes(gymnasium.Wrapper):
+    def close(self):
+        Path(sys.argv[2]).touch()
+
+builtins.kept = sys.modules["__main__"]  # as torch and jax do: then modules are cleared before what lies in this one
+first = vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+envs = vecenv.AsyncVectorEnv([lambda: Closes(gymnasium.make("CartPole-v1"))] * 2, num_workers=int(sys.argv[1]))
+envs.reset(seed=1)
+"""
+
+
+@pytest.mark.parametrize("num_workers", [2, 0])
+@pytest.mark.parametrize(("filters", "reports"), [("ignore", 0), ("error::ResourceWarning", 2)])
+def test_a_program_that_never_closes_ends_without_a_traceback_of_the_engine(
+    num_workers: int, filters: str, reports: int, tmp_path: Path
+) -> None:
+    closed = tmp_path / "closed"
+    command = [sys.executable, "-W", filters, "-c", UNCLOSED, str(num_workers), str(closed)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert ended.returncode == 0
+    assert "Exception ignored" not in ended.stderr
+    assert ended.stderr.count("ResourceWarning: unclosed AsyncVectorEnv") == reports
+    assert not ended.stderr or reports
+    assert closed.exists() or num_workers

@@ -1,0 +1,62 @@
+"""Infos that do not fit into one array do not change the results of evaluations."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import open_engine
+from mixed_infos import MixedInfos, choose, numbers, play_episode
+
+import vecenv
+from vecenv.aio import Pool
+
+EPISODES = 12
+SEED = 40
+LONG = [pytest.mark.slow, pytest.mark.timeout(3600)]
+EVERY = (0, 1, 2, 4, 8)
+
+
+def act_by_infos(observations: Any, infos: Any) -> Any:
+    return np.array([choose(observation, info) for observation, info in zip(observations, infos, strict=True)])
+
+
+async def act(observation: Any) -> int:
+    return choose(observation)
+
+
+async def pooled(env_fn: Any, size: int, num_workers: int) -> Any:
+    async with Pool(env_fn, size, num_workers=num_workers) as pool:
+        return await pool.evaluate(act, EPISODES, seed=SEED)
+
+
+@pytest.mark.parametrize(
+    ("mixtures", "workers"), [(range(4), (0, 2)), ([4], (1, 4, 8)), pytest.param(range(5, 205), EVERY, marks=LONG)], ids=str
+)
+def test_evaluate_equals_plain_loops(mixtures: Any, workers: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # evaluate does not warn about infos that it does not merge
+        for mixture in mixtures:
+            mode = ("NextStep", "SameStep", "Disabled")[mixture % 3]
+            env_fn = functools.partial(MixedInfos, mixture, none=True)
+            wanted = [play_episode(env_fn(), SEED + index, True) for index in range(EPISODES)]
+            for num_workers in workers:
+                with open_engine([env_fn] * max(3, num_workers), num_workers=num_workers, autoreset_mode=mode) as envs:
+                    results = vecenv.evaluate(envs, act_by_infos, EPISODES, seed=SEED)
+                assert numbers(results) == wanted, f"mixture {mixture}, {num_workers} workers, {mode}"
+
+
+@pytest.mark.parametrize(
+    ("mixtures", "workers"), [(range(2), (1, 2)), pytest.param(range(2, 202), EVERY[1:], marks=LONG)], ids=str
+)
+def test_a_pool_equals_plain_loops(mixtures: Any, workers: Any) -> None:
+    for mixture in mixtures:
+        env_fn = functools.partial(MixedInfos, mixture, none=True)
+        wanted = [play_episode(env_fn(), SEED + index, False) for index in range(EPISODES)]
+        for num_workers in workers:
+            results = asyncio.run(pooled(env_fn, max(3, num_workers), num_workers))
+            assert numbers(results) == wanted, f"mixture {mixture}, {num_workers} workers"

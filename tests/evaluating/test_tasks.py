@@ -1,0 +1,381 @@
+"""Episodes that name an environment: one pool of workers for many tasks gives the results of one engine per task."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import open_engine
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from walks import ENGINES, SEED, Walk, choose, numbers
+
+import vecenv
+from vecenv.evaluating.episodes import Episode
+from vecenv.evaluating.tasks import WaitingEpisodes
+
+HERE = Path(__file__).parent
+
+
+class Task(Walk):
+    """A walk with a length of its own; it logs the process that built it to ``log``."""
+
+    def __init__(self, longest: int, log: str = "", **how: Any) -> None:
+        super().__init__(longest, **how)
+        if log:
+            with open(log, "a") as file:
+                file.write(f"{longest} {os.getpid()}\n")
+
+
+def tasks(count: int = 4, **how: Any) -> dict[str, Any]:
+    return {f"walk-{number}": functools.partial(Task, 4 + 3 * number, **how) for number in range(count)}
+
+
+def listed(count: int = 4, each: int = 5) -> list[Episode]:
+    return [Episode(env=f"walk-{number}", seed=SEED + seed) for number in range(count) for seed in range(each)]
+
+
+def expected_results(episodes: list[Episode]) -> list[Any]:
+    """Return the results of one environment per task."""
+    found = []
+    for index, episode in enumerate(episodes):
+        env, rng = tasks()[str(episode.env)](), np.random.default_rng(np.random.SeedSequence(SEED, spawn_key=(index,)))
+        observation, total, length, over = env.reset(seed=episode.seed)[0], 0.0, 0, (False, False)
+        while not any(over):
+            observation, reward, *over, info = env.step(choose([observation], [rng])[0])
+            total, length = total + reward, length + 1
+        found.append((index, episode.seed, total, length, *over, info, None))
+    return found
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 16])
+def test_results_do_not_depend_on_the_number_of_environments(num_envs: int) -> None:
+    with open_engine([vecenv.EnvChoice(tasks())] * num_envs, num_workers=min(num_envs, 2)) as envs:
+        results = vecenv.evaluate(envs, choose, listed(), seed=SEED)
+    assert numbers(results) == expected_results(listed())
+    assert [result.env for result in results] == [episode.env for episode in listed()]
+
+
+@pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
+@pytest.mark.parametrize("engine", [*ENGINES, "gymnasium"])
+def test_every_engine_runs_them(engine: str, mode: AutoresetMode) -> None:
+    episodes = random.Random(3).sample(listed(), 9)
+    fns: Any = [vecenv.EnvChoice(tasks(), keep=2)] * 3
+    envs: Any = (
+        SyncVectorEnv(fns, autoreset_mode=mode)
+        if engine == "gymnasium"
+        else vecenv.AsyncVectorEnv(fns, autoreset_mode=mode, **ENGINES[engine])
+    )
+    try:
+        assert numbers(vecenv.evaluate(envs, choose, episodes, seed=SEED)) == expected_results(episodes)
+    finally:
+        envs.close()
+
+
+def test_environments_are_built_as_rarely_as_possible(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with open_engine([vecenv.EnvChoice(tasks(8, log=str(log)))] * 4, num_workers=2) as envs:
+        log.write_text("")  # each row has built the first one for its spaces
+        vecenv.evaluate(envs, choose, listed(8, 6), seed=SEED)
+    built = Counter(line.split()[0] for line in log.read_text().splitlines())
+    assert len(built) >= 7
+    assert sum(built.values()) <= 8 + 2, "at most one more for each worker, at the end"
+
+
+def test_rows_continue_with_their_task_and_help_when_their_worker_is_idle() -> None:
+    episodes = [Episode(env=name) for name in "aaaabb"] + [Episode()]
+    waiting = WaitingEpisodes(episodes)
+    waiting.add(range(7))
+    take = waiting.take
+    assert [take(0, worker_is_idle=True), take(1, worker_is_idle=True), take(0, worker_is_idle=False)] == [0, 4, 1]
+    assert take(2, worker_is_idle=False) == 6  # names no environment
+    assert take(2, worker_is_idle=False) is None
+    assert take(2, worker_is_idle=True) == 2  # the longest queue
+    assert take(1, worker_is_idle=False) == 5
+    assert take(1, worker_is_idle=True) == 3
+    assert not waiting
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize(
+    ("fault", "restarts"),
+    [
+        ("raise", False), ("die", False), ("raise once", False), ("die once", False),
+        pytest.param("hang", False, marks=pytest.mark.long), ("die", True), ("raise once", True),
+    ],
+)  # fmt: skip
+def test_failure_does_not_affect_other_tasks(fault: str, restarts: bool, tmp_path: Path) -> None:
+    given = tasks()
+    given["walk-1"] = functools.partial(Task, 7, faults={SEED + 2: fault}, marks=str(tmp_path))
+    timeout = 2.0 if fault == "hang" else None
+    how: dict[str, Any] = {"on_failure": "restart"} if restarts else {}
+    with open_engine([vecenv.EnvChoice(given)] * 4, num_workers=2, **how) as envs:
+        results = vecenv.evaluate(envs, choose, listed(), seed=SEED, timeout=timeout, retries=int(fault != "hang"))
+    plain = expected_results(listed())
+    for got, result, one in zip(numbers(results), results, plain, strict=True):
+        failed = result.env == "walk-1" and result.seed == SEED + 2 and not fault.endswith("once")
+        assert (result.error is not None) == failed
+        assert failed or got == one
+
+
+def test_task_episodes_can_begin_with_snapshots() -> None:
+    with open_engine([vecenv.EnvChoice(tasks())] * 3, num_workers=2, autoreset_mode=AutoresetMode.DISABLED) as envs:
+        envs.reset(seed=SEED, options=[{"env": "walk-3"}, {"env": "walk-2"}, {"env": "walk-1"}])
+        snapshots = envs.save(verify=False)
+        mixed = [*listed()[:6], *(Episode(snapshot=snapshot) for snapshot in snapshots)]
+        found = [numbers(vecenv.evaluate(envs, lambda seen: np.ones(len(seen), int), mixed, seed=SEED)) for _ in range(2)]
+    with open_engine([vecenv.EnvChoice(tasks())], num_workers=0) as envs:
+        found.append(numbers(vecenv.evaluate(envs, lambda seen: np.ones(len(seen), int), mixed, seed=SEED)))
+    assert found[0] == found[1] == found[2]
+    assert {result[1] for result in found[0][6:]} == {None}
+
+
+@pytest.mark.parametrize(
+    ("episodes", "error", "text"),
+    [
+        ([Episode(env="walk-9")], ValueError, r"episodes\[0\]: there is no environment 'walk-9'; did you mean 'walk-"),
+        ([Episode(env="walk-1"), Episode()], ValueError, r"episodes\[1\] names no environment: .* one of 4: 'walk-0'"),
+        (3, ValueError, r"episodes\[0\] names no environment"),
+        ([Episode(env=3)], TypeError, r"episodes\[0\].env must be a name, got 3"),  # type: ignore[arg-type]
+        ([Episode(env="a", options={"env": "b"})], TypeError, r"must be a name, got 'a' and options with 'env'"),
+    ],
+)
+def test_wrong_names_are_refused_before_anything_runs(episodes: Any, error: type[Exception], text: str) -> None:
+    with open_engine([vecenv.EnvChoice(tasks())] * 2, num_workers=0) as envs:
+        with pytest.raises(error, match=text):
+            vecenv.evaluate(envs, choose, episodes)
+        assert envs.stats()["resets"] == envs.stats()["in_flight"] == 0
+
+
+@pytest.mark.parametrize("make", [vecenv.AsyncVectorEnv, SyncVectorEnv, gymnasium.vector.AsyncVectorEnv])
+def test_environments_that_offer_no_choice_are_named(make: Any) -> None:
+    envs = make([Walk] * 2)
+    try:
+        with pytest.raises(ValueError, match=r"episodes\[0\] names the environment 'x', and \w+ offers no choice: "):
+            vecenv.evaluate(envs, choose, [Episode(env="x")])
+        assert len(vecenv.evaluate(envs, choose, 3, seed=1)) == 3
+    finally:
+        envs.close()
+
+
+# --- tables ---------------------------------------------------------------------------------------------------------------
+
+
+def _result(index: int, env: str, episode_return: float, error: Exception | None = None) -> Any:
+    return vecenv.EpisodeResult(index, 0, None, episode_return, 10, True, False, {}, error, 0.1, env=env)
+
+
+def test_a_table_has_a_row_for_each_task_and_one_for_all() -> None:
+    from rich.console import Console
+
+    from vecenv.evaluating.episodes import EpisodeResults
+
+    results = EpisodeResults([_result(place, "push", float(value)) for place, value in enumerate((1, 2, 3, 4, 5, 6))])
+    results += [_result(6, "pull", 2.0), _result(7, "pull", float("nan"), ValueError())]
+    assert {name: len(group) for name, group in results.group().items()} == {"push": 6, "pull": 2}
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(results.table(by="env"))
+    rows = [line.replace("│", " ").split() for line in shown.get().splitlines()]
+    assert ["push", "6", "3.5", "1.539", "to", "5.461", "10", "0"] in rows  # t: 2.5706
+    assert ["pull", "2", "2", "-", "10", "1"] in rows
+    assert any(row[:3] == ["all", "8", "3.286"] and row[-1] == "1" for row in rows)
+    assert list(results.group("terminated")) == [True]
+    with pytest.raises(ValueError, match=r"by must be one of index, seed, .*; got 'task'"):
+        results.table(by="task")
+
+
+# --- folders: finished episodes are not run again -------------------------------------------------------------------------
+
+
+def test_a_second_call_runs_nothing_and_gives_the_same(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    folder = tmp_path / "new" / "results"
+    with open_engine([vecenv.EnvChoice(tasks(marks=str(marks)))] * 3, num_workers=2) as envs:
+        reported: list[int] = []
+        first = vecenv.evaluate(
+            envs, choose, listed(), seed=SEED, folder=folder, name="first", on_episode=lambda one: reported.append(one.index)
+        )
+        steps = (marks / "steps").stat().st_size
+        second = vecenv.evaluate(
+            envs, choose, listed(), folder=folder, name="first", on_episode=lambda one: reported.append(-1)
+        )
+        assert (marks / "steps").stat().st_size == steps
+    assert numbers(first) == numbers(second) == expected_results(listed())
+    assert [result.env for result in second] == [result.env for result in first]
+    assert sorted(reported) == list(range(20))
+    lines = (folder / "episodes.jsonl").read_text().splitlines()
+    header, *results = map(json.loads, lines)
+    assert header["name"] == "first"
+    assert header["seed"] == SEED
+    assert sorted(result["index"] for result in results) == list(range(20))
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_failed_episodes_are_run_again(tmp_path: Path) -> None:
+    given = tasks()
+    given["walk-1"] = functools.partial(Task, 7, faults={SEED + 2: "raise once"}, marks=str(tmp_path))
+    with open_engine([vecenv.EnvChoice(given)] * 3, num_workers=0) as envs:
+        first = vecenv.evaluate(envs, choose, listed(), seed=SEED, folder=tmp_path / "a", retries=0)
+        assert [result.index for result in first if result.error is not None] == [7]
+        reported: list[int] = []
+        second = vecenv.evaluate(
+            envs, choose, listed(), seed=SEED, folder=tmp_path / "a", on_episode=lambda one: reported.append(one.index)
+        )
+    assert reported == [7]
+    assert numbers(second) == expected_results(listed())
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"seed": 4}, "has results of seed 3, and this evaluation 4: use another folder"),
+        ({"name": "b"}, "has results of name 'a', and this evaluation 'b'"),
+        ({"name": None}, "has results of name 'a', and this evaluation None"),
+        ({"episodes": listed(1, 2)}, "has a list with this number of episodes: 3, and this evaluation 2"),
+        ({"episodes": [*listed(1, 2), Episode(env="walk-2", seed=SEED + 2)]}, "has another list of episodes"),
+        ({"episodes": [*listed(1, 2), Episode(env="walk-0", seed=SEED + 2, options={"start": 1.0})]}, "has another list"),
+    ],
+)
+def test_a_folder_of_another_list_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:
+    given = {"episodes": listed(1, 3), "seed": 3, "name": "a", "folder": tmp_path}
+    with open_engine([vecenv.EnvChoice(tasks())] * 2, num_workers=0) as envs:
+        vecenv.evaluate(envs, choose, **given)
+        before, resets = (tmp_path / "episodes.jsonl").read_bytes(), envs.stats()["resets"]
+        with pytest.raises(ValueError, match=text):
+            vecenv.evaluate(envs, choose, **{**given, **change})
+        assert (tmp_path / "episodes.jsonl").read_bytes() == before
+        assert envs.stats()["resets"] == resets
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"folder": 3}, TypeError, "folder must be a path or None, got 3"),
+        ({"folder": __file__}, ValueError, "is not a folder"),
+        ({"name": "a"}, ValueError, "name= is kept in a folder"),
+        ({"name": 3, "folder": "x"}, TypeError, "name must be a string or None, got 3"),
+        ({"folder": "x", "frames": [0]}, ValueError, "frames= does not go with folder="),
+        ({"folder": "x", "episodes": [Episode(options={"a": object()})]}, TypeError, r"options: expected numbers"),
+    ],
+)
+def test_wrong_folders_are_named(
+    given: dict[str, Any], error: type[Exception], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with open_engine([Walk] * 2, num_workers=0) as envs, pytest.raises(error, match=text):
+        vecenv.evaluate(envs, choose, given.pop("episodes", 2), **given)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_incomplete_last_line_is_removed_and_a_damaged_one_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "episodes.jsonl"
+    with open_engine([Walk] * 2, num_workers=0) as envs:
+        wanted_now = numbers(vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path))
+        whole = file.read_bytes()
+        lines = whole.splitlines(keepends=True)
+        for kept in (0, 10, len(lines[0]), len(lines[0]) + 5, len(whole) - 1):
+            file.write_bytes(whole[:kept])
+            assert numbers(vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)) == wanted_now
+            assert file.read_bytes().count(b"\n") == 7
+        file.write_bytes(lines[0] + b"{half\n" + lines[1])
+        with pytest.raises(ValueError, match=r"episodes\.jsonl, line 2 is damaged"):
+            vecenv.evaluate(envs, choose, 6, seed=SEED, folder=tmp_path)
+
+
+class RichInfo(Walk):
+    """An environment with a value of every kind in its last info."""
+
+    def step(self, action: Any) -> Any:
+        *others, info = super().step(action)
+        info |= {
+            "array": np.arange(3, dtype=np.float32), "scalar": np.float32(0.1), "nan": float("nan"), "none": None,
+            "tuple": (1, "two", [3.0]), "nested": {"a": np.array([True]), 5: np.int8(2)}, "flag": True, "object": {7},
+        }  # fmt: skip
+        return *others, info
+
+
+def test_infos_are_read_as_they_were(tmp_path: Path) -> None:
+    from vecenv.testing import assert_identical
+
+    with open_engine([RichInfo] * 2, num_workers=0) as envs:
+        plain = vecenv.evaluate(envs, choose, 3, seed=SEED)
+        for _ in range(2):
+            kept = vecenv.evaluate(envs, choose, 3, seed=SEED, folder=tmp_path)
+            for one, other in zip(kept, plain, strict=True):
+                assert one.info.pop("object") == "{7}"
+                assert_identical(one.info, {key: value for key, value in other.info.items() if key != "object"})
+
+
+def test_a_second_program_is_refused(tmp_path: Path) -> None:
+    program = textwrap.dedent(f"""
+        import sys, fcntl, os
+        file = os.open({str(tmp_path / "episodes.jsonl")!r}, os.O_RDWR | os.O_CREAT)
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        print("locked", flush=True)
+        sys.stdin.read()
+    """)
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"locked\n"
+        match = "another process evaluates into it"
+        with open_engine([Walk], num_workers=0) as envs, pytest.raises(ValueError, match=match):
+            vecenv.evaluate(envs, choose, 2, folder=tmp_path)
+        other.communicate()
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = {path!r}
+import vecenv
+from test_tasks import choose, listed, tasks, SEED
+
+if __name__ == "__main__":
+    envs = vecenv.make_vec(vecenv.EnvChoice(tasks(pause=0.002)), {num_envs}, vector_kwargs={{"num_workers": 2}})
+    vecenv.evaluate(envs, choose, listed(4, 10), seed=SEED, folder={folder!r})
+    envs.close()
+"""
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.long)])
+def test_a_program_that_is_killed_at_any_moment_continues(kills: int, tmp_path: Path) -> None:
+    folder, rng = tmp_path / "results", random.Random(5)
+    file = folder / "episodes.jsonl"
+    script = tmp_path / "program.py"
+    path = [str(HERE), str(HERE.parent)]
+    counts = []
+    for turn in range(kills + 1):
+        script.write_text(PROGRAM.format(path=path, folder=str(folder), num_envs=rng.choice([1, 2, 4, 16])))
+        with subprocess.Popen([sys.executable, str(script)]) as run:
+            if turn < kills:  # after some new results, and then at any moment
+                until = time.monotonic() + 60
+                lines = counts[-1] if counts else 0
+                while time.monotonic() < until and run.poll() is None and _lines(file) <= lines:
+                    time.sleep(0.002)
+                time.sleep(rng.uniform(0, 0.05))
+                run.send_signal(signal.SIGKILL)
+        assert run.returncode == (0 if turn == kills else -9) or (run.returncode == 0 and _lines(file) == 41)
+        counts.append(_lines(file))
+    found = [json.loads(line)["index"] for line in file.read_bytes().splitlines()[1:]]
+    assert sorted(found) == list(range(40)), "each episode once"
+    with open_engine([vecenv.EnvChoice(tasks())] * 2, num_workers=0) as envs:
+        results = vecenv.evaluate(envs, choose, listed(4, 10), seed=SEED, folder=folder)
+        assert envs.stats()["steps"] == 0
+    assert numbers(results) == expected_results(listed(4, 10))
+
+
+def _lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0

@@ -1,0 +1,41 @@
+"""Tests of the checker of ``faulty_envs.py``: a check that cannot fail is worthless."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from faulty_envs import EchoEnv, RowChecker
+from gymnasium.vector import VectorEnv
+
+LENGTH = 5
+
+
+def batch(results: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return the results of a vector environment from those of its environments."""
+    envs: Any = VectorEnv()
+    envs.num_envs, infos = len(results), {}
+    for row, result in enumerate(results):
+        infos = envs._add_info(infos, result[-1], row)
+    columns = [np.array(column) for column in list(zip(*results, strict=True))[1:-1]]
+    return (np.stack([result[0] for result in results]), *columns, infos)
+
+
+def test_shifted_torn_repeated_and_swapped_rows_are_detected() -> None:
+    envs = [EchoEnv(index, length=LENGTH) for index in range(2)]
+    starts = batch([env.reset(seed=1) for env in envs])
+    first, second = (batch([env.step(action) for env in envs]) for action in (1, 2))
+    torn = second[0].copy()
+    torn[0, 20:] = first[0][0, 20:]
+    swapped, old_reward, old_infos = (first[0][::-1], *first[1:]), (first[0], *second[1:]), (*first[:-1], second[-1])
+    for answer in (second, swapped, old_reward, old_infos, (torn, *second[1:])):
+        checker = RowChecker(2, length=LENGTH)
+        checker.check_reset(starts)
+        with pytest.raises(AssertionError):
+            checker.check_step([1, 1], answer)
+    checker = RowChecker(2, length=LENGTH)
+    checker.check_reset(starts)
+    checker.check_step([1, 1], first)
+    with pytest.raises(AssertionError):
+        checker.check_step([1, 1], first)  # repeated

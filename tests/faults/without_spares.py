@@ -1,0 +1,83 @@
+"""The reference for vector environments with spare workers: one without them, with the same seeds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.vector import SyncVectorEnv
+
+
+def derived_seed(seed: int, row: int, episode: int) -> int:
+    """Return the seed of an episode as documented in ``docs/workers.md``."""
+    return int(np.random.SeedSequence(seed, spawn_key=(row, episode)).generate_state(1)[0] >> 1)
+
+
+class Seeded(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that gives each episode the seed that it has with spare workers."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], row: int) -> None:
+        super().__init__(env)
+        self._row, self._seed, self._episode = row, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is None:
+            self._episode += 1
+            seed = derived_seed(self._seed, self._row, self._episode)
+        else:
+            self._seed, self._episode = seed, 0
+        return self.env.reset(seed=seed, options=options)
+
+    def goes_on_from(self, seed: int) -> None:
+        """Restore the state of the first episode after that seed."""
+        self._seed, self._episode = seed, 0
+
+
+def twin(env_fns: Sequence[Callable[[], Any]], first: int = 0, **options: Any) -> SyncVectorEnv:
+    """Return a vector environment without spare workers that has the same episodes; ``first``: the row of its first one."""
+    seeded = [lambda row=row, env_fn=env_fn: Seeded(env_fn(), row) for row, env_fn in enumerate(env_fns, first)]
+    return SyncVectorEnv(seeded, **options)
+
+
+class Walk(gymnasium.Env[np.ndarray, np.int64]):
+    """A walk drawn from its seed, with episodes of different lengths. Steps and resets take the given time.
+
+    Args:
+        reset: Seconds.
+        step: Seconds.
+        lengths: (from, to) of an episode.
+        uneven: Draw the time of each reset anew, from a separate generator.
+        dies, raises: The seeds of a reset that kills the process, or raises.
+    """
+
+    def __init__(
+        self, reset: float = 0.0, step: float = 0.0, lengths: tuple[int, int] = (2, 9), *, uneven: bool = False,
+        dies: int = -1, raises: int = -1,
+    ) -> None:  # fmt: skip
+        self.observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        self.action_space = gymnasium.spaces.Discrete(3)
+        self._reset, self._step, self._lengths, self._uneven = reset, step, lengths, uneven
+        self._dies, self._raises = dies, raises
+        self.level = 1.0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed == self._dies:
+            import os
+
+            os._exit(3)
+        if seed == self._raises:
+            raise ValueError("no such level")
+        time.sleep(self._reset * (np.random.default_rng().random() if self._uneven else 1))
+        self.place = np.array([0.0, self.np_random.normal(), self.level * (options or {}).get("scale", 1.0)])
+        self.left = int(self.np_random.integers(*self._lengths))
+        return self.place, {"length": self.left, "name": f"walk {seed}"}
+
+    def step(self, action: np.int64) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        time.sleep(self._step)
+        self.left -= 1
+        self.place += [int(action), self.np_random.normal(), 0.0]  # in place: observations have to be copied
+        return self.place, self.place[1], self.left == 0, False, {"left": self.left}

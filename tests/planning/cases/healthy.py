@@ -1,0 +1,407 @@
+"""Environments that may share a process."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from planning.cases.registry import CASES, CLEAN, UNKNOWN, Base, EnvFns, case
+
+
+@case(CLEAN)
+def pybullet_own_client():
+    class Ball(Base):
+        def __init__(self):
+            import pybullet
+            from pybullet_utils.bullet_client import BulletClient
+
+            self.p = BulletClient(pybullet.DIRECT)
+
+        reset = None
+
+        def observe(self):
+            self.p.stepSimulation()
+            return np.array([self.p.getBasePositionAndOrientation(self.ball)[0][2]])
+
+        def close(self):
+            self.p.disconnect()
+
+    def reset(self, *, seed=None, options=None):
+        Base.reset(self, seed=seed)
+        p = self.p
+        p.resetSimulation()
+        p.setGravity(0, 0, -10)
+        self.ball = p.createMultiBody(1.0, p.createCollisionShape(p.GEOM_SPHERE, radius=0.1), basePosition=[0, 0, 10])
+        return np.array([10.0]), {}
+
+    Ball.reset = reset
+    return [Ball] * 4
+
+
+@case(CLEAN)
+def signal_in_trainer_thread():  # a separate rule: outside of the main thread the caller never steps environments
+    import signal
+
+    class Guarded(Base):
+        def step(self, action):
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            return super().step(action)
+
+    return [Guarded] * 4
+
+
+@case(CLEAN)
+def class_counter_not_observed():
+    class Counted(Base):
+        total = 0
+
+        def observe(self):
+            type(self).total += 1
+            return super().observe()
+
+    return [Counted] * 4
+
+
+@case(CLEAN)
+def harmless_cache():
+
+    cache = {}
+
+    class Cached(Base):
+        def observe(self):
+            return np.array([cache.setdefault(self.t, self.t * 2.0)])
+
+    return [Cached] * 4
+
+
+@case(CLEAN)
+def draws_with_own_generators():
+    return CASES["draws"][1]()
+
+
+@case(CLEAN)
+def seeds_numpy_in_reset_with_own_generators():
+    return CASES["seeds_numpy_in_reset"][1]()
+
+
+PLAIN = (
+    "CartPole-v1", "Pendulum-v1", "MountainCarContinuous-v0", "Acrobot-v1", "Ant-v5", "HalfCheetah-v5", "Humanoid-v5",
+    "LunarLander-v3", "BipedalWalker-v3", "FrozenLake-v1", "Blackjack-v1", "Taxi-v4", "CliffWalking-v1", "CarRacing-v3",
+)  # fmt: skip
+
+
+RENDERED = ("CartPole-v1", "FrozenLake-v1", "LunarLander-v3", "Taxi-v4", "Blackjack-v1")
+
+
+def registered_env_fns(name: str, **kwargs: Any) -> Callable[[], EnvFns]:
+    return lambda: [functools.partial(gym.make, name, **kwargs)] * 4
+CASES.update({name: (CLEAN, registered_env_fns(name)) for name in PLAIN})
+CASES.update({f"{name} rgb_array": (CLEAN, registered_env_fns(name, render_mode="rgb_array")) for name in RENDERED})
+
+
+def atari(**kwargs):
+    def build():
+        import ale_py
+
+        gym.register_envs(ale_py)
+        return gym.make("ALE/Pong-v5", **kwargs)
+
+    return [build] * 4
+CASES["ALE/Pong-v5 sticky"] = CLEAN, atari
+CASES["ALE/Pong-v5"] = CLEAN, lambda: atari(repeat_action_probability=0.0)
+CASES["ALE/Pong-v5 rgb_array"] = CLEAN, lambda: atari(render_mode="rgb_array")
+
+
+def minigrid(name="MiniGrid-Empty-5x5-v0"):
+    def build():
+        import minigrid  # noqa: F401
+
+        return gym.make(name)
+
+    return [build] * 4
+CASES["MiniGrid-Empty-5x5-v0"] = CLEAN, minigrid
+CASES["MiniGrid-Dynamic-Obstacles-6x6-v0"] = CLEAN, lambda: minigrid("MiniGrid-Dynamic-Obstacles-6x6-v0")
+
+
+@case(CLEAN)
+def two_kinds_of_environments():
+    return [lambda: gym.make("CartPole-v1")] * 2 + [lambda: gym.make("CartPole-v1", render_mode="rgb_array")] * 2
+
+
+@case(CLEAN)
+def record_episode_statistics():
+    return [lambda: gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1", max_episode_steps=2))] * 4
+
+
+@case(CLEAN)
+def clock_and_pid_in_info():
+    class Clock(Base):
+        def step(self, action):
+            return *super().step(action)[:4], {"t": round(time.perf_counter(), 3), "pid": os.getpid(), "id": id(self)}
+
+    return [Clock] * 4
+
+
+@case(CLEAN)
+def unseeded_space_sample():
+    class Sampled(Base):
+        def __init__(self):
+            self.observation_space = gym.spaces.Box(-1, 1, (3,))
+
+        def observe(self):
+            return self.observation_space.sample()
+
+    return [Sampled] * 4
+
+
+@case(CLEAN)
+def counts_episodes_across_resets():
+    class Counting(Base):
+        def __init__(self):
+            self.episodes = 0
+
+        def reset(self, **kwargs):
+            self.episodes += 1
+            return super().reset(**kwargs)
+
+        def observe(self):
+            return np.array([float(self.episodes)])
+
+    return [Counting] * 4
+
+
+@case(CLEAN)
+def helper_thread():
+    import queue
+    import threading
+
+    class Threaded(Base):
+        def __init__(self):
+            self.tasks, self.results = queue.Queue(), queue.Queue()
+            self.thread = threading.Thread(target=self.work, daemon=True)
+            self.thread.start()
+
+        def work(self):
+            while (task := self.tasks.get()) is not None:
+                self.results.put(task * 2)
+
+        def observe(self):
+            self.tasks.put(self.t)
+            return np.array([float(self.results.get())])
+
+        def close(self):
+            self.tasks.put(None)
+            self.thread.join()
+
+    return [Threaded] * 4
+
+
+@case(CLEAN)
+def child_process():
+    class Remote(Base):
+        def __init__(self):
+            code = "import sys\nfor line in sys.stdin: print(int(line) * 2, flush=True)"
+            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+            self.child = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+
+        def observe(self):
+            self.child.stdin.write(f"{self.t}\n")
+            self.child.stdin.flush()
+            return np.array([float(self.child.stdout.readline())])
+
+        def close(self):
+            self.child.stdin.close()
+            self.child.wait()
+
+    return [Remote] * 4
+
+
+@case(CLEAN)
+def pettingzoo_as_gym():
+    def build():
+        from pettingzoo.classic import rps_v2
+
+        class Single(gym.Env):
+            def __init__(self):
+                self.env = rps_v2.parallel_env(max_cycles=5)
+                self.agent = self.env.possible_agents[0]
+                self.observation_space = self.env.observation_space(self.agent)
+                self.action_space = self.env.action_space(self.agent)
+
+            def reset(self, *, seed=None, options=None):
+                super().reset(seed=seed)
+                observations, infos = self.env.reset(seed=seed)
+                return observations[self.agent], infos[self.agent]
+
+            def step(self, action):
+                other = int(self.np_random.integers(3))
+                results = self.env.step(dict(zip(self.env.possible_agents, (action, other), strict=True)))
+                return tuple(part[self.agent] for part in results)
+
+        return Single()
+
+    return [build] * 4
+
+
+@case(CLEAN)
+def slow_steps():
+    class Slow(Base):
+        def observe(self):
+            time.sleep(0.03)
+            return super().observe()
+
+    return [Slow] * 4
+
+
+@case(CLEAN)
+def draws_with_jax():
+    import jax
+    import jax.numpy as jnp
+
+    class Jaxed(Base):
+        def reset(self, *, seed=None, options=None):
+            self.key = jax.random.key(seed if seed is not None else 0)
+            return super().reset(seed=seed)
+
+        def observe(self):
+            self.key, key = jax.random.split(self.key)
+            return np.asarray(jnp.sin(jax.random.normal(key, (1,))), np.float64)
+
+    return [Jaxed] * 4
+
+
+@case(CLEAN)
+def single_environment():
+    return [lambda: gym.make("CartPole-v1")]
+
+
+@case(CLEAN)
+def event_loop_per_environment():
+    import asyncio
+
+    class Loop(Base):
+        def __init__(self):
+            self.loop = asyncio.new_event_loop()
+
+        def observe(self):
+            return np.array([self.loop.run_until_complete(self.observe_later())])
+
+        async def observe_later(self):
+            await asyncio.sleep(0)
+            return float(self.t)
+
+    return [Loop] * 4
+
+
+@case(CLEAN)
+def gym_trading_env_package_with_own_generators():
+    return CASES["gym_trading_env_package"][1]()
+
+
+def package_env_fns(module, name, **kwargs):
+    def build():
+        importlib.import_module(module)
+        return gym.make(name, **kwargs)
+
+    def env_fns():
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(module)
+        return [build] * 4
+
+    return env_fns
+CASES["highway-v0"] = CLEAN, package_env_fns("highway_env", "highway-v0")
+CASES["parking-v0"] = CLEAN, package_env_fns("highway_env", "parking-v0")
+CASES["PandaReach-v3"] = CLEAN, package_env_fns("panda_gym", "PandaReach-v3")
+CASES["FlappyBird-v0"] = CLEAN, package_env_fns("flappy_bird_gymnasium", "FlappyBird-v0")
+CASES["FlappyBird-v0 rgb_array"] = CLEAN, package_env_fns("flappy_bird_gymnasium", "FlappyBird-v0", render_mode="rgb_array")
+
+
+@case(CLEAN)
+def ignores_seeds():
+    class Ignoring(Base):
+        def reset(self, *, seed=None, options=None):
+            self.rng = np.random.default_rng()
+            self.t = 0
+            return np.array([0.0]), {}
+
+        def observe(self):
+            return self.rng.normal(size=1)
+
+    return [Ignoring] * 4
+
+
+@case((CLEAN, UNKNOWN))  # depends on the addresses
+def set_order_by_address():
+    class Thing:
+        pass
+
+    class Ordered(Base):
+        def __init__(self):
+            self.things = {Thing(): i for i in range(9)}
+
+        def observe(self):
+            return np.array([float(self.things[next(iter(set(self.things)))])])
+
+    return [Ordered] * 4
+
+
+@case(CLEAN)
+def cache_of_seeded_layouts():
+
+    @functools.lru_cache(8)
+    def layout(seed):
+        return np.random.default_rng(seed).normal(size=3)
+
+    class Cached(Base):
+        observation_space = gym.spaces.Box(-9, 9, (3,))
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.layout = layout(int(self.np_random.integers(5)))
+            return self.layout.copy(), {}
+
+        def observe(self):
+            return self.layout + self.t
+
+    return [Cached] * 4
+
+
+@case(CLEAN)
+def uninitialized_array_in_info():
+    class Garbage(Base):  # the array is never filled
+        def step(self, action):
+            return *super().step(action)[:4], {"scratch": np.empty(1000)}
+
+    return [Garbage] * 4
+
+
+@case(CLEAN)
+def raises_in_second_reset():
+    class Raises(Base):
+        def reset(self, *, seed=None, options=None):
+            if seed is None:
+                raise RuntimeError("a seed is needed")
+            return super().reset(seed=seed)
+
+    return [Raises] * 4
+
+
+@case(CLEAN)
+def raises_in_step():
+    class Raises(Base):
+        def step(self, action):
+            if self.t == 5:
+                raise RuntimeError("no more")
+            return super().step(action)
+
+    return [Raises] * 4

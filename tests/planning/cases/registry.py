@@ -1,0 +1,41 @@
+"""The table of environments by name, with the verdict that each should get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+SHARES, CLEAN, CHANGES, UNKNOWN = "shares state", "independent", "independent, with changes", "cannot tell"
+SAME_OBJECT = "the same object"
+
+EnvFns = Sequence[Callable[[], Any]]
+CASES: dict[str, tuple[Any, Callable[[], EnvFns]]] = {}
+
+
+def case(expected: Any) -> Callable[[Callable[[], EnvFns]], Callable[[], EnvFns]]:
+    def register(function: Callable[[], EnvFns]) -> Callable[[], EnvFns]:
+        CASES[function.__name__] = expected, function
+        return function
+
+    return register
+
+
+class Base(gym.Env):
+    observation_space = gym.spaces.Box(-1e9, 1e9, (1,), np.float64)
+    action_space = gym.spaces.Discrete(2)
+    ends = 10**9
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(self.observation_space.shape, self.observation_space.dtype), {}
+
+    def step(self, action):
+        self.t += 1
+        return self.observe(), 1.0, self.t >= self.ends, False, {}
+
+    def observe(self):
+        return np.array([float(self.t)])

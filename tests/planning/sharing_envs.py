@@ -1,0 +1,88 @@
+"""A program that steps environments of :mod:`planning.cases` with ``gymnasium.vector.AsyncVectorEnv``.
+
+``python sharing_envs.py NAME`` prints a digest of their results, so that ``vecenv run sharing_envs.py NAME`` can be
+compared with it. ``PYTHONPATH`` must contain the folder ``tests``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import sys
+from typing import Any
+
+import gymnasium as gym
+
+from planning.cases import healthy, settings, sharing
+from planning.cases.registry import CASES, CHANGES, CLEAN
+
+__all__ = ["CASES", "healthy", "settings", "sharing"]
+
+MISSED = ("late_after_20_steps", "at_episode_ends_of_30_steps")
+"""Cases with effects that need many steps, which the check does not find (docs/workers.md, *What is not found*)."""
+SLOW = ("slow_steps", "pygame_window", "highway-v0", "parking-v0", "CarRacing-v3")
+"""Cases with steps above 10 ms, some only on a slow machine. They get one process per environment, without a check."""
+OWN = "_with_own_generators"
+"""Suffix of the names of cases that run with ``generators="own"``."""
+
+DIFFERENT_RESULTS = {
+    "rejected: several functions return one object, of which each of Gymnasium's processes has a copy": (
+        "same_instance", "same_inside_wrappers", "pool_of_two_objects",
+    ),
+    "Gymnasium builds an environment in the program, which changes what workers inherit; here a temporary process does": (
+        "class_counter_as_rank", "first_environment_wins", "stdout_of_each",
+    ),
+    "the process number of multiprocessing: the temporary process has the first one": ("rank_from_process_identity",),
+    "each worker has its own state of the global generators; Gymnasium's workers inherit the program's": (
+        "draws", "draws_from_torch", "draws_with_own_generators", "module_generator_unseeded", "gym_trading_env_package",
+        "gym_trading_env_package_with_own_generators",
+    ),
+    "differs from run to run under Gymnasium, too": (
+        "ignores_seeds", "clock_in_observation", "unseeded_python_generator", "unseeded_space_sample",
+        "unseeded_class_space_sample", "unseeded_and_working_directory", "rank_from_process_id", "simulation_in_real_time",
+        "set_order_by_address",
+    ),
+    "an error or a timeout that names the environment, instead of EOFError or a hang": ("crashes_always", "hangs"),
+    "Text observations, for which Gymnasium has no shared memory": (
+        "MiniGrid-Empty-5x5-v0", "MiniGrid-Dynamic-Obstacles-6x6-v0",
+    ),
+}  # fmt: skip
+"""Reason for results that differ from Gymnasium's -> cases."""
+NOT_AS_GYMNASIUM = tuple(name for names in DIFFERENT_RESULTS.values() for name in names)
+
+
+def digest(envs: Any, steps: int = 12) -> str:
+    """Reset and step ``envs``; return a digest of all observations, rewards and flags."""
+    envs.action_space.seed(1)
+    values = [envs.reset(seed=3)[0]]
+    values += [envs.step(envs.action_space.sample())[:4] for _ in range(steps)]
+    return hashlib.blake2b(pickle.dumps(values), digest_size=8).hexdigest()
+
+
+def main(name: str) -> None:
+    try:
+        env_fns = CASES[name][1]()
+    except ModuleNotFoundError as error:
+        print("skipped:", error)
+        return
+    envs: Any = gym.vector.AsyncVectorEnv(env_fns)
+    if (plan := getattr(envs, "plan", None)) is not None:
+        print(plan, file=sys.stderr)
+        print("VERDICT", json.dumps([verdict(plan), plan.num_workers, plan.use_caller]), file=sys.stderr)
+    try:
+        print(digest(envs))
+    except Exception as error:
+        print(type(error).__name__)
+    finally:
+        envs.close(terminate=True)
+
+
+def verdict(plan: Any) -> str:
+    """Return the verdict of a plan, in the words of the verdicts in CASES."""
+    found = plan.independence
+    return CHANGES if found.verdict == CLEAN and found.changes else str(found.verdict)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,477 @@
+"""Environments share a process only if that changes nothing: the check before "auto" groups them, the guard afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import decimal
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+import vecenv
+from planning.cases.registry import CASES, CHANGES, CLEAN, SAME_OBJECT, SHARES, UNKNOWN, Base
+from planning.sharing_envs import MISSED, NOT_AS_GYMNASIUM, OWN, SLOW, digest, verdict
+from vecenv.planning.independence import MAX_STEPS, Independence
+from vecenv.planning.plan import choose
+from vecenv.planning.probe import EnvProbe, find_process_object
+from vecenv.planning.trial import StepTimes, TriedEnv, play
+from vecenv.system.process_settings import SettingsGuard
+
+SAMPLE = (
+    "default_client", "working_directory", "rank_from_process_name", "class_counter_of_steps", "harmless_cache",
+    "numpy_errors_leak", "clock_in_observation", "crashes_beside_another", "CartPole-v1",
+)  # fmt: skip
+"""The cases of the default tests, in this process."""
+
+
+def build(env_fns: Any, **options: Any) -> Any:
+    """Build by ``make_vec`` if all environments are alike."""
+    if all(env_fn is env_fns[0] for env_fn in env_fns):
+        return vecenv.make_vec(env_fns[0], len(env_fns), vector_kwargs=options)
+    return vecenv.AsyncVectorEnv(env_fns, num_workers="auto", **options)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_auto_groups_environments_that_are_independent(name: str, closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)  # with more, each has a process anyway
+    expected, env_fns = CASES[name][0], CASES[name][1]()
+    envs = closes(build(env_fns))
+    assert verdict(envs.plan) == expected, envs.plan
+    assert envs.plan.independence.steps <= MAX_STEPS
+    if expected in (SHARES, UNKNOWN):
+        assert envs.num_workers == len(env_fns)
+        assert "one process per environment, because" in envs.plan.reason
+        assert envs.plan.independence.reason in str(envs.plan)
+    else:
+        assert envs.num_workers < len(env_fns)
+    if expected in (SHARES, UNKNOWN, CHANGES):
+        assert not envs.local_envs
+    if name not in NOT_AS_GYMNASIUM:
+        theirs = closes(gym.vector.AsyncVectorEnv(env_fns))
+        assert digest(envs) == digest(theirs)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if number % 12 else pytest.mark.long)
+        for number, name in enumerate(CASES) if name not in SAMPLE
+    ],
+)  # fmt: skip
+def test_vecenv_run_gives_the_results_of_gymnasium(name: str) -> None:
+    """Each verdict, in a new interpreter."""
+    expected, file = CASES[name][0], str(Path(__file__).with_name("sharing_envs.py"))
+    options = ["--generators", "own"] if name.endswith(OWN) else []
+    if name == "hangs":
+        options += ["--step-timeout", "2"]
+    variables = {**os.environ, "SDL_VIDEODRIVER": "dummy", "PYTHONPATH": str(Path(__file__).parents[1])}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *arguments, file, name]
+        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=variables)
+
+    done = run("-m", "vecenv", "run", *options)
+    if done.stdout.startswith("skipped"):
+        pytest.skip(done.stdout)
+    if missing := re.search(r"(?:ModuleNotFoundError|DependencyNotInstalled): (?!No module named 'vecenv)(.*)", done.stderr):
+        pytest.skip(missing[1])
+    if expected == SAME_OBJECT:
+        assert f"ValueError: env_fns[0]() and env_fns[{2 if name == 'pool_of_two_objects' else 1}]()" in done.stderr
+        assert SAME_OBJECT in done.stderr
+        return
+    line = next((line for line in done.stderr.splitlines() if line.startswith("VERDICT")), None)
+    assert line is not None, done.stderr
+    found, workers, uses_caller = json.loads(line.removeprefix("VERDICT"))
+    if name in MISSED:
+        assert found == CLEAN
+        return
+    assert found == expected or found in expected or (name in SLOW and found == "not checked"), done.stderr
+    each = 2 if name in ("torch_dtype_by_kind", "jax_x64_by_kind") else 4
+    if found not in (CLEAN, CHANGES):
+        assert workers == each
+    if found != CLEAN:
+        assert not uses_caller
+    if name not in NOT_AS_GYMNASIUM:
+        assert done.stdout.splitlines()[-1] == run().stdout.splitlines()[-1]  # pybullet prints a line per client, too
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("names", [("CartPole-v1", "HalfCheetah-v5"), ("HalfCheetah-v5", "CartPole-v1")])
+def test_different_environments_are_independent(names: tuple[str, str]) -> None:
+    _, found = EnvProbe([functools.partial(gym.make, name) for name in names]).measure()
+    assert str(found) == CLEAN
+
+
+# -- the same object ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": "auto"}, {"num_workers": 1, "use_caller": True}],
+    ids=str,
+)  # fmt: skip
+def test_functions_that_return_one_object_are_refused(options: dict[str, Any]) -> None:
+    only = gym.wrappers.TimeLimit(Base(), 9)
+    with pytest.raises(ValueError, match=r"env_fns\[\d\]\(\) returned the same object, a Base.*in place of `lambda: env`"):
+        vecenv.AsyncVectorEnv([lambda: gym.wrappers.TimeLimit(only, 5)] * 4, **options)
+
+
+def test_separate_processes_have_copies_of_one_object(closes: Any) -> None:
+    only = Base()
+    envs = closes(vecenv.AsyncVectorEnv([lambda: only] * 2))
+    envs.reset()
+    assert envs.step([0, 0])[0].ravel().tolist() == [1.0, 1.0]
+
+
+# -- what the probe executes ----------------------------------------------------------------------------------------------
+
+
+class Counted(Base):
+    """Appends a byte to a file per step."""
+
+    clock, seconds = False, 0.0
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def step(self, action: Any) -> Any:
+        with self.path.open("a") as file:
+            file.write(".")
+        time.sleep(self.seconds)
+        return *super().step(action)[:4], {"clock": time.perf_counter()} if self.clock else {}
+
+
+class CountedWithClock(Counted):
+    clock = True
+    episodes = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.episodes += 1
+        return super().reset(**kwargs)
+
+    def observe(self) -> Any:
+        return np.array([float(self.episodes)])
+
+
+class Waits(Counted):
+    seconds = 0.004
+
+
+class Slow(Counted):
+    seconds = 0.012
+
+
+@pytest.mark.parametrize(
+    ("kind", "most", "seconds"), [(Counted, 28, 0.1), (CountedWithClock, 64, 0.1), (Waits, 28, 0.2), (Slow, 2, 0.1)]
+)
+def test_the_probe_makes_few_steps(tmp_path: Path, kind: Any, most: int, seconds: float, closes: Any) -> None:
+    envs = closes(vecenv.make_vec(functools.partial(kind, tmp_path / "steps"), 4))
+    steps = (tmp_path / "steps").stat().st_size
+    assert steps == envs.plan.independence.steps <= most
+    assert steps * kind.seconds <= seconds
+    assert f"{steps} steps in all" in str(envs.plan)
+    assert envs.plan.independence.verdict == ("not checked" if kind is Slow else CLEAN)
+    if kind is Slow:
+        assert envs.num_workers == 4
+
+
+def test_waiting_for_a_core_is_not_step_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a busy machine fast steps would look slow, and each environment would get a process of its own."""
+    waited = itertools.count()
+    monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(waited) * Slow.seconds)
+    tried = TriedEnv(functools.partial(Slow, tmp_path / "steps"), 0, 0)
+    play(tried.phase(3, 1))
+    assert len(tried.step_seconds) == 3
+    assert not tried.is_slow
+
+
+def test_environments_with_multiprocessing_objects_are_not_probed(closes: Any) -> None:
+    """Their counter is exact."""
+    counter = multiprocessing.get_context("fork").Value("i", 0)
+
+    class Shared(Base):
+        def step(self, action: Any) -> Any:
+            with counter.get_lock():
+                counter.value += 1
+            return super().step(action)
+
+    envs = closes(vecenv.AsyncVectorEnv([Shared] * 4, num_workers="auto", context="fork"))
+    envs.reset()
+    envs.step([0] * 4)
+    assert counter.value == 4
+    assert envs.num_workers == 4
+    assert "not tried, because their functions use a multiprocessing Synchronized" in envs.plan.reason
+
+
+def test_multiprocessing_objects_are_found_in_functions() -> None:
+    lock, queue = multiprocessing.Lock(), multiprocessing.get_context("fork").SimpleQueue()
+    partial: Any = functools.partial
+    for function in (lambda: lock, partial(Base, lock), partial(lambda x: x, x=lock), queue.get):
+        assert find_process_object([function]), function
+    assert not find_process_object([Base, functools.partial(gym.make, "CartPole-v1")])
+
+
+# -- where environments may run -----------------------------------------------------------------------------------------
+
+
+def test_caller_in_another_thread_steps_no_environments() -> None:
+    class Guarded(Base):
+        def step(self, action: Any) -> Any:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+            return super().step(action)
+
+    def train() -> tuple[Any, str]:
+        envs: Any = vecenv.make_vec(Guarded, 4)
+        try:
+            envs.reset()
+            return envs.step([0] * 4)[0].ravel().tolist(), envs.plan.reason
+        finally:
+            envs.close()
+
+    with ThreadPoolExecutor(1) as pool:
+        values, reason = pool.submit(train).result()
+    assert values == [1.0] * 4
+    assert "this is not the main thread" in reason
+
+
+@pytest.mark.parametrize(
+    ("times", "found", "workers"),
+    [
+        (StepTimes(10, 1e-6, 1e-6), Independence(CLEAN), 0),
+        (StepTimes(10, 1e-6, 1e-6), Independence(CLEAN, changes=("they change x",)), 2),
+        (StepTimes(10, 1e-6, 1e-6), Independence(SHARES, "x"), 8),
+        (StepTimes(10, 1e-6, 1e-6), Independence(UNKNOWN, "x"), 8),
+        (StepTimes(2, 0.02, 0.02), Independence(), 8),
+        (StepTimes.failed("x"), Independence(CLEAN), 2),
+        (StepTimes.failed("x"), Independence(UNKNOWN, "x"), 8),
+    ],
+)
+def test_the_verdict_decides_the_number_of_workers(times: StepTimes, found: Independence, workers: int) -> None:
+    plan = choose(times, 8, 2, independence=found, use_caller=True)
+    assert plan.num_workers == workers
+    assert plan.use_caller == 0
+
+
+def test_no_check_where_each_worker_has_one_environment(closes: Any) -> None:
+    envs = closes(vecenv.make_vec(Base, 2, vector_kwargs={"use_caller": False}))
+    assert envs.plan.independence.verdict == ("not checked" if envs.plan.cores >= 2 else CLEAN)
+
+
+# -- the guard ------------------------------------------------------------------------------------------------------------
+
+
+CHANGE: dict[str, Callable[[], object]] = {
+    "working directory": lambda: os.chdir(os.sep),
+    "environment variables": lambda: os.environ.update(SIM_PORT="1"),
+    "numpy error handling": lambda: np.seterr(all="raise"),
+    "signal handlers": lambda: signal.signal(signal.SIGUSR1, lambda *_: None),
+    "warning filters": lambda: warnings.simplefilter("error"),
+    "decimal precision": lambda: setattr(decimal.getcontext(), "prec", 5),
+    "socket timeout": lambda: socket.setdefaulttimeout(3),
+    "sys.stdout": lambda: setattr(sys, "stdout", None),
+    "threading.excepthook": lambda: setattr(threading, "excepthook", print),
+    "interval timer": lambda: signal.setitimer(signal.ITIMER_REAL, 1000),
+}
+
+
+@pytest.fixture
+def restore_settings(monkeypatch: pytest.MonkeyPatch) -> Any:
+    before: Any = os.getcwd(), np.geterr(), signal.getsignal(signal.SIGUSR1)
+    precision, timeout = decimal.getcontext().prec, socket.getdefaulttimeout()
+    monkeypatch.setenv("SIM_PORT", "0")
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    with warnings.catch_warnings():
+        yield
+    os.chdir(before[0])
+    np.seterr(**before[1])
+    signal.signal(signal.SIGUSR1, before[2])
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    decimal.getcontext().prec = precision
+    socket.setdefaulttimeout(timeout)
+
+
+@pytest.mark.usefixtures("restore_settings")
+@pytest.mark.parametrize("name", CHANGE)
+def test_the_guard_names_what_changed(name: str) -> None:
+    guard = SettingsGuard(seconds=0.0)
+    guard.on_reset()
+    assert guard.due
+    assert not guard.changed()
+    CHANGE[name]()
+    assert guard.changed() == [(name, "")]
+    assert not guard.changed()
+
+
+def test_the_guard_compares_once_per_second() -> None:
+    guard = SettingsGuard()
+    guard.on_reset()
+    assert not guard.due
+
+
+class ChangesDirectory(Base):
+    """Changes the directory when it is built, in its first reset, or in a step; ``back``: and returns."""
+
+    def __init__(self, when: str, folder: str, back: bool) -> None:
+        self.when, self.folder, self.back = when, folder, back
+        self.move("init")
+
+    def move(self, when: str) -> None:
+        if when == self.when:
+            here = os.getcwd()
+            os.chdir(self.folder)
+            if self.back:
+                os.chdir(here)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.move("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self.move("step")
+        return super().step(action)
+
+
+@pytest.mark.parametrize(
+    ("when", "same", "back", "warned"),
+    [
+        ("init", False, False, True), ("reset", False, False, True), ("step", False, False, True),
+        ("init", True, False, False), ("reset", True, False, False), ("step", False, True, False),
+    ],
+)  # fmt: skip
+def test_workers_warn_if_environments_change_settings(
+    tmp_path: Path, when: str, same: bool, back: bool, warned: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    folders = [tmp_path / ("0" if same else str(k)) for k in range(2)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    env_fns = [functools.partial(ChangesDirectory, when, str(folder), back) for folder in folders]
+    envs: Any = vecenv.AsyncVectorEnv(env_fns, num_workers=1, worker_options=vecenv.WorkerOptions(dummy_env=False))
+    with contextlib.closing(envs):
+        envs.reset()
+        for _ in range(3):
+            envs.step([0, 0])
+    found = [str(warning.message) for warning in recwarn if "changed" in str(warning.message)]
+    assert len(found) == warned, found
+    if warned:
+        assert "env 1 changed the working directory of its process, which envs 0-1 share" in found[0]
+        assert "num_workers=None" in found[0]
+
+
+class Bullet:
+    """A physics library with the interface of pybullet: calls go to client 0 unless they name another one."""
+
+    def __init__(self) -> None:
+        self.bodies: list[int] = []
+
+    def connect(self) -> int:
+        self.bodies.append(0)
+        return len(self.bodies) - 1
+
+    def create(self, physicsClientId: int = 0) -> None:  # noqa: N803
+        self.bodies[physicsClientId] += 1
+
+    def isConnected(self, physicsClientId: int = 0) -> int:  # noqa: N802, N803
+        return int(physicsClientId < len(self.bodies))
+
+    def getNumBodies(self, physicsClientId: int = 0) -> int:  # noqa: N802, N803
+        return self.bodies[physicsClientId]
+
+
+class Ball(Base):
+    """An environment with a body in a client of its own, in the first one, or in none."""
+
+    def __init__(self, client: str) -> None:
+        self.client, self.own = client, 0 if client == "none" else sys.modules["pybullet"].connect()
+
+    def reset(self, **kwargs: Any) -> Any:
+        if self.client != "none":
+            sys.modules["pybullet"].create(self.own if self.client == "own" else 0)
+        return super().reset(**kwargs)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("clients", [("first", "first"), ("own", "own"), ("own", "none"), ("none", "none")], ids=str)
+def test_environments_that_use_one_physics_client_are_named(
+    clients: tuple[str, str], num_workers: int, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setitem(sys.modules, "pybullet", Bullet())  # type: ignore[arg-type]
+    env_fns = [functools.partial(Ball, client) for client in clients for _ in range(2)]
+    options: Any = {"num_workers": num_workers, "context": "fork"}
+    if num_workers:
+        options["worker_options"] = vecenv.WorkerOptions(dummy_env=False)
+    with contextlib.closing(vecenv.AsyncVectorEnv(env_fns, **options)) as envs:
+        for _ in range(2):
+            envs.reset()
+    found = [str(warning.message) for warning in recwarn if "influence each other" in str(warning.message)]
+    assert len(found) == (clients[0] == "first"), found
+    if found:
+        assert f"envs 0-{1 if num_workers == 2 else 3} influence" in found[0]
+        assert "physics clients in their process, but all bodies are in the first. Pass `physicsClientId`" in found[0]
+
+
+@pytest.mark.parametrize("generators", ["shared", "own"])
+def test_workers_warn_if_environments_draw_from_generators_that_they_share(
+    generators: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    env_fns = CASES["seeds_numpy_in_reset"][1]()
+    options: Any = {"num_workers": 2, "generators": generators}
+    options["worker_options"] = vecenv.WorkerOptions(dummy_env=False)
+    with contextlib.closing(vecenv.AsyncVectorEnv(env_fns, **options)) as envs:
+        envs.reset(seed=1)
+    found = [str(warning.message) for warning in recwarn if "draws from" in str(warning.message)]
+    assert len(found) == (generators == "shared"), found
+
+
+# -- clear errors -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": "auto"}, {"num_workers": 0}], ids=str)
+def test_a_function_that_builds_a_vector_environment_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=r"env_fns\[0\]\(\) returned a SyncVectorEnv, a vector env.* of 2: .*num_workers=N"):
+        vecenv.AsyncVectorEnv([lambda: gym.vector.SyncVectorEnv([Base] * 2)] * 2, **options)
+
+
+def _in_a_pool(num_workers: Any) -> str:
+    try:
+        envs: Any = vecenv.AsyncVectorEnv([Base] * 2, num_workers=num_workers)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    with contextlib.closing(envs):
+        envs.reset()
+        return str(envs.step([0, 0])[0].ravel().tolist())
+
+
+def test_daemonic_process_has_no_workers() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        refused, *worked = pool.map(_in_a_pool, [None, 0, "auto"])
+    assert refused.startswith("NotImplementedError")
+    assert "daemon=False" in refused
+    assert "num_workers=0" in refused
+    assert worked == ["[1.0, 1.0]"] * 2
+
+
+def test_vecenv_run_reports_a_vector_environment_that_could_not_be_built(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import gymnasium as gym\ngym.vector.SyncVectorEnv([lambda: 1 / 0])\n")
+    command = [sys.executable, "-m", "vecenv", "run", "--sync", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    last = done.stderr.splitlines()[-1]
+    assert last == "vecenv run: no vector environment could be built: ZeroDivisionError: division by zero"

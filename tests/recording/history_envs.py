@@ -1,0 +1,72 @@
+"""Environments with rewards that depend on every call, so that an incomplete replay differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+
+class HistoryEnv(gym.Env[Any, Any]):
+    """An environment with rewards that depend on its generator, seed, options, attribute, calls and actions.
+
+    Args:
+        fails_at: The step since it was built at which it raises; 0: never.
+    """
+
+    observation_space = gym.spaces.Box(-1e9, 1e9, (3,), np.float32)
+    action_space: gym.Space[Any] = gym.spaces.Discrete(5)
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, fails_at: int = 0, render_mode: str | None = None) -> None:
+        self.fails_at, self.render_mode = fails_at, render_mode
+        self.gain, self.total, self.made = 1.0, 0.0, 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        self.total = float((options or {}).get("start", 0.0)) + self.np_random.random()
+        return self._observed(), {}
+
+    def step(self, action: Any) -> Any:
+        self.made += 1
+        if self.made == self.fails_at:
+            raise ValueError(f"the pen broke after {self.made} steps at {self.total:.6f}")
+        drawn = self.np_random.random()
+        self.total += self.gain * (drawn + float(np.sum(action)))
+        return self._observed(), self.total, bool(drawn < 0.06), bool(drawn > 0.97), {}
+
+    def add(self, amount: float) -> float:
+        self.total += amount
+        return self.total
+
+    def render(self) -> Any:
+        return np.full((8, 8, 3), int(self.total) % 256, np.uint8)
+
+    def _observed(self) -> Any:
+        return np.array([self.total, self.total % 1, self.gain], np.float32)
+
+
+class Drawing(HistoryEnv):
+    """A history environment that draws from ``numpy.random`` and ``random`` as well."""
+
+    def step(self, action: Any) -> Any:
+        import random
+
+        self.total += np.random.random() + random.random()
+        return super().step(action)
+
+
+class Vectorial(HistoryEnv):
+    """A history environment with actions of several parts."""
+
+    action_space = gym.spaces.Box(-1, 1, (2, 2), np.float32)
+
+
+class Textual(HistoryEnv):
+    """A history environment with actions that are not in shared memory."""
+
+    action_space = gym.spaces.Text(6)
+
+    def step(self, action: Any) -> Any:
+        return super().step(len(action))

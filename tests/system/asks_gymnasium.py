@@ -1,8 +1,0 @@
-"""A program that knows nothing of vecenv."""
-
-import gymnasium
-
-if __name__ == "__main__":
-    envs = gymnasium.vector.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
-    print(envs.reset(seed=0)[0].shape)
-    envs.close()

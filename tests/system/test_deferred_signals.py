@@ -1,0 +1,185 @@
+"""Blocks in which signal handlers wait, and blocks in which their exceptions are recognized."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from forks import in_a_fork
+from signals import handled
+
+from vecenv.system.signals import by_handler, deferred_signals, watched_handlers
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+SOURCE = sys.modules[deferred_signals.__module__].__file__
+
+
+class Alarm(Exception):
+    """The exception of the handlers of these tests."""
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGUSR2)
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in range(1, signal.NSIG)]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_handler_runs_at_the_end_of_the_outermost_block(nested: bool) -> None:
+    done = []
+
+    def change() -> None:
+        with deferred_signals():
+            interrupt()
+            if nested:
+                with deferred_signals():
+                    interrupt()
+                done.append("inner")
+            done.append("outer")
+
+    with handled(signal.SIGUSR2, Alarm):
+        before = handlers()
+        with pytest.raises(Alarm):
+            change()
+        assert handlers() == before
+    assert done == (["inner", "outer"] if nested else ["outer"])
+
+
+def test_all_handlers_run_and_the_first_exception_is_raised() -> None:
+    ran: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        ran.append(number)
+        raise Alarm(number)
+
+    def change() -> None:
+        with deferred_signals():
+            signal.raise_signal(signal.SIGUSR1)
+            interrupt()
+            interrupt()
+
+    with handled(signal.SIGUSR1, note), handled(signal.SIGUSR2, note), pytest.raises(Alarm) as raised:
+        change()
+    assert ran == [signal.SIGUSR1, signal.SIGUSR2]
+    assert raised.value.args == (signal.SIGUSR1,)
+
+
+def test_an_exception_of_the_block_is_raised_and_handlers_are_back() -> None:
+    with handled(signal.SIGUSR2, Alarm):
+        before = handlers()
+        with pytest.raises(ZeroDivisionError), deferred_signals():
+            raise ZeroDivisionError
+        assert handlers() == before
+
+
+def test_a_child_forked_in_the_block_has_its_handlers() -> None:
+    def check() -> None:
+        with pytest.raises(Alarm):
+            interrupt()
+
+    with handled(signal.SIGUSR2, Alarm), deferred_signals(), deferred_signals():
+        assert in_a_fork(check) == 0
+
+
+def test_other_threads_change_no_handlers() -> None:
+    found: list[object] = []
+
+    def body() -> None:
+        with deferred_signals():
+            found.append(handlers())
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert found == [handlers()]
+
+
+def interrupt_at(event: int, function: Callable[[], None]) -> bool:
+    """Call ``function``, and raise a signal at that bytecode of it; return whether it has that many."""
+    count, fired = 0, False
+
+    def trace(frame: Any, kind: str, _: Any) -> Any:
+        nonlocal count, fired
+        if frame.f_code.co_filename not in (contextlib.__file__, SOURCE):
+            return None
+        frame.f_trace_opcodes = True
+        count += kind == "opcode"
+        if count == event:
+            fired = True
+            sys.settrace(None)
+            interrupt()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return fired
+
+
+def test_signal_at_any_bytecode_leaves_the_block_atomic() -> None:
+    event, fired = 0, True
+    while fired and event < 3000:
+        event += 1
+        state: list[int] = []
+
+        def change(state: list[int] = state) -> None:
+            with deferred_signals():
+                state.append(1)
+                state.append(2)
+
+        with handled(signal.SIGUSR2, Alarm):
+            before, raised = handlers(), False
+            try:
+                fired = interrupt_at(event, change)
+            except Alarm:
+                raised = fired = True
+            assert len(state) in (0, 2), f"event {event}"
+            assert raised == fired, f"event {event}: the signal was lost"
+            assert handlers() == before, f"event {event}"
+    assert 100 < event < 3000
+
+
+def test_exceptions_of_handlers_are_recognized_as_a_cause() -> None:
+    def wrap() -> None:
+        try:
+            interrupt()
+        except Alarm as error:
+            raise RuntimeError from error
+
+    with handled(signal.SIGUSR2, Alarm):
+        before = handlers()
+        with watched_handlers():
+            for call in (interrupt, wrap):
+                with pytest.raises((Alarm, RuntimeError)) as raised:
+                    call()
+                assert by_handler(raised.value)
+            assert not by_handler(Alarm())
+        assert not by_handler(raised.value)
+        assert handlers() == before
+
+
+def test_block_that_observes_handlers_defers_none() -> None:
+    done = []
+
+    def change() -> None:
+        with deferred_signals():
+            interrupt()
+            done.append(True)
+
+    with handled(signal.SIGUSR2, Alarm), watched_handlers():
+        for call in (change, interrupt):
+            with pytest.raises(Alarm):
+                call()
+    assert done

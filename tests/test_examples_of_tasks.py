@@ -1,0 +1,42 @@
+"""``examples/action_chunks.py`` and ``examples/evaluate_tasks.py`` run, print their tables and draw their plots."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def _run(name: str, folder: Path, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *options], cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_chunks_of_actions_give_the_same_returns_for_fewer_calls(tmp_path: Path) -> None:
+    options = ("--horizons", "1", "8", "--episodes", "2", "--num-envs", "2", "--policy-seconds", "0")
+    shown = _run("action_chunks.py", tmp_path, *options)
+    rows = [line.replace("│", " ").split() for line in shown.splitlines() if line.startswith("│")]
+    one, eight = (next(row for row in rows if row[0] == horizon) for horizon in ("1", "8"))
+    assert one[1] == eight[1]
+    assert int(eight[2]) <= int(one[2]) / 4
+    assert (tmp_path / "action_chunks.png").stat().st_size > 1000
+
+
+@pytest.mark.long
+def test_minigrid_tasks_are_evaluated_and_the_second_run_runs_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("minigrid")
+    options = ("--episodes", "2", "--num-envs", "4", "--folder", "results", "--tasks", "Empty-5x5", "Empty-Random-6x6")
+    shown = [_run("evaluate_tasks.py", tmp_path, *options) for _ in range(2)]
+    assert shown[0] == shown[1]
+    for words in ("Empty-5x5", "Empty-Random-6x6", "all", "95% interval"):
+        assert words in shown[0]
+    lines = (tmp_path / "results" / "episodes.jsonl").read_text().splitlines()
+    assert len(lines) == 1 + 4
+    assert (tmp_path / "evaluate_tasks.png").stat().st_size > 1000

@@ -1,0 +1,390 @@
+"""``ActionChunks``: chunks give the results of a loop of single steps, bit for bit, in every engine."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import CounterEnv, EchoEnv, counters, open_engine, scripted
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import concatenate, create_empty_array
+
+import vecenv
+from vecenv.testing import assert_identical
+from vecenv.wrappers import ActionChunks, RecordEpisodeStatistics
+
+HORIZON = 4
+MODES = pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
+
+
+def chunked_env_fn(env_fn: Callable[[], Any], horizon: int = HORIZON, **how: Any) -> Callable[[], Any]:
+    return functools.partial(_chunked, env_fn, horizon, how)
+
+
+def _chunked(env_fn: Callable[[], Any], horizon: int, how: dict[str, Any]) -> ActionChunks:
+    return ActionChunks(env_fn(), horizon, **how)
+
+
+class ByHand:
+    """One environment that is stepped action by action, with the autoreset mode by hand: the reference."""
+
+    def __init__(self, env: Any, mode: AutoresetMode, seed: int) -> None:
+        self.env, self.mode, self.over = env, mode, False
+        self.env.reset(seed=seed)
+
+    def step(self, actions: Any) -> tuple[Any, ...]:
+        """Return observation, reward, flags, the info of the last step, the executed rewards, and a final observation."""
+        if self.over:
+            self.over = False
+            observation, info = self.env.reset()
+            if self.mode is AutoresetMode.NEXT_STEP:
+                return copy.deepcopy(observation), 0.0, False, False, info, [], None
+        rewards = []
+        for action in actions:
+            observation, reward, terminated, truncated, info = self.env.step(action)
+            rewards.append(float(reward))
+            if terminated or truncated:
+                break
+        final, over = None, terminated or truncated
+        if over and self.mode is AutoresetMode.SAME_STEP:
+            final, (observation, _) = copy.deepcopy(observation), self.env.reset()
+        else:
+            self.over = over
+        total = functools.reduce(float.__add__, rewards, 0.0)
+        return copy.deepcopy(observation), total, terminated, truncated, info, rewards, final
+
+
+ENVIRONMENTS: dict[str, Callable[[], Any]] = {
+    "CartPole": functools.partial(gymnasium.make, "CartPole-v1"),
+    "Pendulum": functools.partial(gymnasium.make, "Pendulum-v1", max_episode_steps=10),
+    "MountainCar": functools.partial(gymnasium.make, "MountainCar-v0", max_episode_steps=7),
+    "HalfCheetah": functools.partial(gymnasium.make, "HalfCheetah-v5", max_episode_steps=9),
+    "nested": scripted(1)[0],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@MODES
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_chunks_equal_single_steps(name: str, mode: AutoresetMode) -> None:
+    env_fn = ENVIRONMENTS[name]
+    for engine in ({"num_workers": 0}, {"num_workers": 2}):
+        with open_engine([chunked_env_fn(env_fn)] * 3, autoreset_mode=mode, **engine) as envs:
+            loops = [ByHand(env_fn(), mode, 5 + row) for row in range(3)]
+            envs.reset(seed=5)
+            envs.action_space.seed(1)
+            ends = 0
+            for _ in range(12):
+                chunks = envs.action_space.sample()
+                observations, rewards, terminations, truncations, infos = envs.step(chunks)
+                for row, loop in enumerate(loops):
+                    wanted = loop.step(chunks[row])
+                    got = _row(observations, row), rewards[row], terminations[row], truncations[row]
+                    assert_identical(got, (wanted[0], np.float64(wanted[1]), *map(np.bool_, wanted[2:4])))
+                    _compare_infos(infos, row, *wanted[4:])
+                over = terminations | truncations
+                ends += over.sum()
+                if mode is AutoresetMode.DISABLED and over.any():
+                    envs.reset(options={"reset_mask": over})
+                    for row in np.flatnonzero(over):
+                        loops[row].env.reset()
+                        loops[row].over = False
+            assert ends > 3
+            for loop in loops:
+                loop.env.close()
+
+
+def _row(observations: Any, row: int) -> Any:
+    if isinstance(observations, dict):
+        return {key: _row(part, row) for key, part in observations.items()}
+    return observations[row]
+
+
+def _compare_infos(infos: dict[str, Any], row: int, info: dict[str, Any], rewards: list[float], final: Any) -> None:
+    if final is not None:
+        assert_identical(infos["final_obs"][row], final)
+        infos = infos["final_info"]
+    if not rewards:
+        assert "chunk_steps" not in infos or not infos["_chunk_steps"][row]
+        return
+    assert infos["chunk_steps"][row] == len(rewards)
+    assert infos["chunk_rewards"][row].tolist() == rewards + [0.0] * (HORIZON - len(rewards))
+    for key, value in info.items():
+        if isinstance(value, float | np.ndarray):
+            np.testing.assert_array_equal(infos[key][row], value)
+
+
+FIXED: dict[str, tuple[spaces.Space[Any], spaces.Space[Any]]] = {
+    "box": (spaces.Box(-1, 2, (2, 3), np.float32), spaces.Box(-1, 2, (3, 2, 3), np.float32)),
+    "number": (spaces.Box(-1, 2, (), np.float64), spaces.Box(-1, 2, (3,), np.float64)),
+    "discrete": (spaces.Discrete(5, start=-2), spaces.MultiDiscrete([5] * 3, start=[-2] * 3)),
+    "multi-discrete": (
+        spaces.MultiDiscrete([2, 9], start=[1, 0], dtype=np.int32),
+        spaces.MultiDiscrete([[2, 9]] * 3, start=[[1, 0]] * 3, dtype=np.int32),
+    ),
+    "multi-binary": (spaces.MultiBinary((2, 2)), spaces.MultiBinary((3, 2, 2))),
+}
+_OTHERS: dict[str, spaces.Space[Any]] = {
+    "dict": spaces.Dict({"a": spaces.Discrete(3), "b": spaces.Box(0, 1, (2,))}),
+    "tuple": spaces.Tuple((spaces.Discrete(3), spaces.Text(4))),
+    "text": spaces.Text(5),
+    "sequence": spaces.Sequence(spaces.Discrete(3)),
+    "graph": spaces.Graph(spaces.Box(0, 1, (2,)), spaces.Discrete(2)),
+    "one-of": spaces.OneOf((spaces.Discrete(3), spaces.Box(0, 1, (2,)))),
+}
+ACTION_SPACES = {**FIXED, **{name: (space, spaces.Tuple([space] * 3)) for name, space in _OTHERS.items()}}
+
+
+def _batch(space: spaces.Space[Any], items: list[Any]) -> Any:
+    return concatenate(space, items, create_empty_array(space, len(items)))
+
+
+@pytest.mark.parametrize("variable", [False, True], ids=["whole", "variable"])
+@pytest.mark.parametrize("name", ACTION_SPACES)
+def test_actions_equal_those_of_single_steps(name: str, variable: bool) -> None:
+    space, wanted = ACTION_SPACES[name]
+    space = copy.deepcopy(space)
+    space.seed(3)
+    singles = [space.sample() for _ in range(3)]
+    oracle = SyncVectorEnv([functools.partial(EchoEnv, space)])
+    oracle.reset(seed=1)
+    for single in singles[: 2 if variable else 3]:
+        oracle.step(_batch(space, [single]))
+    for engine in ({"num_workers": 0}, {"num_workers": 2}):
+        with open_engine([chunked_env_fn(functools.partial(EchoEnv, space), 3, variable=variable)] * 2, **engine) as envs:
+            chunks = wanted if not variable else spaces.Dict({"actions": wanted, "steps": spaces.Discrete(3, start=1)})
+            assert envs.single_action_space == chunks
+            chunk = np.stack(singles).astype(wanted.dtype) if name in FIXED else tuple(singles)
+            envs.reset(seed=1)
+            one = {"actions": chunk, "steps": np.int64(2)} if variable else chunk
+            *_, infos = envs.step(_batch(envs.single_action_space, [one] * 2))
+            assert infos["chunk_steps"].tolist() == [2, 2] if variable else [3, 3]
+            assert envs.call("history") == oracle.call("history") * 2
+
+
+def test_the_reward_is_discounted() -> None:
+    env = ActionChunks(CounterEnv(env_id=1, lengths=(3,)), 4, discount=0.5)
+    env.reset(seed=0)
+    _, reward, terminated, _, info = env.step([0, 0, 0, 0])
+    assert reward == 1.001 + 0.5 * 1.002 + 0.25 * 1.003
+    assert terminated
+    assert info["chunk_rewards"].tolist() == [1.001, 1.002, 1.003, 0.0]
+
+
+def test_all_observations_of_a_chunk_are_stacked() -> None:
+    env_fn = chunked_env_fn(scripted(1)[0], 3, observations="all")
+    with open_engine([env_fn] * 2, num_workers=2, autoreset_mode="Disabled") as envs:
+        plain = scripted(1)[0]()
+        first, _ = plain.reset(seed=1)
+        observations, _ = envs.reset(seed=[1, 1])
+        assert observations in envs.observation_space
+        assert_identical({key: part[0] for key, part in observations.items()}, _stack([first] * 3))
+        actions = envs.action_space.sample()
+        actions[1] = actions[0]
+        for chunk in (0, 1):  # the episode has 4 steps: the second chunk ends after one
+            seen = [plain.step(action)[0] for action in actions[0][: 3 - 2 * chunk]]
+            observations, *_, infos = envs.step(actions)
+            assert observations in envs.observation_space
+            assert_identical({key: part[1] for key, part in observations.items()}, _stack(seen + seen[-1:] * 2 * chunk))
+        assert infos["chunk_steps"].tolist() == [1, 1]
+
+
+def _stack(observations: list[Any]) -> Any:
+    return {key: np.stack([each[key] for each in observations]) for key in observations[0]}
+
+
+class Rendering(CounterEnv):
+    """An environment with Isaac Lab's parameter ``render`` of ``step``; it records its values."""
+
+    def step(self, action: Any, render: bool = True) -> Any:  # type: ignore[override]
+        self.__dict__.setdefault("rendered", []).append(render)
+        return super().step(action)
+
+
+def test_only_the_last_action_of_a_chunk_renders() -> None:
+    env = ActionChunks(Rendering(lengths=(9,)), 3)
+    env.reset(seed=0)
+    env.step([0, 0, 0])
+    env.step([0, 0, 0])
+    assert env.unwrapped.__dict__["rendered"] == [False, False, True] * 2
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ({"horizon": 0}, ValueError, "horizon must be an integer from 1 on, got 0"),
+        ({"horizon": 2.0}, TypeError, "horizon must be an integer from 1 on, got 2.0"),
+        ({"horizon": 2, "discount": 1.5}, ValueError, "discount must be from 0 to 1, got 1.5"),
+        ({"horizon": 2, "observations": "first"}, ValueError, "observations must be 'last' or 'all', got 'first'"),
+    ],
+)
+def test_wrong_arguments_are_named(how: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"ActionChunks: {text}"):
+        ActionChunks(CounterEnv(), **how)
+
+
+def test_an_action_space_that_cannot_be_stacked_is_named() -> None:
+    env = CounterEnv()
+    env.action_space = 5  # type: ignore[assignment]
+    with pytest.raises(TypeError, match=r"ActionChunks: cannot stack the action space 5: expected a gymnasium"):
+        ActionChunks(env, 2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "chunk", "error", "text"),
+    [
+        (False, [0, 0], ValueError, "expected a chunk of 3 actions, got one of 2"),
+        (False, np.zeros(4, int), ValueError, "expected a chunk of 3 actions, got one of 4"),
+        (False, 1, TypeError, "expected a chunk of 3 actions, got 1"),
+        (True, {"actions": [0, 0], "steps": 1}, ValueError, "expected a chunk of 3 actions, got one of 2"),
+        (True, {"actions": [0, 0, 0], "steps": 0}, ValueError, "steps must be an integer from 1 to 3, got 0"),
+        (True, {"actions": [0, 0, 0], "steps": 1.5}, ValueError, "steps must be an integer from 1 to 3, got 1.5"),
+        (True, [0, 0, 0], TypeError, "expected a dict with 'actions' and 'steps'"),
+    ],
+)
+def test_wrong_chunk_is_named_before_anything_is_executed(variable: bool, chunk: Any, error: Any, text: str) -> None:
+    env = ActionChunks(CounterEnv(lengths=(9,)), 3, variable=variable)
+    env.reset(seed=0)
+    with pytest.raises(error, match=f"ActionChunks: {text}"):
+        env.step(chunk)
+    assert env.unwrapped.steps == 0  # type: ignore[attr-defined]
+
+
+def test_chunks_of_another_length_are_refused_before_they_are_sent() -> None:
+    with open_engine([chunked_env_fn(ENVIRONMENTS["Pendulum"])] * 2, num_workers=2) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(ValueError, match=r"\(2, 3, 1\)"):
+            envs.step(np.zeros((2, 3, 1), np.float32))
+        envs.step(np.zeros((2, 4, 1), np.float32))
+
+
+# --- like any other environment: statistics, calls, snapshots, replays, restarts, evaluation -----------------------------
+
+
+@MODES
+def test_environment_steps_are_counted(mode: AutoresetMode) -> None:
+    fns = [chunked_env_fn(fn) for fn in counters(2, lengths=(6, 3))]
+    for first_ready in (False, True):
+        with open_engine(fns, num_workers=2, autoreset_mode=mode) as envs:
+            recorded: Any = RecordEpisodeStatistics(envs)
+            recorded.reset(seed=1)
+            lengths: list[int] = []
+            for _ in range(4):  # of each environment: 4 + 2 steps, and 3
+                if first_ready:
+                    recorded.send(np.zeros((2, 4), np.int64), [0, 1])
+                    result = recorded.recv(count=2)
+                else:
+                    result = recorded.step(np.zeros((2, 4), np.int64))
+                _, _, terminations, _, infos = result
+                if "episode" in infos:
+                    lengths += infos["episode"]["l"].tolist()
+                if mode is AutoresetMode.DISABLED and terminations.any():
+                    recorded.reset(options={"reset_mask": terminations})
+            if mode is AutoresetMode.NEXT_STEP:  # 4, 2, a reset, 3
+                assert lengths == [6, 6, 3, 3]
+                assert envs.stats()["steps"] == 2 * (4 + 2 + 1 + 3)
+            else:  # 4, 2, 3, 4
+                assert lengths == [6, 6, 3, 3]
+                assert envs.stats()["steps"] == 2 * (4 + 2 + 3 + 4)
+            state = envs.state_dict(verify=False)
+            steps = envs.stats()["steps"]
+        with open_engine(fns, num_workers=0, autoreset_mode=mode) as others:
+            others.load_state_dict(state)
+            assert others.stats()["steps"] == steps
+
+
+def test_calls_attributes_and_snapshots_reach_the_environment() -> None:
+    fns = [chunked_env_fn(functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=50))] * 2
+    with open_engine(fns, num_workers=2) as envs, open_engine(fns, num_workers=0) as others:
+        envs.set_attr("mine", [1, 2])
+        assert envs.get_attr("mine") == (1, 2)
+        assert envs.get_attr("horizon") == (HORIZON, HORIZON)
+        assert envs.exec_func(lambda env: type(env.unwrapped).__name__) == ("CartPoleEnv",) * 2
+        envs.reset(seed=1)
+        envs.action_space.seed(1)
+        envs.step(envs.action_space.sample())
+        snapshots = pickle.loads(pickle.dumps(envs.save()))
+        others.load(snapshots)
+        for _ in range(6):
+            actions = envs.action_space.sample()
+            assert_identical(others.step(actions), envs.step(actions))
+
+
+class FaultInFirstEpisode(CounterEnv):
+    """An environment that kills its process, or raises, in a step of its first episode; a file in ``marks`` records that."""
+
+    def __init__(self, marks: str, fault: str) -> None:
+        super().__init__(lengths=(7,))
+        self.marks, self.fault = Path(marks), fault
+
+    def step(self, action: Any) -> Any:
+        if self.steps == 5 and not (self.marks / self.fault).exists():
+            (self.marks / self.fault).touch()
+            if self.fault == "die":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("in the middle of a chunk")
+        return super().step(action)
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+@pytest.mark.parametrize("fault", ["die", "raise"])
+def test_failure_in_the_middle_of_a_chunk_restarts(fault: str, tmp_path: Path) -> None:
+    faulty = functools.partial(FaultInFirstEpisode, str(tmp_path), fault)
+    fns = [chunked_env_fn(faulty), chunked_env_fn(functools.partial(CounterEnv, lengths=(7,)))]
+    with open_engine(fns, num_workers=2, on_failure="restart") as envs:
+        envs.reset(seed=1)
+        steps = np.zeros((2, HORIZON), np.int64)
+        envs.step(steps)
+        *_, infos = envs.step(steps)
+        assert infos["restarted"].tolist() == [True, False]
+        assert infos["chunk_steps"].tolist()[1] == 3
+        envs.step(steps)  # the other one begins its next episode
+        assert envs.step(steps)[4]["chunk_steps"].tolist() == [HORIZON, HORIZON]
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_a_failure_in_a_chunk_is_replayed(tmp_path: Path) -> None:
+    from vecenv.tools.cli import main
+
+    env_fn = chunked_env_fn(functools.partial(FaultInFirstEpisode, str(tmp_path), "raise"))
+    with open_engine([env_fn] * 2, num_workers=1, record_failures=tmp_path / "files") as envs:
+        envs.reset(seed=1)
+        envs.step(np.zeros((2, HORIZON), np.int64))
+        with pytest.raises(ArithmeticError, match="in the middle of a chunk"):
+            envs.step(np.zeros((2, HORIZON), np.int64))
+    (tmp_path / "raise").unlink()
+    (file,) = (tmp_path / "files").iterdir()
+    assert main(["replay", "--yes", str(file)]) == 0
+
+
+@pytest.mark.parametrize("make", [vecenv.AsyncVectorEnv, SyncVectorEnv])
+@MODES
+def test_episodes_are_evaluated_in_environment_steps(make: Any, mode: AutoresetMode) -> None:
+    envs = make([chunked_env_fn(functools.partial(gymnasium.make, "CartPole-v1"))] * 3, autoreset_mode=mode)
+    try:
+        results = vecenv.evaluate(envs, lambda seen: np.repeat((seen[:, 2:3] > 0).astype(int), HORIZON, 1), 7, seed=3)
+    finally:
+        envs.close()
+    env = gymnasium.make("CartPole-v1")
+    for result in results:
+        observation, _ = env.reset(seed=result.seed)
+        length, over = 0, False
+        while not over:
+            action = int(observation[2] > 0)
+            for _ in range(HORIZON):
+                observation, _, terminated, truncated, _ = env.step(action)
+                length, over = length + 1, terminated or truncated
+                if over:
+                    break
+        assert (result.length, result.episode_return) == (length, float(length))
+        assert result.info["chunk_steps"] == length - (length - 1) // HORIZON * HORIZON

@@ -1,0 +1,187 @@
+"""``EnvChoice``: each reset chooses the environment, in every engine."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from envs import CounterEnv, open_engine
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+import vecenv
+from vecenv.errors import SnapshotMismatch
+from vecenv.testing import assert_identical
+from vecenv.wrappers import ActionChunks
+
+
+class LogsLifetime(CounterEnv):
+    """An environment that writes into a file when it is built and when it is closed."""
+
+    def __init__(self, number: int, log: str = "", render_mode: str | None = None) -> None:
+        super().__init__(env_id=number, lengths=(number + 2,), render_mode=render_mode)
+        self.log = log
+        self._write("+")
+
+    def _write(self, sign: str) -> None:
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(f"{sign}{self.env_id} ")
+
+    def close(self) -> None:
+        self._write("-")
+
+
+def choice(log: str = "", keep: int = 1, count: int = 4) -> vecenv.EnvChoice:
+    factories = {f"task-{number}": functools.partial(LogsLifetime, number, log) for number in range(count)}
+    return vecenv.EnvChoice(factories, keep)
+
+
+@pytest.mark.parametrize(
+    ("keep", "built"),
+    [
+        (1, "+0 -0 +2 -2 +1 -1 +2 -2 "),
+        (2, "+0 +2 -0 +1 -2 -1 "),
+    ],
+)
+def test_number_of_open_environments_is_limited_by_keep(keep: int, built: str, tmp_path: Path) -> None:
+    log = str(tmp_path / "log")
+    env = choice(log, keep)()
+    env.reset()
+    for name, number in (("task-2", 2), (None, 2), ("task-1", 1), ("task-2", 2)):
+        observation, _ = env.reset(seed=3, options=None if name is None else {"env": name})
+        assert observation.tolist()[::3] == [number, 3]
+        assert env.step(0)[0].tolist()[:2] == [number, 1]
+    env.close()
+    assert Path(log).read_text() == built
+
+
+@pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
+def test_each_row_has_its_own_choice(mode: AutoresetMode) -> None:
+    options = [{"env": "task-3"}, None, {"env": "task-1", "level": 7}]
+    for engine in ({"num_workers": 0}, {"num_workers": 2}):
+        with open_engine([choice()] * 3, autoreset_mode=mode, **engine) as envs:
+            observations, infos = envs.reset(seed=5, options=options)
+            assert observations[:, 0].tolist() == [3, 0, 1]
+            assert "level" in infos["reset_kwargs"][2]
+            assert "env" not in infos["reset_kwargs"][2]
+            for _ in range(7):  # the current one stays through autoreset
+                observations, *_ = step = envs.step([0, 0, 0])
+                assert observations[:, 0].tolist() == [3, 0, 1]
+                if mode is AutoresetMode.DISABLED and (over := step[2] | step[3]).any():
+                    envs.reset(options={"reset_mask": over})
+            assert envs.call("add", 10) == (13, 10, 11)
+            assert envs.get_attr("env_name") == ("task-3", "task-0", "task-1")
+            envs.set_attr("note", ["a", "b", "c"])
+            assert envs.get_attr("note") == ("a", "b", "c")
+
+
+def test_trajectories_equal_the_environments_alone() -> None:
+    limits = {name: 5 + number for number, name in enumerate(("short", "long"))}
+    tasks = {
+        name: functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=limit) for name, limit in limits.items()
+    }
+    plain = [SyncVectorEnv([tasks["long"]]), SyncVectorEnv([tasks["short"]])]
+    with open_engine([vecenv.EnvChoice(tasks)] * 2, num_workers=2) as envs:
+        observations, _ = envs.reset(seed=5, options=[{"env": "long"}, {"env": "short"}])
+        for row, one in enumerate(plain):
+            assert_identical(observations[row], one.reset(seed=5 + row)[0][0])
+        for step in range(20):
+            got = envs.step(np.array([step % 2, 1]))
+            for row, one in enumerate(plain):
+                wanted = one.step(np.array([[step % 2, 1][row]]))
+                for part, other in zip(got[:4], wanted[:4], strict=True):
+                    assert_identical(part[row], other[0])
+    for one in plain:
+        one.close()
+
+
+def test_arguments_reach_factories_and_wrappers_apply() -> None:
+    envs = vecenv.make_vec(
+        choice(), 2, wrappers=[functools.partial(ActionChunks, horizon=2)], vector_kwargs={"num_workers": 1},
+        render_mode="rgb_array",
+    )  # fmt: skip
+    try:
+        envs.reset(options={"env": "task-2"})
+        *_, infos = envs.step(np.zeros((2, 2), np.int64))
+        assert infos["chunk_steps"].tolist() == [2, 2]
+        assert [frame[0, 0, 0] for frame in envs.render()] == [22, 22]
+    finally:
+        envs.close()
+
+
+def test_snapshot_continues_in_any_other_row() -> None:
+    tasks = {
+        "cart": functools.partial(gymnasium.make, "CartPole-v1"),
+        "short": functools.partial(gymnasium.make, "CartPole-v1", max_episode_steps=30),
+    }
+    with open_engine([vecenv.EnvChoice(tasks)] * 2, num_workers=2) as envs:
+        envs.reset(seed=1, options=[{"env": "short"}, {"env": "cart"}])
+        for _ in range(3):
+            envs.step(np.array([0, 1]))
+        snapshots = pickle.loads(pickle.dumps(envs.save()))
+        wanted = [envs.step(np.array([step % 2, 1])) for step in range(20)]
+        envs.load(snapshots[::-1])
+        assert envs.get_attr("env_name") == ("cart", "short")
+        for step, one in enumerate(wanted):
+            for part, other in zip(envs.step(np.array([1, step % 2]))[:4], one[:4], strict=True):
+                assert_identical(part[::-1].copy(), other)
+    with open_engine([vecenv.EnvChoice({"cart": tasks["cart"]})] * 2, num_workers=0) as others:
+        others.reset()
+        with pytest.raises(SnapshotMismatch, match="it is of the environment 'short', which EnvChoice does not offer here"):
+            others.load(snapshots)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ([choice], TypeError, "expected a dict of functions by name"),
+        ({}, ValueError, "the dict of factories is empty"),
+        ({"a": 1}, TypeError, "expected a dict of functions by name, got 'a': 1"),
+        ({1: LogsLifetime}, TypeError, "expected a dict of functions by name, got 1"),
+    ],
+)
+def test_wrong_factories_are_named(given: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"EnvChoice: {text}"):
+        vecenv.EnvChoice(given)
+
+
+@pytest.mark.parametrize(("keep", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_a_wrong_keep_is_named(keep: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"EnvChoice: keep must be an integer from 1 on, got {keep}"):
+        vecenv.EnvChoice({"a": CounterEnv}, keep)
+
+
+def test_unknown_name_suggests_close_ones() -> None:
+    with open_engine([choice()] * 2, num_workers=1) as envs:
+        with pytest.raises(ValueError, match=r"there is no environment 'tusk-1'; did you mean 'task-1'"):
+            envs.reset(options={"env": "tusk-1"})
+        with pytest.raises(ValueError, match=r"there is no environment 'x'; there are 4: 'task-0', 'task-1'"):
+            envs.reset(options={"env": "x"})
+        assert envs.reset(options={"env": "task-1"})[0][:, 0].tolist() == [1, 1]
+
+
+class Wide(CounterEnv):
+    """An environment with five numbers in an observation; it records where it was closed."""
+
+    closed: list[bool] = []  # noqa: RUF012 - of the class, so that the test finds it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation_space = spaces.Box(-1, 1, (5,))
+
+    def close(self) -> None:
+        self.closed.append(True)
+
+
+def test_other_spaces_are_named_and_the_environment_is_closed() -> None:
+    env = vecenv.EnvChoice({"narrow": CounterEnv, "wide": Wide})()
+    with pytest.raises(ValueError, match=r"space of 'wide' is Box\(.*\(5,\).*, that of 'narrow' is Box\(.*\(4,\)"):
+        env.reset(options={"env": "wide"})
+    assert Wide.closed == [True]
+    assert env.reset(seed=1)[0].tolist() == [0, 0, 1, 1]

@@ -1,0 +1,504 @@
+"""The driver of ``RayVectorEnv``: splits calls over hosts, and builds their results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Final, TypeVar
+
+import cloudpickle
+import numpy as np
+from gymnasium import Space, spaces
+from gymnasium.error import AlreadyPendingCallError, ResetNeeded
+from gymnasium.vector import AutoresetMode
+
+from vecenv.backends.ray.exchange import PHASES, Exchange, Part, Request, index_of, reset_arguments
+from vecenv.backends.ray.host import record_type
+from vecenv.backends.ray.hosts import HostPool
+from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
+from vecenv.front.arguments import ResetOptions, deadline_after, parse_env_ids, select_options
+from vecenv.front.capabilities import Capabilities
+from vecenv.front.driver import Call, Driver, Phase, Stepped, advance, left_in_a_fork, still_pending
+from vecenv.link.actions import ActionStage
+from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
+from vecenv.link.observations import SharedStore
+from vecenv.shm import INFO_BYTES, fixed_tree
+from vecenv.shm.layout import Array
+from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
+from vecenv.state.whole import pack_state, read_state
+from vecenv.system.reporting import warn
+from vecenv.system.signals import deferred_signals, succeeds_when_repeated
+
+T = TypeVar("T")
+
+_WAITS: Final = {"exec_func": "exec_func_fetch", "set_attr": "set_attr", "set_next_options": "set_next_options"}
+_LATE_HOSTS_NAMED: Final = 4
+
+
+class HostsDriver(Driver):
+    """The driver of environments on hosts.
+
+    Args:
+        pool: Hosts that are ready.
+        observation_space, action_space: Those of one environment.
+        action_spaces: The batched action space.
+        mode: The autoreset mode.
+        **policy: About failures; see :class:`Exchange`.
+
+    Attributes:
+        exchange: The pending requests and the latest results.
+        last_received: The rows of the latest ``recv``.
+    """
+
+    own_means = "its hosts"
+    why_not: ClassVar[Mapping[str, str]] = {
+        **Driver.why_not, "recording": "record_failures= was not given", "freezing": "its environments are stepped by hosts",
+        "workers": "its workers are on other machines; stats() is there everywhere",
+    }  # fmt: skip
+    overdue = False
+
+    def __init__(
+        self, pool: HostPool, observation_space: Space[Any], action_space: Space[Any], action_spaces: Space[Any],
+        mode: AutoresetMode, **policy: Any,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.pool, self.mode = pool, mode
+        self.exchange = Exchange(self.state, self.counters, self.too_late, pool, observation_space, mode, **policy)
+        self.num_envs = self.batch_size = n = self.exchange.num_envs
+        self.observers = self.exchange.failures.observers
+        self._action_space, tree = action_space, fixed_tree(action_space, "action")
+        self._actions = np.zeros(n, record_type(tree))
+        leaves = [self._actions[name] for name in self._actions.dtype.names or ()]
+        self._stage = ActionStage(action_space, action_spaces, n, tree, leaves)
+        self._reader = InfoReader(np.full(n, NO_INFO, np.uint64), np.zeros((n, INFO_BYTES), np.uint8))
+        self.last_received = np.arange(n)
+
+    # -- steps and resets -------------------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> None:
+        """Submit a step of all rows. Raises before anything is sent."""
+        self.require_idle("step_async")
+        self._refuse_failed(range(self.num_envs))
+        items = self._stage.put(actions)
+        for observer in self.observers:
+            observer.on_step(None, actions if items is None else items)
+        self._send_step(range(self.num_envs), items, by_row=False)
+
+    def send(self, actions: Any, env_id: Any) -> None:
+        """Submit a step of some rows, for ``recv``. Raises before anything is sent."""
+        exchange = self.exchange
+        if exchange.call is not None and not exchange.drop_droppable():
+            advance(exchange.call.phase, "step_async", self)
+        rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
+        listed: list[int] = rows.tolist()
+        self._require_not_in_flight("send", listed)
+        self._refuse_failed(listed)
+        items = self._stage.put_some(actions, rows, len(listed))
+        for observer in self.observers:
+            observer.on_step(listed, actions if items is None else items)
+        self._send_step(listed, items, by_row=True)
+
+    def _refuse_failed(self, rows: Collection[int]) -> None:
+        failures = self.exchange.failures
+        if failures.failed and not self.exchange.restart and (mine := failures.failed.keys() & set(rows)):
+            failures.refuse(mine)
+
+    def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, by_row: bool) -> None:
+        """Send a step of rows; ``items`` are their actions, unless these lie in arrays."""
+        exchange = self.exchange
+        item_of = None if items is None else dict(zip(rows, items, strict=True))
+        unborn, held = exchange.failures.unborn.intersection(rows), exchange.held.keys() & set(rows)
+        if (error := exchange.replace_hosts(unborn, count=True)) is not None:
+            raise error
+        request = Request("step", rows if isinstance(rows, range) else sorted(rows))
+        sent = request.rows
+        if unborn or held:
+            sent = [row for row in sent if row not in unborn and row not in held]
+        parts = [(part, *self._pack_actions(part.rows, item_of)) for part in exchange.split(request, sent)]
+        with exchange.changing():
+            for part, *actions in parts:
+                exchange.submit(part, "step", *actions)
+            exchange.rebuild(request, sorted(unborn))
+            exchange.return_held(sorted(held))
+            exchange.call = None if by_row else request
+
+    def _pack_actions(self, rows: Sequence[int], item_of: dict[int, Any] | None) -> tuple[bytes, bool]:
+        """Return the actions of some rows, and whether they are a pickled batch, from which ``iterate`` yields them."""
+        if item_of is None:
+            return self._actions[index_of(rows)].tobytes(), False
+        return cloudpickle.dumps(_regroup(self._action_space, [item_of[row] for row in rows])), True
+
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+        """Submit a reset of all rows, which drops whatever is pending, or of some. Dead hosts are replaced.
+
+        Args:
+            seeds: One or ``None`` for every environment.
+            ids: The rows; ``None``: all.
+            options: A dict for all, or a list with an entry for every environment.
+            by_row: ``recv`` returns the rows, and others may be in flight meanwhile.
+        """
+        exchange = self.exchange
+        rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
+        if ids is not None and self.state.changing:
+            raise ResetNeeded("an exception interrupted an earlier call in the middle: reset() all environments first")
+        if ids is not None and exchange.call is not None:
+            advance(exchange.call.phase, "reset_async", self)
+        if by_row:
+            self._require_not_in_flight("reset_async", rows)
+        mine = [seeds[row] for row in rows]
+        for observer in self.observers:
+            observer.on_reset(rows, mine, select_options(options, rows))  # may complete the seeds
+        seeds = list(seeds)
+        for row, seed in zip(rows, mine, strict=True):
+            seeds[row] = seed
+        if (error := exchange.replace_hosts(rows, count=False)) is not None:
+            raise error
+        request = Request("reset", rows, seeds, options)
+        parts = [(part, reset_arguments(part, seeds)) for part in exchange.split(request, rows)]
+        with exchange.changing():
+            if not by_row:
+                exchange.drop_pending()
+                exchange.call = request
+            if isinstance(exchange.store, SharedStore):
+                for row in exchange.failures.failed.keys() - set(rows):
+                    exchange.store.clear_row(row)
+            exchange.forget(rows)
+            for part, arguments in parts:
+                exchange.submit(part, "reset", arguments)
+            if ids is None and isinstance(seeds[0], (int, np.integer)):
+                exchange.seeds = np.random.SeedSequence(abs(int(seeds[0])))
+        if ids is None:
+            self.state.changing = False
+
+    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+        """Return the result of the pending step or reset; ``None`` if it is late: it stays pending.
+
+        Raises:
+            StepTimeout: It did not arrive within ``step_timeout``; it stays pending.
+            Exception: The exception of an environment, or the end of a worker or a host.
+        """
+        exchange, request = self.exchange, self.exchange.call
+        assert request is not None
+        if not exchange.wait_for_all(request, deadline, f"{request.command}_wait"):
+            return None
+        observations = _read(lambda: exchange.store.batch(self.copies), exchange.drop_pending)
+        infos = WorkerInfos(self._reader, None, self.num_envs, exchange.infos, {})
+        flags = exchange.rewards.copy(), exchange.terminations.copy(), exchange.truncations.copy()
+        for observer in self.observers:
+            observer.on_result(None, (observations, *flags, infos) if request.command == "step" else (observations, infos))
+        result: Stepped = (observations, *flags, infos if exchange.infos else {})
+        self.state.changing = True  # until the guard has returned the result
+        exchange.end(request)
+        return result
+
+    def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
+        """Return the next ``count`` rows to finish (``None``: :attr:`batch_size`), or ``None`` if the time is up.
+
+        Raises:
+            NoAsyncCallError: Fewer are in flight.
+            StepTimeout: They did not arrive within ``step_timeout``.
+            Exception: The exception of an environment, or the end of a worker or a host; good rows stay ready.
+        """
+        self.exchange.receive_by_row()
+        count = self.batch_size if count is None else count
+        return self._take(count) if self.exchange.wait_for_rows(count, deadline) else None
+
+    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
+        """Return the next ``count`` rows, or at least ``least`` of them from ``moment`` on."""
+        exchange = self.exchange
+        exchange.receive_by_row()
+        count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), least)
+        until = min(moment, np.inf if deadline is None else deadline)
+        enough = exchange.wait_for_rows(count, None if until == np.inf else until) or exchange.wait_for_rows(least, deadline)
+        return self._take(count) if enough else None
+
+    def _take(self, count: int) -> Stepped:
+        """Return the results of ``count`` ready rows, or of all if there are fewer."""
+        exchange = self.exchange
+        listed = list(exchange.ready)[:count]
+        rows = np.array(listed, np.intp)
+        observations = _read(lambda: exchange.store.take(rows), lambda: exchange.forget_rows(listed))
+        own = {row: exchange.infos[row] for row in listed if row in exchange.infos}
+        infos = WorkerInfos(self._reader, rows, len(rows), own, {})
+        result = observations, exchange.rewards[rows], exchange.terminations[rows], exchange.truncations[rows], infos
+        for observer in self.observers:
+            observer.on_result(rows, result)
+        self.state.changing = True  # until the guard has returned the result
+        exchange.forget_rows(listed)
+        self.last_received = rows
+        return result
+
+    # -- calls into environments ------------------------------------------------------------------------------------------
+
+    def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
+        """Begin to call a method, or read an attribute, of every environment."""
+        self._begin_call("call", range(self.num_envs), lambda part: ((name, *args), kwargs), (name, args, kwargs))
+
+    def begin_exec(self, func: Callable[..., Any], rows: Sequence[int], args: Any, kwargs: Any) -> None:
+        """Begin to call a function with each of some environments."""
+        announced = func, args, kwargs
+        self._begin_call("exec_func", rows, lambda part: ((func, part.local, *args), kwargs), announced)
+
+    def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Begin to set an attribute of every environment."""
+        announced = name, values
+        self._begin_call(
+            "set_attr", range(self.num_envs), lambda part: ((name, [values[row] for row in part.rows]), {}), announced
+        )
+
+    def begin_set_next(self, rows: Sequence[int], given: Sequence[Any]) -> None:
+        """Begin to give some environments the seed and options of their next episode; ``given`` has an entry for all."""
+
+        def arguments(part: Part) -> Any:
+            seeds, options = zip(*(given[row] for row in part.rows), strict=True)
+            return (list(options),), {"seed": list(seeds), "env_id": part.local}
+
+        self._begin_call("set_next_options", rows, arguments, ([given[row] for row in rows],))
+
+    def _begin_call(
+        self, command: str, rows: Sequence[int], arguments: Callable[[Part], Any], announced: Any = None,
+        method: str | None = None,
+    ) -> None:  # fmt: skip
+        """Begin to call a method of each host that has some of these rows.
+
+        Args:
+            command: The method, of its vector environment.
+            rows: The environments.
+            arguments: Returns the arguments and keyword arguments for a part.
+            announced: Arguments for observers; ``None``: it changes no environment.
+            method: The method, if it has another name.
+        """
+        exchange, request = self.exchange, Request(command, sorted(rows), droppable=True)
+        parts = [(part, cloudpickle.dumps(arguments(part))) for part in exchange.split(request, request.rows)]
+        if dead := [row for part, _ in parts if part.host.death for row in part.rows]:
+            exchange.failures.refuse(dead)
+        if announced is not None:
+            for observer in self.observers:
+                observer.on_call(list(rows), command, announced)
+        with exchange.changing():
+            for part, blob in parts:
+                exchange.submit(part, "call", method or command, blob)
+            exchange.call = request
+
+    def keep_call(self) -> None:
+        """Keep the pending call, of which the program makes the second half later."""
+        assert self.exchange.call is not None
+        self.exchange.call.droppable = False
+
+    def call_answer(self, timeout: float | None) -> tuple[Any, ...]:
+        """Return the results of the pending call, one per environment.
+
+        Raises:
+            StepTimeout: It is late; it stays pending.
+            Exception: The exception of an environment.
+        """
+        results = self._finish_call(timeout)
+        return tuple(results.get(row) for row in range(self.num_envs))
+
+    def _finish_call(self, timeout: float | None = None) -> dict[int, Any]:
+        request = self.exchange.call
+        assert request is not None
+        name = _WAITS.get(request.command, f"{request.command}_wait")
+        if not self.exchange.wait_for_all(request, deadline_after(timeout), name):
+            raise self.too_late(name, timeout)
+        self.state.changing = not request.droppable  # until the guard has returned the results
+        self.exchange.call = None
+        return request.results
+
+    def save(self, rows: list[int], verify: bool) -> Snapshots:
+        """Return the states of some rows."""
+        self._begin_call("save", rows, lambda part: ((), {"env_id": part.local, "verify": verify}))
+        saved = self._finish_call()
+        return Snapshots([saved[row] for row in rows])
+
+    def snapshots(self) -> Sequence[Snapshot]:
+        """Return the states of all rows without proof, for a recorder.
+
+        Raises:
+            NotRestorable: An environment cannot be saved, or its host has died.
+        """
+        errors = list(self.exchange.failures.errors)
+        try:
+            return self.save(list(range(self.num_envs)), verify=False)
+        except VecEnvError as error:
+            if isinstance(error, NotRestorable):  # nothing has failed
+                self.exchange.failures.errors.clear()
+                self.exchange.failures.errors.extend(errors)
+            raise NotRestorable(str(error)) from error
+
+    def load(self, snapshots: Any, rows: list[int]) -> Any:
+        """Put states in place and return the observations. All hosts check theirs before any environment is changed."""
+        given = parse_snapshots(snapshots, rows)
+        snapshot_of = dict(zip(rows, given, strict=True))
+        known = {row: snapshot.row for row, snapshot in snapshot_of.items()}
+        for row, one in known.items():
+            self._require_observation(row, one)
+
+        def arguments(part: Part) -> Any:
+            return ([snapshot_of[row] for row in part.rows], part.local), {}
+
+        if len(self.exchange.split(Request("load", rows), sorted(rows))) > 1:
+            self._begin_call("load", rows, arguments, method="require_fit")
+            self._finish_call()
+        self._begin_call("load", rows, arguments, (given,))
+        interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
+        self.exchange.failures.failed.update(interrupted)  # until a host has replied
+        try:
+            self._finish_call()
+        except Exception:
+            self.exchange.failures.failed.update(interrupted)
+            raise
+        for row, one in known.items():
+            if one.used:
+                self.exchange.store.set_row(row, one.observation)
+        self.exchange.forget(rows)
+        return self.exchange.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
+
+    def _require_observation(self, row: int, one: Any) -> None:
+        if one.used:
+            with deferred_signals():
+                try:
+                    self.exchange.store.validate(one.observation)
+                except Exception as error:
+                    text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
+                    raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
+
+    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
+        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
+        counts = self.counters.steps, self.counters.resets, self.exchange.failures.restarts
+        return pack_state(self.save(list(range(self.num_envs)), verify), self.mode, counts, self.exchange.seeds, spaces)
+
+    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+        """Continue from what :meth:`state_dict` returned."""
+        whole = read_state(state, self.num_envs, self.mode, spaces)
+        observations = self.load(whole.snapshots, list(range(self.num_envs)))
+        counters, (steps, resets, restarts) = self.counters, whole.counts
+        counters.steps_loaded += steps - counters.steps
+        counters.steps, counters.resets = steps, resets
+        self.exchange.failures.restarts, self.exchange.seeds = restarts, whole.seeds
+        whole.load_generators()
+        return observations
+
+    # -- the state --------------------------------------------------------------------------------------------------------
+
+    def require_idle(self, method: str) -> None:
+        """Raise for a method of all environments while another call is pending or rows are in flight.
+
+        Raises:
+            AlreadyPendingCallError: One is, or some are.
+        """
+        exchange = self.exchange
+        if exchange.call is not None and not exchange.drop_droppable():
+            raise AlreadyPendingCallError(still_pending(method, exchange.call.phase), exchange.call.phase.value)
+        if in_flight := len(exchange.in_flight):
+            ready = len(exchange.ready)
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready "
+                "for `recv`.",
+                "send",
+            )
+
+    def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
+        in_flight = self.exchange.in_flight
+        if waiting := [row for row in rows if row in in_flight]:
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
+            )
+
+    def kill_pending(self, rows: Collection[int]) -> None:
+        """End the hosts of which replies about some of these rows are pending."""
+        late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
+        with self.exchange.changing():
+            for host in late:
+                self.exchange.bury(host, "its answer was no longer wanted")
+
+    def note_interruption(self) -> None:
+        """Let a reset of all environments drop the pending call: an exception has interrupted the wait for it."""
+        if self.exchange.call is not None:
+            self.exchange.call.interrupted = True
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.exchange.call is not None and self.exchange.call.interrupted
+
+    def _lateness(self, seconds: float | None) -> str:
+        self.overdue = True
+        late = {part.host.index: part for part in reversed(self.exchange.parts.values())}
+        return "".join(
+            f"\nenvs {list(part.rows)}, {part.host.label}, during {part.request.command}: no answer yet."
+            for part in list(late.values())[:_LATE_HOSTS_NAMED]
+        )
+
+    @property
+    def phase(self) -> Phase:
+        """The pending operation on all environments, not counting rows that ``recv`` returns."""
+        call = self.exchange.call
+        return Phase.DEFAULT if call is None or call.droppable or self.state.changing else call.phase
+
+    @property
+    def in_flight(self) -> Array:
+        """The environments that are in flight until ``recv`` returns their rows."""
+        return np.array(sorted(self.exchange.in_flight) if self.exchange.call is None else [], np.intp)
+
+    @property
+    def waited(self) -> float:
+        return self.exchange.seconds_waited
+
+    @property
+    def outstanding(self) -> Call:
+        call = self.exchange.call
+        if call is not None and call.command in PHASES:
+            return Call(call.phase, len(call.rows), by_row=False)
+        return Call(Phase.DEFAULT, len(self.exchange.in_flight), by_row=True)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities("ray", restarts=self.exchange.restart, snapshots=True)
+
+    # -- statistics and the end -------------------------------------------------------------------------------------------
+
+    def _figures(self) -> dict[str, float]:
+        own, failures = super()._figures(), self.exchange.failures
+        each = [stats for stats in self.pool.call_all("stats").values() if stats]  # of hosts that reply in time
+        own["steps_per_second"] = (self.counters.steps - self.counters.steps_loaded) / own["seconds"]
+        own["errors"] = float(len(failures.errors))
+        own["restarts"] = failures.restarts + sum(stats["restarts"] for stats in each)
+        own["bytes_pickled"] = float(sum(stats["bytes_pickled"] for stats in each))
+        if each:
+            own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in each]))
+            for key in ("step_time_slowest_env", "straggler_share"):
+                own[key] = max(stats[key] for stats in each)
+        return own
+
+    def shut(self, timeout: float, *, terminate: bool) -> None:
+        """End the hosts; warn of environments that raised in ``close``. It can be called again."""
+        for index, texts in self.pool.close(timeout, terminate=terminate).items():
+            rows = self.pool.hosts[index].rows
+            for text in texts:
+                warn(f"host {index}, where env 0 is env {rows.start}: {text}")
+        self.exchange.failures.restart_log.close()
+
+    def leave(self) -> None:
+        """Release all memory after the end. Idempotent."""
+        if self.state.barred == "closed":
+            self.exchange.drop_pending()
+            self.observers.clear()
+            left_in_a_fork.discard(self)
+
+
+def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
+    """Return observations; if these cannot be batched, ``forget`` them."""
+    try:
+        return read()
+    except Exception:
+        if not succeeds_when_repeated(read):  # no signal handler raised it
+            forget()
+        raise
+
+
+def _regroup(space: Space[Any], items: list[Any]) -> Any:
+    """Return a batch of single actions from which ``gymnasium.vector.utils.iterate`` yields the same ones."""
+    if isinstance(space, spaces.Dict):
+        return {key: _regroup(inner, [item[key] for item in items]) for key, inner in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_regroup(inner, [item[index] for item in items]) for index, inner in enumerate(space.spaces))
+    return items

@@ -1,0 +1,413 @@
+"""The exchange of requests and replies with hosts, and the replacement of hosts that are lost.
+
+A request has one part per host, and an actor executes parts in their order. A reply is known by its reference, so a late
+reply to a request that was dropped is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all their rows: they
+wait for all replies, and return them together.
+
+State changes only within :meth:`Exchange.changing`, where no signal handler raises. If one interrupts a wait, nothing is
+lost, and the same wait can be repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import cloudpickle
+import numpy as np
+from gymnasium import Space
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector import AutoresetMode
+
+from vecenv.backends.ray.failures import Errors, Failures, combine
+from vecenv.backends.ray.host import Failed, Lost, Reply, fields, record_type
+from vecenv.backends.ray.hosts import HostPool, RemoteHost
+from vecenv.errors import StepTimeout, VecEnvError, envs_text
+from vecenv.front.arguments import ResetOptions, deadline_after, select_options
+from vecenv.front.driver import Counters, Phase, advance, too_few_in_flight
+from vecenv.front.guard import CallState
+from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
+from vecenv.link.observations import PickledStore, SharedStore
+from vecenv.shm import fixed_tree
+from vecenv.system.signals import deferred_signals
+
+PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
+
+
+@dataclass(eq=False)
+class Request:
+    """A request to some hosts.
+
+    Attributes:
+        command: ``"step"``, ``"reset"`` or the name of a call.
+        rows: Its environments, in order.
+        seeds, options: Those of a reset, for every environment.
+        results: The results of a call, by row.
+        droppable: The method that made this call also waits for it. If it is interrupted, the next call drops the request.
+        interrupted: An exception has interrupted the wait: a reset of all environments may drop it.
+    """
+
+    command: str
+    rows: Sequence[int]
+    seeds: Sequence[Any] | None = None
+    options: ResetOptions = None
+    results: dict[int, Any] = field(default_factory=dict)
+    droppable: bool = False
+    interrupted: bool = False
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the vector environment while this is pending."""
+        return PHASES.get(self.command, Phase.WAITING_CALL)
+
+
+class Part(NamedTuple):
+    """The part of a request that one host has; ``rebuilds``: it resets new environments in place of what was requested."""
+
+    request: Request
+    host: RemoteHost
+    rows: Sequence[int]
+    rebuilds: bool = False
+
+    @property
+    def local(self) -> Sequence[int]:
+        """The rows as indices on the host."""
+        first = self.host.rows.start
+        return range(len(self.rows)) if self.rows is self.host.rows else [row - first for row in self.rows]
+
+
+class Exchange:
+    """The pending requests of one driver, and the latest results.
+
+    Args:
+        state, counters, too_late: The driver's.
+        pool: Hosts that are ready.
+        observation_space: That of one environment.
+        mode: The autoreset mode.
+        restart: Replace hosts that are lost, and go on.
+        budget: The limit and the period of restarts of hosts.
+        step_timeout: Seconds until a reset or a step is considered to hang; ``None``: never.
+
+    Attributes:
+        failures: The log of failures.
+        call: The pending request that one call returns as a whole.
+        parts: Those of pending requests, by the references of their replies.
+        lost: Those of hosts that have died, and are to be replaced.
+        ready: Rows with a result that was not returned, in the order in which they finished -> the command.
+        infos: Their infos.
+        unraised: Exceptions to raise, those of each reply with its rows.
+        held: Row -> observation and info of a reset that its next step returns.
+        store, rewards, terminations, truncations: The latest results.
+        seeds: The source of the seeds of restarts.
+    """
+
+    def __init__(
+        self, state: CallState, counters: Counters, too_late: Callable[[str, Any], StepTimeout], pool: HostPool,
+        observation_space: Space[Any], mode: AutoresetMode, *, restart: bool, budget: tuple[int | None, float],
+        step_timeout: float | None,
+    ) -> None:  # fmt: skip
+        self.state, self.counters, self._too_late, self.pool, self.mode = state, counters, too_late, pool, mode
+        self.restart, self.step_timeout = restart, step_timeout
+        self.num_envs = n = sum(len(host.rows) for host in pool.hosts)
+        self.failures = Failures(budget, lambda: counters.steps / n)
+        self.rewards, self.terminations, self.truncations = np.zeros(n), np.zeros(n, np.bool_), np.zeros(n, np.bool_)
+        tree = fixed_tree(observation_space)
+        self._records = record_type(tree, results=True)
+        leaves = [] if tree is None else [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
+        self._arrays = [self.rewards, self.terminations, self.truncations, *leaves]
+        self.store: Any = PickledStore(observation_space, n) if tree is None else SharedStore(tree, leaves)
+        self.call: Request | None = None
+        self.parts: dict[Any, Part] = {}
+        self.lost: list[Part] = []
+        self.ready: dict[int, str] = {}
+        self.infos: dict[int, Any] = {}
+        self.unraised: deque[tuple[Errors, Collection[int]]] = deque()
+        self.held: dict[int, tuple[Any, Any]] = {}
+        self.seeds = np.random.SeedSequence()
+        self.seconds_waited = 0.0
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """Change the state while no signal handler raises."""
+        with deferred_signals():
+            before, self.state.changing = self.state.changing, True
+            yield
+            self.state.changing = before
+
+    @property
+    def in_flight(self) -> set[int]:
+        """Rows of steps and resets that were not returned."""
+        waiting = [part.rows for part in (*self.parts.values(), *self.lost) if part.request.command in PHASES]
+        return set(self.ready).union(*waiting, *(rows for _, rows in self.unraised))
+
+    # -- sending ----------------------------------------------------------------------------------------------------------
+
+    def split(self, request: Request, rows: Sequence[int], *, rebuilds: bool = False) -> list[Part]:
+        """Return the parts of a request about some of its rows, which are in order."""
+        if len(rows) == self.num_envs:
+            return [Part(request, host, host.rows, rebuilds) for host in self.pool.hosts]
+        shares = ((host, [row for row in rows if row in host.rows]) for host in self.pool.hosts)
+        return [Part(request, host, mine, rebuilds) for host, mine in shares if mine]
+
+    def submit(self, part: Part, method: str, *args: Any) -> None:
+        """Call a method of a host with its rows."""
+        self.parts[self.pool.cluster.submit(part.host.index, method, part.local, *args)] = part
+
+    def rebuild(self, request: Request, rows: Sequence[int]) -> None:
+        """Reset new environments in place of a step, or with the seeds and options of a reset."""
+        fresh: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
+        if request.seeds is not None:
+            fresh = [request.seeds[row] for row in rows]
+        for observer in self.failures.observers if rows else ():
+            observer.on_reset(rows, fresh, select_options(request.options, rows))
+        self.forget(rows)
+        for part in self.split(request, rows, rebuilds=True):
+            self.submit(part, "reset", reset_arguments(part, dict(zip(rows, fresh, strict=True))))
+
+    def return_held(self, rows: Collection[int]) -> None:
+        """Let a step of rows return the results of the resets that were held."""
+        for row in rows:
+            observation, self.infos[row] = self.held.pop(row)
+            self.store.set_row(row, observation)
+            self.rewards[row], self.terminations[row], self.truncations[row] = 0.0, False, False
+            self.ready[row] = "step"
+
+    def forget(self, rows: Collection[int]) -> None:
+        """Forget that rows failed or have the result of a reset: they are reset, or loaded."""
+        self.failures.forget(rows)
+        for row in rows:
+            self.held.pop(row, None)
+
+    def end(self, request: Request) -> None:
+        """End the pending call, and count its steps or resets."""
+        self.counters.steps += self.num_envs if request.command == "step" else 0
+        self.counters.resets += len(request.rows) if request.command == "reset" else 0
+        self.drop_pending()
+
+    def forget_rows(self, rows: Sequence[int]) -> None:
+        """Forget the rows that ``recv`` returns, and count their steps and resets."""
+        commands = [self.ready.pop(row) for row in rows]
+        self.counters.resets += commands.count("reset")
+        self.counters.steps += commands.count("step")
+        for row in rows:
+            self.infos.pop(row, None)
+
+    def drop_droppable(self) -> bool:
+        """Drop a call into environments, the wait for which was interrupted; return ``True`` if nothing is pending now."""
+        if self.call is not None and self.call.droppable:
+            with self.changing():
+                self.drop_pending()
+        return self.call is None
+
+    def drop_pending(self) -> None:
+        """Forget whatever is pending. Late replies are ignored."""
+        self.call, self.parts, self.lost, self.ready, self.infos = None, {}, [], {}, {}
+        self.unraised.clear()
+
+    # -- waiting ----------------------------------------------------------------------------------------------------------
+
+    def wait_for_all(self, request: Request, deadline: float | None, method: str) -> bool:
+        """Wait for all replies to the pending call, and raise its errors; ``False`` if the deadline passes first."""
+        if not self._wait(lambda: not self.parts and not self.lost, deadline, method, every=True):
+            return False
+        if self.unraised:
+            error = combine([pair for errors, _ in self.unraised for pair in errors])
+            with self.changing():
+                self.end(request)
+            raise error
+        return True
+
+    def receive_by_row(self) -> None:
+        """Let the rows of a reset as a whole be received one by one. Raises for other pending calls."""
+        if self.call is not None and not self.drop_droppable():
+            if self.call.command != "reset":
+                advance(self.call.phase, "reset_async", self)
+            self.call = None
+
+    def wait_for_rows(self, count: int, deadline: float | None) -> bool:
+        """Wait until ``count`` rows are ready, and raise what is unraised; ``False`` if the deadline passes first."""
+
+        def is_enough() -> bool:
+            if self.lost:
+                return False
+            if self.unraised:
+                raise combine(self.unraised.popleft()[0])
+            if len(self.ready) < count and len(in_flight := self.in_flight) < count:
+                raise too_few_in_flight(count, len(in_flight) - len(self.ready), len(self.ready))
+            return len(self.ready) >= count
+
+        return self._wait(is_enough, deadline, "recv")
+
+    def _wait(self, is_enough: Callable[[], bool], deadline: float | None, method: str, *, every: bool = False) -> bool:
+        """Wait for replies until there are enough; ``False`` if the deadline passes first.
+
+        Raises:
+            StepTimeout: There is no deadline, and a step or reset did not finish within ``step_timeout``.
+        """
+        limit = self.step_timeout if deadline is None and (self.call is None or self.call.command in PHASES) else None
+        until = deadline_after(limit) if deadline is None else deadline
+        while not is_enough():
+            if self.lost:
+                self._rebuild_lost()
+            elif not self._receive(until, every):
+                if limit is None:
+                    return False
+                self._end_late(method, limit)
+                until = deadline_after(limit)
+        return True
+
+    def _receive(self, deadline: float | None, every: bool) -> bool:
+        """Wait for replies and apply them; return ``False`` if the deadline passes first."""
+        began = time.perf_counter()
+        try:
+            replies = self.pool.cluster.collect(list(self.parts), deadline, every=every)
+        finally:
+            self.seconds_waited += time.perf_counter() - began
+        if self.state.barred:
+            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+        with self.changing():
+            for reference, reply in replies:
+                if reference in self.parts:  # otherwise its host was found dead by an earlier one
+                    self._apply(reference, reply)
+        return bool(replies)
+
+    def _end_late(self, method: str, limit: float) -> None:
+        """End the hosts that took longer than ``step_timeout``, if they are to be replaced.
+
+        Raises:
+            StepTimeout: They are not.
+        """
+        late = list({part.host.index: part.host for part in self.parts.values()}.values())
+        if not self.restart:
+            error = self._too_late(method, limit)
+            self.failures.notify([row for host in late for row in host.rows], error, worker_died=False)
+            raise error
+        with self.changing():
+            for host in late:
+                self.bury(host, f"it hung for more than {limit} seconds and was killed")
+
+    # -- replies ----------------------------------------------------------------------------------------------------------
+
+    def _apply(self, reference: Any, reply: Reply | bytes | Lost) -> None:
+        """Apply one reply to the request it belongs to."""
+        request, host, rows, rebuilds = self.parts[reference]
+        if isinstance(reply, Lost):
+            self.bury(host, str(reply))
+            return
+        del self.parts[reference]
+        if isinstance(reply, bytes):
+            reply = Reply(rows, fields(reply, self._records, len(rows)), None, [], {}, None)
+        before = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
+        where = index_of(reply.rows)
+        for whole, values in zip(self._arrays, reply.arrays, strict=False):
+            whole[where] = values
+        if errors := self._apply_rest(request, host, reply):
+            self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
+        self.failures.mark(host, reply.failed)
+        for row, last in before.items():
+            self._end_episode(request.command == "step", row, last)
+        self.ready.update(dict.fromkeys(reply.rows, request.command))
+
+    def _apply_rest(self, request: Request, host: RemoteHost, reply: Reply) -> Errors:
+        """Apply what is not in arrays, and return the errors to raise."""
+        errors: Errors = []
+        if reply.outcome is not None:
+            outcome = decode_outcome(reply.outcome)
+            for row, observation in outcome.observations.items():
+                self.store.accept(row, observation)
+            self.infos.update(outcome.infos)
+            request.results.update(outcome.results)
+            for failure in outcome.failures:
+                error = failure.error if isinstance(failure.error, PackedError) else pack_error(failure.error)
+                errors += self.failures.record(host, request.command, Failed([failure.env], error, fatal=False))
+        for event in reply.events:
+            if not isinstance(event, Failed):
+                for observer in self.failures.observers:
+                    observer.on_reset(event.rows, event.seeds, event.options)
+                continue
+            recorded = self.failures.record(host, request.command, event)
+            if not self.restart or request.command not in PHASES:  # otherwise the host has rebuilt it
+                errors += recorded
+        if reply.error is not None:
+            note = f"{host.label}, {envs_text(host.rows)}, during {request.command}"
+            errors.append((None, unpack_error(reply.error, note)))
+        return errors
+
+    def _end_episode(self, stepping: bool, row: int, last: Any) -> None:
+        """Write what a row reports that was rebuilt; ``last``: its observation before that."""
+        first, same_step = self.infos.pop(row, {}), self.mode is AutoresetMode.SAME_STEP
+        info = {"restarted": True} if stepping and not same_step else {**first, "restarted": True}
+        if stepping:
+            self.rewards[row], self.terminations[row], self.truncations[row] = 0.0, False, True
+            if self.mode is AutoresetMode.NEXT_STEP:
+                self.held[row] = self.store.row(row), first
+            info["final_obs"] = last
+            if not same_step:
+                self.store.set_row(row, deepcopy(last))
+        self.infos[row] = info
+
+    # -- hosts that are lost ----------------------------------------------------------------------------------------------
+
+    def bury(self, host: RemoteHost, reason: str) -> None:
+        """End a host for good. All requests that were pending there are lost."""
+        if host.death:
+            return
+        lost = {reference: part for reference, part in self.parts.items() if part.host is host}
+        host.command = next(iter(lost.values())).request.command if lost else "idle"
+        doing = "while idle" if not lost else f"during {host.command}"
+        host.death = f"{host.label}, {envs_text(host.rows)}, died {doing}: {reason}"
+        self.pool.cluster.kill(host.index)
+        self.failures.record_death(host)
+        for row in host.rows:
+            self.held.pop(row, None)
+        for reference, part in lost.items():
+            del self.parts[reference]
+            if self.restart and part.request.command in PHASES:
+                self.lost.append(part)
+            else:
+                self.unraised.append(([(None, host.death_error())], part.rows))
+
+    def replace_hosts(self, rows: Collection[int], *, count: bool) -> Exception | None:
+        """Start new hosts in place of the dead ones that had these rows; return the error if one cannot be started.
+
+        Args:
+            rows: The environments.
+            count: It is a restart, of which there is a limited number.
+        """
+        for host in list(self.pool.hosts):
+            if host.death and not set(host.rows).isdisjoint(rows):
+                if count and (error := self.failures.count_restart(host)) is not None:
+                    return error
+                try:
+                    self.pool.replace(host)
+                except VecEnvError as error:
+                    return error
+        return None
+
+    def _rebuild_lost(self) -> None:
+        """Replace the hosts that died with parts of requests, and reset their rows in place of what was requested."""
+        rows = [row for part in self.lost for row in part.rows]
+        error = self.replace_hosts(rows, count=True)
+        with self.changing():
+            if error is not None:
+                self.unraised.append(([(None, error)], rows))
+            else:
+                for part in self.lost:
+                    self.rebuild(part.request, part.rows)
+            self.lost.clear()
+
+
+def index_of(rows: Sequence[int]) -> slice | list[int]:
+    """Return rows in order as an index of arrays: a slice, which is faster, if they are contiguous."""
+    return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
+
+
+def reset_arguments(part: Part, seeds: Any) -> bytes:
+    """Pickle the seeds and options of a reset for a host; ``seeds[row]`` is that of a row."""
+    own = [seeds[row] for row in part.rows], select_options(part.request.options, part.rows)
+    return cloudpickle.dumps(own)  # type: ignore[no-any-return]

@@ -1,0 +1,119 @@
+"""The failures of environments and hosts: their log, the budget of restarts of hosts, and the rows that need a reset."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import NoReturn
+
+from vecenv.backends.ray.host import Failed
+from vecenv.backends.ray.hosts import RemoteHost
+from vecenv.engine.observers import Observer, notify_failure
+from vecenv.errors import EnvFailed, ErrorRecord, RestartsExhausted, WorkerDied, envs_text
+from vecenv.link.messages import summary, unpack_error
+from vecenv.system.reporting import RestartLog
+from vecenv.system.restart_budget import RestartBudget
+
+Errors = list[tuple[int | None, Exception]]
+"""Exceptions to raise, each with its environment, or ``None``."""
+
+
+class Failures:
+    """The failures of one driver.
+
+    Args:
+        budget: The limit and the period of restarts of hosts.
+        steps: Returns the number of steps of each environment.
+
+    Attributes:
+        errors: Records of failures, oldest first.
+        observers: Are notified of failures.
+        failed: Row -> reason, for rows that only a reset can rebuild.
+        unborn: Those of them that were lost with their host.
+        restarts: Number of hosts that were replaced.
+        restart_log: A log line for each.
+    """
+
+    def __init__(self, budget: tuple[int | None, float], steps: Callable[[], float]) -> None:
+        self.errors: deque[ErrorRecord] = deque(maxlen=1000)
+        self.observers: list[Observer] = []
+        self.failed: dict[int, str] = {}
+        self.unborn: set[int] = set()
+        self.restarts, self.restart_log, self._budget = 0, RestartLog(), RestartBudget(*budget, steps)
+
+    def record(self, host: RemoteHost, command: str, event: Failed) -> Errors:
+        """Record a failure and notify the observers."""
+        envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
+        note = f"{envs}, {host.label}, during {command}"
+        # the record keeps an exception of its own: one that was raised keeps the program's frames
+        kept, raised = (unpack_error(event.error, note) for _ in range(2))
+        env = None if event.worker_died else event.rows[0]
+        self._append(env, host, command, kept, event.error.text)
+        if event.fatal:
+            self.notify(event.rows, kept, raised, worker_died=event.worker_died)
+        return [(env, raised)]
+
+    def record_death(self, host: RemoteHost) -> None:
+        """Record the end of a host, and notify the observers."""
+        error = host.death_error()
+        self._append(None, host, host.command, error, host.death)
+        self.notify(host.rows, error, worker_died=True)
+        host.notes = getattr(error, "__notes__", ())
+        self.unborn.update(host.rows)
+        self.failed.update(dict.fromkeys(host.rows, host.death.partition("\n")[0]))
+
+    def _append(self, env: int | None, host: RemoteHost, command: str, error: Exception, text: str) -> None:
+        self.errors.append(ErrorRecord(env, host.index, host.pid, command, error, text, time.monotonic()))
+
+    def notify(self, rows: Sequence[int], *errors: Exception, worker_died: bool) -> None:
+        """Notify the observers of a failure, and add their notes to the errors."""
+        for note in notify_failure(self.observers, list(rows), errors[0], worker_died=worker_died):
+            for error in errors:
+                error.add_note(note)
+
+    def mark(self, host: RemoteHost, failed: dict[int, str]) -> None:
+        """Note which rows of a host only a reset can rebuild."""
+        if self.failed or failed:
+            for row in set(host.rows) - self.unborn:
+                self.failed.pop(row, None)
+            self.failed.update(failed)
+
+    def forget(self, rows: Collection[int]) -> None:
+        """Forget that rows failed: they are reset, or loaded."""
+        for row in rows:
+            self.failed.pop(row, None)
+        self.unborn.difference_update(rows)
+
+    def refuse(self, rows: Collection[int], reason: str = "its host died") -> NoReturn:
+        """Raise for rows that need a reset first."""
+        first = min(rows)
+        raise EnvFailed(
+            f"envs {sorted(rows)} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) "
+            f"first: env {first}: {self.failed.get(first, reason)}"
+        )
+
+    def count_restart(self, host: RemoteHost) -> RestartsExhausted | None:
+        """Count the restart of a dead host, once; return the error if that is more than there may be."""
+        if host.counted:
+            return None
+        cause = host.death.partition("\n")[0]
+        if not self._budget.spend(cause, host.rows):
+            text, envs = self._budget.refusal(host.rows), list(host.rows)
+            return RestartsExhausted(text, worker=host.index, pid=host.pid, envs=envs, command="restart")
+        host.counted = True
+        self.restarts += 1
+        self.restart_log.log(cause)
+        return None
+
+
+def combine(errors: Errors) -> Exception:
+    """Return one exception for all failures of a request: that of the lowest environment, with a note for each other."""
+    ordered = sorted(errors, key=lambda pair: math.inf if pair[0] is None else pair[0])
+    first = ordered[0][1]
+    for env, other in ordered[1:]:
+        first.add_note(f"also: {other}" if env is None else f"also failed: env {env}: {summary(other)}")
+        if isinstance(first, WorkerDied) and isinstance(other, WorkerDied):
+            first.envs = tuple(sorted({*first.envs, *other.envs}))
+    return first

@@ -1,0 +1,201 @@
+"""Calls into environments: methods, attributes, functions, snapshots. Each is sequential code: send, wait, return.
+
+A call that is interrupted while it waits is dropped by the next call, whatever that is; late replies to it are ignored.
+Only ``call_async`` and ``exec_func_send``, which the program makes in two halves, stay pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import cloudpickle
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from vecenv.engine.exchange import Exchange
+from vecenv.engine.observers import Observer
+from vecenv.engine.worker_process import Worker
+from vecenv.errors import NotRestorable, SnapshotMismatch
+from vecenv.link.messages import Op
+from vecenv.state.snapshots import Row, Snapshot, Snapshots, parse_snapshots
+from vecenv.state.whole import pack_state, read_state
+from vecenv.system.signals import succeeds_when_repeated
+
+_INTERRUPTED_LOAD: Final = "the load of its state was interrupted"
+
+
+class Calls:
+    """Calls into the environments of one engine other than steps and resets.
+
+    Args:
+        exchange: Sends them.
+        mode: The autoreset mode.
+        observers: Are notified of calls that may change environments.
+    """
+
+    def __init__(self, exchange: Exchange, mode: AutoresetMode, observers: Sequence[Observer]) -> None:
+        self._exchange, self._mode, self._observers = exchange, mode, observers
+        self.verified: set[int] = set()  # rows that were found to continue exactly from a snapshot
+
+    def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
+        """Begin to call a method, or read an attribute, of every environment."""
+        payload = (name, args, kwargs)
+        self._require_picklable(payload)
+        self.announce(range(self._exchange.num_envs), "call", payload)
+        self._exchange.begin_call("call", Op.CALL, lambda worker: payload)
+
+    def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
+        """Begin to call a function with each of some environments."""
+        self._require_picklable((func, args, kwargs))
+        positions = _positions_of(rows)
+
+        def payload_of(worker: Worker) -> Any:
+            mine = positions(worker)
+            return (mine, func, args, kwargs) if mine else None
+
+        self.announce(list(rows), "exec_func", (func, args, kwargs))
+        self._exchange.begin_call("exec_func", Op.EXEC, payload_of)
+
+    def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Begin to set an attribute of every environment, which then has to be verified again."""
+        self._require_picklable(values)
+        self.verified.clear()
+        self.announce(range(self._exchange.num_envs), "set_attr", (name, values))
+        self._exchange.begin_call("set_attr", Op.SET_ATTR, lambda worker: (name, [values[row] for row in worker.rows]))
+
+    def begin_set_next(self, rows: Collection[int], given: Sequence[Any]) -> None:
+        """Begin to give some environments the seed and options of their next episode; ``given`` has an entry for all."""
+        self._require_picklable(given)
+        chosen = set(rows)
+
+        def payload_of(worker: Worker) -> Any:
+            mine = [given[row] if row in chosen else None for row in worker.rows]
+            return mine if any(item is not None for item in mine) else None
+
+        self.announce(list(rows), "set_next_options", ([given[row] for row in rows],))
+        self._exchange.begin_call("set_next_options", Op.SET_NEXT, payload_of)
+
+    def announce(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
+        """Notify the observers of a call that may change environments."""
+        for observer in self._observers:
+            observer.on_call(rows, name, arguments)
+
+    def _require_picklable(self, payload: Any) -> None:
+        """Raise for arguments that cannot be pickled, before anything is sent."""
+        if self._exchange.pool.processes:
+            cloudpickle.dumps(payload)
+
+    # -- snapshots -----------------------------------------------------------------------------------------------------
+
+    def save(self, rows: Sequence[int], verify: bool) -> Snapshots:
+        """Return the states of some rows. Those that were never verified are verified now."""
+        return Snapshots(self._save(rows, verify))
+
+    def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
+        saved = self._call("save", Op.SAVE, _positions_of(rows))
+        if verify and (new := sorted(set(rows) - self.verified)):
+            self._call("save", Op.PROVE, _positions_of(new))
+            self.verified |= set(new)
+        return [self.with_observation(row, saved[row]) for row in rows]
+
+    def with_observation(self, row: int, snapshot: Snapshot) -> Snapshot:
+        """Return a worker's snapshot of a row with the row's latest observation."""
+        return snapshot.having(observation=self._exchange.store.row(row)) if snapshot.row.used else snapshot
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return the states of all rows, in the middle of another call; failures are not recorded.
+
+        Raises:
+            NotRestorable: An environment cannot be saved, or its worker has died.
+        """
+        rows = range(self._exchange.num_envs)
+        self._exchange.begin_call("save", Op.SAVE, _positions_of(rows))
+        request = self._exchange.finish_quietly()
+        if request.deaths or request.failures:
+            raise NotRestorable(request.deaths[0].text if request.deaths else request.failures[0][0].text)
+        return [self.with_observation(row, request.results[row]) for row in rows]
+
+    def load(self, snapshots: Any, rows: list[int]) -> Any:
+        """Load states and return the observations. All workers check theirs before any environment is changed."""
+        return self._load(parse_snapshots(snapshots, rows), rows)
+
+    def _load(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Any:
+        exchange, failed = self._exchange, self._exchange.failures.failed
+        snapshot_of = dict(zip(rows, snapshots, strict=True))
+        known = {row: snapshot.row for row, snapshot in snapshot_of.items()}
+        for row, one in known.items():
+            self.require_observation(row, one)
+
+        def chosen(worker: Worker) -> Any:
+            first = worker.rows[0]
+            return [(row - first, snapshot_of[row]) for row in worker.rows if row in snapshot_of] or None
+
+        self.announce(rows, "load", (list(snapshots),))
+        self._call("load", Op.CHECK, chosen)
+        for row in rows:  # an interrupted load may have changed any of these environments
+            failed[row] = _INTERRUPTED_LOAD
+        try:
+            self._call("load", Op.LOAD, _positions_of(rows))
+        except Exception:
+            if exchange.call is None:  # it was not interrupted: the other environments are loaded
+                exchange.failures.forget([row for row in rows if failed.get(row) == _INTERRUPTED_LOAD])
+            raise
+        for row, snapshot in snapshot_of.items():
+            self.accept_loaded(row, snapshot)
+        exchange.restarting.keep_good(rows)
+        return exchange.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
+
+    def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
+        """Note that a row was loaded."""
+        if snapshot.row.used:
+            self._exchange.store.set_row(row, snapshot.row.observation)
+        self._exchange.failures.forget([row])
+
+    def _call(self, command: str, op: Op, payload_of: Callable[[Worker], Any]) -> dict[int, Any]:
+        self._exchange.begin_call(command, op, payload_of)
+        return self._exchange.finish_call()
+
+    def require_observation(self, row: int, one: Row) -> None:
+        """Raise for a snapshot with an observation that no row of this engine can have.
+
+        Raises:
+            SnapshotMismatch: It cannot.
+        """
+        if not one.used:
+            return
+        try:
+            self._exchange.store.validate(one.observation)
+        except Exception as error:
+            if succeeds_when_repeated(partial(self._exchange.store.validate, one.observation)):
+                raise  # a signal handler raised it
+            text = f"it is of {one.kind.env_id}, and its observation does not fit this environment: {error}"
+            raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
+
+    # -- all of it -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
+        """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
+        exchange = self._exchange
+        snapshots = self._save(list(range(exchange.num_envs)), verify)
+        counts = exchange.counters.steps, exchange.counters.resets, exchange.failures.restarts
+        return pack_state(snapshots, self._mode, counts, exchange.restarting.seeds, spaces)
+
+    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+        """Continue from what :meth:`state_dict` returned."""
+        exchange = self._exchange
+        whole = read_state(state, exchange.num_envs, self._mode, spaces)
+        observations = self._load(whole.snapshots, list(range(exchange.num_envs)))
+        counters, (steps, resets, restarts) = exchange.counters, whole.counts
+        counters.steps_loaded += steps - counters.steps
+        counters.steps, counters.resets, exchange.failures.restarts = steps, resets, restarts
+        exchange.restarting.seeds = whole.seeds
+        whole.load_generators()
+        return observations
+
+
+def _positions_of(rows: Collection[int]) -> Callable[[Worker], list[int] | None]:
+    """Return a function: a worker -> which of its rows are in ``rows``, counted from its first; ``None`` for none."""
+    chosen = set(rows)
+    return lambda worker: [row - worker.rows[0] for row in worker.rows if row in chosen] or None

@@ -1,0 +1,797 @@
+"""The exchange of messages with workers: submits requests, waits, applies replies, and handles failures.
+
+Signal handlers
+    A signal handler can raise between any two bytecodes. State changes only in short blocks that begin with
+    ``state.changing = True`` and end with ``state.changing = False``; none waits for a reply. If an exception
+    interrupts a *wait*, nothing is lost and the same wait can be repeated. If it interrupts a *block*, a request or a result
+    may be lost: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops whatever
+    was pending. So a block queues messages, and they are written after it: a write can wake a worker that then takes the
+    caller's core for a whole step. The caller's own environments are stepped inside a block.
+
+Replies and restarts are described in docs/architecture.md: *The life of a step*, *The life of a failure*.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from gymnasium.error import AlreadyPendingCallError
+
+from vecenv.engine.failures import FailureLog, Policy, Restarts
+from vecenv.engine.requests import Request
+from vecenv.engine.worker_pool import WorkerPool
+from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
+from vecenv.errors import StepTimeout
+from vecenv.front.arguments import ResetOptions, deadline_after, select_options
+from vecenv.front.driver import Call, Counters, advance, require_no_step, step_timeout, still_pending, too_few_in_flight
+from vecenv.front.guard import CallState
+from vecenv.link.channel import ChannelClosed
+from vecenv.link.infos import NO_INFO, InfoReader
+from vecenv.link.messages import HEAD, PLAIN_OUTCOME, Op, Outcome, Reply, decode, decode_outcome, pack_head
+from vecenv.link.observations import Store
+from vecenv.shm import Batch
+from vecenv.system.reporting import warn
+from vecenv.system.supervision import innermost_location
+
+_STEP, _STEP_SOME, _PLAIN = int(Op.STEP), int(Op.STEP_SOME), int(Reply.PLAIN)  # packing an enum takes longer
+_FOR_ALL_ROWS: Final = {_STEP_SOME: _STEP, int(Op.RESET_SOME): int(Op.RESET)}
+_NO_REPLY: Final = 0
+"""In place of an operation: no reply has it, so a reply is never taken for one that reports nothing."""
+
+
+class Exchange:
+    """The pending requests of one engine.
+
+    Args:
+        state: Shared with the guard.
+        pool: The workers.
+        policy, failures, restarting: About failures.
+        batch, store, infos: What workers write.
+        counters: Steps and resets that were returned.
+
+    Attributes:
+        call: The pending request, if one exists, that returns all its rows together.
+        in_flight: Rows that were sent for ``recv`` and not received.
+        ready: Those of them that ``recv`` may return, in the order in which they finished.
+        resetting: Those of them that were reset, and not stepped.
+        not_counted: Those of them that had failed before and were rebuilt, not stepped.
+        ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
+        unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
+        warned: Fields about which there was a warning.
+        rows_at_once: The most rows of one worker in one message of ``send``; ``None`` for no limit.
+    """
+
+    def __init__(
+        self, state: CallState, pool: WorkerPool, policy: Policy, failures: FailureLog, restarting: Restarts, batch: Batch,
+        store: Store, infos: InfoReader, counters: Counters,
+    ) -> None:  # fmt: skip
+        self.state, self.pool, self.policy = state, pool, policy
+        self.failures, self.restarting, self.counters = failures, restarting, counters
+        self.batch, self.store, self.infos = batch, store, infos
+        self.num_envs = len(batch.rewards)
+        self.call: Request | None = None
+        self.in_flight: set[int] = set()
+        self.ready: list[int] = []
+        self.resetting: set[int] = set()
+        self.not_counted: set[int] = set()
+        self.ready_infos: dict[int, Any] = {}
+        self.ready_finals: dict[int, Any] = {}
+        self.unraised: deque[tuple[Exception, set[int]]] = deque()
+        self.warned: set[str] = set()
+        self.rows_at_once: int | None = None
+        self._passed_over = False  # the caller's own share was not stepped, since a worker had a reply
+        self._seq = 0
+
+    # -- sending -----------------------------------------------------------------------------------------------------
+
+    def send_plain_step(self, *, by_row: bool) -> None:
+        """Send a step of all rows; their actions lie in shared memory."""
+        pool = self.pool
+        if pool.max_busy is not None:
+            self.send_step(range(self.num_envs), None, by_row=by_row)
+            return
+        workers = pool.workers
+        self.state.changing = True
+        self._seq = seq = self._seq % 0xFFFFFFFF + 1
+        request = Request("step", len(workers), by_row)
+        expected = pack_head(_PLAIN, seq)
+        for worker in workers:
+            worker.pending.append((expected, worker.rows, request))
+        if by_row:
+            self.in_flight.update(range(self.num_envs))
+        else:
+            self.call = request
+        pool.queue_for_all(_STEP, seq)
+        self.state.changing = False
+        pool.write_to_all()
+
+    def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, by_row: bool) -> None:
+        """Send a step of some rows; ``actions`` in their order, or ``None`` if they lie in shared memory."""
+        action_of = None if actions is None else dict(zip(rows, actions, strict=True))
+        failed = sorted(self.failures.failed.keys() & set(rows)) if self.failures.failed else []
+        good = sorted(set(rows).difference(failed) if failed else rows)
+        pickled, messages = self.pool.pickled, list(self._split_into_messages(good, by_row))
+        payloads = [
+            pickled(worker, action_of and [action_of[row] for row in mine]) for _, worker, mine in messages  # may raise
+        ]
+        self.state.changing = True
+        request = Request("step", 0, by_row)
+        if failed:
+            if not self.policy.restart:  # an observer's call discovered the failure
+                self.state.changing = False
+                self.failures.refuse({row: self.failures.failed[row] for row in failed})
+            if (error := self._rebuild(request, failed)) is not None:
+                self.state.changing = False
+                raise error
+            self.not_counted.update(failed)
+        last = -1
+        for (number, worker, mine), payload in zip(messages, payloads, strict=True):
+            if number != last:
+                last = number
+                self.next_number()
+            self.queue(worker, _STEP_SOME, mine, request, payload)
+        if by_row:
+            self.in_flight.update(rows)
+        else:
+            self.call = request
+        self.state.changing = False
+        self.flush()
+
+    def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, by_row: bool) -> None:
+        """Send a reset of some rows. Unless it is by row, it drops whatever is pending. Dead workers are replaced."""
+        payloads = [
+            self.pool.pickled(worker, _reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
+        ]
+        self.state.changing = True
+        if not by_row:
+            self.drop_pending()
+        if not by_row and len(rows) < self.num_envs:
+            others = np.isin(np.arange(self.num_envs), rows, invert=True)
+            self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
+            self.restarting.show_whole(self.failures.failed.keys() - set(rows))
+        if (error := self.replace_dead(rows)) is not None:
+            self.state.changing = False
+            raise error
+        self.failures.forget(rows)
+        request = Request("reset", 0, by_row)
+        request.seeds, request.options, request.rows = seeds, options, rows
+        self.next_number()
+        for (worker, mine), payload in zip(self.split(rows), payloads, strict=True):
+            self.queue(worker, Op.RESET_SOME, mine, request, payload)
+        if by_row:
+            self.put_in_flight(request, rows)
+        else:
+            self.call = request
+        self.state.changing = False
+        self.flush()
+
+    def split(self, rows: Sequence[int]) -> list[tuple[Worker, Sequence[int]]]:
+        """Return the workers that have some of ``rows`` (in order), each with these rows."""
+        workers = self.pool.workers
+        ends = [bisect_left(rows, worker.rows.stop) for worker in workers]
+        parts = zip(workers, [0, *ends], ends, strict=False)
+        return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
+
+    def _split_into_messages(self, rows: Sequence[int], by_row: bool) -> Iterator[tuple[int, Worker, Sequence[int]]]:
+        """Yield (number, worker, rows) of messages of at most :attr:`rows_at_once` rows, round by round."""
+        parts = self.split(rows)
+        if self.rows_at_once is None or not by_row:
+            yield from ((0, *part) for part in parts)
+            return
+        size = self.rows_at_once
+        for number, first in enumerate(range(0, max((len(mine) for _, mine in parts), default=0), size)):
+            for worker, mine in parts:
+                if some := mine[first : first + size]:
+                    yield number, worker, some
+
+    def next_number(self) -> None:
+        """Use another sequence number, never 0, for messages that are queued from now on."""
+        self._seq = self._seq % 0xFFFFFFFF + 1
+
+    def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
+        """Queue a message about some rows of a worker as a part of a request, with the latest sequence number."""
+        seq = self._seq
+        if len(rows) == len(worker.rows):
+            op = _FOR_ALL_ROWS.get(op, op)
+        else:
+            self.batch.requested[rows] = seq  # by which the worker knows that they are meant
+        request.remaining += 1
+        expected = _NO_REPLY if worker.rebuild_deadline else _PLAIN  # then its reply ends the deadline, in _apply
+        worker.pending.append((pack_head(expected, seq), rows, request))
+        self.pool.queue(worker, op, seq, payload)
+
+    def drop_pending(self) -> None:
+        """Drop everything that was sent and not returned. Late replies are recognised by their sequence numbers."""
+        self.call = None
+        for container in (
+            self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals, self.unraised,
+        ):  # fmt: skip
+            container.clear()
+        for worker in self.pool.workers:
+            worker.pending.clear()
+        self.pool.forget_unsent()
+
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        """Refuse a call while another is pending, or rows (``None``: any) are in flight.
+
+        Raises:
+            AlreadyPendingCallError: One is, or some are.
+        """
+        if self.call is not None and not self.drop_if_droppable():
+            phase = self.call.phase
+            raise AlreadyPendingCallError(still_pending(method, phase), phase.value)
+        if self.in_flight and rows is not None and len(rows) < self.num_envs:
+            self.require_not_in_flight(method, list(rows))
+        elif self.in_flight:
+            ready = len(self.ready)
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` while {len(self.in_flight) - ready} environments are in flight by `send` and "
+                f"{ready} are ready for `recv`.",
+                "send",
+            )
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True if the wait for the pending call was interrupted: a reset of all environments may drop it."""
+        return self.call is not None and self.call.interrupted
+
+    def drop_if_droppable(self) -> bool:
+        """Drop the pending call if it was interrupted and no method waits for it; ``True`` if nothing is pending now."""
+        if self.call is None:
+            return True
+        if not self.call.droppable:
+            return False
+        request = self.call
+        self.state.changing = True
+        for worker in self.pool.workers:
+            kept = [one for one in worker.pending if one[2] is not request]
+            worker.pending.clear()
+            worker.pending.extend(kept)
+        if (local := self.pool.local) is not None:
+            local.forget_calls()
+        self.call = None
+        self.state.changing = False
+        return True
+
+    def begin_call(self, command: str, op: Op, payload_of: Callable[[Worker], Any]) -> None:
+        """Submit a request to each worker for which ``payload_of`` returns a payload."""
+        parts = [(worker, payload) for worker in self.pool.workers if (payload := payload_of(worker)) is not None]
+        payloads = [self.pool.pickled(worker, payload) for worker, payload in parts]  # may raise
+        if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
+            self.failures.refuse({row: self.failures.failed.get(row, "its worker died") for row in dead})
+        self.state.changing = True
+        request = Request(command, 0, by_row=False)
+        request.droppable = True
+        self.next_number()
+        for (worker, _), payload in zip(parts, payloads, strict=True):
+            self.queue(worker, op, worker.rows, request, payload)
+        self.call = request
+        self.state.changing = False
+        self.flush()
+
+    def keep_call(self) -> None:
+        """Keep the pending call, of which the program makes the second half later."""
+        assert self.call is not None
+        self.call.droppable = False
+
+    def finish_call(self, timeout: float | None = None) -> dict[int, Any]:
+        """Return the results of the pending call, by row.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Raises:
+            StepTimeout: It is late; it stays pending.
+            Exception: What the call raised in an environment.
+        """
+        request = self.call
+        assert request is not None
+        if request.remaining and not self.wait_for(request, deadline_after(timeout)):
+            raise self.too_late(request.wait_method, timeout)
+        if request.has_failed and (error := self.settle(request)) is not None:
+            try:
+                raise error
+            finally:
+                del error, request
+        self.state.changing = not request.droppable  # until the guard has returned the results
+        self.call = None
+        return request.results
+
+    def finish_quietly(self) -> Request:
+        """Wait for the pending call, and return it with its failures, which are not recorded."""
+        request = self.call
+        assert request is not None
+        if request.remaining:
+            self.wait_for(request, None)
+        self.call = None
+        return request
+
+    def count(self, request: Request) -> None:
+        if request.command == "step":
+            self.counters.steps += self.num_envs - len(self.not_counted)
+            self.not_counted.clear()
+        elif request.command == "reset":
+            self.counters.resets += self.num_envs if request.rows is None else len(request.rows)
+
+    # -- rows that are received one by one ---------------------------------------------------------------------------
+
+    def put_in_flight(self, request: Request, rows: Sequence[int]) -> None:
+        """Let ``recv`` return the rows of a reset."""
+        batch = self.batch
+        batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
+        self.in_flight.update(rows)
+        self.resetting.update(rows)
+
+    def require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
+        if not self.in_flight.isdisjoint(rows):
+            waiting = [row for row in rows if row in self.in_flight]
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
+            )
+
+    def drain(self) -> None:
+        """Wait for all rows in flight before a reset of some rows, which drops them.
+
+        A worker reads from shared memory which rows a message is about, and only when it begins with the message.
+        """
+        limit = self.policy.step_timeout
+        deadline = deadline_after(limit)
+        while any(worker.pending for worker in self.pool.workers):
+            if not self._wait_for_any(deadline):
+                self._end_hanging("recv", limit)
+
+    def make_by_row(self, request: Request) -> None:
+        """Let the rows of a reset as a whole be received one by one.
+
+        Raises:
+            AlreadyPendingCallError: It is not a reset.
+        """
+        if request.command != "reset":
+            require_no_step(Call(request.phase, self.num_envs, by_row=False))
+            advance(request.phase, "reset_async", self, name="recv")
+        rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
+        self.state.changing = True
+        self.call, request.by_row = None, True
+        self.put_in_flight(request, rows)
+        waiting = {row for worker in self.pool.workers for _, mine, one in worker.pending if one is request for row in mine}
+        self._make_ready(request, [row for row in rows if row not in waiting])
+        self.state.changing = False
+        self.flush()
+
+    def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
+        """Let ``recv`` return rows that were replied to, except for those that failed."""
+        bad: set[int] = set()
+        if request.has_failed:
+            restart = self.policy.restart
+            bad = {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
+        if bad:
+            rows = [row for row in rows if row not in bad]
+        if request.infos or request.finals:
+            self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
+            self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
+        self.ready += rows
+        if request.has_failed and (error := self.settle(request, bad)) is not None:
+            self.unraised.append((error, bad))
+
+    def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
+        """Wait until there are enough ready rows; ``False`` if the deadline passes first. Raises what is unraised."""
+        limit = self.policy.step_timeout if deadline is None else None
+        deadline = deadline_after(limit) if deadline is None else deadline
+        enough, moment = (count, math.inf) if least is None else least
+        while True:
+            if self.unraised:
+                self._raise_next()
+            ready = len(self.ready)
+            if ready >= count:
+                return True
+            underway = len(self.in_flight) - ready
+            if ready + underway < enough:
+                raise too_few_in_flight(enough, underway, ready)
+            if least is not None and ready >= enough:
+                until = moment if deadline is None else min(moment, deadline)
+                if not underway or not self._wait_for_any(None if until == math.inf else until):
+                    return True
+                if time.monotonic() >= until:
+                    return True
+            elif not (self._wait_for_all if ready + underway == count == self.num_envs else self._wait_for_any)(deadline):
+                self._collect()
+                if self.unraised or len(self.ready) >= count:
+                    continue
+                if limit is None:
+                    return False
+                self._end_hanging("recv", limit)
+                deadline = deadline_after(limit)
+
+    def _raise_next(self) -> None:
+        self.state.changing = True
+        error, rows = self.unraised.popleft()
+        self.in_flight -= rows
+        self.state.changing = False
+        try:
+            raise error
+        finally:
+            del error
+
+    def forget_rows(self, listed: list[int]) -> None:
+        """Forget the rows that ``recv`` returns."""
+        del self.ready[: len(listed)]
+        self.in_flight.difference_update(listed)
+        steps = len(listed)
+        if self.resetting:
+            resets = len(self.resetting.intersection(listed))
+            self.resetting.difference_update(listed)
+            self.counters.resets += resets
+            steps -= resets
+        if self.not_counted:
+            steps -= len(self.not_counted.intersection(listed))
+            self.not_counted.difference_update(listed)
+        self.counters.steps += steps
+        if self.ready_infos or self.ready_finals:
+            for row in listed:
+                self.ready_infos.pop(row, None)
+                self.ready_finals.pop(row, None)
+
+    # -- writing and waiting -----------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Drop the shared memory and all requests, after the end."""
+        self.call = None
+        for name in ("batch", "store", "infos", "restarting"):
+            self.__dict__.pop(name, None)
+
+    def flush(self) -> None:
+        """Write queued messages, as far as pipes accept them and workers may be busy. Can be repeated if interrupted."""
+        pool = self.pool
+        if len(pool.accepted) < len(pool.processes) or pool.held:
+            self.state.changing = True
+            if len(pool.accepted) < len(pool.processes):
+                pool.queue_rest()
+            pool.release_held()
+            self.state.changing = False
+        for worker in pool.flush():
+            self.state.changing = True
+            self.handle_death(worker)
+            self.state.changing = False
+
+    def wait_for(self, request: Request, deadline: float | None) -> bool:
+        """Wait for all replies to a request; ``False`` if the deadline passes first.
+
+        Raises:
+            StepTimeout: There is no deadline, and they did not come within ``step_timeout``.
+        """
+        limit = self.policy.step_timeout if deadline is None and request.command in ("step", "reset") else None
+        if limit is not None:
+            deadline = time.monotonic() + limit
+        if self.in_flight:  # by `send`, beside a call about other rows
+            while request.remaining:
+                if not self._wait_for_any(deadline):
+                    return False
+            return True
+        while not self._wait_for_all(deadline):
+            self._collect()
+            if not request.remaining:
+                return True
+            if limit is None:
+                return False
+            self._end_hanging(request.wait_method, limit)
+            deadline = None  # only restarts are left, which have their own limit
+        return True
+
+    def _wait_for_all(self, deadline: float | None) -> bool:
+        """Wait until no worker has a pending message; ``False`` if the deadline passes first.
+
+        It waits for one worker after the other. When the first one has replied, most others have too, so the caller wakes up
+        once or twice per step and not once per reply.
+        """
+        pool, workers = self.pool, self.pool.processes
+        local = pool.local
+        if local is not None:
+            while local.messages:
+                self._step_own_share(local)
+        for position, index in enumerate(pool.wait_order):
+            try_first = position > 0
+            while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
+                if pool.unsent or pool.held or len(pool.accepted) < len(workers):
+                    if not self._wait_for_any(deadline):
+                        return False
+                    continue
+                due = _earlier(deadline, worker.rebuild_deadline)
+                ended = False if try_first else pool.wait_for_one(worker, due)
+                if ended is None:
+                    if due == deadline:
+                        return False
+                    self._end_rebuild(worker)
+                    continue
+                self.state.changing = True
+                try_first = self.receive(worker)
+                if ended and not try_first:
+                    self.handle_death(worker)
+                self.state.changing = False
+                if self.unraised:
+                    return True
+        return True
+
+    def _wait_for_any(self, deadline: float | None) -> bool:
+        """Wait for replies and apply those that have arrived; ``False`` if the deadline passes first."""
+        self.flush()
+        pool = self.pool
+        local = pool.local
+        if local is not None and local.messages:
+            if self._passed_over or not (pool.processes and pool.has_reply()):
+                self._passed_over = False
+                self._step_own_share(local)
+                return True
+            self._passed_over = True  # workers that always have a reply would starve the caller's own share
+        if not pool.processes:
+            return True
+        rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
+        first = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
+        due = deadline if first is None else _earlier(deadline, first.rebuild_deadline)
+        events = pool.wait(due)
+        if events is None:
+            if due == deadline or first is None:
+                return False
+            self._end_rebuild(first)
+            return True
+        self.state.changing = True
+        for worker, ended in events:
+            if worker.death is None and not self.receive(worker) and ended:
+                self.handle_death(worker)
+        self.state.changing = False
+        return True
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Apply all replies that have arrived, also those of workers that were not waited for."""
+        for worker in self.pool.processes:
+            self.state.changing = True
+            while worker.pending and worker.death is None and self.receive(worker):
+                pass
+            self.state.changing = False
+
+    def receive(self, worker: WorkerProcess) -> bool:
+        """Apply the next reply of a worker; ``False`` if none has arrived in full."""
+        try:
+            message = worker.channel.receive()
+        except ChannelClosed:
+            self.handle_death(worker)
+            return True
+        if message is None:
+            return False
+        pending = worker.pending
+        if pending and message == pending[0][0]:  # nearly always
+            _, rows, request = pending.popleft()
+            request.remaining -= 1
+            if request.by_row:
+                self.ready += rows
+        else:
+            self._apply_message(worker, message)
+        return True
+
+    def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
+        word, _, payload = decode(message)
+        if word == Reply.READY:
+            worker.set_ready(payload)
+        else:
+            outcome = None if payload is None else decode_outcome(payload)
+            self._apply(worker, message[1:HEAD], outcome, word != _PLAIN)
+
+    def _step_own_share(self, local: LocalWorker) -> None:
+        """Carry out a message to the caller's own share. An interrupted step leaves environments undefined."""
+        calls = local.is_calling
+        self.state.changing = not calls
+        number = pack_head(_NO_REPLY, local.messages[0][1])[1:]
+        try:
+            outcome = local.perform()
+        except BaseException:
+            if calls:  # there is no reply, so the request is dropped
+                local.pending[0][2].droppable = True
+            raise
+        self.state.changing = True
+        plain = outcome is PLAIN_OUTCOME or outcome.is_plain()
+        self._apply(local, number, None if plain else outcome, outcome.columns or not plain)
+        self.state.changing = False
+
+    def _apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
+        """Apply one reply to the request it belongs to.
+
+        Args:
+            worker: The worker that replied.
+            number: The sequence number, as in the head of a message.
+            outcome: What did not fit into shared memory.
+            has_infos: Infos or final observations lie in shared memory, or in ``outcome``.
+        """
+        if outcome is not None:
+            self.infos.learn(outcome.schemas)  # each is sent only once
+            for field, text in outcome.warnings:
+                if field not in self.warned:
+                    self.warned.add(field)
+                    warn(text)
+        pending = worker.pending
+        index = 0  # nearly always
+        while index < len(pending) and pending[index][0][1:] != number:
+            index += 1
+        if index == len(pending):  # the request was dropped
+            if outcome is not None:
+                self.failures.record("step", [(one, worker) for one in outcome.failures if one.fatal], mark="none")
+            return
+        expected, rows, request = pending[index]
+        del pending[index]
+        if expected[0] == _NO_REPLY:
+            worker.rebuild_deadline = 0.0
+        request.remaining -= 1
+        if has_infos:
+            request.has_infos = True
+        if outcome is not None:
+            request.collect()
+            for row, observation in outcome.observations.items():
+                self.store.accept(row, observation)
+            request.infos.update(outcome.infos)
+            request.finals.update(outcome.finals)
+            request.results.update(outcome.results)
+            request.failures += [(failure, worker) for failure in outcome.failures]
+        if request.rebuilding:
+            self._apply_rebuilt(request, rows)
+        if request.by_row:
+            self._make_ready(request, rows)
+
+    def _apply_rebuilt(self, request: Request, rows: Sequence[int]) -> None:
+        """Note which rows were rebuilt; those that failed again are rebuilt once more."""
+        failed = {failure.env for failure, _ in request.failures}
+        rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
+        self.failures.forget(rebuilt)
+        self.failures.counted -= failed
+        self.restarting.end_episodes(request, rebuilt)
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def settle(self, request: Request, bad: Collection[int] = ()) -> Exception | None:
+        """Record the failures of a request; then rebuild the rows and return ``None``, or return the error.
+
+        Args:
+            request: The request. It is finished if there is an error, unless it is by row.
+            bad: The rows to rebuild, of a request by row.
+        """
+        within_block, self.state.changing = self.state.changing, True
+        rebuilds = self.policy.restart and request.command in ("step", "reset")
+        raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
+        error: Exception | None
+        if rebuilds:
+            rows = set(bad) if request.by_row else {failure.env for failure, _ in request.failures} | request.lost
+            error = self._rebuild(request, sorted(rows))
+        else:
+            error = self.failures.combine(request, raised)
+        request.failures.clear()
+        request.deaths.clear()
+        request.lost.clear()
+        if error is not None and not request.by_row:
+            self.call = None
+            self.count(request)
+        self.state.changing = within_block
+        return error
+
+    def _rebuild(self, request: Request, rows: Sequence[int]) -> Exception | None:
+        """Queue messages that rebuild and reset the environments of failed rows; return the error if they cannot be."""
+        request.collect()
+        error: Exception | None = self.restarting.count(rows, self.pool.workers) or self.replace_dead(rows)
+        if error is None:
+            for worker, mine in self.split(rows):
+                self._queue_rebuild(worker, mine, request)
+        return error
+
+    def replace_dead(self, rows: Sequence[int]) -> Exception | None:
+        """Replace the dead workers of these rows, without waiting for the new ones; return the error if one cannot start."""
+        for worker in list(self.pool.processes):
+            if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
+                self.handle_death(worker)
+                try:
+                    self._limit_rebuild(self.pool.replace(worker))
+                except OSError as error:
+                    if isinstance(error, TimeoutError):  # a time limit's, which interrupts
+                        raise
+                    return error
+        return None
+
+    def _limit_rebuild(self, worker: WorkerProcess) -> None:
+        """Limit the time that a worker has to build environments and reset them."""
+        if self.policy.start_timeout is not None:
+            worker.rebuild_deadline = time.monotonic() + self.policy.start_timeout + (self.policy.step_timeout or 0.0)
+
+    def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
+        """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
+        payload = self.pool.pickled(worker, self.restarting.prepare(request, rows))
+        self.next_number()
+        seq = self._seq
+        self.batch.requested[rows] = seq
+        request.remaining += 1
+        worker.pending.append((pack_head(_NO_REPLY, seq), rows, request))
+        self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
+        if isinstance(worker, WorkerProcess):
+            self._limit_rebuild(worker)
+
+    def handle_death(self, worker: WorkerProcess) -> None:
+        """Record a death, once; all messages that were pending there are lost."""
+        if worker.death is not None:
+            return
+        for message in worker.channel.receive_rest():  # replies that it wrote before it ended
+            self._apply_message(worker, message)
+        pending = list(worker.pending)
+        death = worker.record_death()
+        self.pool.worker_died(worker)
+        worker.pending.clear()
+        self.failures.record_death(death)
+        for _, rows, request in pending:
+            request.collect()
+            request.remaining -= 1
+            request.lost.update(rows)
+            rebuilt = request.rebuilding.keys() & set(rows)
+            self.failures.counted -= rebuilt  # a death while they are rebuilt is another restart
+            for row in rebuilt:
+                del request.rebuilding[row]
+            if death not in request.deaths:
+                request.deaths.append(death)
+            if worker.start_failures:  # its own report is better than its exit code
+                request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
+        for request in {id(request): request for _, _, request in pending if request.by_row}.values():
+            self._make_ready(request, [])
+
+    # -- late replies ------------------------------------------------------------------------------------------------
+
+    def _end_hanging(self, method: str, limit: float | None) -> None:
+        """Kill the workers that took longer than ``step_timeout``, if they are to be restarted.
+
+        Raises:
+            StepTimeout: Workers are not restarted.
+        """
+        late = [worker for worker in self.pool.processes if worker.pending]
+        if not self.policy.restart:
+            error = self.too_late(method, limit)
+            rows = [(worker.running_row, row) for worker in late for row in worker.rows]
+            self.failures.note_late(error, [row for running, row in sorted(rows, key=lambda pair: pair[0] != pair[1])])
+            raise error
+        hanging = [worker for worker in late if not worker.rebuild_deadline]
+        self._kill(hanging, f"it hung for more than {limit} seconds", limit)
+
+    def _end_rebuild(self, worker: WorkerProcess) -> None:
+        """Kill a worker that took too long to rebuild environments."""
+        seconds = (self.policy.start_timeout or 0.0) + (self.policy.step_timeout or 0.0)
+        self._kill([worker], f"it hung for more than {seconds} seconds", seconds)
+
+    def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
+        for worker in workers:
+            worker.timeout = timeout
+            stack = worker.read_stack()
+            at = f" at {found}" if (found := innermost_location(stack)) else ""
+            worker.kill_reason = f"{reason} and was killed{at}" + (f"\nits stack:\n{stack}" if stack else "")
+            self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
+            worker.signal(9)
+            self.handle_death(worker)
+            self.state.changing = False
+
+    def kill_pending(self, rows: Collection[int]) -> None:
+        """Kill the workers that have pending messages and some of these rows."""
+        late = [worker for worker in self.pool.processes if worker.pending and not set(rows).isdisjoint(worker.rows)]
+        self._kill(late, "its answer was no longer wanted")
+
+    def too_late(self, method: str, timeout: Any) -> StepTimeout:
+        """Return the exception of a call that got no reply in time."""
+        return step_timeout(method, timeout, self.pool.describe_late)
+
+
+def _earlier(deadline: float | None, other: float) -> float | None:
+    """Return the earlier of two deadlines; ``None`` and 0.0 mean none."""
+    if not other:
+        return deadline
+    return other if deadline is None else min(deadline, other)
+
+
+def _reset_payload(rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> Any:
+    mine = [seeds[row] for row in rows]
+    return None if options is None and all(seed is None for seed in mine) else (mine, select_options(options, rows))

@@ -1,0 +1,381 @@
+"""Failures: the log of them, the budget of restarts, and what a restarted row reports.
+
+A row that failed can only be used again after its environment has been rebuilt: by a reset, or with
+``on_failure="restart"`` by the step in which it failed, or by its next one.
+
+A restarted row ends its episode: reward 0, truncated, ``restarted`` in its info, its last good observation as ``final_obs``,
+and then what the autoreset mode reports.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import traceback
+from collections import deque
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from vecenv.engine.observers import Observer, notify_failure
+from vecenv.engine.requests import Death, Request
+from vecenv.engine.worker_process import Worker
+from vecenv.errors import EnvError, EnvFailed, ErrorRecord, RestartsExhausted, StepTimeout
+from vecenv.front.arguments import parse_timeout, select_options
+from vecenv.front.driver import Counters
+from vecenv.link.infos import NO_INFO, InfoReader
+from vecenv.link.messages import Failure, PackedError, pack_error, summary, unpack_error
+from vecenv.link.observations import SharedStore, Store, flatten
+from vecenv.planning.options import OnFailure, Restart
+from vecenv.shm import Batch
+from vecenv.shm.layout import Tree
+from vecenv.system.reporting import RestartLog, log_error
+from vecenv.system.restart_budget import RestartBudget
+from vecenv.system.signals import deferred_signals
+from vecenv.system.supervision import location_in_traceback
+
+_KEPT_ERRORS: Final = 1000
+
+
+class FailureLog:
+    """The failures of one engine.
+
+    Attributes:
+        errors: Records, oldest first.
+        failed: Row -> what happened, for rows that have to be rebuilt.
+        counted: Those of them with a restart that the budget has counted already.
+        restarts: The number of restarts.
+        restart_log: A log line for each restart.
+        latest_death: The latest death of a worker.
+        notes: Row -> the observers' notes about its latest failure.
+    """
+
+    def __init__(self, observers: Sequence[Observer], *, like_gymnasium: bool) -> None:
+        self.errors: deque[ErrorRecord] = deque(maxlen=_KEPT_ERRORS)
+        self.failed: dict[int, str] = {}
+        self.counted: set[int] = set()
+        self.restarts = 0
+        self.restart_log = RestartLog()
+        self.latest_death: Death | None = None
+        self.notes: dict[int, list[str]] = {}
+        self._observers = observers
+        self._like_gymnasium = like_gymnasium
+
+    def record_death(self, death: Death) -> None:
+        """Record a death. All rows of the worker fail, including idle ones."""
+        self.latest_death = death
+        for row in death.envs:
+            self.failed.setdefault(row, death.first_line)
+        pid, error, now = death.pid or 0, death.error(), time.monotonic()
+        envs = sorted(death.envs, key=lambda row: row != death.running)  # the one that was running first
+        self._notify(envs, (error,), worker_died=True)
+        self.errors.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
+
+    def record(
+        self, command: str, failures: Iterable[tuple[Failure, Worker]], *, mark: str = "fatal"
+    ) -> list[tuple[int, Exception]]:
+        """Record what environments raised, and return (env, exception) for each, in their order.
+
+        Args:
+            command: The request.
+            failures: Each with the worker that reported it.
+            mark: Which of the rows have to be rebuilt: ``"fatal"`` (of environments that are gone), ``"all"`` (also of those
+                with an info that cannot be pickled), or ``"none"``.
+        """
+        raised: list[tuple[int, Exception]] = []
+        for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
+            row = failure.env
+            note = f"env {row}, {worker.label}, during {command}"
+            error = to_exception(failure.error, note)
+            packed = failure.error if isinstance(failure.error, PackedError) else pack_error(error)
+            if mark == "all" or (failure.fatal and mark == "fatal"):
+                place = location_in_traceback(packed.text)
+                self.failed[row] = f"{failure.text}, at {place}" if place else failure.text
+            failure.error = packed  # the exception's frames hold the failure: a cycle, with the program's frames in it
+            if "daemonic processes are not allowed" in summary(error):
+                note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
+            # a copy for the record, because a raised exception keeps the program's frames and all their objects
+            kept = unpack_error(packed, note)
+            if failure.fatal:
+                self._notify((row,), (error, kept), worker_died=False)
+            raised.append((row, error))
+            index = -1 if worker.local else worker.index
+            self.errors.append(ErrorRecord(row, index, worker.pid, command, kept, packed.text, time.monotonic()))
+        return raised
+
+    def _notify(self, rows: Sequence[int], errors: Sequence[Exception], *, worker_died: bool) -> None:
+        """Notify the observers, and add their notes to the errors."""
+        if not self._observers:
+            return
+        with deferred_signals():
+            notes = notify_failure(self._observers, rows, errors[0], worker_died=worker_died)
+        self.notes.update(dict.fromkeys(rows, notes))
+        for error, note in itertools.product(errors, notes):
+            note_once(error, note)
+
+    def note_late(self, error: StepTimeout, rows: Sequence[int]) -> None:
+        """Notify the observers of rows that hang and are left alone, and add their notes to the error."""
+        if self._observers:
+            with deferred_signals():
+                notes = notify_failure(self._observers, rows, error, worker_died=False)
+            for note in notes:
+                note_once(error, note)
+
+    def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
+        """Return one exception for all failures of a request: that of the lowest environment, with a note for each other."""
+        deaths = list({death.worker: death for death in request.deaths}.values())
+        if raised:
+            error = raised[0][1]
+            for env, other in raised[1:]:
+                note_once(error, f"also failed: env {env}: {summary(other)}")
+            for death in deaths:
+                note_once(error, f"also: {death.text}")
+        else:
+            error = _combine_deaths(deaths)
+        for death in deaths:
+            for note in self.notes.get(death.envs[0], ()):
+                note_once(error, note)
+        if raised and self._like_gymnasium and request.command in ("step", "reset"):
+            _log_like_gymnasium(request.failures)
+        return error
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Forget that rows failed: they are being rebuilt, or were."""
+        for row in rows:
+            self.failed.pop(row, None)
+            self.counted.discard(row)
+
+    def refuse(self, failed: dict[int, str]) -> NoReturn:
+        """Raise for rows that need a reset first."""
+        rows = sorted(failed)
+        raise EnvFailed(
+            f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
+            f"env {rows[0]}: {failed[rows[0]]}"
+        )
+
+
+def _combine_deaths(deaths: Sequence[Death]) -> Exception:
+    """Return one exception for all workers that died in one call."""
+    first = deaths[0]
+    if len(deaths) == 1:
+        return first.error()
+    text = f"{len(deaths)} workers died:\n" + "\n".join(death.text for death in deaths)
+    envs = tuple(sorted(row for death in deaths for row in death.envs))
+    return Death(text, first.worker, envs, first.pid, first.exitcode, first.command, first.timeout).error()
+
+
+def _log_like_gymnasium(failures: Iterable[tuple[Failure, Worker]]) -> None:
+    """Log Gymnasium's messages: two per failure and one at the end. Programs written for its class count them."""
+    for failure, _ in sorted(failures, key=lambda pair: pair[0].env):
+        packed = failure.error
+        log_error(f"Received the following error from Worker-{failure.env} - Shutting it down")
+        log_error(packed.text if isinstance(packed, PackedError) else "".join(traceback.format_exception(packed)))
+    log_error("Raising the last exception back to the main process.")
+
+
+def to_exception(error: Any, note: str) -> Exception:
+    """Return the exception of a failure, with its note.
+
+    An exception that is not an ``Exception`` (``sys.exit`` in an environment of the caller's own share) is replaced.
+    """
+    if not isinstance(error, BaseException):
+        return unpack_error(error, note)
+    if isinstance(error, Exception):
+        note_once(error, note)
+        return error
+    replacement = EnvError(f"{note}: {summary(error)}", original=summary(error))
+    replacement.__cause__ = error
+    return replacement
+
+
+def note_once(error: BaseException, note: str) -> None:
+    """Add a note, unless the error has it."""
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The handling of failures.
+
+    Attributes:
+        restart: Rebuild environments that failed, and continue; otherwise raise.
+        restart_limit, restart_period: See :class:`~vecenv.system.restart_budget.RestartBudget`.
+        step_timeout: Seconds until a reset or a step counts as hanging; ``None``: never.
+        start_timeout: Seconds a worker has for building its environments; ``None``: as long as it takes.
+        logs_like_gymnasium: Log what environments raise as Gymnasium's class does, before it is raised. Programs that were
+            written for that class, and its own tests, count these lines, though no worker is shut down here.
+    """
+
+    restart: bool = False
+    restart_limit: int | None = None
+    restart_period: float = 60.0
+    step_timeout: float | None = None
+    start_timeout: float | None = 60.0
+    logs_like_gymnasium: bool = False
+
+    @classmethod
+    def of(
+        cls, on_failure: OnFailure, step_timeout: Any, start_timeout: Any, *, logs_like_gymnasium: bool = False
+    ) -> Policy:
+        """Return the policy of a vector environment with these options."""
+        budget = Restart.of(on_failure)
+        return cls(
+            on_failure != "raise", budget.limit, budget.period, parse_timeout(step_timeout, "step_timeout"),
+            parse_timeout(start_timeout, "start_timeout"), logs_like_gymnasium,
+        )  # fmt: skip
+
+
+class LastGoodObservations:
+    """The last good observation of every environment.
+
+    Args:
+        store: Where observations are.
+        tree: Structure of one, where they are of fixed size.
+    """
+
+    def __init__(self, store: Store, tree: Tree | None) -> None:
+        self._store = store
+        self._tree = tree
+        self._batch: Any = None  # the batch of the last good result, if observations have a fixed size ...
+        self._rows: dict[int, Any] = {}  # ... and row by row if they are pickled
+
+    def keep(self, rows: Sequence[int], *, all_rows: bool) -> None:
+        """Keep the observations of these rows; ``all_rows``: these are all."""
+        if self._tree is None:
+            for row in rows:
+                self._rows[row] = self._store.row(row)
+        elif self._batch is None or all_rows:
+            self._batch = self._store.batch(copy=True)
+        elif rows:
+            fresh = flatten(self._tree, self._store.take(np.array(rows)))
+            for kept, leaf in zip(flatten(self._tree, self._batch), fresh, strict=True):
+                kept[list(rows)] = leaf
+
+    def of(self, row: int) -> Any:
+        """Return a copy of the observation that was kept of an environment, or ``None``."""
+        if self._tree is None:
+            return deepcopy(self._rows.get(row))
+        if self._batch is None:
+            return None
+        return self._tree.map(lambda leaf: leaf[row].copy(), self._batch)
+
+
+class Restarts:
+    """Restarts of rows with ``on_failure="restart"``: their cost, the seeds that they begin with, and what they report.
+
+    Args:
+        policy: What to do about failures.
+        failures: The log of failures.
+        batch, store, infos: What rows report.
+        tree: Structure of an observation, where it is of fixed size.
+        mode: The autoreset mode.
+        counters: How many steps there were.
+        observers: Are notified of the resets.
+
+    Attributes:
+        seeds: Of environments that are rebuilt.
+        last_good: The last good observation of every row.
+    """
+
+    def __init__(
+        self, policy: Policy, failures: FailureLog, batch: Batch, store: Store, infos: InfoReader, tree: Tree | None,
+        mode: AutoresetMode, counters: Counters, observers: Sequence[Observer],
+    ) -> None:  # fmt: skip
+        self._observers, self._restarts_rows = observers, policy.restart
+        num_envs = len(batch.rewards)
+        self.budget = RestartBudget(policy.restart_limit, policy.restart_period, lambda: counters.steps / num_envs)
+        self.last_good = LastGoodObservations(store, tree)
+        self.seeds = np.random.SeedSequence()
+        self._failures, self._batch, self._store, self._infos, self._mode = failures, batch, store, infos, mode
+
+    def count(
+        self, rows: Iterable[int], workers: Sequence[Worker], budget: RestartBudget | None = None
+    ) -> RestartsExhausted | None:
+        """Count the restarts of these rows; return the error if they exceed the budget.
+
+        A dead worker is one restart, whatever the number of its rows.
+        """
+        failures, wanted, budget = self._failures, set(rows) - self._failures.counted, budget or self.budget
+        causes: list[tuple[str, Sequence[int]]] = []
+        for worker in workers:
+            if worker.death is not None and not wanted.isdisjoint(worker.rows):
+                causes.append((worker.death.first_line, list(worker.rows)))
+                wanted -= set(worker.rows)
+        causes += [(f"env {row}: {failures.failed.get(row, 'it failed again')}", [row]) for row in sorted(wanted)]
+        for cause, mine in causes:
+            if notes := failures.notes.get(mine[0]):
+                cause += f" ({'; '.join(notes)})".replace("\n", " ")
+            if not budget.spend(cause, mine):
+                return self._exhausted(mine, workers, budget)
+            failures.restarts += 1
+            failures.counted |= set(mine)
+            failures.restart_log.log(cause)
+        return None
+
+    def _exhausted(self, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget) -> RestartsExhausted:
+        """Return the error for these rows, of all failed rows of ``workers``."""
+        failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
+        worker = next(worker for worker in workers if failed[0] in worker.rows)
+        last = worker.death or self._failures.latest_death
+        return RestartsExhausted(
+            budget.refusal(rows),
+            worker=last.worker if last else worker.index,
+            pid=last.pid if last else worker.pid,
+            exitcode=last.exitcode if last else None,
+            envs=failed, command="restart",
+        )  # fmt: skip
+
+    def prepare(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
+        """Note that rows are being rebuilt for a request; return the payload: seeds, options, whether the next step resets.
+
+        Rows that failed in a reset get its options again, and its seed once; then, and in steps, the seed is a fresh one.
+        """
+        stepping = request.command == "step"
+        for row in rows:
+            request.rebuilding[row] = self.last_good.of(row) if stepping else None
+        seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
+        if request.seeds is not None:
+            again = set(rows if request.rows is None else request.rows) - request.repeated
+            seeds = [request.seeds[row] if row in again else fresh for row, fresh in zip(rows, seeds, strict=True)]
+            request.repeated.update(rows)
+        for observer in self._observers:
+            observer.on_reset(rows, seeds, select_options(request.options, rows))
+        return seeds, select_options(request.options, rows), stepping and self._mode is AutoresetMode.NEXT_STEP
+
+    def end_episodes(self, request: Request, rows: Sequence[int]) -> None:
+        """Write the results of rebuilt rows."""
+        batch, stepping = self._batch, request.command == "step"
+        same_step = self._mode is AutoresetMode.SAME_STEP
+        request.has_infos = True
+        for row in rows:
+            last = request.rebuilding.pop(row)
+            info: dict[Any, Any] = {"restarted": True}
+            if not stepping or same_step:
+                info = {**(request.infos.get(row) or self._infos.one(row)), **info}
+            request.infos[row] = info
+            request.finals.pop(row, None)
+            batch.info_schemas[row], batch.final[row] = NO_INFO, False
+            if stepping:
+                batch.rewards[row], batch.terminations[row], batch.truncations[row] = 0.0, False, True
+                if last is not None:
+                    request.finals[row] = last
+                    if not same_step:
+                        self._store.set_row(row, deepcopy(last))
+
+    def keep_good(self, rows: Sequence[int]) -> None:
+        """Keep the observations of these rows, if lost rows are to be restarted."""
+        if self._restarts_rows:
+            self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
+
+    def show_whole(self, rows: Iterable[int]) -> None:
+        """Replace observations that failing environments may have written in part: by the last good one, or by zeros."""
+        for row in rows:
+            if (last := self.last_good.of(row)) is not None:
+                self._store.set_row(row, last)
+            elif isinstance(self._store, SharedStore):
+                self._store.clear_row(row)

@@ -1,0 +1,99 @@
+"""The interface for features that follow what a vector environment does: recorders, loggers, monitors.
+
+``envs.add_observer(observer)`` registers an :class:`Observer`. An engine without observers pays one truth test per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vecenv.link.messages import summary
+
+Rows = Sequence[int] | npt.NDArray[np.intp]
+"""Indices of environments, in the order of the values that are passed with them."""
+
+
+class Observer(Protocol):
+    """The base of an observer. Every method has an empty default.
+
+    Arguments belong to the caller of the vector environment: copy what you keep, and change nothing except ``seeds``.
+    Methods run in the thread that makes the call, and must not call the vector environment.
+
+    An exception that is raised before a request is submitted comes out of the call, and nothing was sent. One from
+    :meth:`on_result` comes out of the call as well, and the result stays pending. One from :meth:`on_failure` never replaces
+    the failure: it becomes a note of its error.
+    """
+
+    def on_reset(self, rows: Rows, seeds: list[int | None], options: Any) -> None:
+        """Observe that a reset of these rows is about to be submitted.
+
+        With ``on_failure="restart"`` that includes the first reset of environments which replace failed ones.
+
+        Args:
+            rows: Indices of the environments. Those that failed are rebuilt.
+            seeds: A seed or ``None`` for each of ``rows``. An observer may replace a ``None`` by a seed.
+            options: A dict or ``None`` for all of them, or a list with one for each.
+        """
+        return
+
+    def on_step(self, rows: Rows | None, actions: Any) -> None:
+        """Observe that a step of these rows is about to be submitted.
+
+        Args:
+            rows: Indices of the environments; ``None``: all.
+            actions: One action for each of them: a batch of the action space with its dtypes and shapes, or else a list.
+        """
+        return
+
+    def on_call(self, rows: Rows, name: str, arguments: tuple[Any, ...]) -> None:
+        """Observe that a call which may change environments is about to be submitted.
+
+        Args:
+            rows: Indices of the environments.
+            name: ``"call"`` with the arguments ``(name, args, kwargs)``, ``"set_attr"`` ``(name, values)``, ``"exec_func"``
+                ``(func, args, kwargs)``, ``"set_next_options"`` ``(pairs of seed and options,)``, ``"load"``
+                ``(snapshots,)``, or ``"thaw"`` ``(frozen,)``.
+            arguments: As listed. Values, pairs and snapshots have one entry for each of ``rows``.
+        """
+        return
+
+    def on_result(self, rows: Rows | None, result: tuple[Any, ...]) -> None:
+        """Observe that a result is about to be returned.
+
+        Args:
+            rows: Indices of the environments, from ``recv``; ``None``: all, from ``step`` or ``reset``.
+            result: ``(observations, rewards, terminations, truncations, infos)``, or ``(observations, infos)`` from
+                ``reset``; as it is returned, except ``infos``: ``infos.rows()`` is a list with the info of each row.
+                ``recv`` returns rows of resets with reward 0.
+        """
+        return
+
+    def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
+        """Observe that environments failed: their next reset rebuilds them. A returned text becomes a note of the error.
+
+        Args:
+            rows: Indices of the environments: one that raised, or all of a worker that died, first the one that was running.
+            error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they hang and may still reply.
+            worker_died: ``error`` is a :class:`~vecenv.errors.WorkerDied`.
+        """
+        return None
+
+
+def notify_failure(observers: Sequence[Observer], rows: Sequence[int], error: Exception, *, worker_died: bool) -> list[str]:
+    """Call ``on_failure`` of all observers and return the notes for the error.
+
+    What an observer raises becomes a note, so call this where no signal handler can raise.
+    """
+    notes: list[str] = []
+    for observer in observers:
+        try:
+            note = observer.on_failure(rows, error, worker_died=worker_died)
+        except (Exception, SystemExit) as raised:
+            note = f"{type(observer).__name__}.on_failure raised {summary(raised)}"
+        if note:
+            notes.append(note)
+    return notes

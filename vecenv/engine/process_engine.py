@@ -1,0 +1,466 @@
+"""The process engine: environments in worker processes and in the caller's own, behind the interface of a driver.
+
+It checks and submits calls, and builds their results. How messages, interruptions, late replies and restarts work:
+:mod:`vecenv.engine.exchange`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vecenv import freezing
+from vecenv.engine.calls import Calls
+from vecenv.engine.exchange import Exchange
+from vecenv.engine.failures import FailureLog, Policy, Restarts
+from vecenv.engine.observers import Observer
+from vecenv.engine.requests import Request
+from vecenv.engine.stats import measure_workers
+from vecenv.engine.submissions import Submissions
+from vecenv.engine.worker_pool import PoolOptions, WorkerPool
+from vecenv.engine.worker_process import LocalWorker
+from vecenv.errors import StepTimeout
+from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
+from vecenv.front.capabilities import Capabilities, figures
+from vecenv.front.driver import Driver, Phase, Stepped, advance, left_in_a_fork
+from vecenv.front.infos import RowInfos
+from vecenv.link.actions import ActionStage
+from vecenv.link.infos import InfoReader, WorkerInfos
+from vecenv.link.observations import Store
+from vecenv.shm import Arena, Batch, Layout
+from vecenv.shm.layout import Array
+from vecenv.state.snapshots import Snapshot
+from vecenv.system.cores import placements
+from vecenv.system.reporting import warn
+from vecenv.system.signals import succeeds_when_repeated
+from vecenv.worker.envs import WorkerPlan
+from vecenv.worker.main import Ready, make_rows
+
+
+class Engine(Driver):
+    """Environments in worker processes and in the caller's own: the driver of ``AsyncVectorEnv``.
+
+    Args:
+        env_fns: Functions that build the environments.
+        layout: Where everything lies in shared memory.
+        make_store: Builds the store of observations from the views of the shared memory.
+        plan: What every worker needs to know.
+        options: How to run worker processes.
+        policy: What to do about failures.
+        num_workers: Worker processes; 0 with ``caller_share=num_envs`` for none.
+        caller_share: How many rows, the first ones, the caller steps itself.
+
+    Attributes:
+        exchange: The pending requests.
+        stage: Where batches of actions are written.
+        last_received: The rows that ``recv`` returned last.
+        mismatches: (env, which space, its repr) of spaces that differ from the first environment's.
+    """
+
+    backend: ClassVar[str] = "process"
+    own_means = "its workers"
+    why_not: ClassVar[Mapping[str, str]] = {**Driver.why_not, "recording": "record_failures= was not given"}
+    stage: ActionStage
+
+    def __init__(
+        self, env_fns: Sequence[Callable[[], Any]], layout: Layout, make_store: Callable[[Batch], Store], plan: WorkerPlan,
+        options: PoolOptions, policy: Policy, num_workers: int, caller_share: int,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.num_envs = self.batch_size = len(env_fns)
+        self.layout, self.policy, self.mode = layout, policy, plan.autoreset_mode
+        self.last_received = np.arange(self.num_envs)
+        self.observers: list[Observer] = []
+        self.arena = Arena(layout.size)
+        batch = self.batch = layout.view(self.arena.buffer)
+        self.store = make_store(batch)
+        self.infos = InfoReader(batch.info_schemas, batch.infos)
+        self.failures = FailureLog(self.observers, like_gymnasium=policy.logs_like_gymnasium)
+        self.restarting = Restarts(
+            policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters,
+            self.observers,
+        )
+        if not options.placements:
+            options.placements, options.caller_spin = placements(num_workers)
+        bounded = () if policy.step_timeout is None else ("step", "reset")
+        self.pool = WorkerPool(plan, self.arena, batch, options, bounded)
+        self.exchange = Exchange(
+            self.state, self.pool, policy, self.failures, self.restarting, batch, self.store, self.infos, self.counters
+        )
+        self.calls = Calls(self.exchange, self.mode, self.observers)
+        try:
+            self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
+        except BaseException:
+            self.pool.close(0.0, terminate=True)
+            self.pool.release()
+            raise
+
+    def _start(
+        self, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan, num_workers: int, caller_share: int
+    ) -> list[tuple[int, str, str]]:
+        local = None
+        if caller_share:
+            env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
+            local = LocalWorker(num_workers, range(caller_share), env_rows)
+        shares = split_evenly(caller_share, self.num_envs, num_workers) if num_workers else []
+        readies = self.pool.start([(rows, env_fns[rows.start : rows.stop]) for rows in shares], local)
+        if local is not None:
+            readies.insert(0, Ready(local.pid, *local.env_rows.build()))
+        workers = zip(self.pool.workers, readies, strict=True)
+        if failures := [(failure, worker) for worker, ready in workers for failure in ready.failures]:
+            request = Request("start", 0, by_row=False)
+            raise self.failures.combine(request, self.failures.record("start", failures))
+        return [mismatch for ready in readies for mismatch in ready.mismatches]
+
+    # -- all rows at once ----------------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> None:
+        """Submit a step of all rows. Raises before anything is sent."""
+        exchange = self.exchange
+        if exchange.call is not None or exchange.in_flight:
+            exchange.require_idle("step_async")
+        failed = self.failures.failed
+        if failed and not self.policy.restart:
+            self.failures.refuse(failed)
+        pickled = self.stage.put(actions)
+        for observer in self.observers:
+            observer.on_step(None, actions if pickled is None else pickled)
+        if pickled is None and not failed:
+            exchange.send_plain_step(by_row=False)
+        else:
+            exchange.send_step(range(self.num_envs), pickled, by_row=False)
+
+    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+        """Submit a reset of all rows, which drops whatever is pending, or of some. Dead workers are replaced.
+
+        Args:
+            seeds: One or ``None`` for every environment there is.
+            ids: Which rows; ``None`` for all.
+            options: A dict for all, or a list with an entry for every environment there is.
+            by_row: ``recv`` returns the rows one by one, and others may be in flight meanwhile.
+        """
+        rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
+        if ids is not None and self.exchange.call is not None:
+            advance(self.exchange.call.phase, "reset_async", self)
+        if by_row:
+            self.exchange.require_not_in_flight("reset_async", rows)
+        elif ids is not None or (self.pool.held and not self.state.changing):
+            self.exchange.drain()
+        if self.observers:
+            seeds = self._announce_reset(rows, seeds, options)
+        if ids is None and isinstance(seeds[0], (int, np.integer)):
+            new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
+        else:
+            new_seeds = self.restarting.seeds
+        self.exchange.send_reset(rows, seeds, options, by_row=by_row)
+        self.restarting.seeds = new_seeds
+
+    def _announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
+        """Notify the observers of a reset, and return the seeds of all environments, which they may have completed."""
+        mine = [seeds[row] for row in rows]
+        for observer in self.observers:
+            observer.on_reset(rows, mine, select_options(options, rows))
+        completed = dict(zip(rows, mine, strict=True))
+        return [completed.get(row, seed) for row, seed in enumerate(seeds)]
+
+    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+        """Return the result of the pending step or reset; ``None`` if it is late: it stays pending.
+
+        Raises:
+            StepTimeout: It did not come within ``step_timeout``; it stays pending.
+            Exception: What an environment raised, or how a worker died.
+        """
+        exchange = self.exchange
+        request = exchange.call
+        assert request is not None
+        while True:
+            if request.remaining and not exchange.wait_for(request, deadline):
+                return None
+            if not request.failures and not request.deaths:
+                break
+            if (error := exchange.settle(request)) is not None:
+                try:
+                    raise error
+                finally:
+                    del error, request  # the exception's traceback holds this frame
+            exchange.flush()
+        batch = self.batch
+        infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.has_infos else {}
+        try:
+            observations = self.store.batch(self.copies)
+        except Exception:
+            if succeeds_when_repeated(lambda: self.store.batch(self.copies)):
+                raise  # a signal handler raised it
+            exchange.call = None
+            raise
+        result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
+        for observer in self.observers:
+            own = infos if isinstance(infos, RowInfos) else WorkerInfos(self.infos, None, self.num_envs, {}, {})
+            observer.on_result(None, (*result[:4], own) if request.command == "step" else (observations, own))
+        self.state.changing = True  # until the guard has returned the result
+        exchange.call = None
+        if request.command == "step" and not exchange.not_counted:  # nearly always
+            self.counters.steps += self.num_envs
+        else:
+            exchange.count(request)
+        if self.policy.restart:
+            self.restarting.keep_good(range(self.num_envs))
+        return result
+
+    def _read_infos(self, request: Request) -> RowInfos:
+        finals: Mapping[int, Any] = request.finals
+        ended = self.batch.final
+        if b"\1" in ended.tobytes():  # a tenth of what `any` takes
+            finals = self._shared_finals(np.flatnonzero(ended).tolist()) | request.finals
+        return WorkerInfos(self.infos, None, self.num_envs, request.infos, finals)
+
+    def _shared_finals(self, rows: Iterable[int]) -> dict[int, Any]:
+        """Return the final observations that lie in shared memory, by row."""
+        tree, leaves, flags = self.layout.observations, self.batch.final_observations, self.batch.final
+        if tree is None or leaves is None:
+            return {}
+        return {row: tree.build(iter([leaf[row].copy() for leaf in leaves])) for row in rows if flags[row]}
+
+    # -- row by row ----------------------------------------------------------------------------------------------------
+
+    def send(self, actions: Any, env_id: Any) -> None:
+        """Submit a step of some rows, for ``recv``. Raises before anything is sent."""
+        if self.exchange.call is not None and not self.exchange.drop_if_droppable():
+            advance(self.exchange.call.phase, "step_async", self, name="send")
+        rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
+        listed: list[int] = rows.tolist()
+        if self.exchange.in_flight:
+            self.exchange.require_not_in_flight("send", listed)
+        failed = self.failures.failed
+        if failed and not self.policy.restart and (mine := failed.keys() & set(listed)):
+            self.failures.refuse({row: failed[row] for row in mine})
+        pickled = self.stage.put_some(actions, rows, len(listed))
+        for observer in self.observers:
+            observer.on_step(listed, actions if pickled is None else pickled)
+        if pickled is None and len(listed) == self.num_envs and not failed and self.exchange.rows_at_once is None:
+            self.exchange.send_plain_step(by_row=True)
+        else:
+            self.exchange.send_step(listed, pickled, by_row=True)
+
+    def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
+        """Return the next ``count`` rows to finish; ``None`` if there are fewer by the deadline: they stay ready.
+
+        Args:
+            count: How many rows; ``None`` for the batch size.
+            deadline: The ``time.monotonic()`` until which to wait.
+            least: That many are enough from this ``time.monotonic()`` on, or if no more are in flight.
+
+        Raises:
+            NoAsyncCallError: Fewer are in flight.
+            StepTimeout: They did not come within ``step_timeout``.
+            Exception: What an environment raised, or how a worker died; good rows stay ready.
+        """
+        exchange = self.exchange
+        if exchange.call is not None and not exchange.drop_if_droppable():
+            exchange.make_by_row(exchange.call)
+        if count is None:
+            count = self.batch_size
+        if (exchange.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, least):
+            return None
+        listed = exchange.ready[:count]
+        rows = np.array(listed, np.intp)
+        batch = self.batch
+        try:
+            observations = self.store.take(rows)
+        except Exception:
+            if succeeds_when_repeated(lambda: self.store.take(rows)):
+                raise  # a signal handler raised it
+            self.exchange.forget_rows(listed)
+            raise
+        infos = self._read_infos_of(listed, rows)
+        result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
+        for observer in self.observers:
+            observer.on_result(rows, result)
+        self.state.changing = True  # until the guard has returned the result
+        self.exchange.forget_rows(listed)
+        self.last_received = rows
+        if self.policy.restart:
+            self.restarting.keep_good(listed)
+        return result
+
+    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
+        """Return the next ``count`` rows, or at least ``least`` of them from ``moment`` on."""
+        return self.recv(count, deadline, (least, moment))
+
+    def _read_infos_of(self, listed: list[int], rows: Array) -> RowInfos:
+        exchange = self.exchange
+        finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(listed)
+        infos: dict[int, Any] = {}
+        if exchange.ready_infos or exchange.ready_finals:
+            infos = {row: exchange.ready_infos[row] for row in listed if row in exchange.ready_infos}
+            finals |= {row: exchange.ready_finals[row] for row in listed if row in exchange.ready_finals}
+        return WorkerInfos(self.infos, rows, len(rows), infos, finals)
+
+    def add_observer(self, observer: Observer) -> None:
+        """Notify an observer of all calls, results and failures from now on."""
+        self.observers.append(observer)
+
+    def submissions(self) -> Submissions:
+        """Return an interface for event loops, in place of the methods that wait."""
+        return Submissions(self.exchange, self.calls)
+
+    def note_interruption(self) -> None:
+        """Note that an exception has interrupted the wait for the pending call."""
+        if self.exchange.call is not None:
+            self.exchange.call.interrupted = True
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.exchange.is_interrupted
+
+    # -- calls into environments ---------------------------------------------------------------------------------------
+
+    def keep_call(self) -> None:
+        """Keep the pending call, of which the program makes the second half later."""
+        self.exchange.keep_call()
+
+    def call_answer(self, timeout: float | None) -> tuple[Any, ...]:
+        """Return the results of the pending call, one per environment; see :meth:`Exchange.finish_call`."""
+        results = self.exchange.finish_call(timeout)
+        return tuple(results.get(row) for row in range(self.num_envs))
+
+    def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
+        """See :class:`~vecenv.engine.calls.Calls`, as for the methods below."""
+        self.calls.begin_call(name, args, kwargs)
+
+    def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
+        """Begin to call a function with each of some environments."""
+        self.exchange.require_idle("exec_func", rows)
+        self.calls.begin_exec(func, rows, args, kwargs)
+
+    def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
+        """Begin to set an attribute of every environment."""
+        self.calls.begin_set_attr(name, values)
+
+    def begin_set_next(self, rows: Collection[int], given: Sequence[Any]) -> None:
+        """Begin to give environments the seed and options of their next episode."""
+        self.calls.begin_set_next(rows, given)
+
+    def save(self, rows: list[int], verify: bool) -> Any:
+        """Return the states of some rows."""
+        self.exchange.require_idle("save", rows)
+        return self.calls.save(rows, verify)
+
+    def snapshots(self) -> list[Snapshot]:
+        """Return the states of all rows; see :meth:`Calls.snapshots`."""
+        return self.calls.snapshots()
+
+    def load(self, snapshots: Any, rows: list[int]) -> Any:
+        """Put states in place, and return the observations."""
+        self.exchange.require_idle("load", rows)
+        return self.calls.load(snapshots, rows)
+
+    def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
+        """Return the state of all of it."""
+        return self.calls.state_dict(spaces, verify)
+
+    def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
+        """Continue from a state of all of it."""
+        return self.calls.load_state_dict(state, spaces)
+
+    def freeze(self, rows: list[int]) -> list[freezing.Frozen]:
+        """Return frozen copies of some rows."""
+        return freezing.freeze(self, rows)
+
+    def thaw(self, frozen: freezing.Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
+        """Continue rows from a frozen copy; return their observations and infos."""
+        return freezing.thaw(self, frozen, rows, reseed)
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """The pending operation on all environments, not counting rows that ``recv`` returns."""
+        call = self.exchange.call
+        return Phase.DEFAULT if call is None or call.droppable or self.state.changing else call.phase
+
+    @property
+    def in_flight(self) -> Array:
+        """The environments in flight until ``recv`` returns their rows; none if a reset is needed, which drops them."""
+        return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
+
+    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        """Refuse a call while another is pending, or rows (``None``: any) are in flight.
+
+        Functions and snapshots of some environments are possible while others are in flight: they check their own rows.
+        """
+        self.exchange.require_idle(method, () if method in ("exec_func", "save", "load") else rows)
+
+    def kill_pending(self, rows: Collection[int]) -> None:
+        """Kill the workers that have pending messages and some of these rows."""
+        self.exchange.kill_pending(rows)
+
+    def too_late(self, method: str, timeout: Any) -> StepTimeout:
+        """Return the exception of a call that was not answered in time."""
+        return self.exchange.too_late(method, timeout)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            self.backend, restarts=self.policy.restart, snapshots=True, freezing=not self.reason("freezing"),
+            in_this_process=self.pool.local is not None,
+        )  # fmt: skip
+
+    def reason(self, capability: str) -> str:
+        """Return the reason why a capability is missing."""
+        return freezing.reason_against(self) if capability == "freezing" else super().reason(capability)
+
+    def _figures(self) -> dict[str, float]:
+        elapsed = max(time.monotonic() - self.began, 1e-9)
+        counters = self.counters
+        pending = self.num_envs if self.exchange.call is not None and self.exchange.call.command in ("step", "reset") else 0
+        if self.exchange.call is not None and self.exchange.call.rows is not None:
+            pending = len(self.exchange.call.rows)
+        return figures({
+            "steps": float(counters.steps),
+            "steps_per_second": (counters.steps - counters.steps_loaded) / elapsed,
+            "seconds": elapsed,
+            "wait_fraction": self.pool.seconds_waited / elapsed,
+            **measure_workers(self.batch),
+            "resets": float(counters.resets),
+            "restarts": float(self.failures.restarts),
+            "errors": float(len(self.failures.errors)),
+            "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
+            "in_flight": float(len(self.exchange.in_flight) or pending),
+            **freezing.figures(self),
+        })  # fmt: skip
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def shut(self, timeout: float, *, terminate: bool) -> None:
+        """End the workers; log what environments raised in ``close``. It can be called again."""
+        self.pool.close(timeout, terminate=terminate)
+        failures = self.pool.failures_in_close
+        while failures:
+            failure, _ = failures.pop(0)
+            warn(f"env {failure.env} raised in close(): {failure.text}")
+        self.failures.restart_log.close()
+
+    def leave(self) -> None:
+        """Free all memory and descriptors after ``close()``, if no call is using them. Idempotent."""
+        if self.state.barred != "closed" or self.pool.released:
+            return
+        with contextlib.suppress(AttributeError):  # another thread is here, too
+            self.keep_figures()
+        self.pool.release()
+        self.exchange.release()
+        self.observers.clear()
+        left_in_a_fork.discard(self)
+        for name in ("arena", "batch", "store", "infos", "restarting", "calls", "stage"):
+            self.__dict__.pop(name, None)  # memory is unmapped when no array over it is held outside
+
+
+def split_evenly(first: int, stop: int, parts: int) -> list[range]:
+    """Split rows into contiguous ranges of lengths that differ by at most one."""
+    bounds = [first + (stop - first) * part // parts for part in range(parts + 1)]
+    return [range(low, high) for low, high in itertools.pairwise(bounds)]

@@ -1,0 +1,125 @@
+"""Requests to workers, and the replies that each has collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vecenv.errors import WorkerDied
+from vecenv.front.driver import Phase
+from vecenv.link.messages import Failure, Op
+
+COMMANDS: Final = {
+    Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
+    Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close", Op.SET_NEXT: "set_next_options",
+    Op.SAVE: "save", Op.PROVE: "save", Op.CHECK: "load", Op.LOAD: "load", Op.RUN: "freeze",
+}  # fmt: skip
+"""Operation -> its name in error messages."""
+
+_PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
+_NOTHING: Final[Mapping[Any, Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The end of a worker process. Not an exception, because a raised exception keeps the program's frames alive.
+
+    Attributes:
+        text: What happened, for error messages.
+        worker, pid, exitcode: The process; the exit code as in ``multiprocessing``, ``None`` if it is unknown.
+        envs: The rows of the worker.
+        command: The name of the request that it was executing, ``"start"`` or ``"idle"``.
+        timeout: Seconds after which it was killed because it hung; ``None`` if it was not killed.
+        running: The environment that was being called, if that is known.
+    """
+
+    text: str
+    worker: int
+    envs: tuple[int, ...]
+    pid: int | None
+    exitcode: int | None
+    command: str
+    timeout: float | None = None
+    running: int | None = None
+
+    @property
+    def first_line(self) -> str:
+        """The text without the stack."""
+        return self.text.partition("\n")[0]
+
+    def error(self, text: str = "") -> WorkerDied:
+        """Return a new exception for this death, with ``text`` if it is not empty."""
+        return WorkerDied(
+            text or self.text, worker=self.worker, envs=self.envs, pid=self.pid, exitcode=self.exitcode,
+            command=self.command, timeout=self.timeout,
+        )  # fmt: skip
+
+
+class Request:
+    """A request that is pending until its result has been returned.
+
+    A plain step sets three attributes; the others are class attributes until :meth:`collect` replaces them.
+
+    Attributes:
+        command: ``"step"``, ``"reset"`` or the name of a call.
+        remaining: The number of messages without a reply.
+        by_row: ``recv`` returns the rows as they become ready; otherwise one call returns all of them.
+        rows: The rows of a reset or of a call; ``None`` for all.
+        seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
+        droppable: The method that submitted this call also waits for it; if interrupted, the next call drops the request.
+        interrupted: An exception interrupted the wait for its result.
+        then: A function that converts the results of a call to what its method returns.
+        has_infos: Some infos or final observations lie in shared memory, or were pickled.
+        infos, finals: By row: infos and final observations that were pickled.
+        results: By row: the results of a call.
+        failures: Exceptions of environments, each with the worker that reported it.
+        deaths: Workers that died with a message of this request pending.
+        lost: The rows of the messages that were pending at those workers.
+        rebuilding: Row of an environment that is being rebuilt -> its last good observation in a step, else ``None``.
+        repeated: Rows for which the reset was repeated with the same seed.
+    """
+
+    rows: Sequence[int] | None = None
+    seeds: Sequence[Any] | None = None
+    options: Any = None
+    droppable = interrupted = False
+    then: Any = None
+    has_infos = False
+    infos: dict[int, Any] = _NOTHING  # type: ignore[assignment]
+    finals: dict[int, Any] = _NOTHING  # type: ignore[assignment]
+    results: dict[int, Any] = _NOTHING  # type: ignore[assignment]
+    failures: list[tuple[Failure, Any]] = []  # noqa: RUF012 - replaced by `collect` before anything is added
+    deaths: list[Death] = []  # noqa: RUF012
+    lost: set[int] = set()  # noqa: RUF012
+    rebuilding: dict[int, Any] = _NOTHING  # type: ignore[assignment]
+    repeated: set[int] = set()  # noqa: RUF012
+
+    def __init__(self, command: str, remaining: int, by_row: bool) -> None:
+        self.command, self.remaining, self.by_row = command, remaining, by_row
+
+    def collect(self) -> None:
+        """Replace the containers of the class, which are shared and empty, by new ones."""
+        if self.infos is _NOTHING:
+            self.infos, self.finals, self.results, self.rebuilding = {}, {}, {}, {}
+            self.failures, self.deaths, self.lost, self.repeated = [], [], set(), set()
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the vector environment while this request is pending."""
+        return _PHASES.get(self.command, Phase.WAITING_CALL)
+
+    @property
+    def wait_method(self) -> str:
+        """The method that fetches the result."""
+        if self.command in ("set_attr", "set_next_options"):
+            return self.command
+        return "exec_func_fetch" if self.command == "exec_func" else f"{self.command}_wait"
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an environment raised or a worker died."""
+        return bool(self.failures or self.deaths)
+
+    def __repr__(self) -> str:
+        return f"Request({self.command}, {self.remaining} replies missing)"

@@ -1,0 +1,67 @@
+"""Statistics of a process engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from vecenv.shm import Batch
+
+
+def measure_workers(batch: Batch) -> dict[str, float]:
+    """Return the workers' measurements: seconds per step, and the share of the time in which they were idle."""
+    timed = float(batch.worker_steps.sum())
+    working = int(np.count_nonzero(batch.worker_steps))  # the caller has an entry, with or without a share
+    spent = float(batch.worker_time.sum())
+    per_worker = batch.worker_time / np.maximum(batch.worker_steps, 1.0)
+    times = batch.step_time[batch.step_time > 0]
+    busiest = float(batch.worker_time.max())
+    return {
+        "step_time_mean": spent / max(timed, 1.0),
+        "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
+        "straggler_share": 1.0 - spent / (busiest * working) if busiest > 0 and working else 0.0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """The statistics of one worker since construction; see :meth:`vecenv.AsyncVectorEnv.worker_stats`.
+
+    Attributes:
+        index: Its index, as in ``envs.processes``; the share of this process comes last.
+        pid: The id of its process.
+        in_this_process: True for the share of this process.
+        envs: The indices of its environments.
+        steps: Steps of its environments, estimated from those that are timed.
+        seconds: The time spent in them, estimated in the same way.
+        slowest_env: The environment with the longest latest sampled step; ``None`` before the first sample.
+        slowest_seconds: The duration of that step; 0 before the first sample.
+    """
+
+    index: int
+    pid: int
+    in_this_process: bool
+    envs: range
+    steps: float
+    seconds: float
+    slowest_env: int | None
+    slowest_seconds: float
+
+
+def worker_stats(workers: Iterable[Any], batch: Batch) -> list[WorkerStats]:
+    """Return the statistics of these workers, which the workers keep up to date in shared memory."""
+    return sorted((_stats_of(worker, batch) for worker in workers), key=lambda worker: worker.index)
+
+
+def _stats_of(worker: Any, batch: Batch) -> WorkerStats:
+    first, last = int(worker.rows[0]), int(worker.rows[-1])
+    times = batch.step_time[first : last + 1]
+    slowest = int(times.argmax())
+    return WorkerStats(
+        worker.index, worker.pid, worker.local, range(first, last + 1),
+        steps=float(batch.worker_steps[worker.index]), seconds=float(batch.worker_time[worker.index]),
+        slowest_env=first + slowest if times[slowest] else None, slowest_seconds=float(times[slowest]),
+    )  # fmt: skip

@@ -1,0 +1,298 @@
+"""Requests about single rows that never wait: the interface of the process engine for event loops.
+
+A loop watches :meth:`Submissions.fileno` and calls :meth:`Submissions.collect` when it is readable. A worker that has died
+stays dead until :meth:`Submissions.start`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+from collections import deque
+from collections.abc import Callable, Generator
+from functools import partial
+from typing import Any, Final
+
+from vecenv.engine.calls import Calls
+from vecenv.engine.exchange import Exchange
+from vecenv.engine.requests import Death, Request
+from vecenv.engine.worker_process import WorkerProcess
+from vecenv.errors import EnvFailed
+from vecenv.link.messages import OVERLAPS, Op, summary
+from vecenv.state.snapshots import Snapshot
+from vecenv.system.descriptors import Descriptor, DescriptorOwner
+from vecenv.system.restart_budget import RestartBudget
+from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS
+from vecenv.worker.envs import call_env
+
+_Pack = Callable[[int, Any], Any]
+
+_COMMANDS: Final[dict[str, tuple[Op, str, _Pack]]] = {
+    "step": (Op.STEP_SOME, "step", lambda k, action: [action]),
+    "reset": (Op.RESET_SOME, "reset", lambda k, begin: None if begin is None else ([begin[0]], [begin[1]])),
+    "call": (Op.EXEC, "call", lambda k, call: ([k], call_env, call, {})),
+    "save": (Op.SAVE, "save", lambda k, _: [k]),
+    "verify": (Op.PROVE, "save", lambda k, _: [k]),
+    "check": (Op.CHECK, "load", lambda k, snapshot: [(k, snapshot)]),
+    "load": (Op.LOAD, "load", lambda k, _: [k]),
+}
+"""Command -> its operation, its name in errors, and the worker's payload for (position in the worker, payload)."""
+
+
+class Submissions:
+    """Requests to the worker processes of one engine, each about one row.
+
+    Args:
+        exchange: The exchange of an engine without rows in the calling process. Its methods that wait are not used.
+        calls: Its calls, for snapshots.
+
+    Attributes:
+        failed: Row -> what happened, for rows that need a reset.
+        verified: Rows with snapshots that are known to be exact.
+        deaths: Workers that have died since the owner emptied this; :meth:`collect` appends to it.
+        poll_interval: Seconds after which to call :meth:`collect` although nothing is readable, on systems where the end of
+            a process may not make its descriptor readable; ``None`` elsewhere.
+    """
+
+    def __init__(self, exchange: Exchange, calls: Calls) -> None:
+        self._exchange, self._calls = exchange, calls
+        self.failed, self.verified = exchange.failures.failed, calls.verified
+        self.deaths: deque[Death] = deque()
+        workers = exchange.pool.processes
+        self._index_of = {row: worker.index for worker in workers for row in worker.rows}
+        self._selector = selectors.DefaultSelector()
+        self._descriptors = DescriptorOwner(self)
+        self._watched: dict[WorkerProcess, tuple[int, Descriptor]] = {}
+        self._full: dict[WorkerProcess, int] = {}  # workers with a full pipe -> its descriptor
+        self._starting: dict[WorkerProcess, Request] = {}
+        for worker in workers:
+            self._watch(worker)
+        polls = any(worker.watch.must_poll_for_exit for worker in workers)
+        self.poll_interval = EXIT_POLL_INTERVAL_MS / 1000 if polls else None
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when :meth:`collect` has something to do. It stays the same."""
+        return self._selector.fileno()
+
+    # -- requests --------------------------------------------------------------------------------------------------------
+
+    def submit(self, row: int, command: str, payload: Any = None) -> Request:
+        """Submit a request about a row. Requests about several rows of one worker may overlap, with ``env_threads``.
+
+        Args:
+            row: The environment.
+            command: ``"step"`` with an action as payload. ``"reset"`` with ``None`` or ``(seed, options)``. ``"call"`` with
+                ``(name, args, kwargs)``. ``"save"``, and ``"verify"`` that the saved state continues exactly. ``"check"``
+                with a snapshot, and then ``"load"`` with the same one.
+            payload: See ``command``.
+
+        Raises:
+            EnvFailed: The row has failed, and this is not a reset; or its worker is dead.
+            SnapshotMismatch: The observation of the snapshot does not fit.
+            Exception: The payload cannot be pickled.
+        """
+        exchange, worker = self._exchange, self._worker_of(row)
+        if worker.death is not None or (command != "reset" and row in self.failed):
+            exchange.failures.refuse({row: self.failed[row]})
+        if command == "check":
+            self._calls.require_observation(row, payload.row)
+        op, name, pack = _COMMANDS[command]
+        packed = exchange.pool.pickled(worker, pack(row - worker.rows[0], payload))
+        request = Request(name, 0, by_row=False)
+        request.rows = [row]
+        if command == "save":
+            request.then = partial(self._calls.with_observation, row)
+        elif command == "verify":
+            request.then = lambda _: self.verified.add(row)
+        elif command == "load":
+            request.then = partial(self._accept_loaded, row, payload)
+        elif command == "reset":
+            exchange.failures.forget([row])
+        exchange.state.changing = True
+        exchange.next_number()
+        exchange.queue(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
+        exchange.in_flight.add(row)
+        exchange.state.changing = False
+        self._flush()
+        return request
+
+    def collect(self) -> list[tuple[Request, Any, Exception | None]]:
+        """Apply the replies that have arrived, and return the finished requests, each with its result or its error.
+
+        Returns:
+            ``(request, result, error)``. A result is ``(observation, reward, terminated, truncated, info)`` of a step,
+            ``(observation, info)`` of a reset, the value of a call, a snapshot, or the loaded observation. An error is
+            ``WorkerDied``; ``EnvFailed`` with the environment's exception as ``__cause__``, of a step or a reset; the
+            environment's exception itself otherwise.
+        """
+        ended: dict[WorkerProcess, bool] = {}
+        for key, _ in self._selector.select(0):
+            worker, ends = key.data
+            ended[worker] = ends or ended.get(worker, False)
+        if self.poll_interval is not None:
+            ended |= {worker: True for worker in self._watched if worker.watch.has_ended()}
+        finished: list[Request] = []
+        for worker, ends in ended.items():
+            self._exchange.state.changing = True
+            finished += self._receive(worker, ends)
+            self._exchange.state.changing = False
+        if self._full:
+            self._flush()
+        return [(request, *self._result_of(request)) for request in finished]
+
+    def _receive(self, worker: WorkerProcess, ended: bool) -> list[Request]:
+        """Apply the replies of a worker, and return the requests that these or its death have finished."""
+        exchange, submitted = self._exchange, list(worker.pending)
+        if ended:
+            exchange.handle_death(worker)
+        else:
+            while exchange.receive(worker) and worker.pending:
+                pass
+        finished = [request for _, _, request in submitted if not request.remaining]
+        if worker.death is not None and worker in self._watched:
+            self._unwatch(worker)
+            self.deaths.append(worker.death)
+        if worker in self._starting and (worker.ready or worker.death is not None):
+            start = self._starting.pop(worker)
+            if worker.death is not None:
+                start.collect()
+                start.deaths.append(worker.death)
+            finished.insert(0, start)
+        return finished
+
+    def _result_of(self, request: Request) -> tuple[Any, Exception | None]:
+        """Return the result of a finished request, or its error."""
+        exchange, command = self._exchange, request.command
+        assert request.rows is not None
+        row = request.rows[0]
+        if command != "start":
+            exchange.in_flight.discard(row)
+        if request.deaths:
+            return None, request.deaths[0].error()
+        if request.failures:
+            ((_, worker), *_) = request.failures
+            ((_, error), *_) = exchange.failures.record(command, request.failures)
+            if command not in ("step", "reset"):
+                return None, error
+            failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
+            failure.__cause__ = error
+            return None, failure
+        try:
+            return self._read(request, row), None
+        except Exception as error:  # it concerns only this environment
+            return None, error
+
+    def _read(self, request: Request, row: int) -> Any:
+        exchange, batch = self._exchange, self._exchange.batch
+        if request.command not in ("step", "reset"):
+            result = request.results.get(row)
+            return result if request.then is None else request.then(result)
+        if row in request.infos:
+            info = request.infos[row]
+        else:
+            info = exchange.infos.one(row) if request.has_infos else {}
+        observation = exchange.store.row(row)
+        if request.command == "reset":
+            exchange.counters.resets += 1
+            return observation, info
+        exchange.counters.steps += 1
+        ends = bool(batch.terminations[row]), bool(batch.truncations[row])
+        return observation, float(batch.rewards[row]), *ends, info
+
+    def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
+        self._calls.accept_loaded(row, snapshot)
+        return self._exchange.store.row(row)
+
+    # -- workers ---------------------------------------------------------------------------------------------------------
+
+    def kill(self, row: int, reason: str) -> None:
+        """Kill the worker of a row. Its pending requests finish with ``WorkerDied`` when it has ended."""
+        worker = self._worker_of(row)
+        worker.kill_reason = worker.kill_reason or reason
+        worker.signal(signal.SIGKILL)
+
+    def start(self, row: int, *, budget: RestartBudget | None = None) -> Request:
+        """Start a new process in place of the dead worker of a row, without waiting. Its rows need a reset.
+
+        Args:
+            row: One of its rows.
+            budget: Count the restart against this budget of restarts, and log it.
+
+        Returns:
+            A request that is finished when the process is ready, or has died.
+
+        Raises:
+            RestartsExhausted: There is no restart left in the budget.
+            OSError: The system lacks resources for it at the moment. The budget counts a repeated attempt once.
+        """
+        exchange, worker = self._exchange, self._worker_of(row)
+        if (death := worker.death) is None:
+            raise ValueError(f"{worker.label}, is alive")
+        if budget is not None and (error := exchange.restarting.count(worker.rows, [worker], budget)) is not None:
+            raise error
+        try:
+            new = exchange.pool.replace(worker)
+        except OSError as error:
+            if budget is not None:
+                cause = f"{death.first_line}; a new process cannot be started: {error}"
+                exchange.failures.restart_log.log(cause)
+            raise
+        if budget is None:
+            exchange.failures.restarts += 1
+        exchange.failures.forget(worker.rows)
+        request = self._starting[new] = Request("start", 0, by_row=False)
+        request.rows = list(new.rows)
+        self._watch(new)
+        return request
+
+    def find_stack(self, row: int) -> Generator[float, None, str]:
+        """Look for the Python stack of the worker of a row: yield seconds to sleep, and return it, or ``""``."""
+        worker = self._worker_of(row)
+        search = worker.look_for_stack()
+        while worker.death is None:
+            try:
+                seconds = next(search)
+            except StopIteration as found:
+                return str(found.value)
+            yield seconds
+        return ""
+
+    def close(self) -> None:
+        """Stop watching the workers. Idempotent."""
+        for worker in list(self._watched):
+            self._unwatch(worker)
+        self._selector.close()
+
+    def _worker_of(self, row: int) -> WorkerProcess:
+        return self._exchange.pool.processes[self._index_of[row]]
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        # Forked processes have a copy of the original, which would keep its registration after it is closed here.
+        end = self._descriptors.open(os.dup, worker.watch.descriptor)
+        self._watched[worker] = worker.channel.fd, end
+        self._selector.register(worker.channel.fd, selectors.EVENT_READ, (worker, False))
+        self._selector.register(end.number, selectors.EVENT_READ, (worker, True))
+
+    def _unwatch(self, worker: WorkerProcess) -> None:
+        replies, end = self._watched.pop(worker)
+        self._selector.unregister(replies)
+        self._selector.unregister(end.number)
+        end.close()
+        if worker in self._full:
+            self._selector.unregister(self._full.pop(worker))
+
+    def _flush(self) -> None:
+        """Write queued messages as far as pipes accept them, and watch full pipes."""
+        pool = self._exchange.pool
+        if pool.held:
+            pool.release_held()
+        pool.flush()  # a worker that has closed its pipe is found by :meth:`collect`
+        if not pool.unsent and not self._full:  # nearly always
+            return
+        for worker in self._full.keys() - pool.unsent:
+            self._selector.unregister(self._full.pop(worker))
+        for worker in pool.unsent - self._full.keys():
+            self._full[worker] = worker.channel.out
+            self._selector.register(worker.channel.out, selectors.EVENT_WRITE, (worker, False))
+

@@ -1,0 +1,71 @@
+"""Logs requests that take very long, in programs that set no timeout.
+
+Without a timeout a wait may never end. There is no thread for this: a process that waits checks from time to time what each
+worker is busy with, and logs what it finds twice, as the logger ``vecenv``. So a step costs nothing, and a program that
+waits for nothing gets no report.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from vecenv.engine.worker_process import WorkerProcess
+from vecenv.system.supervision import innermost_location
+
+REPORT_AFTER_SECONDS: Final = [60.0, 600.0]
+"""Seconds after which a request is logged, once each."""
+CHECK_INTERVAL_SECONDS: Final = [5.0]
+
+_log = logging.getLogger("vecenv")
+_DOING: Final = {"step": "stepping", "reset": "resetting"}
+
+
+class Watchdog:
+    """The start times of the requests that workers are executing.
+
+    Attributes:
+        bounded: Commands that ``step_timeout`` ends, and that are not logged.
+        next_check: The ``time.perf_counter()`` of the next check.
+        interval_ms: Milliseconds between checks.
+    """
+
+    def __init__(self, bounded: Iterable[str] = ()) -> None:
+        self.bounded = tuple(bounded)
+        self.next_check = 0.0
+        self.interval_ms = CHECK_INTERVAL_SECONDS[0] * 1000
+        self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, message) -> first found, times logged
+
+    def check(self, workers: Sequence[WorkerProcess]) -> None:
+        """Log the workers that have been busy with one message for too long."""
+        now = time.perf_counter()
+        self.next_check = now + CHECK_INTERVAL_SECONDS[0]
+        before, self._busy = self._busy, {}
+        for worker in workers:
+            if worker.death is not None or not worker.pending or worker.channel.poll(0):
+                continue
+            message, rows, request = worker.pending[0]
+            began, logged = before.get((worker.index, message), (now, 0))
+            late = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
+            self._busy[worker.index, message] = began, logged + late
+            if late and request.command not in self.bounded:
+                self._report(worker, list(rows), request.command, now - began)
+
+    def _report(self, worker: WorkerProcess, rows: list[int], command: str, seconds: float) -> None:
+        several = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
+        envs = f"env {rows[0]} has" if len(rows) == 1 else f"envs {several} have"
+        if len(rows) > 1 and (running := worker.running_row) is not None:
+            envs = f"env {running}, of envs {several}, has"
+        location = innermost_location(worker.read_stack())
+        where = f", at {location}" if location else ", stopped by SIGSTOP" * worker.is_stopped()
+        hint = f"; {text}" if (text := _hint(command)) else ""
+        doing = _DOING.get(command, f"busy with {command}")
+        _log.warning("%s been %s for %.0f s%s (%s)%s", envs, doing, seconds, where, worker.label, hint)
+
+
+def _hint(command: str) -> str:
+    if command in _DOING:
+        return "step_timeout= ends it"
+    return "call_wait(timeout=) stops waiting" if command == "call" else ""

@@ -1,0 +1,560 @@
+"""Worker processes: start, replace, write to, wait for, end.
+
+Messages are queued inside a block of state changes and written after it (see :mod:`vecenv.engine.exchange`): a write
+can wake a worker that then takes the caller's core for a whole step, and a signal handler that raises meanwhile must not
+cost a reset.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import select
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from os import write
+from typing import Any, Final
+
+from gymnasium.error import ClosedEnvironmentError
+from gymnasium.vector.utils import clear_mpi_env_vars
+
+from vecenv.engine.watchdog import Watchdog
+from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess, end_workers
+from vecenv.errors import StartupTimeout, envs_text
+from vecenv.front.arguments import deadline_after, milliseconds_until
+from vecenv.front.driver import left_in_a_fork
+from vecenv.link.channel import Channel, ChannelClosed
+from vecenv.link.messages import OVERLAPS, EnvFnsToStart, Failure, Op, decode, dumps, dumps_by_value, encode, pack_head
+from vecenv.shm import Arena, Batch
+from vecenv.system.cores import Placement, SpinPolicy
+from vecenv.system.descendants import end_marked, new_token
+from vecenv.system.descriptors import DescriptorOwner, require_descriptors, too_few_descriptors
+from vecenv.system.shared_generators import fingerprint
+from vecenv.system.signals import deferred_signals
+from vecenv.system.spawning import (
+    NO_GUARD,
+    Lifeline,
+    Variables,
+    advice_for_fork,
+    end_unclosed,
+    missing_guard,
+    preload,
+    spawn,
+)
+from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_process
+from vecenv.worker.envs import WorkerPlan
+from vecenv.worker.main import Ready, Start, main
+
+_LATE_WORKERS_NAMED: Final = 4
+_LAST_BOUNDED: Final = int(Op.REBUILD_SOME)  # steps and resets, of which `max_busy` limits the number
+
+
+@dataclass(slots=True)
+class PoolOptions:
+    """The options of worker processes.
+
+    Attributes:
+        context: A ``multiprocessing`` context.
+        daemon: ``Process.daemon`` of every worker.
+        name: Process names are ``Worker<name>-index``.
+        start_timeout: Seconds that a worker has to build its environments; ``None``: no limit.
+        max_busy: The largest number of workers that are busy at a time; ``None``: all of them.
+        caller_spin: Seconds for which the caller may poll before it sleeps.
+        placements: The cores of each worker.
+        variables: Environment variables of each worker.
+    """
+
+    context: Any
+    daemon: bool
+    name: str
+    start_timeout: float | None
+    max_busy: int | None = None
+    caller_spin: float = 0.0
+    placements: list[Placement] = field(default_factory=list)
+    variables: list[Variables] = field(default_factory=list)
+
+
+class WorkerPool:
+    """The workers of one engine.
+
+    Args:
+        plan: What every worker needs to know.
+        arena: The shared memory.
+        batch: Views of it.
+        options: How to run workers.
+        bounded: Commands that ``step_timeout`` ends.
+
+    Attributes:
+        processes: The worker processes, in the order of their rows.
+        local: The caller's own share, if there is one.
+        workers: All of these, in the order of their rows.
+        wait_order: Indices of the processes, in the order in which to wait for all of them.
+        unsent: Workers for which bytes are queued in their channels.
+        accepted: How much of the latest message for every worker each pipe accepted; shorter than ``processes`` until all
+            is written.
+        held: Messages that wait until fewer than ``max_busy`` workers are busy: (worker, bytes, whether it makes it busy).
+        seconds_waited: The total time of all waits.
+        started: Every process that was started and has not been joined.
+        closing: ``close()`` has begun.
+    """
+
+    # class attributes, because objects with more than 30 attributes of their own are slower
+    abandoned = closing = released = False
+
+    def __init__(
+        self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, bounded: Sequence[str] = ()
+    ) -> None:
+        self._plan, self._options = plan, options
+        self._arena: Arena | None = arena
+        self._running: Any = batch.running
+        self._running[:] = -1
+        self.descriptors = DescriptorOwner(self)
+        self._lifeline = Lifeline(self.descriptors)
+        self.started: list[Any] = []
+        self._starts: Counter[int] = Counter()  # how many processes were started for each index
+        self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._finalizer = weakref.finalize(self, end_unclosed, self._lifeline, self.started, os.getpid())
+        self._env_fns: dict[int, Sequence[Any]] = {}
+        self.processes: list[WorkerProcess] = []
+        self.local: LocalWorker | None = None
+        self.workers: list[Worker] = []
+        self.wait_order: list[int] = []
+        self.unsent: set[WorkerProcess] = set()
+        self.accepted: list[int] = []
+        self.max_busy = options.max_busy
+        self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
+        self.failures_in_close: list[tuple[Failure, Any]] = []
+        self._retired: list[WorkerProcess] = []
+        self._message = b""  # the latest message for every worker
+        self._write_fds: list[int] = []
+        shares_core = any(placement.with_caller for placement in options.placements)
+        self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
+        self._spin = self._spin_policy.spin
+        self.seconds_waited = 0.0
+        self.watchdog = Watchdog(bounded)
+        self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
+        left_in_a_fork.add(self)  # before any worker is forked
+
+    def __repr__(self) -> str:
+        return f"WorkerPool({self.workers})"
+
+    # -- starting ------------------------------------------------------------------------------------------------------
+
+    def start(self, shares: Sequence[tuple[range, Sequence[Any]]], local: LocalWorker | None) -> list[Ready]:
+        """Start one process per share, all at once, and wait until each has built its environments.
+
+        Args:
+            shares: (rows, env_fns) of each process.
+            local: The caller's own share; its rows are the first.
+
+        Raises:
+            StartupTimeout, WorkerDied, OSError: Nothing is left running.
+        """
+        require_descriptors(len(shares))
+        preload(self._options.context)
+        started: list[WorkerProcess] = []
+        deadline = deadline_after(self._options.start_timeout)
+        try:
+            with clear_mpi_env_vars():
+                for index, (rows, env_fns) in enumerate(shares):
+                    self._env_fns[index] = env_fns
+                    self._start(index, rows, len(shares), started)
+            readies = [self._wait_for_start(worker, deadline) for worker in started]
+        except BaseException:
+            self.end(started, 0.0, terminate=True)
+            raise
+        self.processes, self.local = started, local
+        # A worker on the caller's core runs only while the caller sleeps, so it comes first; then the one that was sent its
+        # message last: when that has replied, most of the others have too, and the caller wakes up once or twice per step.
+        self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
+        self._workers_changed()
+        return readies
+
+    def replace(
+        self, worker: WorkerProcess, launch: Callable[[int, range], WorkerProcess] | None = None
+    ) -> WorkerProcess:
+        """Put a new process in the place of a worker. It builds its environments while the caller continues.
+
+        Args:
+            worker: A dead worker, or one that is idle: that closes its environments meanwhile.
+            launch: Starts the new process, for (index, rows); the default rebuilds the environments.
+
+        Raises:
+            OSError: There is no room for a new process. The worker keeps its place.
+        """
+        with deferred_signals():
+            if worker.death is not None:
+                worker.release()
+                self._forget_process(worker.process)
+                end_marked([worker.token])
+            if launch is not None:
+                new = launch(worker.index, worker.rows)
+                self.started.append(new.process)
+            else:
+                started: list[WorkerProcess] = []
+                with clear_mpi_env_vars():
+                    self._start(worker.index, worker.rows, 1, started)
+                new = started[0]
+            self.processes[worker.index] = new
+            if worker.death is None:
+                worker.request_close()
+                self._retire(worker)
+            self._workers_changed()
+        return new
+
+    def adopt(
+        self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
+        token: int,
+    ) -> WorkerProcess:  # fmt: skip
+        """Return the worker of a process that was started elsewhere and has built its environments, for :meth:`replace`."""
+        running, shares_core = self._running[index : index + 1], self.placement_of(index).with_caller
+        worker = WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
+        worker.ready = True
+        return worker
+
+    def _workers_changed(self) -> None:
+        self.workers = [*([] if self.local is None else [self.local]), *self.processes]
+        self._write_fds = [worker.channel.out for worker in self.processes]
+        self.accepted = [0] * len(self.processes)
+        self._poll = None
+
+    def placement_of(self, index: int) -> Placement:
+        """Return where a worker runs."""
+        placements = self._options.placements
+        return placements[index] if index < len(placements) else Placement()
+
+    def name_of(self, index: int) -> str:
+        """Return the name of the process of a worker."""
+        return f"Worker<{self._options.name}>-{index}"
+
+    def _start(self, index: int, rows: range, count: int, into: list[WorkerProcess]) -> None:
+        """Start the process of one worker and append it to ``into``.
+
+        Args:
+            index, rows: Its place.
+            count: How many are being started, for the error message.
+            into: Gets the worker.
+
+        Raises:
+            OSError: No process, or too few descriptors.
+            Exception: An ``env_fn`` cannot be pickled.
+        """
+        options, env_fns = self._options, self._env_fns[index]
+        forks = options.context.get_start_method() == "fork"
+        functions = env_fns if forks else EnvFnsToStart(rows, env_fns, "the start method of its worker needs")
+        placement = self.placement_of(index)
+        variables = options.variables[index] if options.variables else {}
+        life = self._starts[index]
+        self._starts[index] += 1
+        self._running[index] = -1
+        descriptors = self.descriptors.child()
+        known = len(self.started)
+        try:
+            channel = Channel(descriptors)
+            self.channels.add(channel)
+            stack_file = StackFile(descriptors)
+            token = new_token()
+            assert self._arena is not None
+            start = Start(
+                index, rows[0], functions, self._plan, self._arena, channel.worker_ends, stack_file, placement,
+                fingerprint(), life,
+            )  # fmt: skip
+            with deferred_signals():  # an exception between spawn() and append() would leak the process
+                process = spawn(
+                    options.context, main, (start,), name=self.name_of(index), daemon=options.daemon,
+                    lifeline=self._lifeline, token=token, variables=variables, into=self.started,
+                )  # fmt: skip
+                into.append(
+                    WorkerProcess(
+                        index, rows, process, channel, stack_file, descriptors, token, self._running[index : index + 1],
+                        placement.with_caller,
+                    )
+                )  # fmt: skip
+            channel.close_worker_ends()
+        except BaseException as error:
+            if not any(worker.descriptors is descriptors for worker in into):
+                descriptors.close()
+                for process in self.started[known:]:
+                    self._end_process(process)
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                raise too_few_descriptors(error, count) from error
+            raise
+
+    def _end_process(self, process: Any) -> None:
+        """End a process that was interrupted during its start and belongs to no worker."""
+        with contextlib.suppress(ValueError, AttributeError, AssertionError):  # it was not started
+            process.kill()
+            process.join()
+        close_process(process)
+        self._forget_process(process)
+
+    def _forget_process(self, process: Any) -> None:
+        with contextlib.suppress(ValueError):  # an interrupted call has removed it
+            self.started.remove(process)
+
+    def _wait_for_start(self, worker: WorkerProcess, deadline: float | None) -> Ready:
+        """Return a worker's first message.
+
+        Raises:
+            WorkerDied: It ended before.
+            StartupTimeout: It did not come in time.
+        """
+        options = self._options
+        while True:
+            try:
+                message = worker.channel.receive()
+            except ChannelClosed:
+                message = None
+                worker.record_death()
+            if worker.death is not None:
+                unguarded = worker.death.exitcode == NO_GUARD
+                raise worker.death.error(missing_guard(options.context.get_start_method()) if unguarded else "")
+            if message is not None:
+                ready: Ready = pickle.loads(decode(message)[2] or b"")
+                worker.ready = True
+                return ready
+            left = milliseconds_until(deadline)
+            events = () if left == 0 else worker.poll(left)
+            if not events:
+                stack = worker.read_stack()
+                envs = envs_text(worker.rows, worker.running_row)
+                raise StartupTimeout(
+                    f"worker {worker.index} (pid {worker.pid}, {envs}) was not ready within "
+                    f"{options.start_timeout} seconds of its start" + (f"; it is at:\n{stack}" if stack else "")
+                    + advice_for_fork(options.context)
+                )  # fmt: skip
+            if worker.channel.fd not in dict(events):
+                message = worker.channel.receive() if worker.channel.poll(0) else None
+                worker.record_death()
+
+    # -- writing -------------------------------------------------------------------------------------------------------
+
+    def pickled(self, worker: Worker, payload: Any) -> Any:
+        """Return a payload in the form that :meth:`queue` takes.
+
+        Raises:
+            Exception: It cannot be pickled.
+        """
+        if payload is None or isinstance(worker, LocalWorker):
+            return payload
+        return dumps(payload, by_value=True) if worker.forked else dumps_by_value(payload)
+
+    def queue(self, worker: Worker, op: int, seq: int, payload: Any) -> None:
+        """Queue a message for one worker; :meth:`flush` writes it."""
+        if isinstance(worker, LocalWorker):
+            worker.queue(op, seq, payload)
+            return
+        data, counts = encode(op, seq, payload), op & ~OVERLAPS <= _LAST_BOUNDED
+        if self.max_busy is not None and (counts or any(other is worker for other, *_ in self.held)):
+            self.held.append((worker, data, counts))
+        else:
+            worker.channel.queue(data)
+            self.unsent.add(worker)
+
+    def release_held(self) -> None:
+        """Queue held messages as far as fewer than ``max_busy`` workers are busy."""
+        busy = sum(len(worker.pending) for worker in self.processes) - len(self.held)
+        while self.held and (not self.held[0][2] or busy < (self.max_busy or 0)):
+            worker, data, counts = self.held.popleft()
+            busy += counts
+            worker.channel.queue(data)
+            self.unsent.add(worker)
+
+    def queue_for_all(self, op: int, seq: int) -> None:
+        """Queue a message without a payload for every worker; :meth:`write_to_all` or :meth:`flush` writes it."""
+        self._message, self.accepted = pack_head(op, seq), []
+        if self.local is not None:
+            self.local.messages.append((op, seq, None))
+
+    def write_to_all(self) -> None:
+        """Write the message for every worker in one call into C. A pipe accepts a message without a payload as a whole."""
+        if not self.unsent:
+            try:
+                self.accepted.extend(map(write, self._write_fds, repeat(self._message)))
+            except OSError:  # a pipe is full, or a worker has ended: `flush` writes to the others
+                return
+
+    def queue_rest(self) -> None:
+        """Queue the message for every worker, where it was not written, in each worker's own channel."""
+        for worker in self.processes[len(self.accepted) :]:
+            if worker.death is None:
+                worker.channel.queue(self._message)
+                self.unsent.add(worker)
+        self.accepted = [0] * len(self.processes)
+
+    def forget_unsent(self) -> None:
+        """Forget messages that no channel has. What a channel has queued precedes its next message."""
+        self.held.clear()
+        self._workers_changed()  # a replacement may have been interrupted before this
+        if self.local is not None:
+            self.local.messages.clear()
+
+    def flush(self) -> list[WorkerProcess]:
+        """Write queued messages, as far as the pipes accept them; return the workers that have closed theirs."""
+        closed = []
+        for worker in list(self.unsent):
+            try:
+                if worker.channel.flush():
+                    self.unsent.discard(worker)
+            except ChannelClosed:
+                closed.append(worker)
+        return closed
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool | None:
+        """Wait until a worker has written something (``False``) or has ended (``True``); ``None`` if the deadline passes.
+
+        It polls for a while before it sleeps, where that pays. It may also return ``False`` early, for the watchdog.
+        """
+        began = time.perf_counter()
+        spun = not worker.shares_core and self._spin(worker.channel.poll)
+        events = () if spun else worker.poll(self._milliseconds(deadline))
+        now = time.perf_counter()
+        self.seconds_waited += now - began
+        if self.closing:
+            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+        if spun:
+            return False
+        if not events:
+            self.watchdog.check(self.processes)
+            return None if deadline is not None and time.monotonic() >= deadline else False
+        return worker.channel.fd not in dict(events)
+
+    def wait(self, deadline: float | None) -> list[tuple[WorkerProcess, bool]] | None:
+        """Wait for workers to write something or to end: (worker, whether it has ended) for each; ``None`` if too late.
+
+        It may also return an empty list, for the watchdog.
+        """
+        poll, worker_of = self._make_poll() if self.unsent or self._poll is None else self._poll
+        began = time.perf_counter()
+        if self.wait_order:
+            first = self.processes[self.wait_order[0]]
+            if not (first.shares_core and first.pending):
+                self._spin(poll.poll)
+        milliseconds = self._milliseconds(deadline)
+        must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)
+        events = poll.poll(min(milliseconds, EXIT_POLL_INTERVAL_MS) if must_poll else milliseconds)
+        now = time.perf_counter()
+        self.seconds_waited += now - began
+        if self.closing:
+            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+        if now > self.watchdog.next_check:
+            self.watchdog.check(self.processes)
+        if not events:
+            if must_poll and (ended := [(one, True) for one in self.processes if one.death is None and one.has_ended()]):
+                return ended
+            return None if deadline is not None and time.monotonic() >= deadline else []
+        return [(worker_of[fd], fd == worker_of[fd].watch.descriptor) for fd, _ in events]
+
+    def _milliseconds(self, deadline: float | None) -> float:
+        longest = self.watchdog.interval_ms
+        return longest if deadline is None else min(max(deadline - time.monotonic(), 0.0) * 1000, longest)
+
+    def has_reply(self) -> bool:
+        """True if a worker process has written something or has ended."""
+        poll, _ = self._poll or self._make_poll()
+        return bool(poll.poll(0))
+
+    def _make_poll(self) -> tuple[select.poll, dict[int, WorkerProcess]]:
+        poll, worker_of = select.poll(), {}
+        for worker in self.processes:
+            if worker.death is None:
+                for fd in (worker.channel.fd, worker.watch.descriptor):
+                    worker_of[fd] = worker
+                    poll.register(fd, select.POLLIN)
+        for worker in self.unsent:
+            if worker.death is None:
+                worker_of[worker.channel.out] = worker
+                poll.register(worker.channel.out, select.POLLOUT)
+        self._poll = None if self.unsent else (poll, worker_of)
+        return poll, worker_of
+
+    def worker_died(self, worker: WorkerProcess) -> None:
+        """Drop the messages that are queued for a dead worker."""
+        self.unsent.discard(worker)
+        self.held = deque(one for one in self.held if one[0] is not worker)
+        self._poll = None
+
+    def describe_late(self, seconds: float | None) -> str:
+        """Return one line for each worker that has not replied in ``seconds``, with its request and location."""
+        text = ""
+        late = [worker for worker in self.processes if worker.pending]
+        for worker in late[:_LATE_WORKERS_NAMED]:
+            worker.overdue = True
+            _, rows, request = worker.pending[0]
+            stack = f"\n{found}" if seconds and (found := worker.read_stack()) else ""  # a poll requests nothing
+            state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
+            running = worker.running_row
+            envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
+            text += f"\n{envs}, {worker.label}, during {request.command}: no answer yet.{state}{stack}"
+        return text
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _retire(self, worker: WorkerProcess) -> None:
+        """Keep a worker that was replaced until it has ended, and end such workers in batches: each looks through /proc."""
+        self._retired.append(worker)
+        ended = sum(one.watch.has_ended() for one in self._retired)
+        if ended >= 16 or len(self._retired) >= 64:
+            retired, self._retired = self._retired, []
+            self.end(retired, 0.0, terminate=False)
+
+    def end(self, workers: Sequence[WorkerProcess], timeout: float, *, terminate: bool) -> None:
+        """End workers that have no place in the pool, and what their environments started."""
+        end_workers(workers, timeout, terminate)
+        for worker in workers:
+            worker.release()
+            self._forget_process(worker.process)
+
+    def close(self, timeout: float, *, terminate: bool) -> None:
+        """End all workers within about ``timeout`` seconds: request it, then SIGTERM, then SIGKILL for the whole group.
+
+        It can be interrupted anywhere and called again. :meth:`release` frees what the pool holds.
+        """
+        if self.abandoned:
+            return
+        self.closing = True
+        end_workers(self.processes, timeout, terminate, self.failures_in_close)
+        retired, self._retired = self._retired, []
+        self.end(retired, timeout, terminate=terminate)
+        if self.local is not None:
+            self.failures_in_close += self.local.close()
+
+    def release(self) -> None:
+        """Close every descriptor. Idempotent."""
+        if self.abandoned:
+            return
+        for worker in self.workers:
+            worker.release()
+            worker.pending.clear()
+        self._lifeline.close()
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
+        self.descriptors.close()
+        end_unclosed(self._lifeline, self.started, os.getpid())
+        self._poll = self._running = None
+        self._spin_policy.forget()
+        left_in_a_fork.discard(self)
+        self.released = True
+
+    def end_unclosed(self) -> None:
+        """End the workers of an engine that was collected without having been closed."""
+        self._finalizer()
+        if self.local is not None:
+            self.local.close()
+        self.descriptors.close()
+
+    def abandon(self) -> None:
+        """In a forked child, close the copies of resources that belong to the caller alone."""
+        self.abandoned = True
+        for channel in list(self.channels):
+            channel.forget()
+        self._finalizer.detach()

@@ -1,0 +1,382 @@
+"""Workers, as the caller uses them: processes, and the caller's own share of the environments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from copy import deepcopy
+from typing import Any, Final, TypeAlias
+
+from vecenv.engine.requests import Death, Request
+from vecenv.errors import envs_text, span_text
+from vecenv.link.channel import Channel, ChannelClosed
+from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, decode_outcome, encode
+from vecenv.system.descendants import end_group, end_marked
+from vecenv.system.descriptors import DescriptorOwner
+from vecenv.system.reporting import warn
+from vecenv.system.signals import deferred_signals, watched_handlers
+from vecenv.system.supervision import (
+    STACK_SIGNALS,
+    ProcessWatch,
+    StackFile,
+    catches,
+    close_process,
+    describe_exit,
+    env_frames,
+    has_all_env_frames,
+    innermost_location,
+)
+from vecenv.worker.keeping import SnapshotRows
+from vecenv.worker.main import execute
+
+Pending: TypeAlias = tuple[bytes, Sequence[int], Request]
+"""A message that has not been replied to: the bytes of a reply that reports nothing, its rows, and its request."""
+
+_STEP: Final = int(Op.STEP)
+_EXIT_GRACE_SECONDS: Final = 0.5  # between the end of a worker's pipe and the end of its process
+_STACK_START_SECONDS: Final = 0.05  # until a late worker begins to write its stack, if it can
+_STACK_END_SECONDS: Final = 0.3  # until the stack is complete, if the worker has begun or waits for a core
+_STACK_CPU_SECONDS: Final = 0.02  # of CPU time within which a worker begins to write, if it can
+_TERM_GRACE_SECONDS: Final = 0.25  # between SIGTERM and SIGKILL
+_KILL_SECONDS: Final = 5.0  # for the kernel to end a killed process
+CLOSING: Final = 0
+"""The sequence number of the last message; all others are above 0."""
+
+
+class LocalWorker:
+    """The caller's own share of the environments, which the caller steps while it waits.
+
+    It has the attributes of :class:`WorkerProcess` that the engine uses.
+
+    Attributes:
+        messages: Messages that have not been executed: (operation, sequence number, payload).
+    """
+
+    local, death, overdue, shares_core, exitcode = True, None, False, False, None
+    rebuild_deadline = 0.0
+
+    def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
+        self.index, self.rows, self.env_rows = index, rows, env_rows
+        self.pid, self.label = os.getpid(), f"stepped by the caller, pid {os.getpid()}"
+        self.pending: deque[Pending] = deque()
+        self.messages: deque[tuple[int, int, Any]] = deque()
+
+    def __repr__(self) -> str:
+        return f"LocalWorker({span_text(self.rows)}, {'busy' if self.pending else 'idle'})"
+
+    def has_ended(self) -> bool:
+        """Return ``False``: this process is running."""
+        return False
+
+    def is_stopped(self) -> bool:
+        """Return ``False``: this process is running."""
+        return False
+
+    def queue(self, op: int, seq: int, payload: Any) -> None:
+        """Queue a message; environments may write into their actions, so those of a step are copied."""
+        self.messages.append((op, seq, deepcopy(payload) if payload is not None and op <= Op.STEP_SOME else payload))
+
+    def perform(self) -> Outcome:
+        """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
+        op, seq, payload = self.messages.popleft()
+        if op == _STEP and payload is None:  # nearly always
+            return self.env_rows.step(None, self.env_rows.actions(None))
+        if op <= Op.REBUILD_SOME:
+            return execute(self.env_rows, op, seq, payload)
+        with watched_handlers():
+            return execute(self.env_rows, op, seq, payload)
+
+    def forget_calls(self) -> None:
+        """Drop calls that have not been executed."""
+        self.messages = deque(message for message in self.messages if message[0] <= Op.REBUILD_SOME)
+
+    @property
+    def is_calling(self) -> bool:
+        """True if the oldest message is a call. Interrupting a call leaves the environments usable."""
+        return self.messages[0][0] > Op.REBUILD_SOME
+
+    def close(self) -> list[tuple[Failure, Any]]:
+        """Close the environments; return their failures. Idempotent."""
+        rows = self.__dict__.get("env_rows")
+        return [] if rows is None else [(failure, self) for failure in rows.close().failures]
+
+    def release(self) -> None:
+        """Drop the closed environments, and the shared memory."""
+        rows = self.__dict__.pop("env_rows", None)
+        if rows is not None:
+            rows.forget()
+
+
+class WorkerProcess:
+    """A process that steps ``rows``. It replies to messages in the order in which they were sent.
+
+    Attributes:
+        pending: Messages that it has not replied to, oldest first.
+        ready: It has built its environments.
+        start_failures: The failures of environments that raised while they were built.
+        death: How it ended; ``None`` while it is alive.
+        overdue: A reply was late, so ``close()`` waits less for this worker.
+        rebuild_deadline: The ``time.monotonic()`` by which it must reply to its first message after a restart; 0.0: none.
+        forked: It was forked, so it has the caller's own classes.
+        shares_core: It is bound to the caller's core, and runs only while the caller sleeps.
+        token: The token that marks all processes that its environments start.
+        timeout: The timeout after which it was killed, if it hung.
+        kill_reason: The reason why it was killed.
+    """
+
+    local = False
+    timeout: float | None = None
+    kill_reason = ""
+
+    def __init__(
+        self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
+        token: int, running: Any, shares_core: bool = False,
+    ) -> None:  # fmt: skip
+        self._running = running  # one int32 in shared memory
+        self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token
+        self.pid, self.label = process.pid, f"worker {index}, pid {process.pid}"
+        self.stack_file, self.descriptors = stack_file, descriptors
+        self.shares_core = shares_core
+        self.forked = process._popen.method == "fork"
+        self.pending: deque[Pending] = deque()
+        self.ready = self.overdue = self._close_requested = False
+        self.start_failures: list[Failure] = []
+        self.death: Death | None = None
+        self.exitcode: int | None = None
+        self.rebuild_deadline = 0.0
+        self.watch = ProcessWatch(process, descriptors)
+        self._poll = select.poll()
+        self._poll.register(channel.fd, select.POLLIN)
+        self._poll.register(self.watch.descriptor, select.POLLIN)
+        self.poll: Any = self._poll.poll
+        if self.watch.must_poll_for_exit:
+            self.poll = self._poll_with_exit
+
+    def __repr__(self) -> str:
+        state = "dead" if self.death else "starting" if not self.ready else "busy" if self.pending else "idle"
+        return f"WorkerProcess({self.index}, {span_text(self.rows)}, pid={self.pid}, {state})"
+
+    def _poll_with_exit(self, timeout_ms: float | None) -> Any:
+        return self.watch.poll(self._poll, timeout_ms)
+
+    def set_ready(self, payload: bytes | None) -> None:
+        """Record that a new process has built its environments, and which of them it reported as failed."""
+        self.ready = True
+        self.start_failures = pickle.loads(payload or b"").failures
+
+    def has_ended(self) -> bool:
+        """True if the process is known to be dead, or has just ended."""
+        return self.death is not None or self.watch.has_ended()
+
+    @property
+    def command(self) -> str:
+        """The command that it is executing, ``"start"`` or ``"idle"``."""
+        return "start" if not self.ready else self.pending[0][2].command if self.pending else "idle"
+
+    @property
+    def running_row(self) -> int | None:
+        """The environment that it is executing, or died in; ``None`` if that is not known."""
+        rows = self.pending[0][1] if self.pending else self.rows
+        if len(rows) == 1:
+            return rows[0]
+        position = int(self._running[0])
+        row = self.rows[position] if 0 <= position < len(self.rows) else None
+        return row if row in rows else None
+
+    def record_death(self) -> Death:
+        """Determine how the process ended, and kill what it left behind.
+
+        Its exit code can be read only once, so signal handlers are deferred.
+        """
+        with deferred_signals():
+            self.death = self.death or self._describe_death(self.kill_reason)
+            self.watch.close()
+            self.channel.close()
+        return self.death
+
+    def _describe_death(self, reason: str) -> Death:
+        if not self.watch.has_ended(_EXIT_GRACE_SECONDS):
+            self.signal(signal.SIGKILL)
+            reason = reason or "it closed its pipe, so it was killed"
+        self.exitcode = self.watch.exit_code()
+        command = self.command
+        stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
+        running = None if command == "idle" else self.running_row
+        where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows, running)})"
+        doing = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
+        text = f"{where} died {doing}: {reason or describe_exit(self.exitcode)}"
+        if location := innermost_location(stack):
+            text += f", at {location}"
+        if stack:
+            text += f"\nits last Python stack:\n{stack}"
+        end_group([self.pid])
+        return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running)
+
+    # -- its stack ----------------------------------------------------------------------------------------------------
+
+    def read_stack(self) -> str:
+        """Return the Python stack of a worker that is late, or ``""`` if it is not available. The worker is not affected."""
+        steps = self.look_for_stack()
+        while True:
+            try:
+                time.sleep(next(steps))
+            except StopIteration as finished:
+                return finished.value  # type: ignore[no-any-return]
+
+    def look_for_stack(self) -> Generator[float, None, str]:
+        """Read the stack as :meth:`read_stack` does, but yield the seconds to sleep instead of sleeping."""
+        stack = ""
+        for number in STACK_SIGNALS:
+            if not stack and not self.is_stopped() and catches(self.pid, number):
+                stack = yield from self._request_stack(number)
+        self.stack_file.clear()
+        return env_frames(stack)
+
+    def _request_stack(self, number: int) -> Generator[float, None, str]:
+        """Send a signal; return the stack that the worker writes, if its main thread is not in C code and got a core."""
+        self.stack_file.allow_dump()
+        stack, began, cpu_before = "", time.monotonic(), self._cpu_seconds()
+        self.signal(number)
+        while (waited := time.monotonic() - began) < _STACK_END_SECONDS and not has_all_env_frames(stack):
+            yield 0.002
+            stack = self.stack_file.read()
+            if stack or waited <= _STACK_START_SECONDS:
+                continue
+            if self._state() != "R" or self._cpu_seconds() - cpu_before > _STACK_CPU_SECONDS:
+                break
+        return stack
+
+    def _cpu_seconds(self) -> float:
+        """Return the CPU seconds of its main thread; 0 if the kernel does not report them."""
+        with contextlib.suppress(OSError, IndexError, ValueError, NameError), open(f"/proc/{self.pid}/schedstat") as file:
+            return int(file.read().split()[0]) * 1e-9
+        return 0.0
+
+    def is_stopped(self) -> bool:
+        """True if the process is stopped (SIGSTOP); known on Linux only."""
+        return self._state() in ("T", "t")
+
+    def _state(self) -> str:
+        """Return the kernel's letter for the state of the process, or ``""``."""
+        # NameError: at the interpreter's exit there is no open() any more
+        with contextlib.suppress(OSError, IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0]
+        return ""
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        self.watch.signal(number)
+
+    def request_close(self) -> None:
+        """Send the request to close its environments, which it executes after its current message.
+
+        Only the first call sends anything, even if it is interrupted.
+        """
+        if not self._close_requested and not self.channel.closed:
+            self._close_requested = True
+            self.channel.queue(encode(Op.CLOSE, CLOSING))
+            self.flush()
+
+    def flush(self) -> bool:
+        """Write queued bytes; ``False`` if the pipe is full."""
+        try:
+            return self.channel.closed or self.channel.flush()
+        except ChannelClosed:
+            return True
+
+    def drain(self, failures: list[tuple[Failure, Any]] | None) -> bool:
+        """Read what a worker that is ending is still writing: a full pipe would keep it from ending.
+
+        Args:
+            failures: A list to which failures of its environments in ``close`` are added.
+
+        Returns:
+            ``False`` at the end of the pipe.
+        """
+        try:
+            while (message := self.channel.receive()) is not None:
+                kind, seq, payload = decode(message)
+                if kind == Reply.FULL and seq == CLOSING and payload is not None and failures is not None:
+                    outcome = decode_outcome(payload)
+                    failures += [(failure, self) for failure in outcome.failures]
+                    for _, text in outcome.warnings:
+                        warn(f"worker {self.index} (pid {self.pid}): {text}")
+        except ChannelClosed:
+            return False
+        return True
+
+    def release(self) -> None:
+        """Close every descriptor of an ended process. Idempotent."""
+        self.watch.close()
+        self.channel.close()
+        self.descriptors.close()
+        self._running = (-1,)  # the shared memory may be unmapped
+        if self.exitcode is None:
+            self.exitcode = self.watch.exit_code()
+        close_process(self.process)
+
+
+Worker: TypeAlias = WorkerProcess | LocalWorker
+
+
+def end_workers(
+    workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[tuple[Failure, Any]] | None = None
+) -> None:
+    """End workers within about ``timeout`` seconds, and all processes that their environments started.
+
+    Args:
+        workers: The workers.
+        timeout: Seconds for their environments' own ``close``.
+        terminate: Send SIGTERM at once, without a request to close.
+        failures: A list to which failures of environments in ``close`` are added, each with its worker.
+    """
+    deadline = time.monotonic() + timeout
+    alive = [worker for worker in workers if not worker.has_ended()]
+    if not terminate:
+        for worker in alive:
+            worker.request_close()
+        _wait_for_exit([worker for worker in alive if not worker.is_stopped()], deadline, failures)
+    late = [worker for worker in alive if not worker.watch.has_ended()]
+    for worker in late:
+        worker.signal(signal.SIGTERM)
+    _wait_for_exit([worker for worker in late if not worker.is_stopped()], time.monotonic() + _TERM_GRACE_SECONDS, failures)
+    for worker in alive:
+        if not worker.watch.has_ended():
+            worker.signal(signal.SIGKILL)
+    _wait_for_exit(alive, time.monotonic() + _KILL_SECONDS, failures)
+    end_group(worker.pid for worker in alive)
+    for worker in workers:
+        if worker.exitcode is None:
+            worker.exitcode = worker.watch.exit_code()
+    end_marked([worker.token for worker in workers])
+
+
+def _wait_for_exit(
+    workers: Iterable[WorkerProcess], deadline: float, failures: list[tuple[Failure, Any]] | None
+) -> None:
+    for worker in workers:
+        if worker.watch.descriptor < 0:
+            continue
+        poll = select.poll()
+        poll.register(worker.watch.descriptor, select.POLLIN)
+        reply_fd = worker.channel.fd
+        if reply_fd >= 0:
+            poll.register(reply_fd, select.POLLIN)
+            if not worker.flush():
+                poll.register(worker.channel.out, select.POLLOUT)
+        while not worker.watch.has_ended() and (left := deadline - time.monotonic()) > 0:
+            for descriptor, _ in worker.watch.poll(poll, left * 1000):
+                if descriptor == worker.channel.out and worker.flush():
+                    poll.unregister(descriptor)
+                elif descriptor == reply_fd and not worker.drain(failures):
+                    poll.unregister(reply_fd)
+                    reply_fd = -1
+        worker.drain(failures)

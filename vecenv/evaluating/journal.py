@@ -1,0 +1,240 @@
+"""A file of results, one JSON line per finished episode, from which a killed evaluation continues.
+
+The first line identifies the list of episodes. Each line is appended by one write; an incomplete last line comes from a
+killed program, and is removed. A failed episode is recorded and run again by the next evaluation, so the last line of an
+episode counts.
+
+Values of infos without a JSON type are objects with one key: ``!array``, ``!scalar``, ``!tuple``, ``!dict``, ``!float`` for
+nan and infinities; ``!repr`` for any other object, which is read back as that text.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from vecenv.evaluating.episodes import Episode, EpisodeResult
+
+with contextlib.suppress(ImportError):  # missing on Windows, where two programs may write into one file
+    import fcntl
+
+__all__ = ["Journal", "stored_seed"]
+
+_FORMAT: Final = 1
+_FILE: Final = "episodes.jsonl"
+_PLAIN: Final = (type(None), bool, int, str)
+
+
+class Journal:
+    """The results in a folder: a context manager, within which results can be appended.
+
+    Args:
+        folder: Entering the context creates it, with its parents.
+        episodes: The list of episodes, all with a seed.
+        seed: The seed of the evaluation.
+        name: The name of the policy.
+
+    Raises:
+        TypeError: Options of an episode cannot be hashed exactly.
+        ValueError: The folder has results of another list, seed or name, or a damaged file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], episodes: Sequence[Episode], seed: int, name: str | None) -> None:
+        self._path = _path_in(folder)
+        self._episodes = episodes
+        self._header = {
+            "format": _FORMAT, "episodes": len(episodes), "seed": seed, "name": name, "list": _identify(episodes),
+        }  # fmt: skip
+        self._fd = -1
+        self.results: dict[int, EpisodeResult] = {}
+        if self._path.exists():
+            self._read(self._path.read_bytes())
+
+    def __enter__(self) -> Journal:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            self._lock()
+            with open(self._fd, "rb", closefd=False) as file:
+                complete = self._read(file.read())
+            os.ftruncate(self._fd, complete)
+            if not complete:
+                self._write(self._header)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._fd)
+
+    def append(self, result: EpisodeResult) -> EpisodeResult:
+        """Append a result, and return it as the file would restore it."""
+        line = {
+            "index": result.index,
+            "env": result.env,
+            "seed": result.seed,
+            "return": _encode(result.episode_return),
+            "length": result.length,
+            "terminated": result.terminated,
+            "truncated": result.truncated,
+            "seconds": result.seconds,
+            "attempts": result.attempts,
+            "error": None if result.error is None else f"{type(result.error).__name__}: {result.error}",
+            "info": _encode(result.info),
+        }
+        self._write(line)
+        return replace(result, info=_decode(json.loads(json.dumps(line["info"]))))
+
+    def _write(self, line: dict[str, Any]) -> None:
+        data = f"{json.dumps(line, allow_nan=False)}\n".encode()
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+    def _lock(self) -> None:
+        """Lock the file until it is closed; child processes do not inherit this kind of lock.
+
+        Raises:
+            ValueError: Another process evaluates into the folder.
+        """
+        if "fcntl" in globals():
+            try:
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise ValueError(f"folder={str(self._path.parent)!r}: another process evaluates into it") from error
+
+    def _read(self, data: bytes) -> int:
+        """Read the file, and return the number of bytes of its complete lines."""
+        complete = data.rfind(b"\n") + 1
+        header, *lines = _parse(self._path, data[:complete]) or [None]
+        if header is not None:
+            self._require_same(header)
+        self.results.clear()
+        for line in lines:
+            self.results.pop(line["index"], None)
+            if line["error"] is None:
+                self.results[line["index"]] = self._result(line)
+        return complete
+
+    def _require_same(self, header: Any) -> None:
+        for key, what in (
+            ("format", "a file of format"), ("seed", "results of seed"), ("name", "results of name"),
+            ("episodes", "a list with this number of episodes:"), ("list", "another list of episodes, with hash"),
+        ):  # fmt: skip
+            found = header.get(key) if isinstance(header, dict) else None
+            if found != self._header[key]:
+                raise ValueError(
+                    f"folder={str(self._path.parent)!r} has {what} {found!r}, and this evaluation {self._header[key]!r}: "
+                    "use another folder"
+                )
+
+    def _result(self, line: dict[str, Any]) -> EpisodeResult:
+        episode = self._episodes[line["index"]]
+        return EpisodeResult(
+            line["index"], line["seed"], episode.options, _decode(line["return"]), line["length"], line["terminated"],
+            line["truncated"], _decode(line["info"]), None, line["seconds"], line["attempts"], env=episode.env,
+        )  # fmt: skip
+
+
+def stored_seed(folder: str | os.PathLike[str]) -> int | None:
+    """Return the seed of the evaluation with results in a folder, or ``None``."""
+    path = _path_in(folder)
+    data = path.read_bytes() if path.exists() else b""
+    lines = _parse(path, data[: data.find(b"\n") + 1])
+    return lines[0].get("seed") if lines and isinstance(lines[0], dict) else None
+
+
+def _path_in(folder: str | os.PathLike[str]) -> Path:
+    try:
+        path = Path(folder)
+    except TypeError:
+        raise TypeError(f"folder must be a path or None, got {folder!r}") from None
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"folder={str(path)!r} is not a folder")
+    return path / _FILE
+
+
+def _parse(path: Path, data: bytes) -> list[Any]:
+    lines = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            lines.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {error}") from error
+    return lines
+
+
+def _identify(episodes: Sequence[Episode]) -> str:
+    """Return a hash of a list of episodes.
+
+    Raises:
+        TypeError: Options contain an object other than a number, string, array, list, tuple or dict.
+    """
+    found = hashlib.sha256()
+    for index, episode in enumerate(episodes):
+        try:
+            options = None if episode.options is None else _encode(dict(episode.options), strict=True)
+        except TypeError as error:
+            raise TypeError(f"folder= with episodes[{index}].options: {error}") from None
+        snapshot = episode.snapshot
+        state = "" if snapshot is None else hashlib.sha256(snapshot.body + snapshot.rest).hexdigest()
+        found.update(json.dumps([episode.seed, episode.env, options, state], sort_keys=True).encode() + b"\n")
+    return found.hexdigest()
+
+
+# -- exact encoding of values -----------------------------------------------------------------------------------------
+
+
+def _encode(value: Any, *, strict: bool = False) -> Any:
+    """Encode a value for JSON; with ``strict``, raise :class:`TypeError` in place of ``!repr``."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"!float": repr(value)}
+    if kind is list:
+        return [_encode(each, strict=strict) for each in value]
+    if kind is tuple:
+        return {"!tuple": [_encode(each, strict=strict) for each in value]}
+    if kind is dict:
+        if all(type(key) is str and not key.startswith("!") for key in value):
+            return {key: _encode(each, strict=strict) for key, each in value.items()}
+        return {"!dict": [[_encode(key, strict=strict), _encode(each, strict=strict)] for key, each in value.items()]}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufcSU":
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        if isinstance(value, np.generic):
+            return {"!scalar": [value.dtype.str, data]}
+        return {"!array": [value.dtype.str, list(value.shape), data]}
+    if strict:
+        raise TypeError(f"expected numbers, strings, arrays, lists, tuples and dicts, got {value!r}")
+    return {"!repr": repr(value)}
+
+
+def _decode(value: Any) -> Any:
+    """Restore the value that :func:`_encode` encoded."""
+    if isinstance(value, list):
+        return [_decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    match list(value.items()):
+        case [("!float" | "!repr" as sort, text)]:
+            return float(text) if sort == "!float" else text
+        case [("!tuple", items)]:
+            return tuple(map(_decode, items))
+        case [("!dict", pairs)]:
+            return {_decode(key): _decode(each) for key, each in pairs}
+        case [("!scalar", (dtype, data))]:
+            return np.frombuffer(base64.b64decode(data), dtype)[0]
+        case [("!array", (dtype, shape, data))]:
+            return np.frombuffer(base64.b64decode(data), dtype).reshape(shape).copy()
+    return {key: _decode(each) for key, each in value.items()}

@@ -1,0 +1,102 @@
+"""Scheduling of episodes that name an environment: checks the names, and orders episodes so as to build few environments."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from vecenv.errors import EnvFailed, close_names
+from vecenv.evaluating.episodes import Episode
+from vecenv.front.capabilities import Capabilities
+
+__all__ = ["WaitingEpisodes", "require_offered"]
+
+
+class WaitingEpisodes:
+    """The waiting episodes, by the name of their environment.
+
+    A row gets the episodes of the environment that it already has, then those of an environment that no row has. If there
+    are none, a row in an idle worker gets those of the environment with the most waiting episodes. Episodes without an
+    environment name run in the order of the list.
+
+    Args:
+        episodes: The whole list.
+    """
+
+    def __init__(self, episodes: Sequence[Episode]) -> None:
+        self._episodes = episodes
+        self._by_env: dict[str | None, deque[int]] = {}
+        self._env_of_row: dict[int, str | None] = {}
+
+    def add(self, indices: Iterable[int]) -> None:
+        """Add episodes by their indices in the list, each after those of the same environment."""
+        for index in indices:
+            self._by_env.setdefault(self._episodes[index].env, deque()).append(index)
+
+    def __bool__(self) -> bool:
+        return bool(self._by_env)
+
+    def take(self, row: int, *, worker_is_idle: bool) -> int | None:
+        """Return the next episode for a row, or ``None`` if that would only slow down its worker's other rows."""
+        env = self._env_of_row.get(row)
+        if row not in self._env_of_row or env not in self._by_env:
+            others = set(self._env_of_row.values()) - {None}
+            free = [name for name in self._by_env if name not in others]
+            if not free and not worker_is_idle:
+                return None
+            env = free[0] if free else max(self._by_env, key=lambda name: len(self._by_env[name]))
+        queue = self._by_env[env]
+        index = queue.popleft()
+        if not queue:
+            del self._by_env[env]
+        if self._episodes[index].snapshot is None:
+            self._env_of_row[row] = env
+        else:
+            self._env_of_row.pop(row, None)  # the snapshot determines the row's environment
+        return index
+
+
+def require_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequence[Episode]) -> None:
+    """Check that ``envs`` offers the environments that episodes name.
+
+    Raises:
+        ValueError: An episode names an environment that is not offered, or names none although several are offered.
+    """
+    offered = _offered_names(envs, capabilities)
+    for index, episode in enumerate(episodes):
+        name = episode.env
+        if name is None:
+            if len(offered) > 1 and episode.snapshot is None and "env" not in (episode.options or {}):
+                raise ValueError(
+                    f"episodes[{index}] names no environment: set Episode(env=...) to one of {len(offered)}: "
+                    f"{', '.join(map(repr, offered[:5]))}{', ...' if len(offered) > 5 else ''}"
+                )
+        elif not offered:
+            raise ValueError(
+                f"episodes[{index}] names the environment {name!r}, and {type(envs).__name__} offers no choice: "
+                "build it from vecenv.EnvChoice"
+            )
+        elif name not in offered:
+            raise ValueError(f"episodes[{index}]: there is no environment {name!r}{close_names(name, offered)}")
+
+
+def _offered_names(envs: Any, capabilities: Capabilities | None) -> tuple[str, ...]:
+    """Return the names that all rows offer through :class:`vecenv.EnvChoice`; empty if there is no choice."""
+    call = getattr(envs, "call", None)
+    if call is None or (capabilities is not None and not capabilities.attributes):
+        return ()
+
+    def common_names() -> tuple[str, ...]:
+        if not all(call("has_wrapper_attr", "env_choices")):
+            return ()
+        first, *others = call("env_choices")
+        return tuple(name for name in first if all(name in other for other in others))
+
+    try:
+        return common_names()
+    except EnvFailed:  # calls are refused until failed rows are reset
+        envs.reset()
+        return common_names()
+    except AttributeError:  # an environment that is not a gymnasium.Env
+        return ()

@@ -1,0 +1,586 @@
+"""Frozen copies of environments of any kind: copies of their processes, made by ``fork``. Experimental.
+
+``freeze`` makes a worker fork. The copy waits, and shares with the worker all memory to which neither of them writes.
+``thaw`` makes the copy fork in turn, and the new process replaces the worker of a row. So even state in C code continues.
+Only memory is copied, so a worker with threads, child processes, a GPU, timers, shared memory, or files open other than for
+reading raises an error that names them. Files open for reading are reopened in the copy at the same position, because
+otherwise both would share one position. ``random`` seeds its generator in each fork; the copy restores its state. Copies
+are children neither of this process nor of the worker, in which an environment's ``os.wait()`` would reap them. They end
+with this process through the workers' lifeline, and each has its own token, stack file and pidfd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import pickle
+import random
+import select
+import signal
+import stat
+import sys
+import time
+import traceback
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from gymnasium.utils import seeding
+
+from vecenv.errors import NotRestorable, WorkerDied
+from vecenv.front.arguments import milliseconds_until
+from vecenv.link.channel import Channel, ChannelClosed, WorkerEnd
+from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, encode
+from vecenv.state.capture import layers_of, reachable_objects
+from vecenv.system.cores import Placement, SpinPolicy, kernel_file
+from vecenv.system.descendants import new_token
+from vecenv.system.descriptors import Descriptor, DescriptorOwner, resources
+from vecenv.system.shared_generators import seed_process
+from vecenv.system.signals import deferred_signals
+from vecenv.system.spawning import adopt
+from vecenv.system.supervision import EXIT_CODE_UNKNOWN, ProcessWatch, StackFile, flush_output
+from vecenv.worker.main import Ready, Serving, make_rows
+from vecenv.worker.own_generators import OwnGenerators
+
+_READY_SECONDS: Final = 10.0  # a copy takes milliseconds
+_CLOSE_SECONDS: Final = 2.0
+_DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
+_STATELESS: Final = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"})
+_SHOWN: Final = 5
+_PF_EXITING: Final = 4
+
+_waiting: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.WeakKeyDictionary()
+"""The copies of each engine."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """The arguments of a copy. Its files are open in the caller, and the copy opens them for itself.
+
+    Attributes:
+        caller: The caller's pid.
+        reader, writer: The caller's descriptor numbers of the copy's ends of its channel.
+        stack_file: The caller's descriptor number of the copy's stack file.
+        token: The mark of the copy, see :mod:`vecenv.system.descendants`.
+        row: The row for the copy; ``None`` for a copy that waits.
+        placement: The cores for the copy.
+        seed: The new seed of its generators; ``None`` to continue with their states.
+    """
+
+    caller: int
+    reader: int
+    writer: int
+    stack_file: int
+    token: int
+    row: int | None = None
+    placement: Placement | None = None
+    seed: int | None = None
+
+
+# -- in a worker ------------------------------------------------------------------------------------------------------
+
+
+def copy_worker(process: Serving, plan: Plan) -> Outcome | None:
+    """Fork a worker. The copy waits for requests to fork in turn, and each of those copies serves a row.
+
+    Returns:
+        The reply of the worker; ``None`` in a copy that serves a row.
+    """
+    rows = process.rows
+    assert rows is not None
+    if reason := _reason_against_fork(process):
+        return Outcome(failures=[Failure(rows.first, NotRestorable(f"it cannot be frozen: {reason}"), fatal=False)])
+    if not _fork(plan.token):
+        return Outcome()
+    try:
+        _wait_to_be_copied(process, plan)
+    except BaseException:  # the copy must not continue as the original worker
+        traceback.print_exc()
+        os._exit(1)
+    return None
+
+
+def _wait_to_be_copied(process: Serving, plan: Plan) -> None:
+    """Wait, and fork at each request. Returns in each copy of this copy, whereas this one ends here."""
+    process.channel.close()
+    policy = SpinPolicy(0.0, np.zeros(1))
+    with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller is gone, or another row was refused
+        channel = _connect(process, plan)
+        _report_ready(channel)
+        while (message := channel.wait(policy))[0] != Op.CLOSE:
+            thawed: Plan = pickle.loads(message[2] or b"")
+            if _fork(thawed.token):
+                channel.close()
+                _serve_row(process, thawed)
+                return
+    os._exit(0)
+
+
+def _serve_row(process: Serving, plan: Plan) -> None:
+    """Continue with the environment as the worker of a row, in a copy."""
+    before, start = process.rows, process.start
+    assert before is not None
+    assert plan.row is not None
+    assert plan.placement is not None
+    start.placement = plan.placement
+    bound = plan.placement.cpus if plan.placement.bound and plan.placement.cpus is not None else process.cpus
+    os.sched_setaffinity(0, bound)
+    process.channel = _connect(process, plan)
+    process.rows = make_rows(before.env_fns, plan.row, plan.row, start.plan, start.plan.layout.view(start.arena.buffer))
+    process.rows.follow(before)
+    if plan.seed is not None:
+        _reseed(process.rows.envs[0], plan.seed)
+    process.inherited = resources()
+    process.leave = os._exit  # the clean-up at an interpreter's exit belongs to the original
+    _report_ready(process.channel)
+
+
+def _reseed(env: Any, seed: int) -> None:
+    """Seed the generator of an environment, and those from which it draws in this process."""
+    base = env.unwrapped
+    base._np_random, base._np_random_seed = seeding.np_random(seed)
+    if isinstance(env, OwnGenerators):
+        env.seed_generators(seed)
+    else:
+        seed_process(np.random.SeedSequence(seed))()
+
+
+def _connect(process: Serving, plan: Plan) -> WorkerEnd:
+    """Open the own channel and stack file of a copy."""
+    assert process.rows is not None
+    process.rows.forked.clear()
+    owner = DescriptorOwner(None)  # they are open until the process ends
+
+    def opened(number: int, flags: int) -> Descriptor:
+        return owner.open(os.open, f"/proc/{plan.caller}/fd/{number}", flags | os.O_CLOEXEC)
+
+    reader, writer = opened(plan.reader, os.O_RDONLY), opened(plan.writer, os.O_WRONLY)
+    process.start.stack_file = StackFile.from_descriptor(opened(plan.stack_file, os.O_RDWR | os.O_APPEND))
+    process.start.stack_file.install_handlers(env_threads=False)
+    return WorkerEnd((reader, writer), blocks=plan.placement is None or not plan.placement.spin)
+
+
+def _report_ready(channel: WorkerEnd) -> None:
+    channel.send(Reply.READY, 0, pickle.dumps(Ready(os.getpid(), [], [])))
+
+
+# -- forking ----------------------------------------------------------------------------------------------------------
+
+
+def _fork(token: int) -> bool:
+    """Copy this process by two forks, of which the first ends at once. Return ``True`` in the copy."""
+    flush_output()  # otherwise each copy would write the buffered output
+    files, drawing = _opened_again(), random.getstate()
+    if child := os.fork():
+        os.waitpid(child, 0)
+        for fresh, _ in files:
+            os.close(fresh)
+        return False
+    try:
+        if os.fork():
+            os._exit(0)
+        adopt(token)
+        random.setstate(drawing)  # `random` seeds it in every fork
+        for fresh, numbers in files:
+            for number in numbers:
+                os.dup2(fresh, number, os.get_inheritable(number))
+            os.close(fresh)
+    except BaseException:  # the copy must not continue as the original process
+        traceback.print_exc()
+        os._exit(1)
+    return True
+
+
+def _opened_again() -> list[tuple[int, list[int]]]:
+    """Reopen all files that are open for reading, at their positions. Return (new number, numbers with that position)."""
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    for number in sorted(int(name) for name, _ in resources() if name.isdigit()):
+        with contextlib.suppress(OSError):
+            about, flags = os.fstat(number), _flags_of(number)
+            seekable = stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)
+            if number > 2 and seekable and flags & os.O_ACCMODE == os.O_RDONLY:
+                alike[about.st_dev, about.st_ino, flags, os.lseek(number, 0, os.SEEK_CUR)].append(number)
+    found = []
+    for (_, _, flags, place), numbers in alike.items():
+        while numbers:
+            shared = _sharing_place(numbers, place)
+            fresh = os.open(f"/proc/self/fd/{numbers[0]}", flags | os.O_CLOEXEC)
+            os.lseek(fresh, place, os.SEEK_SET)
+            found.append((fresh, shared))
+            numbers = [number for number in numbers if number not in shared]
+    return found
+
+
+def _sharing_place(numbers: list[int], place: int) -> list[int]:
+    """Return the first of these numbers, and those that ``dup`` made of it."""
+    if len(numbers) == 1 or stat.S_ISDIR(os.fstat(numbers[0]).st_mode):
+        return numbers[:1]
+    os.lseek(numbers[0], place + 1, os.SEEK_SET)
+    shared = [number for number in numbers if os.lseek(number, 0, os.SEEK_CUR) == place + 1]
+    os.lseek(numbers[0], place, os.SEEK_SET)
+    return shared
+
+
+def _flags_of(number: int) -> int:
+    return int(kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()[0], 8)
+
+
+def _reason_against_fork(process: Serving) -> str:
+    """Return the reason why a copy of this process would not continue like the original; empty if there is none."""
+    if _threads() > 1:
+        _stop_library_threads()
+    if (threads := _threads()) > 1:
+        return f"it has {threads} threads, and a copy has one"
+    opened = resources() - process.inherited
+    for _, file in opened:
+        if file.startswith(_DEVICES):
+            return f"it uses a GPU ({file}), whose state is not in its memory"
+    files = {file for number, file in opened if number.isdigit() and _is_shared(int(number), file)}
+    if files:
+        return f"copies would share what it has open for writing: {_listed(files)}"
+    memory = {file for addresses, file in opened if not addresses.isdigit()}
+    if memory := memory | set(_objects_in_shared_memory(process)):
+        return f"copies would share memory that they write to: {_listed(memory)}"
+    if children := _children():
+        return f"it has started processes, which a copy would share: pid {', '.join(children)}"
+    for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+        if signal.getitimer(timer)[0]:
+            return "it has a timer running, which a copy has not"
+    return ""
+
+
+def _listed(names: set[str]) -> str:
+    each = sorted(name.removesuffix(" (deleted)") for name in names)
+    return ", ".join(each[:_SHOWN]) + (f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else "")
+
+
+def _is_shared(number: int, file: str) -> bool:
+    """True if copies would share the state of an open file."""
+    if not file.startswith("/"):  # a socket, a pipe, an eventfd
+        return not file.startswith("anon_inode:[pidfd]")
+    if file.startswith("/memfd:") and file in kernel_file("/proc/self/maps"):  # a library was loaded from this file
+        return False
+    with contextlib.suppress(OSError, IndexError):
+        if stat.S_ISCHR(os.fstat(number).st_mode):
+            return file not in _STATELESS and not file.startswith("/dev/pts/")
+        return _flags_of(number) & os.O_ACCMODE != os.O_RDONLY
+    return False
+
+
+def _objects_in_shared_memory(process: Serving) -> Iterator[str]:
+    """Yield places of environments' arrays in memory that was shared before the environments were built."""
+    arena = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
+    every = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
+    ranges = [(low, high) for low, high in every if not low <= arena < high]
+    assert process.rows is not None
+    for thing, where in reachable_objects(layers_of(process.rows.envs[0])).values() if ranges else ():
+        address = _address_of(thing)
+        if any(low <= address < high for low, high in ranges):
+            yield f"{where} ({type(thing).__name__})"
+
+
+def _address_of(thing: Any) -> int:
+    if isinstance(thing, np.ndarray):
+        return thing.ctypes.data
+    if isinstance(thing, mmap.mmap) and not thing.closed:
+        return int(np.frombuffer(thing, np.uint8).ctypes.data)
+    if isinstance(thing, ctypes.Array | ctypes.Structure | ctypes._SimpleCData):
+        return ctypes.addressof(thing)
+    return 0
+
+
+def _threads() -> int:
+    """Count the threads. A joined thread may be listed for a moment longer, but it is marked as exiting."""
+    count = 0
+    for thread in os.listdir("/proc/self/task"):
+        fields = kernel_file(f"/proc/self/task/{thread}/stat").rpartition(")")[2].split()
+        count += bool(fields) and not int(fields[6]) & _PF_EXITING
+    return count
+
+
+def _children() -> list[str]:
+    """Return the pids of running processes that this one has started."""
+    every = [pid for file in Path("/proc/self/task").glob("*/children") for pid in kernel_file(str(file)).split()]
+    return [pid for pid in every if kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])]
+
+
+def _stop_library_threads() -> None:
+    """Fork once, because libraries that support forks, such as OpenBLAS, end their threads before a fork."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+# -- in the caller ----------------------------------------------------------------------------------------------------
+
+
+class _CopyPopen:
+    """The parts of a process that ``multiprocessing`` needs, for a process that it has not started itself."""
+
+    def __init__(self, pid: int, method: str, pidfd: Descriptor) -> None:
+        self.pid, self.method, self._pidfd = pid, method, pidfd
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        if self.returncode is None and (not self._pidfd or connection.wait([self._pidfd.number], timeout)):
+            code = EXIT_CODE_UNKNOWN
+            with contextlib.suppress(ChildProcessError):  # it is not a child unless this process adopts orphans
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                code = os.waitstatus_to_exitcode(status) if pid else code
+            self.returncode = code
+        return self.returncode
+
+    def poll(self) -> int | None:
+        return self.wait(0.0)
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(OSError):
+            if self._pidfd:
+                signal.pidfd_send_signal(self._pidfd.number, number)
+
+    def close(self) -> None:
+        self._pidfd.close()
+
+
+class CopiedProcess(BaseProcess):
+    """A process that another one has forked, with the interface of ``multiprocessing``.
+
+    Its exit code is known only if this process adopts orphans, like the first process of a container.
+    """
+
+    def __init__(self, pid: int, method: str, name: str, owner: DescriptorOwner) -> None:
+        super().__init__(name=name, daemon=True)
+        pidfd = owner.open(os.pidfd_open, pid)
+        self._popen = _CopyPopen(pid, method, pidfd)
+        self._sentinel = pidfd.number
+
+    def close(self) -> None:
+        """Close the pidfd. A known exit code stays known."""
+        self._popen.close()
+
+
+class _Copy:
+    """The caller's side of a copy: its channel, stack file and token, and its process after that has reported."""
+
+    def __init__(self, pool: Any) -> None:
+        self.held = pool.descriptors.child()
+        self.channel = Channel(self.held)
+        pool.channels.add(self.channel)
+        self.stack_file = StackFile(self.held)
+        self.token = new_token()
+        self.process: CopiedProcess | None = None
+        self.owner = os.getpid()
+
+    def plan(self, row: int | None = None, placement: Placement | None = None, seed: int | None = None) -> Plan:
+        """Return the arguments of the copy."""
+        reader, writer = (end.number for end in self.channel.worker_ends)
+        return Plan(self.owner, reader, writer, self.stack_file.fd, self.token, row, placement, seed)
+
+    def await_ready(self, method: str, name: str, maker: ProcessWatch) -> CopiedProcess:
+        """Wait until the process has reported, and return it.
+
+        Args:
+            method, name: Start method and name of the process.
+            maker: The process that forks it.
+
+        Raises:
+            WorkerDied: It has not reported in time, or the process that forks it has ended.
+        """
+        message, deadline = None, time.monotonic() + _READY_SECONDS
+        poll = select.poll()
+        poll.register(self.channel.fd, select.POLLIN)
+        poll.register(maker.descriptor, select.POLLIN)
+        with contextlib.suppress(ChannelClosed):
+            while (message := self.channel.receive()) is None:
+                if self.channel.fd not in dict(poll.poll(milliseconds_until(deadline))):
+                    break
+        if message is None:
+            seconds = f"{_READY_SECONDS:.0f} seconds"
+            raise WorkerDied(f"{name} could not be copied: its copy ended, or was not there within {seconds}")
+        ready: Ready = pickle.loads(decode(message)[2] or b"")
+        self.process = CopiedProcess(ready.pid, method, name, self.held)
+        self.channel.close_worker_ends()
+        return self.process
+
+    def end(self) -> None:
+        """End the process. Idempotent."""
+        if os.getpid() != self.owner:
+            return
+        if self.process is not None:
+            self.process.kill()
+            self.process.join(_CLOSE_SECONDS)
+            self.process.exitcode  # noqa: B018 - reaps it, if this process adopts orphans
+        self.channel.close()
+        self.held.close()
+
+
+class Frozen:
+    """An environment in its state at the time of freezing: a copy of its process, which waits. :meth:`close` ends it.
+
+    It belongs to the vector environment that made it, on this machine and in this program, and cannot be pickled. It ends
+    with that vector environment, with the last reference to it, or, as a context manager, with the block.
+
+    Attributes:
+        env: The index of the environment that was copied.
+        observation: Its last observation.
+        info: The part of its latest info that lay in shared memory: numbers, and arrays of recurring keys.
+        method: Start method of its process.
+        beside: Data of a vector environment over the engine about the environment.
+    """
+
+    beside: Any = None
+
+    def __init__(self, engine: Any, row: int) -> None:
+        self.env = row
+        self.observation = engine.store.row(row)
+        self.info = engine.infos.one(row)
+        worker = engine.pool.processes[row]
+        self._copy, self._watch, self.method = _Copy(engine.pool), worker.watch, str(worker.process._popen.method)
+        self._engine = weakref.ref(engine)
+        self._began = time.monotonic()
+        weakref.finalize(self, self._copy.end)
+
+    @property
+    def pid(self) -> int:
+        """The pid of the waiting process; 0 if there is none."""
+        return (self._copy.process and self._copy.process.pid) or 0
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of memory that only this copy has."""
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{self.pid}/smaps_rollup").read_text().splitlines()
+            return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
+        return 0
+
+    @property
+    def closed(self) -> bool:
+        """True after :meth:`close`, and after the end of its vector environment."""
+        return self._copy.channel.closed or not len(self._copy.held)
+
+    def _await_ready(self) -> Frozen:
+        self._copy.await_ready(self.method, f"vecenv-frozen-{self.env}", self._watch)
+        return self
+
+    def _require_usable(self, engine: Any) -> ProcessWatch:
+        """Return a watch of the copy. Raise if it is closed, ended, or of another vector environment."""
+        if self._engine() is not engine:
+            raise ValueError(f"{self!r} is of another vector environment")
+        if self.closed:
+            raise ValueError(f"{self!r} cannot be thawed any more")
+        watch = ProcessWatch(self._copy.process, self._copy.held)
+        if watch.has_ended():
+            text = f"the frozen copy of env {self.env} (pid {self.pid}) has ended, and cannot be thawed any more"
+            raise WorkerDied(text, pid=self.pid, envs=[self.env], command="thaw")
+        return watch
+
+    def close(self) -> None:
+        """End the copy. Thawed environments continue. Idempotent."""
+        with deferred_signals():
+            self._copy.end()
+
+    def __enter__(self) -> Frozen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a Frozen is a process of this program and cannot be pickled; save() gives what can be")
+
+    def __repr__(self) -> str:
+        age = time.monotonic() - self._began
+        state = "closed" if self.closed else f"pid {self.pid}, {age:.1f} s old, {self.bytes / 2**20:.1f} MiB"
+        return f"Frozen(env {self.env}, {state})"
+
+
+def reason_against(engine: Any) -> str:
+    """Return the reason why the environments of an engine cannot be frozen; empty if there is none."""
+    if not (sys.platform.startswith("linux") and hasattr(os, "pidfd_open") and os.path.exists("/proc/self/fd")):
+        return f"it needs Linux, pidfds and /proc, and this system is {sys.platform}"
+    if not engine.pool.processes or len(engine.pool.processes) < engine.num_envs:
+        return "each environment has to have a process of its own: give num_workers=None"
+    return ""
+
+
+def figures(engine: Any) -> dict[str, float]:
+    """Return the number of an engine's waiting copies, and the bytes that only they occupy; empty without copies."""
+    copies = [copy for copy in _waiting.get(engine, ()) if not copy.closed]
+    return {"frozen": float(len(copies)), "frozen_bytes": float(sum(copy.bytes for copy in copies))} if copies else {}
+
+
+def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
+    """Return frozen copies of some rows; see :meth:`vecenv.AsyncVectorEnv.freeze`. It takes milliseconds.
+
+    Signal handlers run afterwards: a copy opens the caller's files by their numbers, which must stay the same meanwhile.
+    """
+    with deferred_signals():
+        copies = {row: Frozen(engine, row) for row in rows}
+        engine.exchange.begin_call(
+            "freeze", Op.RUN,
+            lambda worker: (copy_worker, copies[worker.rows[0]]._copy.plan()) if worker.rows[0] in copies else None,
+        )  # fmt: skip
+        engine.exchange.finish_call(_READY_SECONDS)
+        made = [copy._await_ready() for copy in copies.values()]
+        _waiting.setdefault(engine, weakref.WeakSet()).update(made)
+    return made
+
+
+def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
+    """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`. Signal handlers run afterwards."""
+    watch = frozen._require_usable(engine)
+    seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
+    engine.calls.announce(rows, "thaw", (frozen,))
+    with deferred_signals():
+        new = _copies_for(engine, frozen, watch, rows, seeds)
+        for row, worker in zip(rows, new, strict=True):
+            engine.pool.replace(engine.pool.processes[row], launch=lambda index, its, worker=worker: worker)
+            engine.store.set_row(row, frozen.observation)
+        engine.failures.forget(rows)
+        engine.restarting.keep_good(rows)
+        engine.calls.verified -= set(rows)
+    infos = engine.infos.merger.merge([frozen.info] * len(rows), rows)
+    return engine.store.take(np.array(rows, np.intp)), infos
+
+
+def _copies_for(
+    engine: Any, frozen: Frozen, watch: ProcessWatch, rows: list[int], seeds: Sequence[int | None]
+) -> list[Any]:
+    """Let a frozen copy fork once for each row, and return the new workers, which have no place in the pool yet.
+
+    Raises:
+        WorkerDied: It has ended.
+    """
+    pool, channel = engine.pool, frozen._copy.channel
+    copies: list[_Copy] = []
+    try:
+        for row, seed in zip(rows, seeds, strict=True):
+            copies.append(_Copy(pool))
+            channel.queue(encode(Op.RUN, 1, pickle.dumps(copies[-1].plan(row, pool.placement_of(row), seed))))
+            channel.flush()
+        workers = []
+        for row, one in zip(rows, copies, strict=True):
+            process = one.await_ready(frozen.method, pool.name_of(row), watch)
+            workers.append(pool.adopt(row, range(row, row + 1), process, one.channel, one.stack_file, one.held, one.token))
+    except BaseException as error:
+        for one in copies:
+            one.end()
+        if isinstance(error, ChannelClosed):
+            raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
+        raise
+    return workers

@@ -1,0 +1,135 @@
+"""``vecenv.infos_by_row``: the infos of a vector environment as the environments returned them, one per row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from vecenv.front.infos import ColumnInfos, ListedInfos, RowInfos, info_rows, own_keys
+from vecenv.front.vector_env import VectorEnvBase
+
+__all__ = ["InfosByRow", "infos_by_row"]
+
+
+def infos_by_row(envs: Any) -> InfosByRow:
+    """Return a view of a vector environment with the infos of single environments.
+
+    ``infos_by_row(envs).step(actions)`` is ``envs.step(actions)`` with a list instead of the dict of arrays: ``infos[i]`` is
+    the info that environment i returned, with its types, and nothing is merged. With same-step autoreset it has the end of
+    an episode as ``info["final_obs"]`` and ``info["final_info"]``, in addition to the info of the reset.
+
+    Args:
+        envs: A vector environment. Through vector wrappers, rows include everything that these added to infos or changed.
+            The dict of a vector environment of another library, or of one that merges infos itself, is split.
+    """
+    return InfosByRow(envs)
+
+
+class InfosByRow:
+    """A view of a vector environment, from :func:`infos_by_row`. Every other attribute is the vector environment's own.
+
+    Attributes:
+        envs: The vector environment.
+    """
+
+    def __init__(self, envs: Any) -> None:
+        self.envs = envs
+        base = getattr(envs, "unwrapped", envs)
+        self._base = base if isinstance(base, VectorEnvBase) else None
+        self._direct = self._base is envs and bool(getattr(type(envs), "_gives_rows", False))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.envs, name)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, list[Any]]:
+        """Return ``(observations, infos)``. Arguments and errors are those of the vector environment's ``reset``."""
+        observations, infos = self.results("reset", seed=seed, options=options)
+        return observations, infos.rows()
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, list[Any]]:
+        """Return the results of :meth:`reset`, for a reset that has begun."""
+        observations, infos = self.results("reset_wait", timeout)
+        return observations, infos.rows()
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, list[Any]]:
+        """Return ``(observations, rewards, terminations, truncations, infos)``."""
+        *results, infos = self.results("step", actions)
+        return (*results, infos.rows())
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, list[Any]]:
+        """Return the results of :meth:`step`, for a step that has begun."""
+        *results, infos = self.results("step_wait", *([] if timeout is None else [timeout]))
+        return (*results, infos.rows())
+
+    def recv(self, timeout: float | None = None, **how_many: Any) -> tuple[Any, Any, Any, Any, list[Any], Any]:
+        """Return the results of :meth:`step` for the next rows, and sixth the environment of each row, int ``(k,)``."""
+        *results, infos = self.results("recv", timeout, **how_many)
+        return (*results, infos.rows(), np.array(infos.env_ids))
+
+    def results(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method, and return its results with :class:`~vecenv.front.infos.RowInfos` instead of the infos."""
+        method = getattr(self.envs, name)
+        if self._direct:
+            return method(*args, _by_row=True, **kwargs)
+        *results, infos, beneath = self._called(method, *args, **kwargs)
+        if isinstance(infos, (list, tuple)):  # Gymnasium's DictInfoToList
+            return (*results, ListedInfos(list(infos)))
+        env_ids = infos.get("env_id") if name == "recv" or getattr(beneath, "env_ids", None) is not None else None
+        count = self.envs.num_envs if env_ids is None else len(env_ids)
+        split = ColumnInfos(infos, count, env_ids)
+        if beneath is None or isinstance(beneath, ColumnInfos):
+            return (*results, split)
+        listed = _with_changes(beneath.rows(), beneath.merged(), infos, count)
+        return (*results, ListedInfos(listed, env_ids))
+
+    def _called(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of wrappers. Return its results, and last the :class:`RowInfos` beneath them or ``None``."""
+        if self._base is None:
+            return (*method(*args, **kwargs), None)
+        beneath: list[RowInfos] = []
+        self._base._collected_infos = beneath
+        try:
+            return (*method(*args, **kwargs), beneath[-1] if beneath else None)
+        finally:
+            self._base._collected_infos = None
+
+
+def _with_changes(rows: list[Any], before: dict[Any, Any], after: Mapping[Any, Any], count: int) -> list[Any]:
+    """Apply the changes that wrappers made to the merged dict of arrays to the single infos."""
+    removed = [key for key in own_keys(before) if key not in after]
+    both = {key: (key, f"_{key}") for key in own_keys(after)}
+    changed = {
+        key: after[key]
+        for key, names in both.items()
+        if key not in before or not all(_is_same(before.get(name), after.get(name)) for name in names)
+    }
+    if not removed and not changed:
+        return rows
+    masks = {f"_{key}": after[f"_{key}"] for key in changed if f"_{key}" in after}
+    split = info_rows({**changed, **masks}, count)
+    for row, added in zip(rows, split, strict=True):
+        for key in (*removed, *changed):
+            row.pop(key, None)
+        row.update(added)
+    return rows
+
+
+def _is_same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_is_same(before[key], after[key]) for key in before)
+    if not (isinstance(before, np.ndarray) and isinstance(after, np.ndarray)) or before.dtype != after.dtype:
+        return False
+    if before.dtype.hasobject:
+        return before.shape == after.shape and all(map(_is_same_value, before.reshape(-1), after.reshape(-1)))
+    return before.shape == after.shape and before.tobytes() == after.tobytes()
+
+
+def _is_same_value(before: Any, after: Any) -> bool:
+    """True if a wrapper left an object unchanged. Equal numbers and texts count, as unpickling creates new objects."""
+    return before is after or (type(before) is type(after) and isinstance(before, (int, float, str)) and before == after)

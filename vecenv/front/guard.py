@@ -1,0 +1,139 @@
+"""The guard, which admits one call at a time to a driver that marks its changes of state with ``changing``.
+
+A signal handler can raise anywhere. If it interrupts a driver during a change of state, ``changing`` stays set, and every
+call but a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the result: CPython
+runs signal handlers after calls and at jumps, and that line has neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from types import FrameType
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, TypeVar
+
+import gymnasium
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
+
+from vecenv.errors import BusyError, ForkedError, VecEnvError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
+_BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
+_RESETS: Final = ("reset", "reset_async")
+_WAITS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
+"""Methods that leave a call pending only after a timeout or an exception that is neither vecenv's nor bare."""
+
+
+class CallState:
+    """The state of the call in progress, shared by the guard and a driver.
+
+    Attributes:
+        changing: The driver is changing its state; after an interrupted change it stays True.
+        caller: The thread that is inside a call; 0: none.
+        barred: Reason for refusing calls: ``"closing"``, ``"closed"`` or ``"forked"``; empty: calls are possible.
+        owner: The process that may call.
+    """
+
+    __slots__ = ("barred", "caller", "changing", "owner")
+
+    def __init__(self) -> None:
+        self.changing, self.caller, self.barred, self.owner = False, 0, "", 0
+
+
+def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Decorate a method to admit one call at a time, and after an interrupted change of state only a reset.
+
+    Raises (the decorated method):
+        ForkedError: In a child of the process that built the vector environment.
+        ClosedEnvironmentError: After ``close()``.
+        BusyError: Another call is in progress, in another thread or around this one.
+        ResetNeeded: An exception interrupted an earlier call.
+    """
+    name = method.__name__
+
+    @functools.wraps(method)
+    def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        state, thread = self._driver.state, get_ident()
+        if state.caller or state.changing or state.barred or self._in_halves:
+            if name in self._in_halves:
+                return self._make_in_halves(name, args, kwargs)  # type: ignore[no-any-return]
+            _check_usable(self, self._driver, name)
+        try:
+            state.caller = thread
+            result = method(self, *args, **kwargs)
+            if state.barred:
+                raise_barred(self, self._driver)
+            state.caller = 0
+        except BaseException as error:
+            state.caller = 0
+            if state.barred:
+                _explain_barred(self, self._driver, error)
+            if error is self._driver.pending_error:  # the exception is the result, so the call has ended
+                self._driver.pending_error, state.changing = None, False
+            elif name in _WAITS and not isinstance(error, _OURS) and type(error) not in (TypeError, ValueError):
+                self._driver.note_interruption()
+            raise
+        state.changing = False; return result  # noqa: E702 - no call and no jump between the two
+
+    return guarded
+
+
+def _explain_barred(envs: Any, driver: Any, error: BaseException) -> None:
+    """Raise ``ClosedEnvironmentError`` instead of an exception that follows from a ``close()`` during the call: one of
+    vecenv's or Gymnasium's classes, or of Python's bare ones. A signal handler's exception stays as it is, so classes
+    derived from these do not count."""
+    driver.leave()
+    if driver.state.barred != "forked" and (isinstance(error, _OURS) or type(error) in _BARE):
+        try:
+            raise_barred(envs, driver)
+        except ClosedEnvironmentError as closed:
+            raise closed from error
+
+
+def raise_barred(envs: Any, driver: Any) -> NoReturn:
+    """Raise because the vector environment is closed, or belongs to another process."""
+    kind = type(envs).__name__
+    if driver.state.barred == "forked":
+        raise ForkedError(
+            f"this {kind} belongs to another process (pid {driver.state.owner}); a forked child cannot use "
+            f"{driver.own_means}: build a new one in the child"
+        )
+    driver.leave()
+    raise ClosedEnvironmentError(f"Trying to operate on `{kind}`, after a call to `close()`.")
+
+
+def _check_usable(envs: Any, driver: Any, method: str) -> None:
+    """Raise if a call cannot begin now."""
+    kind, state = type(envs).__name__, driver.state
+    if state.barred:
+        raise_barred(envs, driver)
+    if state.caller:
+        if state.caller != get_ident():
+            raise BusyError(f"another thread is in a call on this {kind}; `{method}` was refused")
+        if is_within_a_call(envs, 3):
+            raise BusyError(f"a call on this {kind} is under way in this thread; `{method}` was refused")
+    if state.changing and method not in _RESETS:
+        raise ResetNeeded(
+            f"an exception interrupted an earlier call on this {kind} in the middle, and its result is lost: call reset()"
+        )
+
+
+def is_within_a_call(envs: object, depth: int = 1) -> bool:
+    """True if a call on a vector environment is on this thread's stack, from that many frames up.
+
+    ``caller`` is not sufficient: an exception at the first instruction after a failed call leaves it unchanged.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        if frame.f_code is _GUARDED and frame.f_locals["self"] is envs and "thread" in frame.f_locals:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_GUARDED: Final = exclusive(is_within_a_call).__code__

@@ -1,0 +1,45 @@
+"""The last steps of returning a driver's result: its infos are merged, and its steps counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vecenv.errors import InfoError
+from vecenv.front.infos import ColumnInfos, RowInfos, executed_steps
+
+
+def row_infos(infos: RowInfos | dict[Any, Any], count: int) -> RowInfos:
+    """Return the infos of a driver's result of ``count`` rows, even if its library has merged them."""
+    return infos if isinstance(infos, RowInfos) else ColumnInfos(infos, count, infos.get("env_id"))
+
+
+def merged_result(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
+    """Return a driver's result with Gymnasium's dict of arrays.
+
+    Raises:
+        InfoError: An info is not a dict. The call has ended nevertheless.
+    """
+    observations, rewards, terminations, truncations, _ = stepped
+    try:
+        merged = infos.merged()
+    except InfoError as error:
+        error.result = (observations, rewards, terminations, truncations, infos.rows())
+        driver.pending_error = error
+        raise
+    if rewards is not None and ("chunk_steps" in merged or "final_info" in merged):
+        _count_chunks(driver, executed_steps(merged, len(rewards)), len(rewards))
+    return observations, rewards, terminations, truncations, merged
+
+
+def unmerged_result(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
+    """Return a driver's result with its :class:`~vecenv.front.infos.RowInfos`."""
+    observations, rewards, terminations, truncations, _ = stepped
+    if rewards is not None:
+        _count_chunks(driver, infos.executed_steps(), len(rewards))
+    return observations, rewards, terminations, truncations, infos
+
+
+def _count_chunks(driver: Any, steps: Any, count: int) -> None:
+    """Count the environment steps of action chunks beyond one per row, for the time after the result has been returned."""
+    if not isinstance(steps, int):
+        driver.counters.steps += int(steps.sum()) - count

@@ -1,0 +1,364 @@
+"""Checks if environments may share a process, by trying two of them in temporary processes.
+
+Every run is a fork of the probe's process, which has built no environment, so all runs start from the same state.
+
+1. The first environment runs alone, in a process named like its worker. It is also described and timed there.
+2. Another one runs alone; the first is built beside it, their calls are interleaved with the same seeds and actions, the
+   other is closed, and the first runs again.
+3. If a value that an environment returned differs from the one that it returned alone, it runs alone twice more, with delays
+   and other addresses. Values that differ then as well (clocks, process ids) are ignored.
+4. Settings of the process that the two leave behind are compared with each other and with those at the start.
+
+A repeated run makes exactly the same calls. An environment makes two phases of three steps per run, and all runs together
+make at most `MAX_STEPS` steps.
+
+Not found: effects that need more steps, or the end of a long episode; state of C libraries that affects no returned value;
+one object for two environments other than the pair (a worker compares the objects that it has built).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+from vecenv.link.messages import PackedError
+from vecenv.planning.trial import (
+    ChildEnd,
+    Record,
+    StepTimes,
+    TriedEnv,
+    play,
+    run_in_child,
+    try_to_time,
+)
+from vecenv.system.process_settings import ONE_PER_PROCESS, Settings, read_settings
+from vecenv.system.shared_generators import GENERATORS, find_draws, read_states
+from vecenv.system.supervision import describe_exit
+from vecenv.worker.envs import same_object_error
+
+INDEPENDENT: Final = "independent"
+SHARES_STATE: Final = "shares state"
+CANNOT_TELL: Final = "cannot tell"
+NOT_CHECKED: Final = "not checked"
+
+MAX_STEPS: Final = 64
+PHASE_STEPS: Final = 3
+_PHASE_SECONDS: Final = 0.02
+_LEAST_SECONDS: Final = 5.0  # for all further runs, plus ten times the time of the first run
+_DELAYS: Final = (0.002, 0.003)  # two runs, because values may agree by chance
+
+
+@dataclass(frozen=True, slots=True)
+class Independence:
+    """The verdict about environments in one process, and its cost.
+
+    Attributes:
+        verdict: ``"independent"``, ``"shares state"``, ``"cannot tell"`` or ``"not checked"``.
+        reason: The first reason for a verdict other than independent.
+        changes: Settings of the process that all of them change in the same way: they may share a worker, but not your
+            program's process.
+        steps, builds: Number of steps and environments that the probe made.
+    """
+
+    verdict: str = NOT_CHECKED
+    reason: str = ""
+    changes: tuple[str, ...] = ()
+    steps: int = 0
+    builds: int = 0
+
+    def __str__(self) -> str:
+        return "; ".join([self.verdict, *([self.reason] if self.reason else []), *self.changes])
+
+    @property
+    def may_share(self) -> bool:
+        """True if several environments may run in one process."""
+        return self.verdict in (INDEPENDENT, NOT_CHECKED)
+
+
+def choose_pairs(env_fns: Sequence[Callable[[], Any]]) -> list[int]:
+    """Return the indices of the environments to try together with the first: the next one, and the first of another kind."""
+    kinds = [getattr(env_fn, "__code__", env_fn) for env_fn in env_fns]
+    others = [index for index, kind in enumerate(kinds) if index > 1 and all(kind is not known for known in kinds[:2])]
+    return [*range(1, min(len(kinds), 2)), *others[:1]]
+
+
+@dataclass(slots=True)
+class Run:
+    """The results of one run of an environment in a child process.
+
+    Attributes:
+        record: The calls.
+        plan: The phase that repeats them.
+        end: The number of the first call after the first phase.
+        settings: Settings of the process afterwards.
+        modules: Modules imported meanwhile.
+        steps, builds: Numbers of steps and of environments built in that child.
+        times: Step times, from timed steps.
+        other_record: In a shared process: the record of the other environment.
+        other_plan: In a shared process: the phase that repeats the other environment's calls.
+        before, during: The other environment's calls before and after the first was built.
+        other_settings: Settings of the process before the first was built.
+    """
+
+    record: Record
+    plan: tuple[int, int]
+    end: int
+    settings: Settings
+    modules: list[str]
+    steps: int
+    builds: int = 1
+    times: StepTimes | None = None
+    other_record: Record = field(default_factory=list)
+    other_plan: tuple[int, int] = (0, 0)
+    before: Record = field(default_factory=list)
+    during: Record = field(default_factory=list)
+    other_settings: Settings = field(default_factory=dict)
+
+
+class _Undecided(Exception):
+    """A run is not possible."""
+
+
+class IndependenceCheck:
+    """A comparison of environments in children of this process, which must not have built any.
+
+    Args:
+        env_fns: Functions that build the first environment and those to try together with it.
+        indices: The environments' indices.
+        own_generators: Each environment has generators of its own.
+        close_seconds: Time limit for the first environment's ``close()``.
+    """
+
+    def __init__(
+        self, env_fns: Sequence[Callable[[], Any]], indices: Sequence[int], own_generators: bool, close_seconds: float
+    ) -> None:
+        self.steps = self.builds = 0
+        self._env_fns, self._indices, self._own, self._close_seconds = env_fns, indices, own_generators, close_seconds
+        self._start = read_settings()
+        self._verdict, self._reasons, self._changes = INDEPENDENT, list[str](), list[str]()
+        self._deadline = 0.0
+
+    def result(self, *, checked: bool = True) -> Independence:
+        """Return the verdict so far."""
+        with_advice = [reason for reason in self._reasons if "generators='own'" in reason]
+        reason = next(iter(with_advice + self._reasons), "")
+        return Independence(
+            self._verdict if checked else NOT_CHECKED, reason, tuple(self._changes), self.steps, self.builds
+        )
+
+    def try_first(self, describe: Callable[[Any], None] | None, seconds: float) -> Run | PackedError | ChildEnd:
+        """Run the first environment alone and time its steps. ``describe`` is called with it before its first reset."""
+        opened: list[Any] = []
+
+        def close() -> None:
+            opened[0].close()
+
+        function = partial(_run_alone, self._env_fns[0], self._indices[0], 0, describe=describe, opened=opened)
+        began = time.monotonic()
+        run: Run | PackedError | ChildEnd
+        run = run_in_child(function, seconds=seconds, close=close, close_seconds=self._close_seconds)
+        self._deadline = time.monotonic() + _LEAST_SECONDS + 10 * (time.monotonic() - began)
+        if isinstance(run, Run):
+            self.steps, self.builds = run.steps, 1
+        return run
+
+    def compare(self, alone: Run) -> PackedError | None:
+        """Determine if the first environment may share a process with the others.
+
+        Returns:
+            An error if two functions returned the same object.
+        """
+        if len(self._env_fns) == 1:
+            self._compare_settings(alone, alone, alone.settings, alone.settings)
+        for place in range(1, len(self._env_fns)):
+            if self._verdict == INDEPENDENT:
+                try:
+                    if (error := self._compare_pair(alone, place)) is not None:
+                        return error
+                except _Undecided as reason:
+                    self._add(CANNOT_TELL, str(reason))
+        return None
+
+    def _add(self, verdict: str, reason: str) -> None:
+        self._verdict = SHARES_STATE if SHARES_STATE in (verdict, self._verdict) else verdict
+        self._reasons.append(reason)
+
+    def _run(self, function: Callable[..., Run], steps: int) -> Run | PackedError | ChildEnd:
+        if self.steps + steps > MAX_STEPS:
+            raise _Undecided(f"{MAX_STEPS} steps did not suffice")
+        run: Run | PackedError | ChildEnd = run_in_child(function, seconds=self._deadline - time.monotonic())
+        if isinstance(run, Run):
+            self.steps, self.builds = self.steps + run.steps, self.builds + run.builds
+        return run
+
+    def _run_alone(self, place: int, name: int, plan: tuple[int, int], delay: float = 0.0) -> Run:
+        """Run one environment alone again, under the process name of the environment ``name``."""
+        function = partial(_run_alone, self._env_fns[place], self._indices[name], min(place, 1), plan, delay)
+        run = self._run(function, 2 * plan[0])
+        if not isinstance(run, Run):
+            raise _Undecided(_describe_failure(run))
+        return run
+
+    def _compare_pair(self, alone: Run, place: int) -> PackedError | None:
+        env_fns, indices = (self._env_fns[0], self._env_fns[place]), (self._indices[0], self._indices[place])
+        both = self._run(partial(_run_together, env_fns, indices, alone.plan), 4 * PHASE_STEPS)
+        if isinstance(both, PackedError) and _SAME_OBJECT in both.summary:
+            return both
+        if not isinstance(both, Run):
+            dies = isinstance(both, ChildEnd) and both.exitcode is not None
+            shares = dies or (isinstance(both, PackedError) and _BESIDE in both.summary)
+            self._add(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
+            return None
+        if _find_difference(both.before, both.during):  # otherwise it may merely count its resets
+            first = self._run_alone(place, place, both.other_plan)
+            self._compare_records(place, 0, first, both.other_record)
+        if self._verdict != SHARES_STATE:
+            self._compare_records(0, place, alone, both.record)
+        self._compare_settings(alone, both, both.other_settings, both.settings)
+        return None
+
+    def _compare_records(self, place: int, other: int, alone: Run, record: Record) -> None:
+        """Compare the values that an environment returned alone and together with another one."""
+        if not _find_difference(alone.record, record):
+            return
+        ignored: set[str] = set()
+        for delay in _DELAYS:
+            again = self._run_alone(place, place, alone.plan, delay).record
+            while difference := _find_difference(alone.record, again, ignored):
+                ignored.add(difference[2])
+        name, difference = f"environment {self._indices[place]}", _find_difference(alone.record, record, ignored)
+        if difference is None:
+            if values := sorted(value for value in ignored if not value.startswith("info")):
+                self._add(CANNOT_TELL, f"{name} returns other values with the same seed: {', '.join(values[:3])}")
+            return
+        number, call, value = difference
+        where = f"(first: {value} of {call}, call {number})"
+        if not place:
+            renamed = self._run_alone(0, other, alone.plan).record
+            if not _find_difference(record, renamed, ignored):
+                self._add(SHARES_STATE, f"{name} depends on the name of its process {where}")
+                return
+        cause = "closing another environment" if not place and number >= alone.end else "another environment"
+        self._add(SHARES_STATE, f"{cause} in its process changes what {name} returns {where}")
+
+    def _compare_settings(self, alone: Run, both: Run, other: Settings, shared: Settings) -> None:
+        """Compare the settings that the first leaves alone, the other leaves alone, and both leave in a shared process."""
+        start, own = self._start, alone.settings
+        names = sorted(name for name in {**start, **other, **own} if not start.get(name) == other.get(name) == own.get(name))
+        imported = start
+        if names and not isinstance(found := run_in_child(
+            read_settings, both.modules + alone.modules, seconds=self._deadline - time.monotonic()
+        ), PackedError | ChildEnd):  # fmt: skip
+            imported = found
+        for name in names:
+            old, theirs, ours, now = (each.get(name, (None,)) for each in (start, other, own, shared))
+            if imported.get(name, (None,)) != old or (self._own and name in GENERATORS.values()):
+                continue  # the import of a module changes it, once per process
+            if name in GENERATORS.values():
+                advice = "which all environments of a process share; generators='own' gives each its own"
+                self._add(SHARES_STATE, f"they draw from {name}, {advice}")
+            elif name in ONE_PER_PROCESS:
+                self._add(SHARES_STATE, f"they use {name}, and a process has only one")
+            elif theirs[0] != ours[0]:
+                self._add(SHARES_STATE, f"they set {name} to different values: {theirs[0]}, {ours[0]}")
+            elif now[1:] != theirs[1:] or (name == "pyplot's figures" and now == theirs and both is not alone):
+                self._add(SHARES_STATE, f"they replace each other's {name}")
+            else:
+                self._changes.append(f"they change {name} from {old[0]} to {theirs[0]}")
+
+
+_SAME_OBJECT: Final = "the same object"
+_BESIDE: Final = "cannot be built beside another one"
+
+
+def _describe_failure(failure: PackedError | ChildEnd) -> str:
+    if isinstance(failure, PackedError):
+        return failure.summary.removeprefix("RuntimeError: ")
+    if failure.exitcode is None:
+        return "it takes too long"
+    return f"a process that tried environments {describe_exit(failure.exitcode)}"
+
+
+def _find_difference(one: Record, other: Record, ignored: set[str] | frozenset[str] = frozenset()) -> Any:
+    """Return number, name and value of the first call that returned something else, or ``None``."""
+    for number, ((call, values), (_, others)) in enumerate(zip(one, other, strict=False)):
+        for name in {**values, **others}:
+            if name not in ignored and values.get(name) != others.get(name):
+                return number, call, name
+    return None
+
+
+# -- in the children ----------------------------------------------------------------------------------------------------
+
+
+def _name_process(index: int) -> set[str]:
+    """Name this process like a worker of its own; return the modules that are loaded."""
+    process: Any = multiprocessing.current_process()
+    process.name, process._identity = f"Worker<AsyncVectorEnv>-{index}", (index + 1,)
+    return set(sys.modules)
+
+
+def _run_alone(
+    env_fn: Callable[[], Any], index: int, place: int, plan: tuple[int, int] | None = None, delay: float = 0.0,
+    *, describe: Callable[[Any], None] | None = None, opened: list[Any] | None = None,
+) -> Run:  # fmt: skip
+    """Run an environment alone; the first time, ``plan`` is ``None`` and its steps are timed."""
+    modules = _name_process(index)
+    tried = TriedEnv(env_fn, index, place, junk=int(delay * 2e6))
+    states = read_states()
+    if opened is not None:
+        opened.append(tried.env)
+    if describe is not None:
+        describe(tried.env)
+    if plan is not None:
+        play(tried.phase(*plan, delay=delay))
+    else:
+        play(tried.phase(PHASE_STEPS, PHASE_STEPS // 2, _PHASE_SECONDS))
+    end, slow = len(tried.record), plan is None and tried.is_slow
+    if not slow:
+        play(tried.phase(*tried.plan, delay=delay))
+    record, settings, steps = tried.record, read_settings(), len(tried.step_seconds)
+    times = None
+    if plan is None and slow:
+        times = tried.slow_times()
+    elif plan is None:
+        times = StepTimes.failed(tried.failure) if tried.failure else try_to_time(tried.env)
+        steps += times.steps
+    else:
+        tried.call("close", tried.env.close)
+    if times is not None:
+        times = replace(times, draws=tuple(find_draws(states)))
+    loaded = [name for name in sys.modules if name not in modules]
+    return Run(record, tried.plan, end, settings, loaded, steps, times=times)
+
+
+def _run_together(
+    env_fns: tuple[Callable[[], Any], Callable[[], Any]], indices: tuple[int, int], plan: tuple[int, int]
+) -> Run:
+    """Run the second environment alone, then the first together with it, then the first when the second is closed."""
+    modules = _name_process(indices[1])
+    other = TriedEnv(env_fns[1], indices[1], 1)
+    play(other.phase(PHASE_STEPS, PHASE_STEPS // 2, _PHASE_SECONDS))
+    other_plan, end, other_settings = other.plan, len(other.record), read_settings()
+    try:
+        first = TriedEnv(env_fns[0], indices[0], 0)
+    except Exception as error:
+        raise RuntimeError(f"an environment {_BESIDE}: {error!r}") from error
+    if getattr(first.env, "unwrapped", first.env) is getattr(other.env, "unwrapped", other.env):
+        raise same_object_error(indices, first.env)
+    play(other.phase(*other_plan), first.phase(*plan))
+    settings, during = read_settings(), other.record[end:]
+    other.call("close", other.env.close)
+    play(first.phase(*plan))
+    first.call("close", first.env.close)
+    loaded = [name for name in sys.modules if name not in modules]
+    steps = len(first.step_seconds) + len(other.step_seconds)
+    return Run(
+        first.record, plan, 0, settings, loaded, steps, 2, other_record=other.record, other_plan=other_plan,
+        before=other.record[1:end], during=during, other_settings=other_settings,
+    )  # fmt: skip

@@ -1,0 +1,343 @@
+"""The trial of one environment: makes calls, records digests of the returned values, and times steps.
+
+Everything here except :func:`time_steps` runs in a child of the probe's process. Calls are recorded as
+``(call, {value: digest})``, so that runs in different processes can be compared value by value.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import hashlib
+import itertools
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+from gymnasium.spaces import Discrete
+
+from vecenv.link.messages import pack_error, summary
+from vecenv.system.cores import seconds_waited
+from vecenv.worker.envs import build_env
+
+Record: TypeAlias = list[tuple[str, dict[str, bytes]]]
+
+SLOW_STEP_SECONDS: Final = 0.01
+TIMED_STEPS: Final = 10
+_TIMED_SECONDS: Final = 0.03
+_SHORT_SECONDS: Final = 1e-3  # in shorter runs, a single interruption by the scheduler would dominate the mean
+_MAX_RESETS: Final = 4  # per phase
+_SLOW_RESET_SECONDS: Final = 0.1  # after a reset that takes longer, a phase makes only that one
+_POLL_SECONDS: Final = 0.005
+_MASK_KEYS: Final = ("action_mask", "action_masks")
+_VALUES: Final = {
+    "reset": ("observation", "info"),
+    "step": ("observation", "reward", "termination", "truncation", "info"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The step times of one environment.
+
+    Attributes:
+        steps: Number of timed steps.
+        step: Seconds per step, without the time in which other processes had the core.
+        cpu: Seconds per step spent computing.
+        pace: Relative time of a fixed piece of work here, where 1 is the machine behind the constants of
+            :mod:`vecenv.planning.plan`.
+        crowding: Factor by which that takes longer while another process computes. 1: each has a core of its own; up to 2
+            where two of the usable cores are two threads of one.
+        failure: The error raised while it was stepped, or the end of its process; then nothing was measured.
+        draws: Names of the process-wide generators from which the environment drew.
+    """
+
+    steps: int
+    step: float
+    cpu: float
+    pace: float = 1.0
+    crowding: float = 1.0
+    failure: str = ""
+    draws: tuple[str, ...] = ()
+
+    @property
+    def waits(self) -> float:
+        """The share of a step that is spent waiting, 0 to 1."""
+        return min(max(1.0 - self.cpu / self.step, 0.0), 1.0) if self.step > 0 else 0.0
+
+    @property
+    def slow(self) -> bool:
+        """True if steps are so slow that sharing a process gains little."""
+        return self.step > SLOW_STEP_SECONDS
+
+    @classmethod
+    def failed(cls, reason: str) -> StepTimes:
+        """Return times without any timed step, for a failure."""
+        return cls(0, 0.0, 0.0, failure=reason)
+
+
+def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
+    """Reset ``env`` and time some random steps, after ``warm_up`` steps that compile, allocate and load."""
+    env.action_space.seed(0)
+    seen = env.reset(seed=0)
+    actions = [env.action_space.sample() for _ in range(warm_up + TIMED_STEPS)]
+    seconds: list[float] = []
+    for number, action in enumerate(actions):
+        if number == warm_up:
+            cpu, queued = time.process_time(), seconds_waited() or 0.0
+            seconds.clear()
+        if sum(seconds) > _TIMED_SECONDS and number > warm_up + 1:
+            break
+        began = time.perf_counter()
+        observation, _, terminated, truncated, info = env.step(allow_action(env.action_space, action, *seen))
+        seen = env.reset() if terminated or truncated else (observation, info)
+        seconds.append(time.perf_counter() - began)
+    computing = (time.process_time() - cpu) / len(seconds)
+    if sum(seconds) < _SHORT_SECONDS:
+        elapsed = computing = statistics.median(seconds)
+    else:  # the time in which a busy machine runs other processes is not the environment's waiting
+        elapsed = (sum(seconds) - ((seconds_waited() or 0.0) - queued)) / len(seconds)
+    return StepTimes(len(seconds), max(elapsed, computing), computing)
+
+
+def try_to_time(env: Any, warm_up: int = 0) -> StepTimes:
+    """Time steps with :func:`time_steps`; if a step raises, return a ``failure``."""
+    try:
+        return time_steps(env, warm_up)
+    except Exception as error:
+        return StepTimes.failed(summary(error))
+
+
+def allow_action(space: Any, action: Any, observation: Any, info: Any) -> Any:
+    """Return ``action``, or an allowed one if a mask in the info or the observation forbids it."""
+    for held in (info, observation) if isinstance(space, Discrete) else ():
+        for key in _MASK_KEYS:
+            if isinstance(held, dict) and key in held and np.shape(held[key]) == (space.n,):
+                choices = np.flatnonzero(held[key])
+                place = int(action - space.start)
+                return action if not len(choices) or place in choices else space.start + choices[place % len(choices)]
+    return action
+
+
+class TriedEnv:
+    """An environment and the record of the calls made to it.
+
+    Args:
+        env_fn: The function that builds the environment.
+        index: The environment's index, for error messages.
+        place: 0 or 1, which determines seeds and actions.
+        junk: Number of objects to allocate before, so that later ones have other addresses.
+
+    Attributes:
+        record: The calls.
+        error: The error of the current phase.
+        failure: The first error, in one line.
+        plan: Arguments of :meth:`phase` that repeat the latest phase exactly.
+
+    Raises:
+        Exception: The errors of ``env_fn``.
+    """
+
+    def __init__(self, env_fn: Callable[[], Any], index: int, place: int, junk: int = 0) -> None:
+        self.place = place
+        self.record: Record = []
+        self.error: Exception | None = None
+        self.failure = ""
+        self.step_seconds: list[float] = []
+        self._cpu_seconds = 0.0
+        self._space: Any = None
+        self.plan = (0, 0)
+        self._entropy = random.Random(place)
+
+        def build() -> Any:  # the junk comes last: whatever is freed after it leaves its old address to the environment
+            self._junk = [bytes(number % 600) for number in range(junk)]
+            return env_fn()
+
+        self.env: Any = self.call("build", build_env, build, index)
+        if self.error is not None:
+            raise self.error
+
+    def call(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call and record the digests of its values, or of its error, which is then kept in ``error``."""
+        bit_generator: Any = np.random.bit_generator
+        bit_generator.randbits = self._entropy.getrandbits  # makes unseeded generators reproducible
+        try:
+            value = function(*args, **kwargs)
+            self.record.append((name, {} if name == "build" else _digest_values(name, value)))
+            return value
+        except Exception as error:
+            self.error, self.failure = error, self.failure or summary(error)
+            self.record.append((name, _digest_values("error", repr(error))))
+            return None
+
+    def phase(self, steps: int, middle: int, seconds: float = math.inf, delay: float = 0.0) -> Generator[None, None, None]:
+        """Reset with the seed and step, one call at a time; reset once more at step ``middle`` and after episodes.
+
+        A phase of more than ``seconds`` of stepping ends, but not before its second step. ``plan`` repeats it exactly.
+        """
+        self.error, self._space, stepping, resets, ended, began = None, None, 0.0, 1, False, time.perf_counter()
+        seen = self.call("reset", self.env.reset, seed=1000 + self.place)
+        if time.perf_counter() - began > _SLOW_RESET_SECONDS and seconds < math.inf:
+            middle = -1
+        self.plan = (0, middle)
+        for number in range(steps):
+            yield
+            time.sleep(delay)
+            if stepping > seconds and number > 1:
+                break
+            self.plan = (number + 1, middle)
+            if self.error is None and (ended or number == middle) and resets < _MAX_RESETS:
+                seen, resets, ended = self.call("reset", self.env.reset), resets + 1, False
+                yield
+            if self.error is not None or ended:
+                break
+            action, queued = self._sample(seen), seconds_waited() or 0.0
+            began, cpu = time.perf_counter(), time.process_time()
+            results = self.call("step", self.env.step, action)
+            elapsed, used = time.perf_counter() - began, time.process_time() - cpu
+            self.step_seconds.append(max(elapsed - ((seconds_waited() or 0.0) - queued), used))
+            self._cpu_seconds += used
+            stepping += self.step_seconds[-1]
+            if self.error is None:
+                (seen, ended) = (results[::4], bool(results[2] or results[3])) if len(results) == 5 else (results, True)
+        yield
+        if self.error is None and getattr(self.env, "render_mode", None) not in (None, "human"):
+            self.call("render", self.env.render)
+
+    @property
+    def is_slow(self) -> bool:
+        """True if even the fastest step was slow; a first step may compile."""
+        return bool(self.step_seconds) and min(self.step_seconds) > SLOW_STEP_SECONDS
+
+    def slow_times(self) -> StepTimes:
+        """Return the times of the recorded steps, which are exact enough where steps are slow."""
+        count = len(self.step_seconds)
+        return StepTimes(count, sum(self.step_seconds) / count, self._cpu_seconds / count)
+
+    def _sample(self, seen: Any) -> Any:
+        """Return a random action, in each phase the same sequence."""
+        if self._space is None:
+            self._space = copy.deepcopy(self.env.action_space)
+            self._space.seed(self.place)
+        return allow_action(self._space, self._space.sample(), *seen)
+
+
+def play(*phases: Generator[None, None, None]) -> None:
+    """Make the calls of all phases alternately."""
+    collections.deque(itertools.zip_longest(*phases), 0)
+
+
+def _digest_values(call: str, value: Any) -> dict[str, bytes]:
+    """Return a digest of each value that a call returned, by name. Values that cannot be pickled are left out."""
+    digests: dict[str, bytes] = {}
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, (dict, list, tuple)) and len(digests) < 500:
+            for key, part in item.items() if isinstance(item, dict) else enumerate(item):
+                visit(f"{name}.{key}", part)
+            return
+        with suppress(Exception):
+            data = pickle.dumps(np.asarray(item) if hasattr(item, "__array__") else item)
+            digests[name] = hashlib.blake2b(data, digest_size=8).digest()
+
+    if call in _VALUES and isinstance(value, (tuple, list)):
+        for name, item in zip(_VALUES[call], value, strict=False):
+            visit(name, item)
+    else:
+        visit(call, value)
+    return digests
+
+
+# -- children -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnd:
+    """The end of a child that returned nothing: its exit code (negative: a signal), or ``None`` if it took too long."""
+
+    exitcode: int | None
+
+
+def run_in_child(
+    function: Callable[..., Any], *args: Any, seconds: float, close: Callable[[], object] = bool, close_seconds: float = 0.0
+) -> Any:
+    """Call ``function`` in a fork of this process, and return its value, a
+    :class:`~vecenv.link.messages.PackedError` or a :class:`ChildEnd`.
+
+    The child's output is discarded.
+
+    Args:
+        function: A function with a result that can be pickled.
+        args: Its arguments.
+        seconds: Time limit for the call.
+        close: A function that the child calls after it has sent the value.
+        close_seconds: Time limit for that.
+    """
+    (receiver, sender), state = multiprocessing.Pipe(False), random.getstate()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork() in a process with threads
+        pid = os.fork()
+    if pid == 0:
+        _run_and_exit(function, args, sender, state, close)
+    sender.close()
+    value, closed, deadline = None, False, time.monotonic() + seconds
+    try:
+        while (code := _poll_exit(pid)) is None and time.monotonic() < deadline:
+            if closed:
+                time.sleep(_POLL_SECONDS)
+            elif receiver.poll(_POLL_SECONDS):
+                value, closed = _receive(receiver), True
+                deadline = deadline if value is None else time.monotonic() + close_seconds
+        if value is None and receiver.poll(0):  # the child ended right after sending
+            value = _receive(receiver)
+    finally:
+        if code is None:
+            os.kill(pid, signal.SIGKILL)
+            _poll_exit(pid, 0)
+        receiver.close()
+    return ChildEnd(code) if value is None else value
+
+
+def _receive(receiver: Any) -> Any:
+    try:
+        return pickle.loads(receiver.recv_bytes())
+    except (EOFError, ConnectionError):
+        return None
+
+
+def _poll_exit(pid: int, options: int | None = None) -> int | None:
+    """Return the exit code of a child, or ``None`` while it runs."""
+    try:
+        found, status = os.waitpid(pid, os.WNOHANG if options is None else options)
+    except ChildProcessError:  # the program ignores SIGCHLD, so the kernel reaped it
+        return 255
+    return os.waitstatus_to_exitcode(status) if found else None
+
+
+def _run_and_exit(function: Callable[..., Any], args: tuple[Any, ...], sender: Any, state: Any, close: Any) -> None:
+    pid = os.getpid()
+    try:
+        random.setstate(state)  # fork() reseeds the generator
+        null = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(null, number)
+        value: Any = function(*args)
+    except BaseException as error:
+        value = pack_error(error)
+    try:
+        if os.getpid() == pid:  # otherwise this is a child that the environment forked and that returned into this code
+            sender.send_bytes(pickle.dumps(value))
+            close()
+    finally:
+        os._exit(0)

@@ -1,0 +1,267 @@
+"""The replay of a record, which repeats the requests to its environment in this process."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from vecenv.link.messages import Failure, PackedError, original_summary, pack_error, unpack_error
+from vecenv.recording.file import LASTING, Failed, Header, Message, Record, Unreadable
+from vecenv.shm.layout import Layout
+from vecenv.state.snapshots import Snapshot
+from vecenv.worker.main import make_rows
+
+AGAIN, DIFFERENT, CANNOT = "happened again", "did not happen again", "cannot be replayed"
+_NUMBERS: Final = ("rewards", "terminations", "truncations")
+
+
+class ReplayResult(NamedTuple):
+    """The result of a replay: one of three verdicts, and a sentence."""
+
+    which: str
+    text: str
+
+    @classmethod
+    def from_failure(cls, recorded: Failed | None, where: str, what: str, *, same: bool, more: str = "") -> ReplayResult:
+        """Return the result of a replay that ended in a failure. ``same``: it is the recorded failure."""
+        if same:
+            return cls(AGAIN, f"happened again {where}: {what}{more}")
+        was = "nothing had failed" if recorded is None else f"recorded was: {recorded.text}"
+        return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({was}){more}")
+
+
+class Replay:
+    """The replay of one record in this process.
+
+    Args:
+        header, record: The content of a file.
+        begin: Begin with the ``"latest"`` reset that has a seed, with the ``"first"`` one, or with the ``"snapshot"``.
+        change: A function that is applied to the environment before any request.
+
+    Attributes:
+        place: Index of the next step of the record.
+        at: Number of the next step in the latest episode; negative: in an earlier one.
+        env: The environment.
+        failure: The exception that it raised.
+        result: The result, at the end of :meth:`run`.
+
+    Raises:
+        Unreadable: The record cannot be replayed. The text gives the reason.
+    """
+
+    def __init__(
+        self, header: Header, record: Record, *, begin: str = "latest", change: Callable[[Any], Any] | None = None
+    ) -> None:
+        self.header, self.record = header, record
+        self.failure: BaseException | None = None
+        self.result: ReplayResult | None = None
+        env_fn = self._load_env_fn()
+        messages, self._pickled_actions = self._load_requests()
+        record.columns["rewards"] = record.columns["rewards"].astype(np.float64)
+        self._restart = messages[0] if messages and record.restarted else None
+        self._snapshot: Snapshot | None = None
+        self._before, self._messages, self.place = self._find_start(messages, begin)
+        self._different = ""
+        self._build(env_fn if change is None else lambda: change(env_fn()))
+
+    def _load_env_fn(self) -> Callable[[], Any]:
+        blob = self.record.env_fn
+        if isinstance(blob, str):
+            raise Unreadable(f"cannot be replayed, because {blob}")
+        try:
+            env_fn: Callable[[], Any] = pickle.loads(blob)
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise Unreadable(f"cannot be replayed, because what builds {self.header.env_id} is not here: {text}") from error
+        return env_fn
+
+    def _load_requests(self) -> tuple[list[Message], dict[int, Any]]:
+        try:
+            messages, actions = pickle.loads(self.record.requests)
+        except Exception as error:
+            text = f"what {self.header.env_id} was given is not here: {type(error).__name__}: {error}"
+            raise Unreadable(f"cannot be replayed, because {text}") from error
+        return messages, actions
+
+    # -- where to begin -----------------------------------------------------------------------------------------------
+
+    def _find_start(self, messages: list[Message], begin: str) -> tuple[list[Message], list[Message], int]:
+        """Return the messages to repeat first, those that follow, and the index of the first step."""
+        record = self.record
+        starts = [start for number in range(len(messages)) if (start := self._start_at(messages, number)) is not None]
+        if begin == "snapshot" or not starts:
+            if record.snapshot is not None:
+                place, number, self._snapshot = record.snapshot
+                return [], messages[number:], place
+            why = f" ({record.why_no_snapshot})" if record.why_no_snapshot else ""
+            if begin != "snapshot":
+                raise Unreadable(
+                    f"cannot be replayed, because the record holds no reset with a seed any more, and no snapshot{why}"
+                )
+            why = record.why_no_snapshot or "a replay from the reset takes less than five seconds"
+            raise Unreadable(f"cannot be replayed from a snapshot, because there is none: {why}")
+        return starts[0 if begin == "first" else -1]
+
+    def _start_at(self, messages: list[Message], number: int) -> tuple[list[Message], list[Message], int] | None:
+        """Return a start from a message, in the form of :meth:`_find_start`; ``None`` if it is not a reset with a seed."""
+        place, name, arguments = messages[number]
+        if name not in ("reset", "set_next_options") or arguments is None or arguments[0] is None:
+            return None
+        begin, follows, first = messages[number], messages[number + 1 :], place
+        if name == "set_next_options":
+            if not self._resets_itself(messages, place):
+                return None
+            begin, first = Message(place, "reset", arguments), place + 1  # the automatic reset is this step
+        before = [one for one in messages[:number] if one.name in LASTING or self._waits(messages, one, place)]
+        return before, [begin, *follows], first
+
+    def _resets_itself(self, messages: list[Message], place: int) -> bool:
+        """True if a step is an automatic reset."""
+        if any(one.place == place and one.name in ("reset", "load") for one in messages):
+            return False
+        ends = self.record.columns["terminations"] | self.record.columns["truncations"]
+        return self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP and 0 < place < len(ends) and bool(ends[place - 1])
+
+    def _waits(self, messages: list[Message], message: Message, until: int) -> bool:
+        """True if a message applies to an automatic reset that has not happened before step ``until``."""
+        if message.name != "set_next_options":
+            return False
+        late = int(self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP)
+        ends = self.record.columns["terminations"] | self.record.columns["truncations"]
+        by_caller = {one.place for one in messages if one.name == "reset"}
+        return not any(ends[at] and at + late not in by_caller for at in range(max(message.place - late, 0), until - late))
+
+    # -- the environment ----------------------------------------------------------------------------------------------
+
+    def _build(self, env_fn: Callable[[], Any]) -> None:
+        plan, row = self.record.plan, self.record.row
+        known = plan.layout
+        layout = Layout.of(known.observations, known.actions, row + 1, 1, final=known.final)
+        self._plan = replace(plan, layout=layout, env_threads=1)
+        self._batch = layout.view(bytearray(layout.size))
+        self._rows = make_rows([env_fn], row, 0, self._plan, self._batch)
+
+    @property
+    def env(self) -> Any:
+        return self._rows.envs[0]
+
+    @property
+    def at(self) -> int:
+        return self.place + 1 + self.record.steps_before
+
+    @property
+    def action(self) -> Any:
+        """The action of the next step."""
+        if self.place in self._pickled_actions:
+            return self._pickled_actions[self.place]
+        if self._batch.actions is None or "actions/0" not in self.record.columns:
+            raise Unreadable("cannot be replayed, because the action of a step cannot be pickled")
+        for index, leaf in enumerate(self._batch.actions):
+            leaf[self.record.row] = self.record.columns[f"actions/{index}"][self.place]
+        return self._rows.actions(None)[0]
+
+    def run(self, until: int | None = None) -> Iterator[int]:
+        """Replay the record. Yield the number of each step before it is made, and 0 before each message; then set
+        :attr:`result`.
+
+        Args:
+            until: Number of the step in the latest episode before which to stop.
+        """
+        record = self.record
+        failures, _ = self._rows.build()
+        if failures:
+            if isinstance(failures[0].error, Unreadable):
+                raise failures[0].error
+            self._end_with_failure(failures, "while it was built")
+            return
+        if self._snapshot is not None:
+            yield 0
+            if failures := self._load(self._snapshot):
+                text = failures[0].text
+                raise Unreadable(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
+        for message in self._before:
+            yield 0
+            self._repeat(message)
+        messages = list(self._messages)
+        while self.result is None:
+            while messages and messages[0].place <= self.place:
+                yield 0
+                last = len(messages) == 1 and self.place == record.steps
+                failures = self._repeat(messages.pop(0))
+                if failures and (last or any(failure.fatal for failure in failures)):
+                    self._end_with_failure(failures, "in the last call" if last else f"before step {self.at}")
+                    return
+            if self.place == record.steps or (until is not None and 0 < until <= self.at):
+                break
+            yield self.at
+            failures = self._step()
+            if failures:
+                self._end_with_failure(failures, f"at step {self.at}")
+                return
+            self.place += 1
+        self._end_without_failure(until)
+
+    def _load(self, snapshot: Snapshot) -> list[Failure]:
+        rows = self._rows
+        return rows.check([(0, snapshot)]).failures or rows.load([0]).failures
+
+    def _repeat(self, message: Message) -> list[Failure]:
+        rows, name, given = self._rows, message.name, message.arguments
+        if given is None:
+            raise Unreadable(f"cannot be replayed, because what a {name} was given cannot be pickled")
+        if name == "load":
+            return self._load(given[0])
+        if name == "reset":
+            return rows.reset(None, [given[0]], given[1], pending=message is self._restart).failures
+        if name == "set_attr":
+            return rows.set_attr(given[0], [given[1]]).failures
+        if name == "set_next_options":
+            return rows.set_next([(given[0], given[1])]).failures
+        return (rows.exec([0], *given) if name == "exec_func" else rows.call(*given)).failures
+
+    def _step(self) -> list[Failure]:
+        record, row, place = self.record, self.record.row, self.place
+        out = self._rows.step(None, [self.action])
+        fails_here = place == record.steps - 1 and record.failed is not None and record.failed.in_step
+        if out.failures or fails_here or np.isnan(record.columns["rewards"][place]):
+            return out.failures
+        for name in _NUMBERS:
+            came, wanted = getattr(self._batch, name), record.columns[name][place]
+            if came[row].tobytes() != wanted.tobytes() and not self._different:
+                self._different = f"step {self.at}: {name[:-1]} {came[row]!s}, recorded was {wanted!s}"
+        return []
+
+    # -- the result ---------------------------------------------------------------------------------------------------
+
+    def _end_with_failure(self, failures: list[Failure], where: str) -> None:
+        failed, text, error = self.record.failed, failures[0].text, failures[0].error
+        self.failure = error if isinstance(error, BaseException) else None
+        first = f"; first difference from the record at {self._different}" if self._different else ""
+        packed = error if isinstance(error, PackedError) else pack_error(error)
+        texts = text, original_summary(unpack_error(packed, ""))
+        same = failed is not None and failed.how == "raised" and failed.text in texts
+        self.result = ReplayResult.from_failure(failed, where, text, same=same, more=first)
+
+    def _end_without_failure(self, until: int | None) -> None:
+        record, different = self.record, f"first difference from the record at {self._different}"
+        which = DIFFERENT if self._different or record.failed is not None else AGAIN
+        steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
+        if until is not None and self.place < record.steps:
+            which = DIFFERENT if self._different else AGAIN
+            text = f"stopped before step {self.at}: {different if self._different else 'all as recorded'}"
+        elif self._different:
+            text = f"did not happen again; {different}"
+        elif record.failed is None:
+            text = f"nothing had failed, and {steps} gave what was recorded"
+        else:
+            text = f"did not happen again, though {steps} gave what was recorded"
+        self.result = ReplayResult(which, text)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._rows.close()

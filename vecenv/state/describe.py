@@ -1,0 +1,182 @@
+"""Descriptions of values in words: constructor arguments, spaces, and the functions that a snapshot does not contain.
+
+Equal descriptions mean equal values, as far as a value can be read: a function by its code and everything that it has
+captured, an array by its bytes, an object by its attributes. An environment, and an object written in C, is described by its
+class alone. Nothing in a description depends on the process, so descriptions of two machines can be compared.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import os
+import re
+import sys
+import types
+import zlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+import gymnasium
+import numpy as np
+
+from vecenv.state.codecs import model_bytes, name_of
+
+_MAX_LENGTH: Final = 160
+_MAX_DEPTH: Final = 12
+_SMALL_ARRAY: Final = 8
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+_CODE: Final = re.compile(r"python(\d+\.\d+) ([0-9a-f]{8})")
+
+
+def describe(value: Any) -> str:
+    """Return a description of a value, of at most about 200 characters."""
+    return _shorten(_describe(value, ()))
+
+
+def differ(one: str, other: str) -> bool:
+    """True if two descriptions are of different values. Bytecode is compared only between equal versions of Python."""
+    if one == other:
+        return False
+    if {version for version, _ in _CODE.findall(one)} == {version for version, _ in _CODE.findall(other)}:
+        return True
+    return _CODE.sub("", one) != _CODE.sub("", other)
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= _MAX_LENGTH:
+        return text
+    rest, codes = _CODE.sub("", text), _CODE.findall(text)
+    short = f"{rest[: _MAX_LENGTH // 2]}... ({len(rest)} characters, {_crc(rest.encode())})"
+    return f"{short} python{codes[0][0]} {_crc(repr(codes).encode())}" if codes else short
+
+
+def _crc(data: bytes) -> str:
+    return f"{zlib.crc32(data):08x}"
+
+
+def _describe(value: Any, parents: tuple[int, ...]) -> str:
+    kind = type(value)
+    if isinstance(value, str | os.PathLike) and os.path.isabs(value) and os.path.isfile(value):
+        return _describe_file(os.fspath(value))
+    if value is None or kind in (bool, int, float, complex, str, bytes) or isinstance(value, enum.Enum | re.Pattern):
+        return repr(value)
+    if isinstance(value, np.generic | np.ndarray | np.dtype):
+        return _describe_numpy(value)
+    if isinstance(value, os.PathLike):
+        return repr(os.fspath(value))
+    if name_of(kind) == "mujoco._structs.MjModel":
+        return f"MjModel {_crc(model_bytes(value))}"
+    if isinstance(value, types.ModuleType):
+        return f"module {value.__name__}"
+    if id(value) in parents:
+        return "..."
+    if len(parents) > _MAX_DEPTH:
+        return kind.__name__
+    parents = (*parents, id(value))
+
+    def inner(item: Any) -> str:
+        return _describe(item, parents)
+
+    if isinstance(value, type):
+        return _describe_class(value, inner)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{inner(key)}: {inner(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(inner, value))}]"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+    if isinstance(value, functools.partial):
+        return f"partial({inner(value.func)}, {inner(value.args)}, {inner(value.keywords)})"
+    if isinstance(value, types.MethodType):
+        return f"{inner(value.__func__)} of {type(value.__self__).__name__}"
+    if isinstance(value, types.FunctionType):
+        return _describe_function(value, inner)
+    if isinstance(value, property):
+        return f"property({inner((value.fget, value.fset))})"
+    if isinstance(wrapped := getattr(value, "__wrapped__", None), types.FunctionType):
+        return f"{kind.__name__}({inner(wrapped)})"
+    if isinstance(value, gymnasium.Env):
+        return kind.__name__
+    if hasattr(kind, "__jax_array__") or (kind.__module__ or "").startswith("jaxlib"):
+        return _describe_jax(value)
+    if callable(value) and isinstance(name := getattr(value, "__name__", None), str):  # written in C, like `np.tanh`
+        return f"{kind.__name__} {name}"
+    attributes = _attributes_of(value)
+    return f"{kind.__name__}({inner(attributes)})" if attributes else kind.__name__
+
+
+def describe_space(space: Any) -> str:
+    """Return a space's repr, with a checksum of everything except its generator."""
+    return f"{_ADDRESS.sub('', repr(space))} ({_crc(_describe(space, ()).encode())})"
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    slots = [name for kind in type(value).__mro__ for name in np.atleast_1d(vars(kind).get("__slots__", ())).tolist()]
+    found = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
+    own = getattr(value, "__dict__", None)
+    found.update(own if isinstance(own, dict) else {})
+    if isinstance(value, gymnasium.Space):  # without the state of its generator, and texts that are created later
+        found = {name: item for name, item in found.items() if not name.startswith("_np_random") and name[-5:] != "_repr"}
+    found.pop("__weakref__", None)
+    return found
+
+
+def _describe_file(path: str) -> str:
+    """Describe a file by its content, because it may be in another folder on another machine."""
+    with open(path, "rb") as file:
+        return f"file {os.path.basename(path)} {_crc(file.read())}"
+
+
+def _describe_numpy(value: Any) -> str:
+    if isinstance(value, np.dtype) or value.dtype.hasobject:
+        return _ADDRESS.sub("", repr(value))
+    if value.size <= _SMALL_ARRAY:
+        return f"{value.dtype}{value.tolist()!r}" if value.shape else f"{value.dtype} {value.tolist()!r}"
+    return f"{value.dtype}{value.shape} {_crc(np.ascontiguousarray(value).tobytes())}"
+
+
+def _describe_jax(value: Any) -> str:
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        try:
+            return _describe_numpy(np.asarray(value))
+        except TypeError:  # keys of random numbers
+            return f"{value.dtype}{value.shape}"
+    return type(value).__name__
+
+
+def _describe_function(function: types.FunctionType, inner: Any) -> str:
+    captured = []
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            captured.append(f"{name}={inner(cell.cell_contents)}")
+        except ValueError:  # not set yet
+            captured.append(f"{name} is not set")
+    captured += [inner(value) for value in (function.__defaults__, function.__kwdefaults__) if value]
+    return f"{function.__qualname__}({', '.join(captured)}) {_describe_code(function.__code__)}"
+
+
+def _describe_code(code: types.CodeType) -> str:
+    constants = [_describe_code(item) if isinstance(item, types.CodeType) else _constant(item) for item in code.co_consts]
+    whole = repr((code.co_code, code.co_names, code.co_varnames, constants))
+    return f"python{sys.version_info[0]}.{sys.version_info[1]} {_crc(whole.encode())}"
+
+
+def _constant(value: Any) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
+
+
+def is_importable(thing: Any) -> bool:
+    """True if a function or class can be found by its module and qualified name."""
+    found: Any = sys.modules.get(getattr(thing, "__module__", None) or "")
+    for part in getattr(thing, "__qualname__", "<").split("."):
+        found = getattr(found, part, None)
+    return found is thing
+
+
+def _describe_class(kind: type, inner: Any) -> str:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if is_importable(kind):
+        return name
+    own = {key: item for key, item in vars(kind).items() if key not in ("__dict__", "__weakref__", "__module__", "__doc__")}
+    return f"{name}({inner(own)})"

@@ -1,0 +1,94 @@
+"""The state of a whole vector environment: snapshots of all rows, counters, seeds of restarts and generators of spaces."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AutoresetMode
+
+from vecenv.errors import SnapshotMismatch
+from vecenv.state.codecs import Codec, rule_for
+from vecenv.state.snapshots import FORMAT, Snapshot, Snapshots, StateDict, parse_snapshots
+from vecenv.system.signals import succeeds_when_repeated
+
+Counts = tuple[int, int, int]
+"""Steps, resets and restarts."""
+
+
+class WholeState(NamedTuple):
+    """The content of a ``state_dict()``.
+
+    Attributes:
+        snapshots: One per row.
+        counts: Steps, resets and restarts.
+        seeds: The source of the seeds of restarts.
+        generators: Pairs of a space and the read state of its generators, or ``None``.
+    """
+
+    snapshots: list[Snapshot]
+    counts: Counts
+    seeds: np.random.SeedSequence
+    generators: list[tuple[Any, Any]]
+
+    def load_generators(self) -> None:
+        """Put the generators of the spaces in place."""
+        for space, state in self.generators:
+            if state is not None:
+                _space_codec(space).load(space, state)
+
+
+def pack_state(
+    snapshots: Sequence[Snapshot], mode: AutoresetMode, counts: Counts, seeds: np.random.SeedSequence, spaces: Sequence[Any]
+) -> dict[str, Any]:
+    """Return the dict for ``state_dict()``."""
+    return StateDict(
+        format=FORMAT, num_envs=len(snapshots), autoreset_mode=mode.name, snapshots=Snapshots(snapshots), counters=counts,
+        seeds=seeds.state, spaces=[_space_codec(space).save(space) for space in spaces],
+    )  # fmt: skip
+
+
+def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[Any]) -> WholeState:
+    """Read the result of :func:`pack_state`. Nothing is changed.
+
+    Raises:
+        SnapshotMismatch: It does not fit, or is damaged.
+    """
+    for key in ("format", "num_envs", "autoreset_mode", "snapshots", "counters", "seeds", "spaces"):
+        if not isinstance(state, Mapping) or key not in state:
+            raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
+    for key, own in {"format": FORMAT, "num_envs": num_envs, "autoreset_mode": mode.name}.items():
+        if state[key] != own:
+            raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
+    snapshots = parse_snapshots(state["snapshots"], range(num_envs))
+    read = partial(_read_rest, state, spaces)
+    try:
+        return WholeState(snapshots, *read())
+    except Exception as error:
+        if succeeds_when_repeated(read):
+            raise  # a signal handler raised it
+        raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
+
+
+def _read_rest(state: Mapping[str, Any], spaces: Sequence[Any]) -> tuple[Counts, np.random.SeedSequence, list[Any]]:
+    opened = [
+        (space, its if its is None else _space_codec(space).open(space, its))
+        for space, its in zip(spaces, state["spaces"], strict=True)
+    ]
+    steps, resets, restarts = map(_natural, state["counters"])
+    return (steps, resets, restarts), np.random.SeedSequence(**state["seeds"]), opened
+
+
+def _space_codec(space: Any) -> Codec:
+    codec = rule_for(type(space))
+    assert isinstance(codec, Codec)
+    return codec
+
+
+def _natural(number: Any) -> int:
+    """Return a count, or raise ValueError."""
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"{number!r} is not a count")
+    return number

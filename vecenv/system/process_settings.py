@@ -1,0 +1,190 @@
+"""Settings that all environments of a process share: the complete list, and a cheap guard for workers with several.
+
+The probe compares the complete list between processes (:mod:`vecenv.planning.independence`). In a worker, `SettingsGuard`
+compares the common ones while environments run. Not covered: state of C libraries, and settings of jax and tensorflow.
+"""
+
+from __future__ import annotations
+
+import decimal
+import gc
+import hashlib
+import importlib
+import locale
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from vecenv.system.generators import switch
+from vecenv.system.shared_generators import GENERATORS, SharedStates, find_draws, read_states
+
+Settings: TypeAlias = dict[str, tuple[Any, ...]]
+"""Name -> a value that processes can compare and, for an object, its id."""
+
+ONE_PER_PROCESS: Final = ("pygame's window", "the interval timer")
+_WATCHED_SIGNALS: Final = ("SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGCHLD")
+_WATCHED_CALLS: Final = frozenset({"os.chdir", "os.putenv", "os.unsetenv"})
+
+
+def read_settings(modules: Iterable[str] = ()) -> Settings:
+    """Import ``modules``, then return the settings of this process."""
+    policy = getattr(sys.modules.get("asyncio.events"), "_event_loop_policy", None)
+    if type(policy).__name__ == "_UnixDefaultEventLoopPolicy":  # made at first use
+        policy = None
+    for name in modules:
+        with suppress(Exception):
+            importlib.import_module(name)
+    os.umask(umask := os.umask(0o22))
+    settings: Settings = {f"environment variable {key}": (value,) for key, value in os.environ.items()}
+    settings |= {f"handler of signal {int(number)}": _name(signal.getsignal(number)) for number in signal.valid_signals()}
+    settings |= {
+        "decimal context": (repr([getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "traps")]),),
+        "event loop policy": _name(policy),
+        "garbage collection": (gc.isenabled(),),
+        "locale": (locale.setlocale(locale.LC_ALL),),
+        "numpy error handling": (repr(np.geterr()),),
+        "numpy print options": (repr(np.get_printoptions()),),
+        "recursion limit": (sys.getrecursionlimit(),),
+        "root logger": (repr([type(handler) for handler in logging.root.handlers]),),
+        "socket timeout": (socket.getdefaulttimeout(),),
+        "sys.excepthook": _name(sys.excepthook),
+        "sys.path": (repr(sys.path),),
+        "sys.stderr": _name(sys.stderr),
+        "sys.stdout": _name(sys.stdout),
+        "threading.excepthook": _name(threading.excepthook),
+        "umask": (umask,),
+        "warning filters": (repr(warnings.filters),),
+        "working directory": (os.getcwd(),),
+    }
+    settings |= {GENERATORS[name]: (hashlib.blake2b(state).hexdigest(),) for name, state in read_states().items()}
+    return settings | _read_library_settings()
+
+
+def _read_library_settings() -> Settings:
+    """Return the settings of libraries that are loaded."""
+    settings: Settings = {}
+    torch: Any = sys.modules.get("torch")
+    if hasattr(torch, "get_rng_state"):
+        settings["torch's settings"] = (f"{torch.get_default_dtype()}, {torch.get_num_threads()} threads",)
+    config: Any = getattr(sys.modules.get("jax"), "config", None)
+    if hasattr(config, "jax_enable_x64"):
+        settings["jax_enable_x64"] = (config.jax_enable_x64,)
+    if signal.getitimer(signal.ITIMER_REAL)[0]:
+        settings["the interval timer"] = ("running",)
+    pyplot: Any = sys.modules.get("matplotlib.pyplot")
+    if hasattr(pyplot, "get_fignums") and pyplot.get_fignums():
+        settings["pyplot's figures"] = (tuple(pyplot.get_fignums()),)
+    display: Any = sys.modules.get("pygame.display")
+    if hasattr(display, "get_surface") and display.get_surface():
+        settings["pygame's window"] = ("open",)
+    return settings
+
+
+def _name(thing: Any) -> tuple[str, int]:
+    return getattr(thing, "__qualname__", type(thing).__qualname__), id(thing)
+
+
+class SettingsGuard:
+    """Finds settings that environments change while several of them share this process.
+
+    A comparison takes 0.1 milliseconds. So it is due once per second at most, at a reset, and after calls of ``os.chdir``,
+    ``os.putenv`` and ``os.unsetenv``.
+
+    Args:
+        running: Returns the environment that runs now, in words, or an empty string.
+        seconds: The least time between two comparisons at resets.
+
+    Attributes:
+        due: A comparison is due when the current request is done.
+        first_reset: The first reset of all environments has not begun.
+        draws: Names of the shared generators that were drawn from between the last two comparisons.
+    """
+
+    NAMES: Final = (
+        "working directory", "environment variables", "numpy error handling", "signal handlers", "warning filters",
+        "decimal precision", "sys.stdout", "sys.stderr", "threading.excepthook", "interval timer", "socket timeout",
+        "torch's default dtype", "pygame's window",
+    )  # fmt: skip
+
+    def __init__(self, running: Callable[[], str] = str, seconds: float = 1.0) -> None:
+        self.due, self.first_reset = False, True
+        self._running, self._seconds = running, seconds
+        self._changed_by = ""
+        self.draws: list[str] = []
+        self._generators: SharedStates = {}
+        self.restart()
+
+    def watch_calls(self) -> None:
+        """Make a comparison due whenever this process changes its directory or variables; for the rest of its life."""
+
+        def hook(event: str, _: Any) -> None:
+            if event in _WATCHED_CALLS:
+                self.due, self._changed_by = True, self._running()
+
+        sys.addaudithook(hook)
+
+    def on_reset(self) -> None:
+        """Make a comparison due if the last one was long ago."""
+        if time.monotonic() >= self._next:
+            self.due = True
+
+    def restart(self) -> None:
+        """Compare with the settings of now from here on."""
+        self._modules, self._state = len(sys.modules), self._read()
+        self._generators = {} if switch.users else read_states()  # nothing to compare if each environment has its own
+        self._next = time.monotonic() + self._seconds
+        self.due, self._changed_by = False, ""
+
+    def changed(self) -> list[tuple[str, str]]:
+        """Return the settings that changed since the last comparison, and what changed them if that is known.
+
+        Changes in the same interval as an import are taken for the import's, which happens once.
+        """
+        before, modules, by = self._state, self._modules, self._changed_by
+        self.draws = [] if switch.users else find_draws(self._generators)
+        self.restart()
+        if len(sys.modules) != modules:
+            self.draws = []
+            return []
+        pairs = zip(self.NAMES, before, self._state, strict=True)
+        return [(name, by if name in self.NAMES[:2] else "") for name, old, new in pairs if old != new]
+
+    @staticmethod
+    def _read() -> tuple[Any, ...]:
+        torch: Any = sys.modules.get("torch")
+        display: Any = sys.modules.get("pygame.display")
+        environ: Any = os.environ
+        numbers = (getattr(signal, name) for name in _WATCHED_SIGNALS)
+        return (
+            os.getcwd(), environ._data.copy(), np.geterr(), [signal.getsignal(number) for number in numbers],
+            warnings.filters[:], decimal.getcontext().prec, sys.stdout, sys.stderr, threading.excepthook,
+            signal.getitimer(signal.ITIMER_REAL)[0] > 0, socket.getdefaulttimeout(),
+            torch.get_default_dtype() if hasattr(torch, "get_default_dtype") else None,
+            bool(display.get_surface()) if hasattr(display, "get_surface") else None,
+        )  # fmt: skip
+
+
+def describe_shared_clients(num_envs: int) -> str:
+    """Return a sentence if several environments of this process use one physics client of pybullet, or an empty string.
+
+    Calls without ``physicsClientId`` go to the first client, so each environment has connected a client, but all bodies
+    are in the first. Call this when all of them have been reset.
+    """
+    bullet: Any = sys.modules.get("pybullet")
+    if not hasattr(bullet, "getNumBodies"):
+        return ""
+    clients = [client for client in range(4 * num_envs) if bullet.isConnected(physicsClientId=client)]
+    used = [client for client in clients if bullet.getNumBodies(physicsClientId=client)]
+    if used != [0] or len(clients) < num_envs:
+        return ""
+    return f"pybullet has {len(clients)} physics clients in their process, but all bodies are in the first"

@@ -1,0 +1,77 @@
+"""The budget of restarts: how many a program allows before it gives up."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from vecenv.errors import envs_text
+
+FREE_RESTARTS: Final = 5
+"""Restarts that an environment, or a worker process, has in a period however few steps it makes."""
+STEPS_PER_RESTART: Final = 1000
+"""Steps of these environments that allow one more restart."""
+
+
+class RestartBudget:
+    """A budget of restarts within some seconds (Erlang's intensity and period).
+
+    Without a limit each environment, and each worker process that dies, has a budget of its own: five restarts, and one more
+    for every 1,000 steps that its environments made since the oldest of its restarts in the period. One that cannot work is
+    abandoned soon, whatever the number of the others; one that fails occasionally continues, however fast it is.
+
+    Args:
+        limit: Restarts of all environments together within ``period``; ``None``: as above.
+        period: Seconds.
+        steps: Returns the number of steps of each environment.
+        clock: For tests.
+    """
+
+    def __init__(
+        self, limit: int | None, period: float, steps: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.limit = limit
+        self.period = period
+        self.causes: deque[str] = deque(maxlen=5)
+        self._steps = steps
+        self._clock = clock
+        self._spent: deque[tuple[float, tuple[int, ...], float]] = deque()  # when, rows, their steps
+
+    def spend(self, cause: str = "", rows: Sequence[int] = ()) -> bool:
+        """Spend one restart of these rows; return ``False`` if the budget is used up."""
+        now, mine = self._clock(), tuple(rows)
+        while self._spent and now - self._spent[0][0] > self.period:
+            self._spent.popleft()
+        if cause:
+            self.causes.append(cause)
+        count, allowed = self._balance(mine)
+        if count >= allowed:
+            return False
+        self._spent.append((now, mine, self._steps()))
+        return True
+
+    def _balance(self, mine: tuple[int, ...]) -> tuple[int, float]:
+        """Return how many restarts these rows had in the period, and how many they may have."""
+        if self.limit is not None:
+            return len(self._spent), self.limit
+        steps = [made for _, rows, made in self._spent if rows == mine]
+        made = (self._steps() - steps[0]) * len(mine) if steps else 0.0
+        return len(steps), FREE_RESTARTS + made // STEPS_PER_RESTART
+
+    def refusal(self, rows: Sequence[int]) -> str:
+        """Return the reason why there is no further restart of these rows, and what can be done about it."""
+        causes = "\n".join(f"- {cause}" for cause in self.causes)
+        if self.limit is not None:
+            return (
+                f"more than {self.limit} restarts within {self.period:g} seconds, which is the budget that "
+                f"on_failure=Restart(limit=, period=) sets; the last causes:\n{causes}"
+            )
+        _, allowed = self._balance(tuple(rows))
+        return (
+            f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {self.period:g} seconds. By default an "
+            f"environment, or a worker process, has {FREE_RESTARTS}, and one more for every {STEPS_PER_RESTART:,} steps; "
+            f"on_failure=Restart(limit=N) allows N restarts of all environments together instead. The last causes:\n{causes}"
+        )

@@ -1,0 +1,146 @@
+"""Images and videos of environments: the frames of all of them as one image, and such images as a GIF or an MP4."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import VectorEnv
+
+from vecenv.errors import how_to_install
+
+Frame = npt.NDArray[np.uint8]
+"""uint8 ``(height, width, 3)``."""
+
+VIDEO_SUFFIXES: Final = {".gif": ("PIL", how_to_install("bench")), ".mp4": ("moviepy", "pip install 'moviepy>=2'")}
+"""File suffix -> the module that writes such videos, and the command that installs it."""
+
+
+def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, gap: int = 2) -> Frame:
+    """Tile the frames of all environments into one image, row by row in the order of the environments.
+
+    Args:
+        envs: Any vector environment made with ``render_mode="rgb_array"``, reset before.
+        columns: How many environments side by side; default: as many as make the image about as wide as high.
+        gap: Black pixels between them.
+
+    Returns:
+        uint8 ``(rows * height + gaps, columns * width + gaps, 3)``. Grey frames become RGB; those smaller than the largest
+        are centred; of a list of frames (``"rgb_array_list"``) the last is taken.
+
+    Raises:
+        ValueError: They were not built with a suitable ``render_mode``, or a frame is not an image; the error names the env.
+    """
+    mode = getattr(envs, "render_mode", None)
+    if mode not in ("rgb_array", "rgb_array_list"):
+        raise ValueError(f"render_grid wants environments made with render_mode='rgb_array', these have {mode!r}")
+    rendered = envs.render()
+    if rendered is None:
+        raise ValueError(f"{envs} returned no frames")
+    return tile([_as_rgb(frame, env) for env, frame in enumerate(rendered)], columns=columns, gap=gap)
+
+
+def _as_rgb(frame: Any, env: int) -> Frame:
+    if isinstance(frame, list) and frame:
+        frame = frame[-1]
+    image = np.asarray(frame)
+    if image.ndim == 2:
+        image = image[..., np.newaxis]
+    if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (1, 3, 4) or 0 in image.shape:
+        what = type(frame).__name__ if image.dtype == object else f"{image.dtype} of shape {np.shape(frame)}"
+        raise ValueError(f"env {env}: a frame is uint8 of shape (height, width, 3), got {what}")
+    return image.repeat(3, 2) if image.shape[2] == 1 else image[..., :3]
+
+
+def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -> Frame:
+    """Tile images ``(height, width, 3)`` into one, row by row; see :func:`render_grid`."""
+    if not images:
+        raise ValueError("there are no images to tile")
+    if columns is not None and columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")
+    if gap < 0:
+        raise ValueError(f"gap must not be negative, got {gap}")
+    height, width = max(image.shape[0] for image in images), max(image.shape[1] for image in images)
+    if columns is None:
+        columns = _squarest(len(images), height, width)
+    columns = min(columns, len(images))
+    rows = -(-len(images) // columns)
+    grid = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), np.uint8)
+    for position, image in enumerate(images):
+        row, column = divmod(position, columns)
+        top = row * (height + gap) + (height - image.shape[0]) // 2
+        left = column * (width + gap) + (width - image.shape[1]) // 2
+        grid[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return grid
+
+
+def _squarest(count: int, height: int, width: int) -> int:
+    """Return the number of columns with the squarest image; of two equal ones, the one with fewer empty places."""
+
+    def oddness(columns: int) -> tuple[float, int]:
+        rows = -(-count // columns)
+        return abs(math.log(columns * width / (rows * height))), rows * columns - count
+
+    return min(range(1, count + 1), key=oddness)
+
+
+# --- videos ---------------------------------------------------------------------------------------
+
+
+def require_writer(path: Path) -> None:
+    """Raise unless videos of this name can be written: ValueError for the name, ImportError for a missing library."""
+    needs = VIDEO_SUFFIXES.get(path.suffix.lower())
+    if needs is None:
+        raise ValueError(f"a video is written as {' or '.join(VIDEO_SUFFIXES)}, got {path.name!r}")
+    module, command = needs
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(f"writing {path.suffix} needs {module}, not installed here: {command}")
+
+
+def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0) -> int:
+    """Write images of one size as an animated GIF or an MP4, by the suffix of the file, and return their number.
+
+    Args:
+        images: Frames ``uint8 (height, width, 3)`` of one size, such as those of :func:`vecenv.render_grid`.
+        path: The file, which ends in ``.gif`` or ``.mp4``.
+        fps: Frames per second.
+
+    Raises:
+        ValueError: The suffix is neither; there are no images.
+        ImportError: The library for it is missing; the error names the command that installs it.
+        OSError: The file cannot be written.
+    """
+    path = Path(path)
+    require_writer(path)
+    if not isinstance(images, Iterable):
+        raise TypeError(f"write_video wants images, as [vecenv.render_grid(envs) for ...], got {images!r}")
+    every = list(images)
+    if not every:
+        raise ValueError("there are no images to write")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write = _write_gif if path.suffix.lower() == ".gif" else _write_mp4
+    write(every, path, fps)
+    return len(every)
+
+
+def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
+    from PIL import Image
+
+    # one palette for all: no flicker, and frames that differ by little are small
+    some = images[:: -(-len(images) // 8)]
+    palette = Image.fromarray(np.concatenate(some)).quantize(256)
+    first, *rest = [Image.fromarray(image).quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    first.save(path, save_all=True, append_images=rest, duration=max(round(1000 / fps), 20), loop=0, optimize=False)
+
+
+def _write_mp4(images: list[Frame], path: Path, fps: float) -> None:
+    from moviepy.video.io.ImageSequenceClip import ImageSequenceClip
+
+    # H.264 wants even sizes
+    even = [np.pad(image, ((0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0))) for image in images]
+    ImageSequenceClip(even, fps=fps).write_videofile(str(path), logger=None, audio=False)

@@ -1,0 +1,69 @@
+"""The compiled writer of step results, an optional accelerator.
+
+Most results consist of an array of the space's dtype and shape, a float, two flags that are false, and an info with the keys
+and types of the one before. ``_row_writer.c`` writes these into shared memory in a fraction of the time. It refuses every
+other result, which the step loop of :mod:`vecenv.worker.rows` then processes as it does without compiled code: what happens
+to a result is defined there, and only there.
+
+``hatch_build.py`` compiles it when the package is built, if there is a C compiler.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
+
+import numpy as np
+
+from vecenv.link.infos import Places
+from vecenv.shm.layout import Batch, Leaf
+
+MODULE: Final = "vecenv.worker._row_writer"
+INTERFACE: Final = 1
+"""Number of the interface of ``_row_writer.c``. A file that was built from other sources has another one and is ignored."""
+
+
+class CompiledRow(Protocol):
+    """A compiled writer of the results of one row."""
+
+    write: Callable[[Any], int]
+    """``write(result)`` returns 1 if it has written the result, 2 if it has also written an info, and 0 if it refuses."""
+    learn: Callable[[int, Places], None]
+    """``learn(number, places)``: accept infos with these keys and types; the number is that of their schema."""
+
+
+def load() -> Any:
+    """Import the compiled module. Return ``None`` if there is none that fits this code and NumPy."""
+    try:
+        module = importlib.import_module(MODULE)
+    except ImportError:
+        return None
+    array = np.ones((2, 3), np.int32)
+    fields = array.ctypes.data, array.ndim, id(array.dtype), array.flags.num
+    return module if module.INTERFACE == INTERFACE and module.fields(array) == fields else None
+
+
+_module: Any = load()
+
+
+def is_compiled() -> bool:
+    """True if workers use the compiled writer: it was built, and the environment variable ``VECENV_PURE`` is not set."""
+    return _module is not None and os.environ.get("VECENV_PURE", "0") in ("", "0")
+
+
+def make_compiled_rows(leaf: Leaf | None, batch: Batch, rows: slice) -> Sequence[CompiledRow]:
+    """Return a writer for each of some rows. None, if results have to be written by Python.
+
+    Args:
+        leaf: The observation, if it is one array.
+        batch: Views of the shared block.
+        rows: The rows.
+    """
+    if not is_compiled() or leaf is None or leaf.shape == () or not batch.observations:
+        return []
+    flat = (batch.rewards, batch.terminations, batch.truncations, batch.info_schemas, batch.infos)
+    cells = batch.observations[0][rows], *[each[rows].reshape(-1, each[:1].size) for each in flat]
+    known = np.ndarray, np.float32, np.float64, np.False_
+    return [_module.Row(row, known) for row in zip(*cells, strict=True)]

@@ -1,0 +1,196 @@
+"""Chunks of actions: one step of the wrapped environment executes several actions."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import chain, repeat
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils import RecordConstructorArgs
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array
+
+__all__ = ["ActionChunks"]
+
+
+class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
+    """An environment with actions that are chunks of ``horizon`` actions of the wrapped one.
+
+    A step executes the actions of a chunk until the episode ends. It returns the last observation, the sum of the rewards,
+    and the flags and the info of the last executed action. The rest of the chunk is discarded. The info also has
+    ``"chunk_steps"``, int, the number of executed actions, and ``"chunk_rewards"``, float64 ``(horizon,)``, zeros behind the
+    last executed action. ``vecenv.evaluate``, ``vecenv.wrappers.RecordEpisodeStatistics`` and ``stats()`` of a vector
+    environment count ``chunk_steps``.
+
+    The action space is ``MultiDiscrete`` of shape ``(horizon,)`` for ``Discrete``; ``Box``, ``MultiDiscrete`` and
+    ``MultiBinary`` get the shape ``(horizon, *shape)``; for any other space it is ``Tuple`` of ``horizon`` spaces.
+
+    Args:
+        env: The environment. If its ``step`` has a parameter ``render``, all actions but the last of a chunk are executed
+            with ``render=False``.
+        horizon: Actions per chunk, from 1 on.
+        discount: The reward of a chunk is the sum of ``discount**i * rewards[i]``.
+        observations: ``"last"``, or ``"all"``: the observations of the chunk stacked along a new first axis of length
+            ``horizon``, the last one repeated; after a reset, its observation repeated.
+        variable: Actions are dicts: ``"actions"``, a chunk, of which the first ``"steps"`` are executed, 1 to ``horizon``.
+
+    Raises:
+        ValueError: A wrong ``horizon``, ``discount`` or ``observations``. In ``step``: a chunk of another length, or a
+            number of steps out of range; nothing was executed.
+        TypeError: The environment's action space is not a Gymnasium space; ``horizon`` is not an integer. In ``step``: a
+            chunk that is not a sequence or, with ``variable``, not such a dict.
+    """
+
+    def __init__(
+        self, env: gymnasium.Env[Any, Any], horizon: int, *, discount: float = 1.0, observations: str = "last",
+        variable: bool = False,
+    ) -> None:  # fmt: skip
+        self.horizon = _parse_horizon(horizon)
+        if not 0.0 <= discount <= 1.0:
+            raise ValueError(f"ActionChunks: discount must be from 0 to 1, got {discount!r}")
+        if observations not in ("last", "all"):
+            raise ValueError(f"ActionChunks: observations must be 'last' or 'all', got {observations!r}")
+        RecordConstructorArgs.__init__(
+            self, horizon=horizon, discount=discount, observations=observations, variable=variable
+        )
+        super().__init__(env)
+        self._discount, self._variable = float(discount), bool(variable)
+        self._stacks = observations == "all"
+        self._skips_rendering = _accepts_render(env)
+        chunks = _stack_actions(env.action_space, self.horizon)
+        self.action_space = (
+            spaces.Dict({"actions": chunks, "steps": spaces.Discrete(self.horizon, start=1)}) if variable else chunks
+        )
+        if self._stacks:
+            self.observation_space = batch_space(env.observation_space, self.horizon)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset the environment.
+
+        Returns:
+            The observation, with ``observations="all"`` repeated ``horizon`` times, and the info.
+        """
+        observation, info = self.env.reset(seed=seed, options=options)
+        return (self._stacked([observation]) if self._stacks else observation), info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Execute the actions of a chunk, at most until the episode ends; see the class."""
+        actions = self._executable(action)
+        seen: list[Any] = []
+        rewards: list[float] = []
+        for single, step in zip(actions, self._step_functions(len(actions)), strict=False):
+            observation, reward, terminated, truncated, info = step(single)
+            rewards.append(reward if reward.__class__ is float else _as_float(reward))
+            if self._stacks:
+                seen.append(copy.deepcopy(observation))  # an environment may return the same array at every step
+            if terminated or truncated:
+                break
+        chunk_rewards = np.zeros(self.horizon)
+        chunk_rewards[: len(rewards)] = rewards
+        info = {**info, "chunk_steps": len(rewards), "chunk_rewards": chunk_rewards}
+        return self._stacked(seen) if self._stacks else observation, self._sum(rewards), terminated, truncated, info
+
+    def _step_functions(self, count: int) -> Iterator[Callable[[Any], Any]]:
+        """Return the step functions of ``count`` actions, of which only the last one may render."""
+        step: Callable[..., Any] = self.env.step
+        if not self._skips_rendering:
+            return repeat(step)
+        return chain(repeat(partial(step, render=False), count - 1), [step])
+
+    def _executable(self, action: Any) -> Any:
+        """Return the actions of a chunk that are to be executed.
+
+        Raises:
+            ValueError, TypeError: The chunk has another length, is not a sequence, or has a wrong number of steps.
+        """
+        count = self.horizon
+        if self._variable:
+            action, count = self._parse_variable(action)
+        try:
+            length = len(action)
+        except TypeError:
+            raise TypeError(f"ActionChunks: expected a chunk of {self.horizon} actions, got {action!r}") from None
+        if length != self.horizon:
+            raise ValueError(f"ActionChunks: expected a chunk of {self.horizon} actions, got one of {length}")
+        return action if count == length else action[:count]
+
+    def _parse_variable(self, action: Any) -> tuple[Any, int]:
+        if not isinstance(action, Mapping) or action.keys() != {"actions", "steps"}:
+            raise TypeError(f"ActionChunks: expected a dict with 'actions' and 'steps', got {action!r}")
+        steps = action["steps"]
+        try:
+            count = operator.index(np.asarray(steps).item())
+        except (TypeError, ValueError):
+            count = 0
+        if not 1 <= count <= self.horizon:
+            raise ValueError(f"ActionChunks: steps must be an integer from 1 to {self.horizon}, got {steps!r}")
+        return action["actions"], count
+
+    def _sum(self, rewards: list[float]) -> float:
+        if self._discount == 1.0:
+            total = 0.0
+            for reward in rewards:  # (sum() of Python 3.12 compensates, with other bits than a loop of steps)
+                total += reward
+            return total
+        total, weight = 0.0, 1.0
+        for reward in rewards:
+            total += weight * reward
+            weight *= self._discount
+        return total
+
+    def _stacked(self, seen: list[Any]) -> Any:
+        """Combine observations to one of the stacked space, with the last one repeated."""
+        space = self.env.observation_space
+        every = seen + [seen[-1]] * (self.horizon - len(seen))
+        empty: Any = create_empty_array(space, self.horizon)
+        return concatenate(space, every, empty)
+
+
+def _parse_horizon(horizon: Any) -> int:
+    try:
+        count = operator.index(horizon)
+    except TypeError:
+        raise TypeError(f"ActionChunks: horizon must be an integer from 1 on, got {horizon!r}") from None
+    if count < 1:
+        raise ValueError(f"ActionChunks: horizon must be an integer from 1 on, got {horizon!r}")
+    return count
+
+
+def _accepts_render(env: gymnasium.Env[Any, Any]) -> bool:
+    """True if ``env.step`` has a parameter ``render``, as in Isaac Lab."""
+    try:
+        return "render" in inspect.signature(env.step).parameters
+    except (TypeError, ValueError):  # a function written in C
+        return False
+
+
+def _stack_actions(space: Any, horizon: int) -> spaces.Space[Any]:
+    """Return the space of chunks of actions.
+
+    Raises:
+        TypeError: ``space`` is no Gymnasium space.
+    """
+    kind = type(space)
+    if kind is spaces.Box:
+        low, high = (np.repeat(bound[np.newaxis], horizon, axis=0) for bound in (space.low, space.high))
+        return spaces.Box(low, high, dtype=space.dtype)
+    if kind is spaces.Discrete:
+        return spaces.MultiDiscrete([space.n] * horizon, dtype=space.dtype, start=[space.start] * horizon)
+    if kind is spaces.MultiDiscrete:
+        sizes, starts = (np.repeat(each[np.newaxis], horizon, axis=0) for each in (space.nvec, space.start))
+        return spaces.MultiDiscrete(sizes, dtype=space.dtype, start=starts)
+    if kind is spaces.MultiBinary:
+        return spaces.MultiBinary((horizon, *space.shape))
+    if not isinstance(space, spaces.Space):
+        raise TypeError(f"ActionChunks: cannot stack the action space {space!r}: expected a gymnasium.spaces.Space")
+    return spaces.Tuple([copy.deepcopy(space) for _ in range(horizon)])
+
+
+def _as_float(reward: Any) -> float:
+    return float(np.asarray(reward, np.float64).reshape(()))

@@ -1,0 +1,179 @@
+"""An environment that is one of several, chosen by each reset."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import gymnasium
+
+from vecenv.errors import SnapshotMismatch, close_names
+from vecenv.state.capture import capture_state, prepare_restore
+from vecenv.state.snapshots import kind_of
+
+__all__ = ["ChosenEnv", "EnvChoice"]
+
+_OF_FIRST: Final = ("observation_space", "action_space", "metadata", "render_mode")
+
+EnvFactory = Callable[..., gymnasium.Env[Any, Any]]
+
+
+class EnvChoice:
+    """A function that builds an environment which is one of several, chosen by each reset; an ``env_fn``.
+
+    ``reset(options={"env": name})`` of such an environment builds the named one, or reuses it, and resets it with the other
+    options. Without that option it resets the current one, which is the first one at the start. All of them must have the
+    spaces of the first one, which is built once for them. Methods and attributes are those of the current one.
+
+    Args:
+        factories: Name -> function that builds the environment. It gets the arguments of the call, as in
+            ``make_vec(EnvChoice(...), render_mode="rgb_array")``.
+        keep: The number of environments that each such environment keeps open, from 1 on. Before another one is built, the
+            least recently used is closed.
+
+    Raises:
+        TypeError: ``factories`` is not a dict of functions by name, ``keep`` is not an integer.
+        ValueError: There are no factories, or ``keep`` is below 1.
+    """
+
+    def __init__(self, factories: Mapping[str, EnvFactory], keep: int = 1) -> None:
+        if not isinstance(factories, Mapping):
+            raise TypeError(f"EnvChoice: expected a dict of functions by name, got {factories!r}")
+        if not factories:
+            raise ValueError("EnvChoice: the dict of factories is empty")
+        for name, factory in factories.items():
+            if not isinstance(name, str) or not callable(factory):
+                raise TypeError(f"EnvChoice: expected a dict of functions by name, got {name!r}: {factory!r}")
+        if isinstance(keep, bool) or not isinstance(keep, int):
+            raise TypeError(f"EnvChoice: keep must be an integer from 1 on, got {keep!r}")
+        if keep < 1:
+            raise ValueError(f"EnvChoice: keep must be an integer from 1 on, got {keep!r}")
+        self.factories, self.keep = dict(factories), keep
+        self._known: dict[str, dict[str, Any]] = {}  # by the arguments of the call
+
+    def __call__(self, **kwargs: Any) -> ChosenEnv:
+        """Build an environment. Only the first call builds the first environment at once, for its spaces."""
+        known = self._known.get(repr(kwargs), {})
+        env = ChosenEnv(self.factories, self.keep, kwargs, known)
+        if not known:
+            self._known[repr(kwargs)] = {name: copy.deepcopy(getattr(env, name)) for name in _OF_FIRST}
+        return env
+
+    def __repr__(self) -> str:
+        return f"EnvChoice({len(self.factories)} environments, keep={self.keep})"
+
+
+class ChosenEnv(gymnasium.Env[Any, Any]):
+    """The environment that :class:`EnvChoice` builds.
+
+    Attributes:
+        env_choices: The names of the environments, in their order.
+        env_name: The name of the current one.
+    """
+
+    def __init__(
+        self, factories: dict[str, EnvFactory], keep: int, kwargs: dict[str, Any], known: Mapping[str, Any]
+    ) -> None:
+        self.env_choices = tuple(factories)
+        self.env_name = self.env_choices[0]
+        self._factories, self._keep, self._kwargs = factories, keep, kwargs
+        # a dict, not attributes, because snapshots save environments in attributes by themselves
+        self._open: dict[str, gymnasium.Env[Any, Any]] = {}  # the least recently used first
+        if not known:
+            first = self._open[self.env_name] = factories[self.env_name](**kwargs)
+            known = {name: getattr(first, name) for name in _OF_FIRST}
+        for name, value in known.items():
+            setattr(self, name, copy.deepcopy(value))
+
+    @property
+    def current(self) -> gymnasium.Env[Any, Any]:
+        """The current environment; it is built if it is not open."""
+        return self._open[self.env_name] if self.env_name in self._open else self._choose(self.env_name)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Choose the environment of ``options["env"]``, and reset it with the other options.
+
+        Raises:
+            ValueError: There is no environment of that name, or its spaces differ from those of the first one.
+        """
+        rest = dict(options or {})
+        env = self._choose(rest.pop("env", self.env_name))
+        return env.reset(seed=seed, options=rest or None)
+
+    def step(self, action: Any) -> Any:
+        return self.current.step(action)
+
+    def render(self) -> Any:
+        return self.current.render()
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def _choose(self, name: str) -> gymnasium.Env[Any, Any]:
+        """Make an environment the current one; build it if it is not open."""
+        if name not in self.env_choices:
+            raise ValueError(f"EnvChoice: there is no environment {name!r}{close_names(name, self.env_choices)}")
+        env = self._open.pop(name, None)
+        if env is None:
+            while len(self._open) >= self._keep:
+                self._open.pop(next(iter(self._open))).close()
+            env = self._factories[name](**self._kwargs)
+            try:
+                self._require_same_spaces(name, env)
+            except ValueError:
+                env.close()
+                raise
+        self._open[name] = env
+        self.env_name = name
+        return env
+
+    def _require_same_spaces(self, name: str, env: gymnasium.Env[Any, Any]) -> None:
+        for kind in ("observation_space", "action_space"):
+            own, expected = getattr(env, kind), getattr(self, kind)
+            if own != expected:
+                first = self.env_choices[0]
+                raise ValueError(f"EnvChoice: the {kind} of {name!r} is {own}, that of {first!r} is {expected}")
+
+    # -- the attributes of the current environment --------------------------------------------------------------------
+
+    def get_wrapper_attr(self, name: str) -> Any:
+        return getattr(self, name) if hasattr(self, name) else self.current.get_wrapper_attr(name)
+
+    def has_wrapper_attr(self, name: str) -> bool:
+        return hasattr(self, name) or self.current.has_wrapper_attr(name)
+
+    def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
+        """Set an attribute of the current environment."""
+        return self.current.set_wrapper_attr(name, value, force=force)
+
+    @property
+    def np_random(self) -> Any:
+        return self.current.np_random
+
+    @np_random.setter
+    def np_random(self, generator: Any) -> None:
+        self.current.np_random = generator
+
+    # -- snapshots ----------------------------------------------------------------------------------------------------
+
+    def take_snapshot(self) -> Any:
+        """Return the name, the kind and the state of the current environment."""
+        env = self.current
+        return self.env_name, kind_of(env), capture_state(env)
+
+    def restore_snapshot(self, state: Any) -> None:
+        """Continue from a state that :meth:`take_snapshot` returned.
+
+        Raises:
+            SnapshotMismatch: There is no such environment, or it is of another kind.
+        """
+        name, kind, body = state
+        if name not in self._factories:
+            raise SnapshotMismatch(f"it is of the environment {name!r}, which EnvChoice does not offer here")
+        env = self._choose(name)
+        if difference := kind.differs_from(kind_of(env)):
+            raise SnapshotMismatch(difference)
+        prepare_restore(env, body)()
+

@@ -1,0 +1,192 @@
+"""Returns and lengths of episodes, also for batches of some of the environments."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium.wrappers.vector
+import numpy as np
+import numpy.typing as npt
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_rows, split_reset_mask
+from vecenv.front.infos import executed_steps
+from vecenv.state.snapshots import Snapshot, Snapshots, StateDict
+
+__all__ = ["RecordEpisodeStatistics"]
+
+
+class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics):
+    """Returns, lengths and times of episodes: Gymnasium's wrapper of that name, also for ``send`` and ``recv``.
+
+    For ended episodes, ``infos["episode"]`` has ``"r"`` (float64), ``"l"`` (int64) and ``"t"`` (seconds, float64), and
+    ``infos["_episode"]`` is True: arrays with as many rows as the batch. It counts through ``step``, ``step_wait`` and
+    ``recv``, in every autoreset mode, with masks and with resets of single environments. Its counts of an episode are saved
+    and loaded with the environment. Every other attribute is the vector environment's own.
+
+    Args:
+        env: A vector environment of any engine with NumPy arrays as results.
+        buffer_length: The number of episodes in ``return_queue``, ``length_queue`` and ``time_queue``.
+        stats_key: The key in place of ``"episode"``.
+    """
+
+    def __init__(self, env: VectorEnv[Any, Any, Any], buffer_length: int = 100, stats_key: str = "episode") -> None:
+        super().__init__(env, buffer_length, stats_key)
+        self._key = stats_key
+        self._same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
+        self._resetting = np.zeros(self.num_envs, np.bool_)  # rows with a pending reset
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.env, name)
+
+    # -- resets -----------------------------------------------------------------------------------------------------
+
+    def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:  # type: ignore[override]
+        """Reset the vector environment; new episodes begin in the environments that were reset."""
+        rows = self._selected_rows(options)
+        result = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
+        self._resetting[:] = False
+        self._begin(rows)
+        return result
+
+    def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
+        """Begin a reset of the vector environment."""
+        rows = self._selected_rows(options) if env_id is None else parse_env_ids(env_id, self.num_envs)
+        if env_id is None:
+            self.env.reset_async(seed=seed, options=options)  # type: ignore[attr-defined]
+            self._resetting[:] = False
+        else:
+            self.env.reset_async(seed=seed, options=options, env_id=env_id)  # type: ignore[attr-defined]
+        self._resetting[rows] = True
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Wait for the reset of the vector environment."""
+        result: tuple[Any, dict[str, Any]] = self.env.reset_wait(timeout)  # type: ignore[attr-defined]
+        self._begin(np.flatnonzero(self._resetting))
+        return result
+
+    def _selected_rows(self, options: ResetOptions) -> npt.NDArray[np.intp]:
+        mask, _ = split_reset_mask(options, self.num_envs)
+        return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
+
+    def _begin(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
+        self.episode_start_times[rows] = time.perf_counter()
+        self.episode_returns[rows] = 0
+        self.episode_lengths[rows] = 0
+        self.prev_dones[rows] = False
+        self._resetting[rows] = False
+
+    # -- saving and loading -----------------------------------------------------------------------------------------
+
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
+        """Save the vector environment; each snapshot also has the counts of its environment's episode."""
+        snapshots: tuple[Snapshot, ...] = self.env.save(env_id, verify=verify)  # type: ignore[attr-defined]
+        counted = self._saved(parse_rows(env_id, self.num_envs))
+        return Snapshots(
+            snapshot.having(beside={**(snapshot.row.beside or {}), self._key: its})
+            for snapshot, its in zip(snapshots, counted, strict=True)
+        )
+
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Load snapshots into the vector environment. Counts begin at zero for those saved without this wrapper."""
+        rows = parse_rows(env_id, self.num_envs)
+        each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
+        observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
+        self._restore(rows, [(one.row.beside or {}).get(self._key) for one in each])
+        return observations
+
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """Return the state of the vector environment, with all counts."""
+        state: dict[str, Any] = self.env.state_dict(verify=verify)  # type: ignore[attr-defined]
+        counted = self._saved(parse_rows(None, self.num_envs)), self.episode_count, [list(queue) for queue in self._queues()]
+        return StateDict({**state, f"statistics {self._key}": counted})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Load the state of the vector environment; the counts of a state without statistics begin at zero."""
+        observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
+        rows = parse_rows(None, self.num_envs)
+        counted, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
+        self._restore(rows, counted)
+        for queue, numbers in zip(self._queues(), queues, strict=True):
+            queue.clear()
+            queue.extend(numbers)
+        return observations
+
+    def _queues(self) -> tuple[deque[Any], deque[Any], deque[Any]]:
+        return self.return_queue, self.length_queue, self.time_queue
+
+    def _saved(self, rows: list[int]) -> list[Any]:
+        """Return for each row: return, length, seconds so far, and flags for an ended episode and a pending reset."""
+        seconds = time.perf_counter() - self.episode_start_times[rows]
+        columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._resetting
+        episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
+        return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
+
+    def _restore(self, rows: list[int], counted: list[Any]) -> None:
+        self._begin(rows)
+        for row, one in zip(rows, counted, strict=True):
+            if one is not None:
+                self.episode_returns[row], self.episode_lengths[row], seconds = one[:3]
+                self.prev_dones[row], self._resetting[row] = one[3:]
+                self.episode_start_times[row] -= seconds
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, actions: Any) -> Any:
+        """Step the vector environment; ``infos`` has the statistics."""
+        return self._counted(np.arange(self.num_envs), self.env.step(actions))
+
+    def step_wait(self, timeout: float | None = None) -> Any:
+        """Wait for a step of the vector environment; ``infos`` has the statistics."""
+        return self._counted(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
+
+    def recv(self, timeout: float | None = None, **how_many: Any) -> Any:
+        """Receive rows of the vector environment; ``infos`` has the statistics of these rows."""
+        result = self.env.recv(timeout, **how_many)  # type: ignore[attr-defined]
+        return self._counted(result[4]["env_id"], result)
+
+    reset_send = reset_async
+    reset_fetch = reset_wait
+    step_fetch = step_wait
+
+    def _counted(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
+        """Add the statistics of ended episodes to the infos of a result, and return it.
+
+        Raises:
+            ValueError: The infos already have the key.
+        """
+        _, rewards, terminations, truncations, infos = result
+        first = self._resetting[rows]  # the first row of an episode has no reward
+        if not self._same_step:
+            first = first | self.prev_dones[rows]
+        self._begin(rows[first])
+        self.episode_returns[rows[~first]] += np.asarray(rewards)[~first]
+        steps = executed_steps(infos, len(rows))
+        self.episode_lengths[rows[~first]] += steps if isinstance(steps, int) else steps[~first]
+        self.prev_dones[rows] = over = np.logical_or(terminations, truncations)
+        if over.any():
+            self._add_statistics(infos, rows, over)
+        return result
+
+    def _add_statistics(self, infos: dict[str, Any], rows: npt.NDArray[np.intp], over: npt.NDArray[np.bool_]) -> None:
+        if self._key in infos or f"_{self._key}" in infos:
+            raise ValueError(f"infos have a key {self._key!r} already: set another stats_key; got {sorted(map(str, infos))}")
+        ended = rows[over]
+        seconds = np.round(time.perf_counter() - self.episode_start_times[rows], 6)
+        infos[self._key] = {
+            "r": np.where(over, self.episode_returns[rows], 0.0),
+            "l": np.where(over, self.episode_lengths[rows], 0),
+            "t": np.where(over, seconds, 0.0),
+        }
+        infos[f"_{self._key}"] = over
+        self.episode_count += len(ended)
+        self.return_queue.extend(self.episode_returns[ended])
+        self.length_queue.extend(self.episode_lengths[ended])
+        self.time_queue.extend(seconds[over])
+        if self._same_step:
+            self._begin(ended)

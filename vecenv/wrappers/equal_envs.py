@@ -1,0 +1,70 @@
+"""Identical environments, including those built after an attribute of all of them was set."""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Final
+
+import cloudpickle
+
+
+def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
+    """Raise for functions that build different environments, since any of them may run any row's episodes."""
+    first = env_fns[0]
+    blob: bytes | None = None
+    for row, env_fn in enumerate(env_fns):
+        if env_fn is first:
+            continue
+        if blob is None:
+            blob = cloudpickle.dumps(first)
+        if cloudpickle.dumps(env_fn) != blob:
+            raise ValueError(
+                f"env_fns[{row}] is not like env_fns[0]: with spare workers any environment runs the episodes of any row, "
+                "so that all have to be built in the same way. Let them differ by their seeds, or leave spare workers out"
+            )
+
+
+class EqualEnvBuilder:
+    """A function that builds an environment with the attributes that ``set_attr`` set in all of them.
+
+    Args:
+        env_fn: Builds the environment, which may run the episodes of any row.
+    """
+
+    def __init__(self, env_fn: Callable[[], Any]) -> None:
+        self._env_fn = env_fn
+        self._attributes: dict[str, bytes] = {}  # name -> pickled value, in the order of the calls
+        self.token = secrets.token_hex(8)
+
+    def __call__(self) -> Any:
+        _BUILDERS[self.token] = self
+        env = self._env_fn()
+        for name, value in self._attributes.items():
+            env.set_wrapper_attr(name, cloudpickle.loads(value))
+        return env
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a flight record begins before attributes were set, and contains the calls that set them
+        starts_process = get_spawning_popen() is not None
+        return vars(self) if starts_process else {**vars(self), "_attributes": {}}
+
+    def __repr__(self) -> str:
+        return repr(self._env_fn)
+
+    def keep(self, name: str, value: Any) -> None:
+        """Set an attribute in all environments that are built from now on."""
+        blob = cloudpickle.dumps(value)
+        self._attributes.pop(name, None)
+        self._attributes[name] = blob
+
+
+_BUILDERS: Final[weakref.WeakValueDictionary[str, EqualEnvBuilder]] = weakref.WeakValueDictionary()
+"""The builder of each process, by its token."""
+
+
+def keep_attribute(env: Any, token: str, name: str, value: Any) -> None:
+    """Set an attribute in the environment that is built if ``env`` fails; runs in a worker."""
+    _BUILDERS[token].keep(name, value)

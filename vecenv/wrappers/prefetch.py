@@ -1,0 +1,742 @@
+"""Episodes that are reset ahead of time, as a wrapper on the public interface of ``AsyncVectorEnv``.
+
+The wrapped vector environment has ``num_envs + spares`` environments, called *places* here, with one process each and
+without autoreset. Each of the ``num_envs`` rows is at one place. A place without a row is a spare: it begins an episode that
+a row will need. When the episode of a row ends, the row moves to the spare that began its next episode, and its old place
+becomes a spare.
+
+The seed of an episode depends only on the row, on the seed of its last seeded reset, and on the number of episodes since
+then. Which place runs the episode depends on timing; the results do not.
+
+A signal handler may raise at any time. If it interrupts a wait, the call stays pending and the same wait returns its result.
+If it interrupts a change of this class's state, calls raise ``ResetNeeded`` until ``reset()`` of all rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+from gymnasium.spaces import Dict, Space, Tuple
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+
+from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, VecEnvError
+from vecenv.front.arguments import (
+    ResetOptions,
+    parse_at_least,
+    parse_autoreset_mode,
+    parse_count,
+    parse_env_ids,
+    parse_rows,
+    parse_seeds,
+    parse_timeout,
+    parse_within,
+    random_seed,
+    select_options,
+    split_reset_mask,
+)
+from vecenv.front.by_row import infos_by_row
+from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.infos import InfoMerger
+from vecenv.planning.options import parse_spares
+from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
+from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, refuse_different
+
+__all__ = ["EpisodePrefetcher"]
+
+Array = npt.NDArray[Any]
+EpisodeKey = tuple[int, int, int]
+"""An episode: the row, the number of resets by the caller, and the number of episodes since its seed."""
+
+_SNAPSHOT_KEY: Final = "EpisodePrefetcher"
+_ERRORS_OF_ARGUMENTS: Final[tuple[type[Exception], ...]] = (AlreadyPendingCallError, ValueError, TypeError, EnvFailed)
+_ERRORS_OF_CALLS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
+
+
+@dataclass(frozen=True, slots=True)
+class RowEpisode:
+    """The current episode of a row.
+
+    Attributes:
+        origin, seed: The row that was reset with a seed, and the seed; a snapshot can move both to another row.
+        life: The number of resets by the caller.
+        episode: The number of episodes since the seed.
+        order: A number that is lower for older episodes.
+    """
+
+    origin: int
+    seed: int | None = None
+    life: int = 0
+    episode: int = 0
+    order: int = 0
+
+    def derive_seed(self, episode: int) -> int:
+        """Return the seed of an episode without a seed from the caller."""
+        assert self.seed is not None
+        return int(np.random.SeedSequence(self.seed, spawn_key=(self.origin, episode)).generate_state(1)[0] >> 1)
+
+
+class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
+    """A vector environment with spare environments, in which the next episodes begin ahead of time.
+
+    It is for resets that take long; see ``docs/workers.md``. All environments must be equal. Each episode has its own seed,
+    which follows from the row's and the number of the episode. Every other attribute is that of ``envs``.
+
+    Args:
+        envs: An ``AsyncVectorEnv`` with ``num_envs + spares`` equal environments, one process each, and
+            ``autoreset_mode="Disabled"``.
+        spares: The number of spare environments.
+        autoreset_mode: ``"NextStep"`` or ``"SameStep"``.
+
+    Attributes:
+        envs: The wrapped vector environment.
+        spares: The number of spare environments.
+        places: The environment of ``envs`` that each row is at, by row.
+        counts: The number of episodes that were ``ready`` when a row needed them, that were ``late`` (a spare was still
+            resetting) or ``missed`` (no spare had begun them); and ``seconds``, the time that calls waited only for resets.
+
+    Raises:
+        ValueError: ``envs``, ``spares`` and ``autoreset_mode`` do not fit; the message names the reason.
+    """
+
+    def __init__(self, envs: Any, spares: int, autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP) -> None:
+        mode = AutoresetMode(autoreset_mode)
+        if isinstance(spares, bool) or not isinstance(spares, (int, np.integer)) or not 0 < spares < envs.num_envs:
+            raise ValueError(f"`spares` must be an int within 1..{envs.num_envs - 1}, got {spares!r}")
+        if mode is AutoresetMode.DISABLED:
+            raise ValueError(
+                "`autoreset_mode` must be NextStep or SameStep: only episodes that begin by themselves have spares"
+            )
+        if envs.metadata["autoreset_mode"] is not AutoresetMode.DISABLED or envs.num_workers != envs.num_envs:
+            raise ValueError(
+                "EpisodePrefetcher(envs, ...) needs AsyncVectorEnv(env_fns, num_workers=None, autoreset_mode='Disabled')"
+            )
+        self.envs, self.spares, self.num_envs = envs, int(spares), envs.num_envs - int(spares)
+        self.metadata = {**envs.metadata, "autoreset_mode": mode}
+        self.autoreset_mode = mode
+        self.spec, self.render_mode, self.closed = envs.spec, envs.render_mode, False
+        self.single_observation_space, self.single_action_space = envs.single_observation_space, envs.single_action_space
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.batch_size = self.num_envs
+        self.counts = {"ready": 0, "late": 0, "missed": 0, "seconds": 0.0}
+        self.places = list(range(self.num_envs))
+        self._same_step = mode is AutoresetMode.SAME_STEP
+        self._by_row, self._merger = infos_by_row(envs), InfoMerger()
+        self._builder: EqualEnvBuilder | None = (
+            None  # of the environments, if they are built with what set_attr has set before
+        )
+        self._order = itertools.count(1)
+        self._rows = [RowEpisode(row) for row in range(self.num_envs)]
+        self._last_received = list(range(self.num_envs))
+        self._free = list(range(self.num_envs, envs.num_envs))  # spares without an episode
+        self._ahead: dict[EpisodeKey, int] = {}  # episodes that spares have begun -> their places
+        self._ready: dict[int, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
+        self._failed: set[EpisodeKey] = set()  # episodes that failed to reset ahead of time: their rows repeat the reset
+        self._failed_rows: set[int] = set()
+        self._steps: dict[int, int] = {}  # place -> row, for rows that wait for a step
+        self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
+        self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
+        self._ends: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags and final infos of its last step
+        self._done: dict[int, tuple[Any, ...]] = {}  # row -> result that was not returned yet
+        self._whole: tuple[Any, ...] | None = None  # the result of one step of all rows, if it was received at once
+        self._call = ""  # the pending call: "step", "reset" or none
+        self._changing = False  # a change of this state was interrupted
+        self._interrupted = False  # a wait was interrupted: reset() may drop what is pending
+
+    @classmethod
+    def from_env_fns(
+        cls, env_fns: Sequence[Callable[[], Any]], spares: int, *, autoreset_mode: str | AutoresetMode = "NextStep",
+        batch_size: int | None = None, **options: Any,
+    ) -> EpisodePrefetcher:  # fmt: skip
+        """Build the environments, ``spares`` more than there are ``env_fns``.
+
+        Args:
+            env_fns: Functions that all build the same environment, one per row.
+            spares, autoreset_mode: See :class:`EpisodePrefetcher`.
+            batch_size: The number of environments that ``recv`` returns at a time.
+            **options: Other options of ``AsyncVectorEnv``.
+
+        Raises:
+            ValueError: Functions differ, or options do not fit.
+        """
+        from vecenv.engine.vector_env import AsyncVectorEnv
+
+        refuse_different(env_fns)
+        others = {"num_workers": None, "use_caller": False, "max_concurrency": None, "env_threads": 1}
+        mode = parse_autoreset_mode(autoreset_mode)
+        spares = parse_spares(spares, len(env_fns), mode, **{name: options.get(name, own) for name, own in others.items()})
+        builder = EqualEnvBuilder(env_fns[0])
+        envs = AsyncVectorEnv([builder] * (len(env_fns) + spares), autoreset_mode="Disabled", **options)
+        try:
+            self = cls(envs, spares, mode)
+            self._builder = builder
+            self.batch_size = parse_count(self.num_envs if batch_size is None else batch_size, self.num_envs)
+        except BaseException:
+            envs.close(terminate=True)
+            raise
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "envs":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.envs, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_envs={self.num_envs}, spares={self.spares}, {self.envs!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of ``envs``, with spare workers and without freezing."""
+        able: Capabilities = self.envs.capabilities
+        return replace(able, spare_workers=True, freezing=False)
+
+    @property
+    def num_workers(self) -> int:
+        """The number of processes with a row."""
+        return self.num_envs
+
+    @property
+    def worker_rows(self) -> list[range]:
+        """The rows of each worker."""
+        return [range(row, row + 1) for row in range(self.num_envs)]
+
+    @property
+    def in_flight(self) -> Array:
+        """The rows with a step or reset that was begun and not received."""
+        whole = self._whole[0] if self._whole else ()
+        return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._done, *whole}), np.intp)
+
+    # -- reset and step -----------------------------------------------------------------------------------------------------
+
+    def reset(self, *, seed: Any = None, options: ResetOptions = None) -> tuple[Any, dict[str, Any]]:
+        """Begin new episodes in all rows, or in those of ``options["reset_mask"]``."""
+        self.reset_async(seed, options)
+        return self.reset_wait()
+
+    def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
+        """Begin a reset; arguments and errors are those of ``AsyncVectorEnv.reset_async``.
+
+        Results in flight are received first, and dropped; with ``env_id``, those of other rows stay.
+        """
+        ids = None if env_id is None else parse_env_ids(env_id, self.num_envs).tolist()
+        seeds = parse_seeds(seed, self.num_envs, ids)
+        mask, others = split_reset_mask(options, self.num_envs, ids)
+        if ids is not None and mask is not None:
+            raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
+        rows = ids if ids is not None else list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+        everything = len(rows) == self.num_envs and ids is None
+        if self._call and not (everything and (self._interrupted or self._changing)):
+            raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
+        if not everything:
+            self._require_whole()
+        if ids is not None:
+            self._require_not_in_flight("reset_async", ids)
+        elif everything:
+            with self._change(force=True):
+                self._drop_all()
+        else:
+            while waiting := len(self._steps) + len(self._resets):
+                self._receive(waiting, None)
+        with self._change(force=everything):
+            if ids is None:
+                self._whole, self._done, self._ends = None, {}, {}
+                self._call, self._interrupted = "reset", False
+            self._ended.difference_update(rows)
+            self._failed_rows.difference_update(rows)
+            places = [self.places[row] for row in rows]
+            self.envs.reset_async(
+                [self._start_life(row, seeds[row]) for row in rows], select_options(others, rows), env_id=places
+            )
+            self._resets.update(zip(places, rows, strict=True))
+            self._free_outdated()
+            self._look_ahead()
+
+    def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
+        """Wait for the observations and infos of :meth:`reset_async`."""
+        self._require_call("reset")
+        self._collect(self.num_envs, timeout)
+        with self._change():
+            self._call, self._interrupted = "", False
+            if len(self._done) < self.num_envs:
+                latest = list(iterate(self.envs.observation_space, self.envs.observations))
+                for row in set(range(self.num_envs)) - self._done.keys():
+                    self._done[row] = latest[self.places[row]], 0.0, False, False, {}
+            observations, *_, infos = self._combine(range(self.num_envs))
+        return observations, infos
+
+    def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Step every row. Waits for a reset only if no spare has finished it."""
+        self.step_async(actions)
+        return self.step_wait()
+
+    def step_async(self, actions: Any) -> None:
+        """Begin a step of every row."""
+        self._send(actions, list(range(self.num_envs)), "step")
+
+    def step_wait(self, timeout: float | None = None) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
+        """Wait for the results of :meth:`step_async`."""
+        self._require_call("step")
+        self._collect(self.num_envs, timeout)
+        with self._change():
+            self._call, self._interrupted = "", False
+            observations, rewards, terminations, truncations, infos = self._combine(range(self.num_envs))
+        return observations, rewards, terminations, truncations, infos
+
+    def send(self, actions: Any, env_id: Any = None) -> None:
+        """Step some rows without waiting; arguments and errors are those of ``AsyncVectorEnv.send``."""
+        rows = self._last_received if env_id is None else parse_env_ids(env_id, self.num_envs).tolist()
+        self._send(actions, rows, "")
+
+    def _send(self, actions: Any, rows: list[int], call: str) -> None:
+        self._require_whole()
+        self._require_not_in_flight(f"{call}_async" if call else "send", rows)
+        if failed := self._failed_rows.intersection(rows):
+            raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
+        with self._change():
+            stepped = [row for row in rows if row not in self._ended] if self._ended else rows
+            if len(stepped) < len(rows):
+                actions = _select(self.single_action_space, actions, [rows.index(row) for row in stepped], len(rows))
+            if stepped:
+                places = [self.places[row] for row in stepped]
+                self.envs.send(actions, places)
+                self._steps.update(zip(places, stepped, strict=True))
+            self._call = call
+            for row in self._ended.intersection(rows):
+                self._ended.remove(row)
+                self._begin_next(row)
+            self._look_ahead()
+
+    def recv(
+        self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
+        within: float | None = None,
+    ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # fmt: skip
+        """Return the next rows that are ready; arguments, result and errors are those of ``AsyncVectorEnv.recv``."""
+        self._require_whole()
+        if self._call == "step":
+            raise AlreadyPendingCallError("Calling `recv` while waiting for `step_wait`.", "step")
+        count = self.batch_size if count is None else parse_count(count, self.num_envs)
+        enough, enough_from = count, None
+        if not (at_least is within is None):
+            enough, enough_from = parse_at_least(at_least, count), parse_within(within)
+        there = len(self.in_flight)
+        if there < enough or (there < count and enough_from is None):
+            raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {there} are in flight.", "recv")
+        self._collect(min(count, there), timeout, enough, enough_from)
+        with self._change():
+            rows = self._last_received = list(self._whole[0] if self._whole else self._done)[:count]
+            if self._call == "reset" and not self._steps and not self._resets and len(self._done) == len(rows):
+                self._call = ""
+            *results, infos = self._combine(rows)
+        return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
+
+    def abandon(self, env_id: Any) -> None:
+        """Stop waiting for some rows; see ``AsyncVectorEnv.abandon``."""
+        self.envs.abandon([self.places[row] for row in parse_env_ids(env_id, self.num_envs)])
+
+    def close(self, **kwargs: Any) -> None:
+        """Close all environments."""
+        self.envs.close(**kwargs)
+        self.closed = True
+
+    # -- the state of this object -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _change(self, *, force: bool = False, harmless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+        """Mark a change of state: if it is interrupted, a reset is needed.
+
+        Args:
+            force: True for a reset of all rows.
+            harmless: Exceptions of calls that have changed nothing here, in addition to those about arguments.
+        """
+        if not force:
+            self._require_whole()
+        self._changing = True
+        try:
+            yield
+        except (*_ERRORS_OF_ARGUMENTS, *harmless):
+            self._changing = False
+            raise
+        self._changing = False
+
+    def _require_whole(self) -> None:
+        if self._changing:
+            raise ResetNeeded("A call was interrupted while it changed the state of the rows: reset() all of them")
+
+    def _require_call(self, call: str) -> None:
+        self._require_whole()
+        if self._call != call:
+            raise NoAsyncCallError(f"Calling `{call}_wait` without any prior call to `{call}_async`.", call)
+
+    def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
+        if self._call:
+            raise AlreadyPendingCallError(f"Calling `{method}` while waiting for `{self._call}_wait`.", self._call)
+        if (self._whole or self._done or self._steps or self._resets) and (
+            flying := set(self.in_flight.tolist()) & set(rows)
+        ):
+            raise AlreadyPendingCallError(
+                f"Calling `{method}` for envs {sorted(flying)}, which are still in flight: `recv` them first.", "send"
+            )
+
+    # -- episodes -----------------------------------------------------------------------------------------------------------
+
+    def _start_life(self, row: int, seed: int | None) -> int:
+        """Start the episode of a reset by the caller and return its seed."""
+        now = replace(self._rows[row], life=self._rows[row].life + 1, order=next(self._order))
+        if seed is None and now.seed is not None:
+            self._rows[row] = replace(now, episode=now.episode + 1)
+            return now.derive_seed(now.episode + 1)
+        seed = random_seed() if seed is None else int(seed)
+        self._rows[row] = replace(now, origin=row, seed=seed, episode=0)
+        return seed
+
+    def _begin_next(self, row: int) -> None:
+        """Begin the next episode of a row: move it to the spare that began the episode, or reset where it is."""
+        now = self._rows[row] = replace(self._rows[row], episode=self._rows[row].episode + 1, order=next(self._order))
+        place = self._ahead.pop((row, now.life, now.episode), None)
+        self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
+        if place is None:
+            self.envs.reset_async([now.derive_seed(now.episode)], env_id=[self.places[row]])
+        else:
+            self._free.append(self.places[row])
+            self.places[row] = place
+        if place in self._ready:
+            self._finish_reset(row, *self._ready.pop(place))
+        else:
+            self._resets[self.places[row]] = row
+
+    def _look_ahead(self) -> None:
+        """Begin an upcoming episode in each free spare, those after the oldest current episodes first."""
+        if self._free and (begun := dict(zip(self._upcoming(), self._free, strict=False))):
+            seeds = [self._rows[row].derive_seed(episode) for row, _, episode in begun]
+            self.envs.reset_async(seeds, env_id=list(begun.values()))
+            self._free.clear()
+            self._ahead.update(begun)
+
+    def _upcoming(self) -> Iterator[EpisodeKey]:
+        """Yield the next episode of each row that no spare has begun, then the episodes after these, without end."""
+        rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
+        rows.sort(key=lambda row: (row not in self._ended, self._rows[row].order))
+        for ahead in itertools.count(1) if rows else ():
+            keys = [(row, self._rows[row].life, self._rows[row].episode + ahead) for row in rows]
+            yield from (key for key in keys if key not in self._ahead and key not in self._failed)
+
+    def _drop_all(self) -> None:
+        """Receive and drop everything in flight. Afterwards the state is whole, even if a call was interrupted before."""
+        while waiting := len(self.envs.in_flight):
+            try:
+                self.envs.recv(count=waiting)
+            except StepTimeout:
+                raise
+            except Exception:
+                if len(self.envs.in_flight) == waiting:  # not the failure of an environment
+                    raise
+        self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
+        self._ahead, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
+
+    def _free_outdated(self, everything: bool = False) -> None:
+        """Free the spares with an episode that no row will need. A spare that is resetting becomes free when that ends."""
+        for key in [key for key in self._ahead if everything or key[1] != self._rows[key[0]].life]:
+            place = self._ahead.pop(key)
+            if self._ready.pop(place, None) is not None:
+                self._free.append(place)
+
+    # -- results ------------------------------------------------------------------------------------------------------------
+
+    def _collect(self, count: int, timeout: Any, enough: int = 0, enough_from: float | None = None) -> None:
+        """Receive until ``count`` rows are ready, or ``enough`` after ``enough_from``; then raise the last failure."""
+        seconds = parse_timeout(timeout)
+        deadline = None if seconds is None else time.monotonic() + seconds
+        failure: Exception | None = None
+        while (waiting := len(self._steps) + len(self._resets)) and len(self._done) < count and not self._whole:
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if enough_from is not None and len(self._done) >= enough:
+                patience = max(enough_from - time.monotonic(), 0.0)
+                try:
+                    failure = self._receive(1, patience if left is None else min(patience, left)) or failure
+                except StepTimeout:
+                    break
+                continue
+            only_resets, began = not self._steps, time.monotonic()
+            wanted = 1 if enough_from is not None else min(count - len(self._done), waiting)
+            failure = self._receive(wanted, left) or failure
+            self.counts["seconds"] += only_resets * (time.monotonic() - began)
+        if failure is not None:
+            if self._call:
+                with self._change():
+                    self._call, self._whole, self._done = "", None, {}
+            raise failure
+
+    def _receive(self, count: int, timeout: float | None) -> Exception | None:
+        """Receive ``count`` results, of rows or spares. Returns the failure of a row; a spare that fails becomes free."""
+        flying, known = self.envs.in_flight.size, len(self.envs.errors) and self.envs.errors[-1]
+        self._changing = True
+        try:
+            observations, *columns, infos, env_ids = self._by_row.recv(timeout, count=count)
+        except StepTimeout:
+            self._changing = False
+            raise
+        except Exception as error:
+            places = self._failed_places(known)
+            if not places:
+                self._changing, self._interrupted = self.envs.in_flight.size != flying, True
+                raise
+            failure = self._note_failures(places, error)
+            self._changing = False
+            return failure
+        except BaseException:
+            self._changing, self._interrupted = self.envs.in_flight.size != flying, True
+            raise
+        self._take(env_ids.tolist(), observations, columns, infos)
+        self._changing = False
+        return None
+
+    def _failed_places(self, known: Any) -> set[int]:
+        """Return the places that failed after the error ``known`` was recorded."""
+        found: set[int] = set()
+        for record in reversed(self.envs.errors):
+            if record is known:
+                break
+            found.add(record.worker if record.env is None else record.env)
+        return found
+
+    def _note_failures(self, places: set[int], error: Exception) -> Exception | None:
+        """Record failures of rows and of spares; return ``error`` if a row failed."""
+        for key in [key for key, place in self._ahead.items() if place in places]:
+            self._failed.add(key)
+            self._free.append(self._ahead.pop(key))
+        rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
+        self._failed_rows |= rows
+        for row in rows:
+            self._ends.pop(row, None)
+            error.add_note(f"it ran an episode of env {row}, at place {self.places[row]} of {self.envs.num_envs}")
+        return error if rows else None
+
+    def _take(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
+        """Give results to the rows and spares that wait for them."""
+        over = columns[1] | columns[2]
+        if len(places) == self.num_envs and self._steps.keys() == set(places) and not (self._same_step and over.any()):
+            rows = [self._steps.pop(place) for place in places]
+            self._ended.update(itertools.compress(rows, over))
+            self._whole = rows, observations, columns, infos
+            return
+        each = iterate(batch_space(self.single_observation_space, len(places)), observations)
+        for place, observation, info, reward, terminated, truncated in zip(places, each, infos, *columns, strict=True):
+            if place in self._steps:
+                self._finish_step(self._steps.pop(place), observation, reward, terminated, truncated, info)
+            elif place in self._resets:
+                self._finish_reset(self._resets.pop(place), observation, info)
+            elif place in self._ahead.values():
+                self._ready[place] = observation, info
+            else:
+                self._free.append(place)
+        self._look_ahead()
+
+    def _finish_reset(self, row: int, observation: Any, info: dict[Any, Any]) -> None:
+        if isinstance(info, dict) and "restarted" in info:
+            self._ends.pop(row, None)
+            self._done[row] = observation, 0.0, False, True, info
+            if not self._same_step:
+                self._ended.add(row)
+            return
+        reward, terminated, truncated, final = self._ends.pop(row, (0.0, False, False, {}))
+        self._done[row] = observation, reward, terminated, truncated, {**final, **info} if final else info
+
+    def _finish_step(self, row: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> None:
+        if self._same_step and (terminated or truncated):
+            final = info if "restarted" in info else {"final_obs": observation, "final_info": info}
+            self._ends[row] = reward, terminated, truncated, final
+            self._begin_next(row)
+            return
+        self._done[row] = observation, reward, terminated, truncated, info
+        if terminated or truncated:
+            self._ended.add(row)
+
+    def _combine(self, rows: Sequence[int]) -> tuple[Any, ...]:
+        """Remove the results of rows and return them as one batch."""
+        space = self.single_observation_space
+        if self._whole is not None:
+            (received, observations, columns, infos), self._whole = self._whole, None
+            if received != (rows := list(rows)):
+                order = [received.index(row) for row in rows]
+                observations = _select(space, observations, order, len(received))
+                columns, infos = [column[order] for column in columns], [infos[place] for place in order]
+            return observations, *columns, self._merge(infos, rows)
+        results = [self._done.pop(row) for row in rows]
+        each, rewards, terminations, truncations, each_info = zip(*results, strict=True)
+        empty: Any = create_empty_array(space, len(rows))
+        batch = concatenate(space, each, empty)
+        flags = np.array(terminations, np.bool_), np.array(truncations, np.bool_)
+        return batch, np.array(rewards, np.float64), *flags, self._merge(each_info, rows)
+
+    def _merge(self, infos: Sequence[Any], rows: Sequence[int]) -> dict[str, Any]:
+        return self._merger.merge(infos, rows) if any(infos) else {}
+
+    # -- calls, attributes and snapshots, which wait until no spare is resetting -------------------------------------------
+
+    def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call ``func(env, *args, **kwargs)`` for rows, with the arguments and result of ``AsyncVectorEnv.exec_func``."""
+        named = [indices] if isinstance(indices, (int, np.integer)) else indices
+        rows = parse_rows(named if named is None else list(named), self.num_envs)
+        self._settle()
+        results = self.envs.exec_func(func, [self.places[row] for row in rows], *args, **kwargs)
+        return tuple(results[self.places[row]] if row in rows else None for row in range(self.num_envs))
+
+    def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of each environment, or return an attribute."""
+        return self.exec_func(_call, None, name, args, kwargs)
+
+    def get_attr(self, name: str) -> tuple[Any, ...]:
+        """Return an attribute of each environment."""
+        return self.call(name)
+
+    def render(self) -> tuple[Any, ...]:
+        """Return the frames of the environments, one entry each."""
+        return self.call("render")
+
+    def set_attr(self, name: str, values: Any) -> None:
+        """Set an attribute of all environments to one value; spares begin their episodes again."""
+        if isinstance(values, (list, tuple)):
+            _refuse("set one value for each row", "any environment runs the episodes of any row")
+        self._settle()
+        with self._change(harmless=_ERRORS_OF_CALLS):
+            self.envs.set_attr(name, [values] * self.envs.num_envs)
+            if self._builder is not None:
+                self._builder.keep(name, values)
+                self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
+            self._free_outdated(everything=True)
+            self._look_ahead()
+
+    def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise: the next episodes have already begun."""
+        _refuse("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask")
+
+    def freeze(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise: a frozen copy continues in place of one environment, and rows change their places."""
+        _refuse("`freeze`", "rows change their processes; save() and load() continue them")
+
+    thaw = freeze
+
+    def record(self, env_id: int, path: Any) -> Any:
+        """Write a file about the environment that a row is at; see ``AsyncVectorEnv.record``."""
+        (row,) = parse_env_ids([env_id], self.num_envs).tolist()
+        return self.envs.record(self.places[row], path)
+
+    def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
+        """Return the state of all rows, or of some; see ``AsyncVectorEnv.save``."""
+        rows = parse_rows(env_id, self.num_envs)
+        self._settle()
+        snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
+        return Snapshots(self._mark(one, row) for one, row in zip(snapshots, rows, strict=True))
+
+    def _mark(self, snapshot: Snapshot, row: int) -> Snapshot:
+        """Add the row's current episode to a snapshot."""
+        now = self._rows[row]
+        beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (now.origin, now.seed, now.episode)}
+        return snapshot.having(beside=beside, pending=row in self._ended)
+
+    def load(self, snapshots: Any, env_id: Any = None) -> Any:
+        """Continue rows from saved states and return their observations; see ``AsyncVectorEnv.load``.
+
+        A snapshot of another vector environment has no seed for later episodes: they get random ones.
+        """
+        rows = parse_rows(env_id, self.num_envs)
+        each = parse_snapshots(snapshots, rows)
+        self._settle()
+        with self._change(harmless=_ERRORS_OF_CALLS):
+            plain = [one.having(pending=False) if one.row.pending else one for one in each]
+            observations = self.envs.load(plain, [self.places[row] for row in rows])
+            self._continue(rows, each)
+        return observations
+
+    def _continue(self, rows: list[int], each: list[Snapshot]) -> None:
+        """Put rows into the episodes of snapshots."""
+        self._ended.difference_update(rows)
+        self._failed_rows.difference_update(rows)
+        for row, one in zip(rows, each, strict=True):
+            known = one.row
+            origin, seed, episode = (known.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
+            self._rows[row] = RowEpisode(origin, seed, self._rows[row].life + 1, episode, next(self._order))
+            self._ended.update([row] if known.pending else [])
+        self._free_outdated()
+        self._look_ahead()
+
+    def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
+        """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
+        self._settle()
+        state = self.envs.state_dict(verify=verify)
+        rows = [self._mark(state["snapshots"][place], row) for row, place in enumerate(self.places)]
+        return StateDict(
+            {**state, "num_envs": self.num_envs, "snapshots": Snapshots(rows), "autoreset_mode": self._mode_name}
+        )
+
+    @property
+    def _mode_name(self) -> str:
+        return self.autoreset_mode.name
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any:
+        """Continue from the result of :meth:`state_dict`, and return the observations."""
+        for key, own in {"num_envs": self.num_envs, "autoreset_mode": self._mode_name}.items():
+            if not isinstance(state, Mapping) or key not in state:
+                raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
+            if state[key] != own:
+                raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
+        rows = list(range(self.num_envs))
+        each = parse_snapshots(state["snapshots"], rows)
+        self._settle()
+        with self._change(harmless=_ERRORS_OF_CALLS):
+            plain = [one.having(pending=False) if one.row.pending else one for one in each]
+            every = [plain[0]] * self.envs.num_envs
+            for row, place in enumerate(self.places):
+                every[place] = plain[row]
+            self._free_outdated(everything=True)
+            whole = {**state, "num_envs": self.envs.num_envs, "snapshots": Snapshots(every), "autoreset_mode": "DISABLED"}
+            observations = self.envs.load_state_dict(whole)
+            if observations is not None:
+                observations = _select(self.single_observation_space, observations, self.places, self.envs.num_envs)
+            self._continue(rows, each)
+        return observations
+
+    def _settle(self) -> None:
+        """Wait until nothing is in flight.
+
+        Raises:
+            AlreadyPendingCallError: Rows are in flight.
+        """
+        self._require_whole()
+        self._require_not_in_flight("a call of the environments", range(self.num_envs))
+        while flying := self.envs.in_flight.size:
+            self._receive(flying, None)
+
+
+def _refuse(what: str, reason: str) -> NoReturn:
+    unable("EpisodePrefetcher", what, reason)
+
+
+def _call(env: Any, name: str, args: Any, kwargs: Any) -> Any:
+    attribute = env.get_wrapper_attr(name)
+    return attribute(*args, **kwargs) if callable(attribute) else attribute
+
+
+def _select(space: Space[Any], batch: Any, order: list[int], count: int) -> Any:
+    """Select rows of a batch of ``count`` rows of a space.
+
+    Raises:
+        ValueError: The batch has another number of rows.
+    """
+    if isinstance(space, Dict):
+        return {key: _select(part, batch[key], order, count) for key, part in space.items()}
+    if isinstance(space, Tuple):
+        return tuple(_select(part, batch[place], order, count) for place, part in enumerate(space))
+    if len(batch) != count:
+        raise ValueError(f"got {len(batch)} actions for {count} environments; nothing was sent")
+    return batch[order] if isinstance(batch, np.ndarray) else tuple(batch[row] for row in order)

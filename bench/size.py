@@ -58,15 +58,15 @@ _HAS_BODY = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def code_lines(source: str) -> int:
     """Return the number of lines with code: no docstrings, comments and blanks."""
-    told: set[int] = set()
+    documented: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _HAS_BODY) and ast.get_docstring(node, clean=False) is not None:
-            told.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     used: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             used.update(range(token.start[0], token.end[0] + 1))
-    return len(used - told)
+    return len(used - documented)
 
 
 def _names(tree: ast.Module) -> Iterator[str]:

@@ -71,7 +71,7 @@ class _Memory(LockstepDriver):
         self.ready.set()
 
     @property
-    def asked(self) -> Call | None:
+    def latest_call(self) -> Call | None:
         return self._latest[0] if self._latest is not None else None
 
     def begin_reset(

@@ -242,7 +242,7 @@ def _reason_against_fork(process: Serving) -> str:
     opened = resources() - process.inherited
     for _, file in opened:
         if file.startswith(_DEVICES):
-            return f"it uses a GPU ({file}), whose state is not in its memory"
+            return f"it uses a GPU ({file}), and a copy of its memory lacks the GPU's state"
     files = {file for number, file in opened if number.isdigit() and _is_shared(int(number), file)}
     if files:
         return f"copies would share what it has open for writing: {_listed(files)}"

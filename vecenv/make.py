@@ -183,7 +183,7 @@ def make_vec(
 
     Args:
         id_or_env_fn: An id in Gymnasium's registry (``"CartPole-v1"``, ``"module:Env-v0"``) or an ``EnvSpec``; a function
-            that builds one environment; for the other backends, a name that their library knows.
+            that builds one environment; for the other backends, a name in their library.
         num_envs: Number of environments.
         backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; the fastest number of them unless
             ``num_workers`` is given, and started by ``"forkserver"`` if JAX or torch are imported, because
@@ -517,7 +517,7 @@ def _native(request: MakeRequest) -> AnyVectorEnv:
         mode = parse_autoreset_mode(mode)
         if "autoreset_mode" in (parameters_of(spec.vector_entry_point) or ()):
             options["autoreset_mode"] = mode
-    reason = f"{spec.id} has nothing but a vector entry point" if only_vector(spec) else "backend='native' was asked for"
+    reason = f"{spec.id} has nothing but a vector entry point" if only_vector(spec) else "backend='native' was requested"
     refusal = f"backend 'native': the library of {spec.id!r} does not offer {mode}"
     try:
         library = gymnasium.make_vec(spec, request.num_envs, "vector_entry_point", **options)

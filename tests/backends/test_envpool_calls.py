@@ -661,7 +661,7 @@ def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPat
 def test_hanging_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_TRIAL_SECONDS", 0.01)
     task._trial.cache_clear()
-    with pytest.raises(ValueError, match=r"cannot be had with ctrl_cost_weight=0.75: .* no answer within 0.01 s"):
+    with pytest.raises(ValueError, match=r"cannot be built with ctrl_cost_weight=0.75: .* no answer within 0.01 s"):
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.75)
     task._trial.cache_clear()
 

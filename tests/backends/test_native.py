@@ -423,7 +423,7 @@ def test_native_engine_is_used_only_if_requested_or_the_only_one(only_vector: st
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2)) as envs:
         assert type(envs) is vecenv.AsyncVectorEnv
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "native")) as envs:
-        assert str(envs.plan).endswith("CartPoleVectorEnv: backend='native' was asked for")
+        assert str(envs.plan).endswith("CartPoleVectorEnv: backend='native' was requested")
     with contextlib.closing(vecenv.make_vec(only_vector, 2)) as envs:
         assert str(envs.plan).endswith("CartPoleVectorEnv: OnlyVector-v0 has nothing but a vector entry point")
         assert envs.library.max_episode_steps == 30

@@ -509,11 +509,11 @@ def test_short_messages_are_counted_and_sampled() -> None:
 def test_batch_size_auto(
     step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
 ) -> None:
-    whole = Plan(num_envs, workers, 0, "as asked for", StepTimes(100, step, cpu), cores, {})
+    whole = Plan(num_envs, workers, 0, "as requested", StepTimes(100, step, cpu), cores, {})
     found = in_batches(whole)
     assert (found.batch_size, found.rows_at_once) == (batch, at_once)
     assert why in found.batch_reason
-    assert (found.num_workers, found.reason) == (workers, "as asked for")
+    assert (found.num_workers, found.reason) == (workers, "as requested")
 
 
 def test_batch_size_auto_leaves_the_caller_no_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -217,7 +217,7 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
         build = config.env
         if isinstance(build, str):
             if not _global_registry.contains(ENV_CREATOR, build):
-                raise ValueError(f"ray.tune.registry.register_env({build!r}, function) comes first: it says how to build it")
+                raise ValueError(f"{build!r} is not registered: call ray.tune.registry.register_env({build!r}, function)")
             build = _global_registry.get(ENV_CREATOR, build)
         self.env = as_rllib(build(context))
         self.num_envs = self.env.num_envs

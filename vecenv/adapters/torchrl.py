@@ -503,7 +503,7 @@ class _Rows:
         if chosen is not None and not self._by_row and (left := ~chosen & ~self.ended).any():
             raise NotImplementedError(
                 f"{type(self._envs).__name__} steps all its environments together: it cannot leave out "
-                f"{np.flatnonzero(left).tolist()}, whose episodes have not ended"
+                f"{np.flatnonzero(left).tolist()} in the middle of their episodes"
             )
         rewards = None
         for _ in range(frames):
@@ -617,7 +617,7 @@ def _from_name(what: Any, num_envs: int | None, backend: str, options: dict[str,
     num_workers = options.pop("num_workers", None)
     if backend == "envpool":
         if num_workers is not None and num_envs is not None:
-            raise TypeError("EnvPool has threads, no worker processes: vector_kwargs={'num_threads': ...} says how many")
+            raise TypeError("EnvPool has threads and no worker processes: set vector_kwargs={'num_threads': ...} instead")
         num_envs = num_workers if num_envs is None else num_envs
         what = what.removeprefix("ALE/") if isinstance(what, str) else what
     elif num_workers is not None:
@@ -676,7 +676,7 @@ def require_rows(envs: Any) -> AutoresetMode:
     able = capabilities_of(envs)
     if mode is not AutoresetMode.SAME_STEP and able is not None and not able.reset_mask:
         raise ValueError(
-            f"TorchRL resets the environments whose episodes have ended, and {type(envs).__name__} cannot reset some: "
+            f"TorchRL resets environments as their episodes end, and {type(envs).__name__} cannot reset some: "
             "it needs autoreset_mode='SameStep', and EnvPool batch_size=None"
         )
     if getattr(envs, "batch_size", envs.num_envs) not in (None, envs.num_envs):

@@ -1,4 +1,4 @@
-"""``Pool``: environments in worker processes, each lent to one task of an asyncio program for an episode.
+"""``Pool``: environments in worker processes, each used by one task of an asyncio program at a time, for an episode.
 
 :class:`EpisodeEnv` is one episode of one environment, with coroutines as methods.
 """

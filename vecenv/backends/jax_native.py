@@ -221,7 +221,7 @@ class Latest(NamedTuple):
 
     state: EnvState | None
     seeds: list[int | None]
-    asked: Call | None
+    call: Call | None
 
 
 class JaxDriver(LockstepDriver):
@@ -260,8 +260,8 @@ class JaxDriver(LockstepDriver):
         self.latest = self.latest._replace(state=state)
 
     @property
-    def asked(self) -> Call | None:
-        return self.latest.asked
+    def latest_call(self) -> Call | None:
+        return self.latest.call
 
     def current(self) -> EnvState:
         """Return the state.
@@ -394,16 +394,16 @@ class JaxDriver(LockstepDriver):
         """Return the results of ``step``; without ``infos`` for a state from a reset, which reports none."""
         state = self.current()
         if self._to != "numpy":
-            said = self._infos(state, state.done) if infos else {}
-            stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, said)
+            shown = self._infos(state, state.done) if infos else {}
+            stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, shown)
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
         terminated = np.array(state.terminated)  # the first access waits for the whole program
         self._waited += time.perf_counter() - began
         truncated = np.array(state.truncated)
-        said = self._infos(state, terminated | truncated) if infos else {}
+        shown = self._infos(state, terminated | truncated) if infos else {}
         observations = to_numpy(self.functional.observation_space, state.obs)
-        return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, said
+        return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, shown
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
         """Return the infos of a step; ``ended`` has the array type of ``to``. Only NumPy arrays are read."""
@@ -466,7 +466,7 @@ class JaxDriver(LockstepDriver):
             whole[list(rows)] = np.stack(next(columns))
             return jax.device_put(whole, leaf.sharding)
 
-        self.latest = Latest(jax.tree.map(filled, state), seeds, self.asked)
+        self.latest = Latest(jax.tree.map(filled, state), seeds, self.latest_call)
         observations = self.stepped(infos=False)[0]
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 

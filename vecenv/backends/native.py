@@ -108,7 +108,7 @@ class _Library(LockstepDriver):
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.features else None
 
     @property
-    def asked(self) -> Call | None:
+    def latest_call(self) -> Call | None:
         return self._call
 
     @property
@@ -121,7 +121,7 @@ class _Library(LockstepDriver):
 
     def begin_reset(self, call: Call, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
         all_rows = mask is None or mask.all()
-        if self.asked is None and not all_rows:
+        if self.latest_call is None and not all_rows:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
         if "rows" in self.features:
             seed: Any = np.array([-1 if one is None else one % 2**31 for one in seeds]).astype(np.int64, casting="safe")
@@ -132,7 +132,7 @@ class _Library(LockstepDriver):
         self._submit(call, mask, lambda: self.library.reset(seed=seed, options=options or None))
 
     def begin_step(self, call: Call, actions: Any) -> None:
-        if self.asked is None:
+        if self.latest_call is None:
             raise ResetNeeded("Call reset first.")
         checked = self._check_actions(actions)
         self._submit(call, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))

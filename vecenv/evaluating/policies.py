@@ -115,17 +115,18 @@ class Acting:
             states = [self._initial if each.begins else self._states[each.row] for each in attempts]
             given["state"] = map_leaves(_stack, *states)
         with self._calling():
-            said = self._policy(self._convert(observations), **given)
+            actions = self._policy(self._convert(observations), **given)
         if "state" in named:
-            said = self._keep_state(said, attempts[:count])
-        return self._checked(to_numpy(said), count + padding, count)
+            actions = self._keep_state(actions, attempts[:count])
+        return self._checked(to_numpy(actions), count + padding, count)
 
-    def _keep_state(self, said: Any, attempts: Sequence[Attempt]) -> Any:
-        if not isinstance(said, tuple) or len(said) != 2:
-            raise TypeError(f"a policy that takes `state` returns (actions, state), got {type(said).__name__}")
+    def _keep_state(self, returned: Any, attempts: Sequence[Attempt]) -> Any:
+        """Store the states that a recurrent policy returned, and return its actions."""
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(f"a policy with a parameter `state` must return (actions, state), got {type(returned).__name__}")
         for place, attempt in enumerate(attempts):
-            self._states[attempt.row] = map_leaves(operator.itemgetter(place), said[1])
-        return said[0]
+            self._states[attempt.row] = map_leaves(operator.itemgetter(place), returned[1])
+        return returned[0]
 
     def _checked(self, actions: Any, wanted: int, count: int) -> Any:
         space = self._spaces[1]

@@ -257,7 +257,7 @@ class Driver:
         """The environments that are in flight until ``recv`` returns their rows, in no order."""
         call = self.outstanding
         if call.by_row and 0 < call.rows < self.num_envs:
-            unable(self.name, "`in_flight`", f"its library tells only that {call.rows} are, as stats() does")
+            unable(self.name, "`in_flight`", f"its library reports only their number, {call.rows}")
         return np.arange(call.rows if call.by_row else 0, dtype=np.intp)
 
     def require_idle(self, method: str) -> None:
@@ -410,8 +410,8 @@ class LockstepDriver(Driver):
     """A driver of environments that step together: each call has one result, about all of them.
 
     It serves JAX on a device, a library's own vector environment, and the double of :mod:`vecenv.testing`. A subclass
-    implements :attr:`capabilities`, ``close``, and the five methods below. ``asked`` is the latest call, ``None`` before
-    the first one, in one object with all its changes; it is pending if it is not ``taken``.
+    implements :attr:`capabilities`, ``close``, and the five methods below. ``latest_call`` is ``None`` before the first
+    call; it is pending if it is not ``taken``.
 
     Attributes:
         why: Reason why calls are about all environments or none.
@@ -427,7 +427,7 @@ class LockstepDriver(Driver):
 
     @property
     @abstractmethod
-    def asked(self) -> Call | None: ...
+    def latest_call(self) -> Call | None: ...
 
     @abstractmethod
     def begin_reset(self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions) -> None:
@@ -451,8 +451,8 @@ class LockstepDriver(Driver):
 
     @property
     def outstanding(self) -> Call:
-        asked = self.asked
-        return NOTHING if asked is None or asked is self.taken or self.state.changing else asked
+        call = self.latest_call
+        return NOTHING if call is None or call is self.taken or self.state.changing else call
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:

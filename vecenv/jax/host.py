@@ -482,7 +482,7 @@ def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Arr
         value = np.asarray(found[row] if found.ndim else found)
         if value.shape != column.shape or not np.can_cast(value.dtype, column.dtype, "same_kind"):
             raise ObservationError(
-                f"{column.name} of env {row}: got {value.dtype}{list(value.shape)}, the info_spec says "
+                f"{column.name} of env {row}: got {value.dtype}{list(value.shape)}, the info_spec has "
                 f"{column.dtype}{list(column.shape)}."
             )
         values[row], mask[row] = value, True

@@ -142,7 +142,7 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
 
 def _names(library: str) -> tuple[str, ...]:
     if library not in _MODULES:
-        raise ValueError(f"Unknown library {library!r}; vecenv knows the names of {sorted(_MODULES)}.")
+        raise ValueError(f"Unknown library {library!r}; the libraries are {sorted(_MODULES)}.")
     try:
         module = importlib.import_module(_MODULES[library])
     except ImportError as error:
@@ -226,7 +226,7 @@ def recognise(env: Any) -> JaxEnv:
     if all(hasattr(env, name) for name in ("reset", "step", "observation_size", "action_size")):
         return _unwrap(env)
     raise TypeError(
-        f"{type(env).__module__}.{type(env).__name__} is not a JAX environment that vecenv knows. Known are Brax and "
+        f"{type(env).__module__}.{type(env).__name__} is not a kind of JAX environment that vecenv supports: Brax and "
         "MuJoCo Playground (reset(key), step(state, action), observation_size, action_size), gymnax (reset_env, step_env), "
         "jumanji (observation_spec, action_spec), gymnasium.functional.FuncEnv (initial, transition), and any object with "
         "init(key), step(state, action, key), single_observation_space and single_action_space."

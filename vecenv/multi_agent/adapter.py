@@ -37,7 +37,7 @@ __all__ = [
 # * :class:`RLlibGame`: RLlib's ``MultiAgentEnv``;
 # * :class:`OneAgent`: Gymnasium environments.
 #
-# The rest of the package knows only PettingZoo's convention. The adapters need neither PettingZoo nor RLlib, except that
+# The rest of the package uses only PettingZoo's convention. The adapters need neither PettingZoo nor RLlib, except that
 # PettingZoo is imported to convert a parallelizable AEC game.
 
 ALL: Final = "__all__"

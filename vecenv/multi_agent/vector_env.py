@@ -129,7 +129,7 @@ class MultiAgentVecEnv:
         seed_stride: int = 1, **engine: Unpack[EngineOptions],
     ) -> None:  # fmt: skip
         if "spare_workers" in engine:
-            unable(self, "have spare workers", "each of its environments is of one row, whose players it keeps")
+            unable(self, "have spare workers", "an environment stays in its row, together with the state of its agents")
         own = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
         check_option_names(engine, [*sorted(own), *EngineOptions.__annotations__], "MultiAgentVecEnv")
         check_env_fns(env_fns, "MultiAgentVecEnv", "simple_spread_v3.parallel_env()")
@@ -516,7 +516,7 @@ class MultiAgentVecEnv:
             known = one.beside
             if not isinstance(known, tuple) or len(known) != 4 or np.shape(known[0]) != self._alive.shape[1:]:
                 raise SnapshotMismatch(
-                    f"snapshots[{place}] says nothing of {self._alive.shape[1]} agents: it is of another kind"
+                    f"snapshots[{place}] has no state of {self._alive.shape[1]} agents: it is of another kind"
                 )
         batch = load()
         self._set_agents(rows, [one.beside for one in each])

@@ -325,7 +325,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         if torn:
             raise ValueError(
                 f"`options['reset_mask']` chooses some rows of envs {torn} and not others: all agents of an environment are "
-                "reset together (infos['env_done'] tells when)"
+                "reset together (infos['env_done'] marks the ended ones)"
             )
         return mask
 

@@ -248,13 +248,13 @@ def workers_and_share(
         if chosen is None:
             times, found = measure()
             chosen = Plan(
-                num_envs, processes, share if processes else 0, "as asked for", times, cores, independence=found
+                num_envs, processes, share if processes else 0, "as requested", times, cores, independence=found
             )  # fmt: skip
         elif chosen.use_caller:  # while it steps environments, the caller cannot receive a batch
             found = chosen.independence
             halves = in_batches(choose(chosen.probe, num_envs, cores, use_caller=False, independence=found))
             if halves.batch_size != num_envs:
-                return halves.num_workers, 0, replace(halves, reason="first-ready batches want a caller that is free")
+                return halves.num_workers, 0, replace(halves, reason="first-ready batches need the caller to be free")
         return processes, share, in_batches(chosen)
     in_thread = threading.current_thread() is not threading.main_thread()
     if num_workers == "auto":

@@ -443,7 +443,7 @@ def _drawing(state: Any, word: bytes) -> Any:
     words = [word] * 624 + ([b"0"] if found and found[0].count(b" ") == 624 else [])
     room = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
     if found is None or room < 0:
-        raise NotRestorable("the state that this version of ALE gives has no generator that vecenv knows how to read")
+        raise NotRestorable("the state that this version of ALE returns has no generator in a format that vecenv can read")
     kind: Any = type(state)
     other = kind.__new__(kind)
     text = b" ".join(words[:-1]) + b" " * (room + 1) + words[-1]

@@ -269,7 +269,7 @@ def options(envs: Any) -> None:
 
 
 @_check("actions and rewards are of this step",
-        f"row i of what `step` returns is what environment i said to action i: {_VECTOR}")
+        f"row i of the results of `step` is that of environment i and action i: {_VECTOR}")
 def this_step(envs: Any) -> None:
     envs.reset(seed=1)
     for at in (1, 2):
@@ -282,12 +282,12 @@ def this_step(envs: Any) -> None:
         f"the two flags are the environment's own, and both may be set: {_ENV}#gymnasium.Env.step",
         known="openai/gym#3102, EnvPool#239")  # fmt: skip
 def flags(envs: Any) -> None:
-    said = set()
+    endings = set()
     envs.reset(seed=1)
     for _ in range(40):
         _, rewards, ends, cuts, _ = stepped(envs, np.zeros(3, np.int64))
-        said |= {(int(r // 100) % 3, bool(e), bool(c)) for r, e, c in zip(rewards, ends, cuts, strict=True) if e or c}
-    assert said == {(0, True, False), (1, False, True), (2, True, True)}, sorted(said)
+        endings |= {(int(r // 100) % 3, bool(e), bool(c)) for r, e, c in zip(rewards, ends, cuts, strict=True) if e or c}
+    assert endings == {(0, True, False), (1, False, True), (2, True, True)}, sorted(endings)
 
 
 @_check("an info of some has a mask of these",
@@ -353,8 +353,8 @@ def until_an_end(any_envs: Any) -> tuple[Any, Any]:
 def reset_pays_nothing(any_envs: Any) -> None:
     over, _ = until_an_end(any_envs)
     _, rewards, ends, cuts, _ = any_envs.step(any_envs.action_space.sample())
-    said = [np.asarray(one)[over].tolist() for one in (rewards, ends, cuts)]
-    assert not any(map(any, said)), f"the step after an end gave rewards and flags {said}"
+    results = [np.asarray(one)[over].tolist() for one in (rewards, ends, cuts)]
+    assert not any(map(any, results)), f"the step after an end returned rewards and flags {results}"
 
 
 @_check("same-step: an end has a final observation", f"`final_obs` with a mask of the ended ones: {_MODES}", SAME,
@@ -404,15 +404,15 @@ def statistics(envs: Any) -> None:
 @_check("an exception is raised as itself", f"what an environment raises comes out of the call: {_VECTOR}", fault=True)
 def raised(envs: Any) -> None:
     envs.reset(options={"given": -1})
-    said = ""
+    text = ""
     try:
         envs.step(np.zeros(3, np.int64))
     except ValueError as error:
-        said = str(error)
-    assert "fails on purpose" in said, said or "nothing was raised"
+        text = str(error)
+    assert "fails on purpose" in text, text or "nothing was raised"
 
 
-@_check("a killed worker is an error, and no hang", "a step whose process ended raises within seconds", fault=True)
+@_check("a killed worker is an error, and no hang", "a step raises within seconds if a process has ended", fault=True)
 def killed(envs: Any) -> None:
     envs.reset(seed=1)
     if not getattr(envs, "processes", None):

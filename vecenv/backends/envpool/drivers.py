@@ -65,9 +65,9 @@ class Receiver:
 
     def __init__(self, recv: Callable[[], Any], waited: float) -> None:
         self._recv = recv
-        self._asked: list[None] = []  # has one entry while the helper is in recv()
+        self._receiving: list[None] = []  # has one entry while the helper is in recv()
         self._requests: SimpleQueue[list[Any] | None] = SimpleQueue()
-        self._answered: SimpleQueue[bool] = SimpleQueue()
+        self._received: SimpleQueue[bool] = SimpleQueue()
         self._thread: Thread | None = None
         self._helper: Thread | None = None  # the latest thread, kept even after close() has left it behind
         self.waited = waited
@@ -85,19 +85,19 @@ class Receiver:
             True if it has that length.
         """
         while True:
-            asked = bool(self._asked)  # read before the wire: the helper writes to the wire first
+            receiving = bool(self._receiving)  # read before the wire: the helper writes to the wire first
             if len(wire) >= length:
                 return True
             began = time.perf_counter()
             try:
-                if not asked and deadline is None:
+                if not receiving and deadline is None:
                     wire.extend(starmap(self._recv, _ONCE))
                     return True
-                if not asked:
+                if not receiving:
                     self._start()
-                    _together((self._asked.append, None), (self._requests.put, wire))
+                    _together((self._receiving.append, None), (self._requests.put, wire))
                 # the token may belong to an earlier reply, so the loop checks the wire again
-                self._answered.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+                self._received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
                 return len(wire) >= length
             finally:
@@ -114,7 +114,7 @@ class Receiver:
     @property
     def thread_inside(self) -> Thread | None:
         """The helper thread, while it is in ``recv``."""
-        return self._helper if self._asked else None
+        return self._helper if self._receiving else None
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
@@ -125,8 +125,8 @@ class Receiver:
     def _help(self) -> None:
         while (wire := self._requests.get()) is not None:
             wire.extend(starmap(self._recv, _ONCE))
-            self._asked.clear()
-            self._answered.put(True)
+            self._receiving.clear()
+            self._received.put(True)
 
 
 # -- threads inside a pool while the interpreter ends -----------------------------------------------------------------
@@ -193,8 +193,8 @@ class PoolDriver(Driver):
     """The base of the drivers of EnvPool's pools.
 
     Attributes:
-        pool: ``None`` before the first reset, after :meth:`lend` and after :meth:`close`.
-        lent: A pool that compiled code steps, or ``None``.
+        pool: ``None`` before the first reset, after :meth:`xla` and after :meth:`close`.
+        compiled_pool: A pool that compiled code steps, or ``None``.
         seeding: Of the latest pool; of the first one before there is one.
         wire: The pool's replies.
         all_ids: The indices of all environments, int32. A call of all is recognized by identity.
@@ -212,7 +212,7 @@ class PoolDriver(Driver):
         self.task = task
         self.batch_size = batch_size
         self.seeding = seeding
-        self.lent: Any = None
+        self.compiled_pool: Any = None
         self._checks_ends = mode is AutoresetMode.DISABLED
         self._same_step = mode is AutoresetMode.SAME_STEP
         self.num_envs = int(task.config["num_envs"])
@@ -244,7 +244,9 @@ class PoolDriver(Driver):
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
         given = bool([seed for seed in seeds if seed is not None])
-        seeds = spread(seeds, len(seeds), self.seeding.random) if given or self.lent is not None else self.seeding.seeds
+        # without a seed, the first pool gets the constructor's seeds, and a pool after xla() gets random ones
+        fresh = given or self.compiled_pool is not None
+        seeds = spread(seeds, len(seeds), self.seeding.random) if fresh else self.seeding.seeds
         if ids is not None:
             if given:
                 why = "EnvPool seeds its environments when it builds them, all at once"
@@ -294,25 +296,25 @@ class PoolDriver(Driver):
                 "reset(options={'reset_mask': ...})"
             )
 
-    def lend(self) -> tuple[Any, Any, Any, Any]:
+    def xla(self) -> tuple[Any, Any, Any, Any]:
         """Return EnvPool's functions for compiled code, which owns the pool from now on. A pool must exist."""
         pool = self.pool
         functions: tuple[Any, Any, Any, Any] = pool.xla()
         self.close()
-        self.lent = pool
+        self.compiled_pool = pool
         return functions
 
     def close(self, *, terminate: bool = False) -> None:
         """Release the pool: its environments and threads are gone when this returns."""
-        self.pool = self.lent = None
+        self.pool = self.compiled_pool = None
         self.receiver.close()
         self._adopt(None)
 
     def require_pool(self, method: str) -> None:
         """Raise if there is no pool to step."""
-        if self.lent is not None:
+        if self.compiled_pool is not None:
             raise RuntimeError(
-                f"the pool was handed over to compiled code by xla(), so `{method}` cannot be used: reset() builds a new one"
+                f"since xla(), compiled code steps the pool, so `{method}` cannot be used: reset() builds a new one"
             )
         if self.pool is None:
             raise ResetNeeded(f"Cannot call `{method}` before calling `reset`")
@@ -388,8 +390,8 @@ class WholeBatchDriver(PoolDriver):
             if not self._by_row:
                 require_idle(self.outstanding, method)
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while {len(self._ids)} environments are in flight, whose rows a second call would "
-                "overwrite: `recv` first, or give a batch_size smaller than num_envs for first-ready batches.",
+                f"Calling `{method}` while {len(self._ids)} environments are in flight, and a second call would overwrite "
+                "their rows: `recv` first, or pass a batch_size smaller than num_envs for first-ready batches.",
                 "send",
             )
 

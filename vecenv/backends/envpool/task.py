@@ -419,38 +419,38 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
         TypeError: Not a number, or not a name, where one is needed.
         ValueError: Out of range, no such name, or the trial process did not survive; the message names the accepted values.
     """
-    whose = f"EnvPool's {task_id!r}"
-    known = {key: _is_known(whose, family, key, value, defaults.get(key)) for key, value in env_config.items()}
+    title = f"EnvPool's {task_id!r}"
+    known = {key: _is_known(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
     unknown = {key: env_config[key] for key in known if not known[key] and env_config[key] != defaults.get(key)}
     options = {key: value for key, value in env_config.items() if key not in _DRAWING}
     if unknown and (ended := _trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
         given = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
         raise ValueError(
-            f"{whose} cannot be had with {given}: a process that tried, because EnvPool itself checks no such thing, ended "
-            f"with {ended}"
+            f"{title} cannot be built with {given}: a process that tried it, because EnvPool does not check these options, "
+            f"ended with {ended}"
         )
 
 
-def _is_known(whose: str, family: str, key: str, value: Any, default: Any) -> bool:
+def _is_known(title: str, family: str, key: str, value: Any, default: Any) -> bool:
     """Check one option; True if it is known to be harmless."""
     if key in _RANGES:
         low, high, harmless = _RANGES[key]
-        if not low <= _integer(f"{whose}: {key}", value) <= high:
-            raise ValueError(f"{whose}: {key} must be from {low} to {high}, got {value}")
+        if not low <= _integer(f"{title}: {key}", value) <= high:
+            raise ValueError(f"{title}: {key} must be from {low} to {high}, got {value}")
         return bool(value <= harmless)
     if key in _NAMES:
         if not isinstance(value, str):
-            raise TypeError(f"{whose}: {key} must be a string, got {type(value).__name__}")
+            raise TypeError(f"{title}: {key} must be a string, got {type(value).__name__}")
         of_family = [options for where, _, options in _registered().values() if where == f"envpool.{family}"]
         names = sorted({options[key] for options in of_family if isinstance(options.get(key), str)})
         if value != default and value not in names:
             accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
-            raise ValueError(f"{whose}: there is no {key} {value!r}: {_like(value, names)}{accepted}")
+            raise ValueError(f"{title}: there is no {key} {value!r}: {_like(value, names)}{accepted}")
         return False
     if any(math.isnan(number) for number in _floats(value)):
-        raise ValueError(f"{whose}: {key} must be a number, got {value!r}")
+        raise ValueError(f"{title}: {key} must be a number, got {value!r}")
     if key in _SHARES and not 0 <= value <= 1:
-        raise ValueError(f"{whose}: {key} must be from 0 to 1, got {value!r}")
+        raise ValueError(f"{title}: {key} must be from 0 to 1, got {value!r}")
     return key in _SHARES or (isinstance(value, bool) and isinstance(default, bool) and family in _SWITCHED)
 
 
@@ -517,10 +517,10 @@ def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
         return f"no answer within {_TRIAL_SECONDS:g} s"
     if done.returncode == 0 and b"survived" in done.stdout:
         return None
-    said = [line.strip() for line in (done.stderr or done.stdout).decode(errors="replace").splitlines() if line.strip()]
-    # C++ prints the error first, and then the place, in addresses
-    telling = [line for line in said if "what():" in line or "Check failure" in line or line.startswith("F")] or said[-1:]
-    return f"exit code {done.returncode}" + (f" ({telling[0]})" if telling else "")
+    lines = [line.strip() for line in (done.stderr or done.stdout).decode(errors="replace").splitlines() if line.strip()]
+    # C++ prints the error first, then a stack of addresses
+    errors = [line for line in lines if "what():" in line or "Check failure" in line or line.startswith("F")] or lines[-1:]
+    return f"exit code {done.returncode}" + (f" ({errors[0]})" if errors else "")
 
 
 # -- seeds -------------------------------------------------------------------------------------------------------------

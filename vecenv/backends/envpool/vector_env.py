@@ -181,7 +181,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         """
         self._driver.require_pool("xla")
         try:
-            return self._driver.lend()
+            return self._driver.xla()
         except Exception as error:
             raise RuntimeError(f"EnvPool cannot compile {self.task.id!r} into JAX programs: {error}") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -231,7 +232,12 @@ def test_an_id_of_a_library_names_the_library(monkeypatch: pytest.MonkeyPatch) -
 
 def test_an_unknown_backend_names_the_close_one_and_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.make.Backend, "missing", lambda self: list(self.needs))
-    with pytest.raises(ValueError, match=r"no backend 'env_pool', did you mean 'envpool'\?.*'envpool' \(needs pip install"):
+    text = (
+        "there is no backend 'env_pool', did you mean 'envpool'? Backends: 'process', 'serial', 'envpool', 'brax', "
+        "'playground', 'ray', 'native'. Not installed here: 'envpool', 'brax', 'playground', 'ray'; pip install -e "
+        "'.[envpool,brax,playground,ray]' in a checkout, or pip install 'vecenv[envpool,brax,playground,ray]' from a release"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         make_vec("CartPole-v1", backend="env_pool")
 
 
@@ -273,6 +279,7 @@ NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
         ({"vector_kwargs": {"num_worker": 2}}, TypeError, f"'num_worker'. {MEANT} 'num_workers'\\? Options: .*copy"),
         ({"sutton_barto": True}, TypeError, f"'CartPole-v1' has no option 'sutton_barto'. {MEANT} 'sutton_barto_reward'\\?"),
         ({"num_worker": 3}, TypeError, "Did you mean 'num_workers', an option of the vector environment"),
+        ({"id_or_env_fn": CartPoleEnv, "num_worker": 3}, TypeError, "CartPoleEnv has no option 'num_worker'.*'num_workers'"),
         ({"num_workers": 2, "vector_kwargs": {"num_workers": 1}}, TypeError, "two values for 'num_workers': 1 and 2"),
         ({"env_kwargs": [3]}, TypeError, "env_kwargs wants a dict of options of the environment"),
         ({"id_or_env_fn": 7}, TypeError, "an id, an EnvSpec or a function"),
@@ -312,6 +319,24 @@ def test_the_ray_backend_gets_functions_and_options(monkeypatch: pytest.MonkeyPa
     assert seen == {"count": 3, "options": {"num_hosts": 2}}
     assert envs.spec is not None
     assert envs.spec.id == "CartPole-v1"
+
+
+def forwards(**kwargs: Any) -> gymnasium.Env[Any, Any]:
+    kwargs.pop("num_worker_threads", None)
+    return CartPoleEnv(**kwargs)
+
+
+@functools.wraps(CartPoleEnv)
+def takes_more_than_it_wraps(*args: Any, num_worker: int = 0, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+    return CartPoleEnv(*args, **kwargs)
+
+
+def test_an_option_like_one_of_the_engine_is_suggested_only_if_the_environment_rejects_it(closes: Any) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_worker'") as caught:
+        make_vec(forwards, 2, num_worker=2)
+    assert "Did you mean 'num_workers', an option of the vector environment?" in caught.value.__notes__
+    closes(make_vec(forwards, 2, "serial", num_worker_threads=2))
+    closes(make_vec(takes_more_than_it_wraps, 2, "serial", num_worker=2))
 
 
 class HasCopyOption(CartPoleEnv):

@@ -27,9 +27,9 @@ __all__ = [
 
 
 def how_to_install(extra: str, *besides: str) -> str:
-    """Return the command that installs an extra, and the packages ``besides``, for messages."""
+    """Return the commands that install an extra, and the packages ``besides``, for messages."""
     more = "".join(f" {package}" for package in besides)
-    return f"pip install -e '.[{extra}]'{more} in a checkout (where there is a release: pip install 'vecenv[{extra}]'{more})"
+    return f"pip install -e '.[{extra}]'{more} in a checkout, or pip install 'vecenv[{extra}]'{more} from a release"
 
 
 def close_names(name: object, known: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ import logging
 import multiprocessing
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
@@ -383,16 +383,18 @@ def _row_of(backend: str) -> Backend:
     if row is None:
         close = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
         hint = f", did you mean {close[0]!r}?" if close else "."
-        known = (
-            f"{name!r}" + (f" (needs {how_to_install(other.extra)})" if other.missing() else "")
-            for name, other in _BACKENDS.items()
-        )
-        raise ValueError(f"there is no backend {backend!r}{hint} Backends: {', '.join(known)}")
+        absent = {name: other.extra for name, other in _BACKENDS.items() if other.missing()}
+        install = f". Not installed here: {_names(absent)}; {how_to_install(','.join(absent.values()))}" if absent else ""
+        raise ValueError(f"there is no backend {backend!r}{hint} Backends: {_names(_BACKENDS)}{install}")
     if missing := row.missing():
         raise ImportError(
             f"backend {backend!r} needs {' and '.join(missing)}, not installed here: {how_to_install(row.extra)}"
         )
     return row
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _parse_kwargs(name: str, given: Any) -> dict[str, Any]:
@@ -479,14 +481,43 @@ def _env_fn(request: MakeRequest) -> EnvFn:
         what = functools.partial(gymnasium.make, spec)
     if not callable(what):
         raise TypeError(f"make_vec wants an id, an EnvSpec or a function that builds an env, got {what!r}")
+    if what is request.what:
+        _check_function_options(what, kwargs)
     return functools.partial(_build, what, request.wrappers, kwargs)
 
 
+def _check_function_options(function: EnvFn, kwargs: Mapping[str, Any]) -> None:
+    """Raise for options that a function or class does not take."""
+    try:  # the signature of a decorator's own function, which may take more than what it wraps
+        parameters = inspect.signature(function, follow_wrapped=False).parameters
+    except (TypeError, ValueError):
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    named: Any = function
+    while isinstance(named, functools.partial):
+        named = named.func
+    accepted = [name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    check_option_names(kwargs, accepted, getattr(named, "__qualname__", repr(named)), vector_options=engine_options())
+
+
 def _build(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-    env = env_fn(**kwargs)
+    try:
+        env = env_fn(**kwargs)
+    except TypeError as error:
+        _suggest_vector_options(error, kwargs)
+        raise
     for wrapper in wrappers:
         env = wrapper(env)
     return env
+
+
+def _suggest_vector_options(error: TypeError, kwargs: Mapping[str, Any]) -> None:
+    """Add a note to the error of a constructor that rejected an option similar to one of the vector environment."""
+    for name in kwargs:
+        close = difflib.get_close_matches(name, engine_options(), n=1, cutoff=0.8)
+        if close and f"unexpected keyword argument {name!r}" in str(error):
+            error.add_note(f"Did you mean {close[0]!r}, an option of the vector environment?")
 
 
 def _ray_options() -> tuple[str, ...]:

@@ -38,7 +38,7 @@ vecenv.adapters.{adapter}
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
     last_line = done.stderr.strip().splitlines()[-1]
-    command = f"pip install -e '.[{extra}]' in a checkout (where there is a release: pip install 'vecenv[{extra}]')"
+    command = f"pip install -e '.[{extra}]' in a checkout, or pip install 'vecenv[{extra}]' from a release"
     assert last_line == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"
 
 

@@ -188,7 +188,7 @@ def check_option_names(
             hint = " Did you mean 'num_envs'?"
         if name == "vectorization_mode":
             hint = " Pass backend='process' for 'async', or backend='serial' for 'sync'."
-        raise TypeError(f"{owner} has no option {name!r}.{hint} Options: {', '.join(accepted)}")
+        raise TypeError(f"{owner} has no option {name!r}.{hint} Options: {', '.join(accepted) or 'none'}")
 
 
 def check_flags(class_name: str, **flags: Any) -> None:

@@ -85,11 +85,6 @@ LENT = {
     # module -> why it imports more of `engine` or `worker` than the vector environment
     "vecenv.backends.ray.failures": "hosts' failures go to observers as those of workers do",
     "vecenv.freezing": "a frozen copy is a worker, and is thawed by the engine",
-    "vecenv.planning.independence": "environments are tried as workers build them",
-    "vecenv.planning.probe": "environments are tried as workers build them",
-    "vecenv.planning.trial": "environments are tried as workers build them",
-    "vecenv.recording.file": "a file holds the settings of the worker",
-    "vecenv.recording.recorder": "a file holds the settings of the worker",
     "vecenv.recording.replay": "a replay is a worker in this process",
     "vecenv.tools.benchmark": "it reports whether the writer of rows is compiled",
     "vecenv.tools.top": "it reads what engines publish",

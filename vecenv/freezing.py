@@ -39,6 +39,7 @@ from vecenv.errors import NotRestorable, WorkerDied
 from vecenv.front.arguments import milliseconds_until
 from vecenv.link.channel import Channel, ChannelClosed, WorkerEnd
 from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, encode
+from vecenv.link.own_generators import OwnGenerators
 from vecenv.state.capture import layers_of, reachable_objects
 from vecenv.system.cores import Placement, SpinPolicy, kernel_file
 from vecenv.system.descendants import new_token
@@ -48,7 +49,6 @@ from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import adopt
 from vecenv.system.supervision import EXIT_CODE_UNKNOWN, ProcessWatch, StackFile, flush_output
 from vecenv.worker.main import Ready, Serving, make_rows
-from vecenv.worker.own_generators import OwnGenerators
 
 _READY_SECONDS: Final = 10.0  # a copy takes milliseconds
 _CLOSE_SECONDS: Final = 2.0

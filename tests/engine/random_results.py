@@ -25,10 +25,10 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
 import vecenv.worker.row_writer
+from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.infos import BY_PICKLE, NO_INFO, Schema
 from vecenv.link.messages import Outcome
 from vecenv.shm.layout import Batch, Layout, fixed_tree
-from vecenv.worker.envs import Expected, WorkerPlan
 from vecenv.worker.rows import EnvRows
 
 ROWS = 4

@@ -29,7 +29,7 @@ import vecenv
 from vecenv.errors import SnapshotMismatch
 from vecenv.system import generators as system_generators
 from vecenv.testing import assert_identical
-from vecenv.worker import own_generators
+from vecenv.link import own_generators
 
 pytestmark = pytest.mark.timeout(120)
 MODES = list(AutoresetMode)

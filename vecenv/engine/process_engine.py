@@ -30,6 +30,7 @@ from vecenv.front.capabilities import Capabilities, figures
 from vecenv.front.driver import Driver, Phase, Stepped, advance, left_in_a_fork
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
+from vecenv.link.envs import WorkerPlan
 from vecenv.link.infos import InfoReader, WorkerInfos
 from vecenv.link.observations import Store
 from vecenv.shm import Arena, Batch, Layout
@@ -38,7 +39,6 @@ from vecenv.state.snapshots import Snapshot
 from vecenv.system.cores import placements
 from vecenv.system.reporting import warn
 from vecenv.system.signals import succeeds_when_repeated
-from vecenv.worker.envs import WorkerPlan
 from vecenv.worker.main import Ready, make_rows
 
 

@@ -19,12 +19,12 @@ from vecenv.engine.exchange import Exchange
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvFailed
+from vecenv.link.envs import call_env
 from vecenv.link.messages import OVERLAPS, Op, summary
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS
-from vecenv.worker.envs import call_env
 
 _Pack = Callable[[int, Any], Any]
 

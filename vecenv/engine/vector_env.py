@@ -56,7 +56,9 @@ from vecenv.front.driver import Phase, advance
 from vecenv.front.guard import exclusive, is_within_a_call, raise_barred
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.link.actions import ActionStage
+from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
+from vecenv.link.own_generators import run_with_own_generators, with_own_generators
 from vecenv.planning.options import (
     BatchSize,
     NumWorkers,
@@ -76,8 +78,6 @@ from vecenv.system.reporting import warn
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import context_of, end_if_importing_main, is_about_main, too_late, variables_of
-from vecenv.worker.envs import Expected, WorkerPlan
-from vecenv.worker.own_generators import run_with_own_generators, with_own_generators
 
 __all__ = ["AsyncVectorEnv", "Observer"]
 

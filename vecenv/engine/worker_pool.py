@@ -30,6 +30,7 @@ from vecenv.errors import StartupTimeout, envs_text
 from vecenv.front.arguments import deadline_after, milliseconds_until
 from vecenv.front.driver import left_in_a_fork
 from vecenv.link.channel import Channel, ChannelClosed
+from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import OVERLAPS, EnvFnsToStart, Failure, Op, decode, dumps, dumps_by_value, encode, pack_head
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
@@ -48,7 +49,6 @@ from vecenv.system.spawning import (
     spawn,
 )
 from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_process
-from vecenv.worker.envs import WorkerPlan
 from vecenv.worker.main import Ready, Start, main
 
 _LATE_WORKERS_NAMED: Final = 4

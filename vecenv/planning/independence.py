@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
+from vecenv.link.envs import same_object_error
 from vecenv.link.messages import PackedError
 from vecenv.planning.trial import (
     ChildEnd,
@@ -39,7 +40,6 @@ from vecenv.planning.trial import (
 from vecenv.system.process_settings import ONE_PER_PROCESS, Settings, read_settings
 from vecenv.system.shared_generators import GENERATORS, find_draws, read_states
 from vecenv.system.supervision import describe_exit
-from vecenv.worker.envs import same_object_error
 
 INDEPENDENT: Final = "independent"
 SHARES_STATE: Final = "shares state"

@@ -25,14 +25,14 @@ from typing import Any, Final, NoReturn
 from gymnasium import Space
 
 from vecenv.errors import StartupTimeout, WorkerDied
+from vecenv.link.envs import build_env
 from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
+from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
 from vecenv.planning.trial import ChildEnd, StepTimes, run_in_child, try_to_time
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.spawning import NO_GUARD, Variables, missing_guard, why_no_processes
 from vecenv.system.supervision import describe_exit
-from vecenv.worker.envs import build_env
-from vecenv.worker.own_generators import with_own_generators
 
 __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
 

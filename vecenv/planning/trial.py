@@ -27,9 +27,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from gymnasium.spaces import Discrete
 
+from vecenv.link.envs import build_env
 from vecenv.link.messages import pack_error, summary
 from vecenv.system.cores import seconds_waited
-from vecenv.worker.envs import build_env
 
 Record: TypeAlias = list[tuple[str, dict[str, bytes]]]
 

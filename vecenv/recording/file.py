@@ -28,9 +28,9 @@ import numpy as np
 
 from vecenv._version import __version__
 from vecenv.errors import VecEnvError
+from vecenv.link.envs import WorkerPlan
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, package_version
-from vecenv.worker.envs import WorkerPlan
 
 SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})

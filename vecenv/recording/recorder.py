@@ -28,14 +28,14 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied
 from vecenv.front.arguments import random_seed
+from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.messages import dumps_with_code, original_summary
+from vecenv.link.own_generators import with_own_generators
 from vecenv.recording.file import LASTING, SUFFIX, Failed, Message, Record, pack, remove_old, unused_path, write
 from vecenv.shm import Layout, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.signals import deferred_signals
-from vecenv.worker.envs import Expected, WorkerPlan
-from vecenv.worker.own_generators import with_own_generators
 
 _MEMORY: Final = 128 * 2**20
 """Bytes of the ring."""

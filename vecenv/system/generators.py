@@ -1,7 +1,7 @@
 """Gives each environment its own states of the generators that all code of a process shares.
 
 Environments draw from ``random``, ``numpy.random`` and torch's default generator, and then the results of one depend on
-which others are in its process. :mod:`vecenv.worker.own_generators` wraps an environment and puts its states in place for
+which others are in its process. :mod:`vecenv.link.own_generators` wraps an environment and puts its states in place for
 each call into it. Most environments never draw, and a step of some takes 5 us, so a call costs two assignments until then:
 
 - numpy takes the lock of its bit generator before it draws, seeds, or reads its state. Between draws a *trap* stands in for

@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, Final
 
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
+from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
     OVERLAPS,
     PLAIN_OUTCOME,
@@ -40,7 +41,6 @@ from vecenv.system.descendants import end_own
 from vecenv.system.descriptors import resources
 from vecenv.system.generators import begin_worker
 from vecenv.system.supervision import StackFile, flush_output
-from vecenv.worker.envs import WorkerPlan
 from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.variants import ThreadedRows
 

@@ -23,6 +23,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError
+from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import WRITTEN, RowWriter, make_exact_rows, make_row_caster, make_row_writer
@@ -30,7 +31,6 @@ from vecenv.shm.layout import Array, Batch, Tree, fixed_tree, memory_of
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import by_handler
-from vecenv.worker.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.worker.row_writer import make_compiled_rows
 
 _LONG: Final = 1e-3  # seconds; a message that takes this long is followed by another timed one

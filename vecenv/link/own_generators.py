@@ -9,8 +9,8 @@ from typing import Any
 
 import gymnasium
 
+from vecenv.link.envs import build_env
 from vecenv.system.generators import Generators, is_imported, switch
-from vecenv.worker.envs import build_env
 
 
 class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):

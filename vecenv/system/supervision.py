@@ -224,9 +224,11 @@ def catches(pid: int, number: int) -> bool:
 
 # -- the environment's frames in the stack of a worker ---------------------------------------------------------------------
 #
-# faulthandler writes the innermost frame first: this module (the handler), the environment, vecenv/worker/, Python.
+# faulthandler writes the innermost frame first: this module (the handler), the environment, vecenv/link/ (which builds
+# environments and wraps them), vecenv/worker/, Python.
 
 _WORKER_FOLDER: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "worker", "")
+_LINK_FOLDER: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "link", "")
 _WORKER_MAIN: Final = f'"{_WORKER_FOLDER}main.py"'
 _THIS_FILE: Final = f'"{__file__}"'
 _STDLIB_FOLDER: Final = os.path.dirname(os.__file__) + os.sep
@@ -249,10 +251,10 @@ def env_frames(stack: str, limit: int = 12) -> str:
 
 
 def _frames_above_worker(thread: str) -> list[str]:
-    """Return the lines of one thread between the signal handler and ``vecenv/worker/``."""
+    """Return the lines of one thread between the signal handler and the worker's own code."""
     frames: list[str] = []
     for line in thread.splitlines():
-        if _WORKER_FOLDER not in line:
+        if _WORKER_FOLDER not in line and _LINK_FOLDER not in line:
             frames += [line] if _THIS_FILE not in line else []
         elif frames:
             break

@@ -42,6 +42,17 @@ def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatc
     assert fitted[-1] == text.splitlines()[-1]
 
 
+def test_progress_without_a_terminal_is_a_line_per_round_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    stages = ["checking the environment", "starting vecenv (1 of 2)", "starting the bare loop (2 of 2)"]
+    with tools.progress_bar() as progress:
+        for stage in stages:
+            progress(stage, 0, 0)
+        for done in range(4):
+            progress(f"round {done // 2 + 1} of 2", done, 4)
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "checking the environment\nround 1 of 2\nround 2 of 2\n")
+
+
 @pytest.mark.long
 def test_bench_prints_json_and_writes_json_and_plot(tmp_path: Path) -> None:
     done = run("bench", "CartPole-v1", *TINY, "--json", "--engines", "workers,gym-async,bare-loop", cwd=tmp_path)

@@ -85,13 +85,31 @@ def module_named(name: str, description: str = "") -> ModuleType:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar on stderr, so that stdout holds only results. Without a terminal, show nothing."""
+    """Show a progress bar on stderr, so that stdout holds only results. Without a terminal, print a line per round."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
 
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    if not console.is_terminal:
+        yield _print_rounds()
+        return
+    with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)  # the bar pulses until the total is known
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
+
+
+def _print_rounds() -> Progress:
+    """Return a function that prints the first stage and each stage with a known total on stderr, once, so that logs show
+    that a long measurement continues.
+    """
+    printed = ""
+
+    def show(stage: str, done: int, total: int) -> None:
+        nonlocal printed
+        if stage != printed and (total or not printed):
+            print(stage, file=sys.stderr, flush=True)
+            printed = stage
+
+    return show

@@ -350,7 +350,7 @@ def test_render_returns_one_frame_per_environment(make: Make) -> None:
 def test_render_of_an_undrawable_task_raises(make: Make) -> None:
     envs = make(2, "FrozenLake-v1", render_mode="rgb_array")
     envs.reset()
-    with pytest.raises(RuntimeError, match="EnvPool cannot draw 'FrozenLake-v1'"):
+    with pytest.raises(RuntimeError, match="EnvPool cannot render 'FrozenLake-v1'"):
         envs.render()
 
 
@@ -661,7 +661,7 @@ def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPat
 def test_hanging_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_TRIAL_SECONDS", 0.01)
     task._trial.cache_clear()
-    with pytest.raises(ValueError, match=r"cannot be built with ctrl_cost_weight=0.75: .* no answer within 0.01 s"):
+    with pytest.raises(ValueError, match=r"cannot be built with ctrl_cost_weight=0.75: .* no result within 0.01 s"):
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.75)
     task._trial.cache_clear()
 

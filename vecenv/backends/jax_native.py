@@ -173,7 +173,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         """
         self._driver.require_idle("step_chunk")
         length, stepped = self._driver.chunk(actions)
-        self._driver.finish(self._driver.taken, length * self.num_envs, 0)
+        self._driver.finish(self._driver.returned, length * self.num_envs, 0)
         return stepped
 
     @exclusive

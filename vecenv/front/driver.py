@@ -222,10 +222,10 @@ class Driver:
     def is_interrupted(self) -> bool:
         return False
 
-    def finish(self, taken: Any, steps: int, resets: int) -> None:
+    def finish(self, returned: Any, steps: int, resets: int) -> None:
         """Mark the call of a result as returned, with these numbers of steps and resets. The guard ends this change."""
         self.state.changing = True
-        self.taken = taken
+        self.returned = returned
         self.counters.steps += steps
         self.counters.resets += resets
 
@@ -411,16 +411,16 @@ class LockstepDriver(Driver):
 
     It serves JAX on a device, a library's own vector environment, and the double of :mod:`vecenv.testing`. A subclass
     implements :attr:`capabilities`, ``close``, and the five methods below. ``latest_call`` is ``None`` before the first
-    call; it is pending if it is not ``taken``.
+    call; it is pending if it is not ``returned``.
 
     Attributes:
         why: Reason why calls are about all environments or none.
-        taken: The latest call with a result that was returned.
+        returned: The latest call that has returned its result.
     """
 
     def __init__(self, num_envs: int) -> None:
         super().__init__()
-        self.taken: Call | None = None
+        self.returned: Call | None = None
         self.num_envs = self.batch_size = num_envs
         self.why = "they step together"
         self._waited = 0.0
@@ -452,7 +452,7 @@ class LockstepDriver(Driver):
     @property
     def outstanding(self) -> Call:
         call = self.latest_call
-        return NOTHING if call is None or call is self.taken or self.state.changing else call
+        return NOTHING if call is None or call is self.returned or self.state.changing else call
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:

@@ -18,7 +18,7 @@ from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool.drivers import FirstReadyDriver, Seeding
 from vecenv.backends.envpool.rows import Latest, PoolRows, States
-from vecenv.backends.envpool.task import Task, check_options, spread
+from vecenv.backends.envpool.task import Task, check_options, spread_seeds
 from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.arguments import parse_env_ids
 from vecenv.front.capabilities import unable
@@ -57,7 +57,7 @@ class PlayerPool(PoolVectorEnv):
         self.closed = True  # until there is a pool to close
         num_envs, batch_size = check_options(num_envs, batch_size, num_threads, None, None, self.autoreset_mode)
         limit = config.pop("max_episode_steps", None)
-        task = Task.of(
+        task = Task.from_id(
             task_id, config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0, max_episode_steps=limit
         )
         rows = PlayerRows(task, num_envs)
@@ -73,7 +73,7 @@ class PlayerPool(PoolVectorEnv):
         self.single_observation_space = self.observation_space = self.roster.observation_space()
         self.single_action_space = self.roster.action_space()
         self.action_space = batch_space(self.single_action_space, num_envs)
-        seeding = Seeding(spread(None, num_envs, self.np_random), self.np_random)
+        seeding = Seeding(spread_seeds(None, num_envs, self.np_random), self.np_random)
         self._open(FirstReadyDriver(task, batch_size, seeding, self.autoreset_mode, rows))
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
@@ -162,7 +162,7 @@ class PlayerRows(PoolRows):
 
     # -- from the pool ------------------------------------------------------------------------------------------------
 
-    def cut_out(self, states: States, first: int, last: int) -> States:
+    def copy_rows(self, states: States, first: int, last: int) -> States:
         """Copy the rows of environments from ``first`` to before ``last``, and of their players."""
         theirs = np.isin(states[self._owner], states[self._env_id][first:last])
         return [
@@ -170,11 +170,11 @@ class PlayerRows(PoolRows):
             for array, of_players in zip(states, self._of_players, strict=True)
         ]
 
-    def ordered(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
+    def results_in_order(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
         stepped, batch, acting = self._read([np.concatenate(parts) for parts in zip(*batches, strict=True)])
         return stepped, (all_ids, batch.mask, acting)
 
-    def answer(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
+    def results(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
         stepped, batch, acting = self._read(states)
         ids, index = batch.env_ids.copy(), batch.env_ids.astype(np.intp)
         assert isinstance(stepped[4], dict)

@@ -1,9 +1,11 @@
 """Drivers of one vector environment's pools, which track the pending call and the ended episodes.
 
-The batch of :class:`WholeBatchDriver` is all environments; that of :class:`FirstReadyDriver` is smaller, or has several
-players per environment. ``wire`` keeps the results of a call so far, so an interrupted wait can continue. Pools cannot be
-seeded again: a reset with seeds builds a new one. Ctrl-C and timeouts lose nothing. Python runs signal handlers between two
-instructions, where the result of a C++ function could be lost before it is stored, and runs none during a wait in C++. So:
+:class:`WholeBatchDriver` returns all environments at once; :class:`FirstReadyDriver` returns smaller batches, or has several
+players per environment. A pool cannot be seeded again, so a reset with seeds builds a new one.
+
+An interrupted wait can continue, because ``wire`` keeps the replies to a call so far: Ctrl-C and timeouts lose nothing.
+Python runs signal handlers between two instructions, where the result of a C++ function could be lost before it is stored,
+and runs none during a wait in C++. So:
 
 * changes that belong together are made by C code in one instruction (:func:`_together`, ``list.extend`` over a ``starmap``);
 * a helper thread (:class:`Receiver`) does waits with a limit, and stores the result where the direct call would.
@@ -32,7 +34,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeed
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
-from vecenv.backends.envpool.task import Task, spread
+from vecenv.backends.envpool.task import Task, spread_seeds
 from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
@@ -55,12 +57,12 @@ def _together(*calls: tuple[Any, ...]) -> None:
 class Receiver:
     """A receiver of one pool's replies, with or without a time limit.
 
-    Without a limit, ``recv`` is called directly. With a limit, a helper thread calls it; its result is stored even if the
-    wait has ended, and until then every later wait is for the same call.
+    Without a limit, ``recv`` is called directly. With a limit, a helper thread calls it. If the wait ends first, the helper
+    still stores the result, and later waits are for that call.
 
     Args:
         recv: The pool's ``_recv``.
-        waited: Seconds that were spent waiting before.
+        waited: Seconds that an earlier receiver spent waiting.
     """
 
     def __init__(self, recv: Callable[[], Any], waited: float) -> None:
@@ -79,7 +81,7 @@ class Receiver:
         Args:
             wire: The list that replies are appended to; the same list until the awaited reply has arrived.
             length: The length to wait for.
-            deadline: Of ``time.monotonic()``; ``None`` waits for ever.
+            deadline: A time of ``time.monotonic()``; ``None``: no limit.
 
         Returns:
             True if it has that length.
@@ -88,7 +90,7 @@ class Receiver:
             receiving = bool(self._receiving)  # read before the wire: the helper writes to the wire first
             if len(wire) >= length:
                 return True
-            began = time.perf_counter()
+            started = time.perf_counter()
             try:
                 if not receiving and deadline is None:
                     wire.extend(starmap(self._recv, _ONCE))
@@ -101,7 +103,7 @@ class Receiver:
             except Empty:
                 return len(wire) >= length
             finally:
-                self.waited += time.perf_counter() - began
+                self.waited += time.perf_counter() - started
 
     def close(self, timeout: float = 5.0) -> None:
         """End the helper thread. One that is stuck in a hanging environment is left behind; it ends with the process."""
@@ -112,17 +114,18 @@ class Receiver:
                 thread.join(timeout)
 
     @property
-    def thread_inside(self) -> Thread | None:
+    def receiving_thread(self) -> Thread | None:
         """The helper thread, while it is in ``recv``."""
         return self._helper if self._receiving else None
 
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
-            self._thread = self._helper = Thread(target=self._help, name="vecenv-envpool-recv", daemon=True)
+            self._thread = self._helper = Thread(target=self._receive_on_request, name="vecenv-envpool-recv", daemon=True)
             _RECEIVERS.add(self)
             self._thread.start()
 
-    def _help(self) -> None:
+    def _receive_on_request(self) -> None:
+        """Serve requests until ``None`` arrives: the body of the helper thread."""
         while (wire := self._requests.get()) is not None:
             wire.extend(starmap(self._recv, _ONCE))
             self._receiving.clear()
@@ -133,25 +136,25 @@ class Receiver:
 #
 # Before Python 3.14, a thread that returns from C++ during the interpreter's shutdown is ended at once, and C++ then calls
 # `abort`: a program with a timeout in its last step would end by SIGABRT, after all its work. (From 3.14 on such a thread
-# hangs instead, which is harmless.) So before Python ends, such threads get _PATIENCE seconds to return; then a signal stops
-# them inside C++ until the process ends.
+# hangs instead, which is harmless.) So such threads get _EXIT_GRACE_SECONDS to return before Python ends; then a signal
+# stops them inside C++ until the process ends.
 
 
-def _before_python_ends() -> None:
-    deadline = time.monotonic() + _PATIENCE
-    while (stuck := _inside()) and time.monotonic() < deadline:
+def _stop_receivers() -> None:
+    deadline = time.monotonic() + _EXIT_GRACE_SECONDS
+    while (stuck := _receiving_threads()) and time.monotonic() < deadline:
         time.sleep(0.005)
     if stuck and sys.platform != "win32" and sys.version_info < (3, 14):
-        _stop(stuck)
+        _stop_threads(stuck)
 
 
-def _inside() -> list[Thread]:
-    threads = [receiver.thread_inside for receiver in list(_RECEIVERS)]
-    return [thread for thread in threads if thread is not None and thread.is_alive()]  # none is alive in a forked child
+def _receiving_threads() -> list[Thread]:
+    threads = [receiver.receiving_thread for receiver in list(_RECEIVERS)]
+    return [thread for thread in threads if thread is not None and thread.is_alive()]  # in a forked child, none is alive
 
 
-def _stop(threads: list[Thread]) -> None:
-    """Stop threads by a signal with C's ``pause`` as handler: Python's own handlers run in the main thread only."""
+def _stop_threads(threads: list[Thread]) -> None:
+    """Stop threads by a signal with C's ``pause`` as its handler: Python runs its own handlers only in the main thread."""
     number: int = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
@@ -164,10 +167,10 @@ def _stop(threads: list[Thread]) -> None:
     time.sleep(0.01)  # wait until the signals have arrived
 
 
-_PATIENCE: Final = 1.0  # seconds
+_EXIT_GRACE_SECONDS: Final = 1.0
 _STOPPED: list[Thread] = []
 _RECEIVERS: weakref.WeakSet[Receiver] = weakref.WeakSet()
-atexit.register(_before_python_ends)
+atexit.register(_stop_receivers)
 
 
 # -- drivers ------------------------------------------------------------------------------------------------------------
@@ -195,10 +198,10 @@ class PoolDriver(Driver):
     Attributes:
         pool: ``None`` before the first reset, after :meth:`xla` and after :meth:`close`.
         compiled_pool: A pool that compiled code steps, or ``None``.
-        seeding: Of the latest pool; of the first one before there is one.
-        wire: The pool's replies.
+        seeding: The seeds of the latest pool, or of the first one before it is built.
+        wire: The replies of the pool to the pending requests.
         all_ids: The indices of all environments, int32. A call of all is recognized by identity.
-        ended: The environments with an ended episode and no reset since.
+        ended: True for environments with an ended episode and no reset since, bool ``(num_envs,)``.
     """
 
     why_not: ClassVar[Mapping[str, str]] = {
@@ -220,13 +223,13 @@ class PoolDriver(Driver):
         self.receiver = Receiver(_no_pool, 0.0)
         self._rows = rows
         self._check = rows.check
-        self._adopt(None)
+        self._reset_state(None)
 
     @abstractmethod
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
-        """Reset these environments; with ``force`` even those that would continue the same game."""
+        """Begin to reset these environments; with ``force``, even those that would continue the same game."""
 
-    def _adopt(self, pool: Any) -> None:
+    def _reset_state(self, pool: Any) -> None:
         """Reset the driver's state for a new pool; ``None``: to the state before the first one."""
         calls: tuple[Any, Any, Any] = (_no_pool,) * 3 if pool is None else (pool._recv, pool._send, pool._reset)
         recv, self._pool_send, self._pool_reset = calls
@@ -243,26 +246,26 @@ class PoolDriver(Driver):
         return {**super()._figures(), "pools": float(self.seeding.pools), "num_threads": float(threads)}
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
-        given = bool([seed for seed in seeds if seed is not None])
+        seeded = any(seed is not None for seed in seeds)
         # without a seed, the first pool gets the constructor's seeds, and a pool after xla() gets random ones
-        fresh = given or self.compiled_pool is not None
-        seeds = spread(seeds, len(seeds), self.seeding.random) if fresh else self.seeding.seeds
+        fresh = seeded or self.compiled_pool is not None
+        seeds = spread_seeds(seeds, len(seeds), self.seeding.random) if fresh else self.seeding.seeds
         if ids is not None:
-            if given:
+            if seeded:
                 why = "EnvPool seeds its environments when it builds them, all at once"
                 unable(self.name, "seed some environments only", why)
             if not by_row and not self.capabilities.reset_mask:
-                why = "EnvPool answers in whole batches; use reset_async(env_id=...) and recv()"
-                unable(self.name, "take options['reset_mask'] in this pool", why)
+                why = "EnvPool returns whole batches only; use reset_async(env_id=...) and recv()"
+                unable(self.name, "use options['reset_mask'] with this batch_size", why)
             if self.pool is None:
                 raise ResetNeeded("the first reset must be of all environments")
             self._begin_reset(ids.astype(np.int32), force=False, by_row=by_row)
-        elif given or self.pool is None:
-            self._renew(seeds)
+        elif seeded or self.pool is None:
+            self._replace_pool(seeds)
         else:
             self._begin_reset(self.all_ids, force=True, by_row=False)
 
-    def _renew(self, seeds: list[int]) -> None:
+    def _replace_pool(self, seeds: list[int]) -> None:
         """Replace the pool by a new one, and begin a reset of all environments.
 
         :attr:`pool` is set after the reset has begun, so that a pool interrupted before that is never stepped.
@@ -270,7 +273,7 @@ class PoolDriver(Driver):
         self.close()
         pool = self.task.build(seeds)
         self.seeding = Seeding(seeds, self.seeding.random, self.seeding.pools + 1)
-        self._adopt(pool)
+        self._reset_state(pool)
         self._begin_reset(self.all_ids, force=True, by_row=False)
         self.pool = pool
 
@@ -280,19 +283,19 @@ class PoolDriver(Driver):
         Atari with ``episodic_life`` and ViZDoom continue the same game after a reset by an action, but start a new one after
         a reset command. So finished episodes are reset by an action, and only running ones by a command.
         """
-        natural = np.zeros(len(ids), dtype=np.bool_) if force else self.ended[ids]
-        soft, hard = np.flatnonzero(natural), np.flatnonzero(~natural)
+        by_action = np.zeros(len(ids), dtype=np.bool_) if force else self.ended[ids]
+        finished, running = np.flatnonzero(by_action), np.flatnonzero(~by_action)
         requests = []
-        if soft.size:
-            requests.append(_Request(self._pool_send, self._rows.filler(ids[soft]), soft))
-        if hard.size:
-            requests.append(_Request(self._pool_reset, ids[hard], hard))
+        if finished.size:
+            requests.append(_Request(self._pool_send, self._rows.filler(ids[finished]), finished))
+        if running.size:
+            requests.append(_Request(self._pool_reset, ids[running], running))
         return requests
 
     def _require_running(self, ids: Array) -> None:
         if (ended := self.ended[ids]).any():
             raise ResetNeeded(
-                f"envs {ids[ended].tolist()} have ended their episodes, and autoreset is disabled: reset them with "
+                f"the episodes of envs {ids[ended].tolist()} have ended, and autoreset is disabled: reset them with "
                 "reset(options={'reset_mask': ...})"
             )
 
@@ -308,7 +311,7 @@ class PoolDriver(Driver):
         """Release the pool: its environments and threads are gone when this returns."""
         self.pool = self.compiled_pool = None
         self.receiver.close()
-        self._adopt(None)
+        self._reset_state(None)
 
     def require_pool(self, method: str) -> None:
         """Raise if there is no pool to step."""
@@ -324,10 +327,11 @@ def _no_pool(*_: Any) -> Any:
     raise RuntimeError("the pool is closed")
 
 
-def _too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:
+def _too_few(count: int, in_flight: int, why: str = "") -> NoAsyncCallError:
     """Return the error for a wait for rows that are not in flight."""
     return NoAsyncCallError(
-        f"Calling `recv` for {count} environments with {flying} environments in flight: `send` or `reset_async` more.{why}",
+        f"Calling `recv` for {count} environments with {in_flight} environments in flight: `send` or `reset_async` more."
+        f"{why}",
         "recv",
     )
 
@@ -338,22 +342,23 @@ def _too_few(count: int, flying: int, why: str = "") -> NoAsyncCallError:
 class WholeBatchDriver(PoolDriver):
     """A driver that steps all environments at once, one call at a time.
 
-    A call may take several round trips: a step, then the resets of rows that it ended; or natural resets, then forced ones.
-    A plan lists these requests, and the length of ``wire`` alone is the progress through it.
+    A call may take several round trips: a step, then the resets of rows that it ended; or resets by an action, then resets
+    by a command. The plan lists these requests, and the length of ``wire`` alone tracks the progress through it.
 
     Attributes:
-        wire: The progress of the latest call, alternately ``None`` for a request that was sent, and the states of its reply.
-            An odd length means that the pool's reply is pending, and length two that there was one round trip.
-        taken: ``(wire, latest)``: that of the latest call with returned results, and the environments of the latest rows.
+        wire: The progress of the latest call: ``None`` for each request that was sent, followed by the states of its reply.
+            With an odd length, a reply is pending; the number of round trips so far is half the length.
+        returned: ``(wire, latest)``: the wire of the latest call that has returned its results, and the environments of the
+            latest rows.
     """
 
     capabilities = Capabilities(
         "envpool", attributes=False, first_ready=False, masked_seeds=False, reset_options=False,
         row_options=False, in_this_process=True,
     )
-    def _adopt(self, pool: Any) -> None:
-        super()._adopt(pool)
-        self.taken = self.wire, self.all_ids
+    def _reset_state(self, pool: Any) -> None:
+        super()._reset_state(pool)
+        self.returned = self.wire, self.all_ids
         self._kind, self._by_row = Phase.DEFAULT, False
         self._ids = self.all_ids
         self._plan: list[_Request] = []
@@ -362,7 +367,7 @@ class WholeBatchDriver(PoolDriver):
 
     @property
     def outstanding(self) -> Call:
-        if self.pool is None or not self.wire or self.taken[0] is self.wire or self.state.changing:
+        if self.pool is None or not self.wire or self.returned[0] is self.wire or self.state.changing:
             return NOTHING
         return Call(self._kind, len(self._ids), self._by_row)
 
@@ -374,7 +379,7 @@ class WholeBatchDriver(PoolDriver):
 
     def send(self, actions: Any, env_id: Any) -> None:
         self._require_free("send")
-        ids = self.taken[1] if env_id is None else parse_env_ids(env_id, self.num_envs).astype(np.int32)
+        ids = self.returned[1] if env_id is None else parse_env_ids(env_id, self.num_envs).astype(np.int32)
         self._begin_step(actions, ids, by_row=True)
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
@@ -386,7 +391,7 @@ class WholeBatchDriver(PoolDriver):
         """Raise if a call is pending: there can be only one at a time."""
         if self.pool is None:
             self.require_pool(method)
-        if self.wire and self.taken[0] is not self.wire:
+        if self.wire and self.returned[0] is not self.wire:
             if not self._by_row:
                 require_idle(self.outstanding, method)
             raise AlreadyPendingCallError(
@@ -406,7 +411,7 @@ class WholeBatchDriver(PoolDriver):
 
     def _begin(self, kind: Phase, by_row: bool, plan: list[_Request], ids: Array) -> None:
         self._kind, self._by_row, self._plan, self._ids, self._final = kind, by_row, plan, ids, None
-        self.wire = []  # an empty wire means that nothing is pending
+        self.wire = []  # while it is empty, nothing is pending
         first = plan[0]
         self.wire.extend(starmap(first[0], (first[1:2],)))
 
@@ -416,20 +421,20 @@ class WholeBatchDriver(PoolDriver):
         reader, ids = self._rows, self._ids
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
-        some = self._finish(deadline, self.taken[1], partial(reader.scattered_infos, num_rows=self.num_envs))
-        return some and (reader.build([leaf.copy() for leaf in self._last]), *some[1:])
+        stepped = self._finish(deadline, self.returned[1], partial(reader.scattered_infos, num_rows=self.num_envs))
+        return stepped and (reader.build([leaf.copy() for leaf in self._last]), *stepped[1:])
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
         if self.pool is None:
             self.require_pool("recv")
-        flying = len(self._ids) if self.wire and self.taken[0] is not self.wire else 0
-        if not flying or (count is not None and count > flying):
-            raise _too_few(1 if count is None else count, flying)
+        in_flight = len(self._ids) if self.wire and self.returned[0] is not self.wire else 0
+        if not in_flight or (count is not None and count > in_flight):
+            raise _too_few(1 if count is None else count, in_flight)
         if not self._by_row:
             require_no_step(self.outstanding)
-        if count is not None and count < flying:
-            why = "with batch_size=num_envs EnvPool answers a call as a whole"
-            unable(self.name, f"`recv` {count} of {flying} environments", why)
+        if count is not None and count < in_flight:
+            why = "with batch_size=num_envs, EnvPool returns all rows of a call at once"
+            unable(self.name, f"`recv` {count} of {in_flight} environments", why)
         return self._finish(deadline, self._ids, self._rows.infos)
 
     def _finish(
@@ -447,16 +452,16 @@ class WholeBatchDriver(PoolDriver):
         return result
 
     def _gather(self, deadline: float | None) -> bool:
-        """Carry out the plan; True if that finished before the deadline."""
+        """Execute the plan; return True if it finished before the deadline."""
         wire, plan = self.wire, self._plan
         while True:
-            have = len(wire)
-            if have & 1 and not self.receiver.receive(wire, have + 1, deadline):
+            length = len(wire)
+            if length & 1 and not self.receiver.receive(wire, length + 1, deadline):
                 return False
-            trips = len(wire) // 2
-            if trips == len(plan) and not (self._same_step and trips == 1 and self._add_resets()):
+            round_trips = len(wire) // 2
+            if round_trips == len(plan) and not (self._same_step and round_trips == 1 and self._add_resets()):
                 return True
-            request = plan[trips]
+            request = plan[round_trips]
             wire.extend(starmap(request[0], (request[1:2],)))
 
     def _add_resets(self) -> bool:
@@ -473,7 +478,7 @@ class WholeBatchDriver(PoolDriver):
         return True
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
-        """Return the received arrays: the pool's, the observation's, both flags, and final infos."""
+        """Return the pool's arrays, the leaves of the observation, both flags, and the final infos."""
         reader, states = self._rows, self.wire[1]
         final: Infos = {}
         if self._final is not None:  # a step, and the resets of the rows that it ended
@@ -483,32 +488,32 @@ class WholeBatchDriver(PoolDriver):
                 states[i][self._plan[1].rows] = self.wire[3][i]
         else:
             if len(self._plan) > 1:
-                states = self._joined()
+                states = self._merge_replies()
             terminated, truncated, ended = reader.flags(states)
         leaves = reader.leaves(states)
         self._remember(ended, leaves)
         return states, leaves, terminated, truncated, final
 
-    def _joined(self) -> States:
-        """Merge the results of several round trips over disjoint rows."""
-        joined = []
+    def _merge_replies(self) -> States:
+        """Merge the replies of several round trips, which are about disjoint rows."""
+        merged = []
         for parts in zip(*self.wire[1::2], strict=True):
             whole = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
             for request, part in zip(self._plan, parts, strict=True):
                 whole[request.rows] = part
-            joined.append(whole)
-        return joined
+            merged.append(whole)
+        return merged
 
     def _final_infos(self, states: States, rows: Array) -> Infos:
-        """Return Gymnasium's final infos of ``rows``, which ended in a step that also begins their next episodes."""
-        n, reader = len(self._ids), self._rows
+        """Return Gymnasium's final infos of ``rows``, the rows with an episode that ended in this step."""
+        num_rows, reader = len(self._ids), self._rows
         leaves = reader.leaves(states)
-        final_obs = np.full(n, None, dtype=object)
+        final_obs = np.full(num_rows, None, dtype=object)
         for row in rows.tolist():
             final_obs[row] = reader.row(leaves, row)
-        mask = np.zeros(n, dtype=np.bool_)
+        mask = np.zeros(num_rows, dtype=np.bool_)
         mask[rows] = True
-        final_info = reader.scattered_infos([array[rows] for array in states], rows, n)
+        final_info = reader.scattered_infos([array[rows] for array in states], rows, num_rows)
         return {"final_info": final_info, "_final_info": mask, "final_obs": final_obs, "_final_obs": mask.copy()}
 
     def _remember(self, ended: Array, leaves: list[Array]) -> None:
@@ -529,16 +534,16 @@ class WholeBatchDriver(PoolDriver):
 class FirstReadyDriver(PoolDriver):
     """A driver that returns the environments that finish first, in any number of rows.
 
-    EnvPool waits for ever if fewer environments are in flight than a batch has, and aborts if one gets two requests. So the
-    environments in flight are tracked exactly, together with each send and receive.
+    EnvPool waits forever if fewer environments are in flight than a batch has, and aborts if one receives two requests. So
+    every send and receive also records, in the same instruction, which environments are in flight.
 
-    An environment is in flight until its row is returned, and then in ``idle``. The rows returned last are ``held`` instead
-    until they are needed: the next send nearly always has the same environments, and then neither set changes.
+    An environment is in flight until its row is returned, and then in ``idle``. The environments of the latest rows are
+    ``held`` instead, until another call: the next send nearly always has the same ones, and then neither set changes.
 
     Attributes:
-        taken: ``(latest, held, count, offset)``: the environments of the latest rows; the held ones, one entry or none; the
-            number of batches of this pool that were returned, and of rows of the next one. ``wire`` has all but the first
-            ``_gone`` batches.
+        returned: ``(latest, held, count, offset)``: the environments of the latest rows; the held ones, as one entry or
+            none; the number of returned batches of this pool, and of returned rows of the next one. ``wire`` has all
+            batches but the first ``_gone``.
     """
 
     capabilities = Capabilities(
@@ -546,14 +551,14 @@ class FirstReadyDriver(PoolDriver):
         row_options=False, in_this_process=True,
     )
 
-    def _adopt(self, pool: Any) -> None:
-        super()._adopt(pool)
+    def _reset_state(self, pool: Any) -> None:
+        super()._reset_state(pool)
         self.idle = set(range(self.num_envs))
         self._all: Latest = self.all_ids, self.all_ids.astype(np.intp).tobytes()
-        self.taken: tuple[Latest, list[Any], int, int] = self._all, [], 0, 0
+        self.returned: tuple[Latest, list[Any], int, int] = self._all, [], 0, 0
         self._gone = 0
-        self._call = Phase.DEFAULT  # the phase of a call on all environments, DEFAULT if it was on some
-        self._resets: set[int] = set()  # the environments with a reset as latest call
+        self._call = Phase.DEFAULT  # the phase of a call on all environments; DEFAULT after one on some
+        self._resets: set[int] = set()  # the environments with a reset as their latest call
         self._rows.begin()
 
     # -- what is in flight --------------------------------------------------------------------------------------------
@@ -561,34 +566,34 @@ class FirstReadyDriver(PoolDriver):
     @property
     def latest(self) -> Array:
         """The default environments of ``send``, int32."""
-        ids: Array = self.taken[0][0]
+        ids: Array = self.returned[0][0]
         return ids
 
     @property
     def outstanding(self) -> Call:
-        flying = self._flying()
-        if self.pool is None or not flying:
+        in_flight = self._count_in_flight()
+        if self.pool is None or not in_flight:
             return NOTHING
-        whole = flying == self.num_envs and self._call is not Phase.DEFAULT
-        return Call(self._call, flying, by_row=not whole)
+        on_all = in_flight == self.num_envs and self._call is not Phase.DEFAULT
+        return Call(self._call, in_flight, by_row=not on_all)
 
-    def _flying(self) -> int:
-        return self.num_envs - len(self.idle) - sum(len(held[0]) for held in self.taken[1])
+    def _count_in_flight(self) -> int:
+        return self.num_envs - len(self.idle) - sum(len(held[0]) for held in self.returned[1])
 
-    def _put_away(self) -> None:
+    def _release_held(self) -> None:
         """Mark the held environments as idle."""
-        if held := self.taken[1]:
+        if held := self.returned[1]:
             self._rows.keep(held[0])
             _together((self.idle.update, held[0][0].tolist()), (held.clear,))
 
     def _require_idle(self, ids: Array, name: str) -> None:
-        self._put_away()
+        self._release_held()
         if not self.idle.issuperset(ids.tolist()):
             if (outstanding := self.outstanding).kind is Phase.WAITING_STEP:
                 require_idle(outstanding, name)
-            flying = [i for i in ids.tolist() if i not in self.idle]
+            in_flight = [i for i in ids.tolist() if i not in self.idle]
             raise AlreadyPendingCallError(
-                f"Calling `{name}` for envs {flying}, which are still in flight: `recv` them first.", "send"
+                f"Calling `{name}` for envs {in_flight}, which are still in flight: `recv` them first.", "send"
             )
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -602,9 +607,9 @@ class FirstReadyDriver(PoolDriver):
     def send(self, actions: Any, env_id: Any) -> None:
         if self.pool is None:
             self.require_pool("send")
-        (ids, key), held, *_ = self.taken
+        (ids, key), held, *_ = self.returned
         if env_id is None or (
-            # the fast path: the rows of the latest recv, in the same order, need no checks
+            # fast path: the environments of the latest recv, in the same order, need no checks
             type(env_id) is np.ndarray
             and env_id.dtype is _INTP
             and env_id.shape == ids.shape
@@ -620,88 +625,88 @@ class FirstReadyDriver(PoolDriver):
     def _begin_step(self, call: Phase, actions: list[Array], ids: Array) -> None:
         if self._checks_ends:
             self._require_running(ids)
-        if (held := self.taken[1]) and held[0][0] is ids:
+        if (held := self.returned[1]) and held[0][0] is ids:
             self._rows.keep(held[0])
-            depart: tuple[Any, ...] = (held.clear,)
+            mark_in_flight: tuple[Any, ...] = (held.clear,)
         else:
-            self._put_away()
-            depart = self.idle.difference_update, ids.tolist()
+            self._release_held()
+            mark_in_flight = self.idle.difference_update, ids.tolist()
         payload = self._rows.payload(ids, actions)
-        calls = [(self._pool_send, payload)]  # read here: after a close() meanwhile it raises, and nothing is stepped
+        calls = [(self._pool_send, payload)]  # read here: raises if a signal handler has closed the pool meanwhile
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
-        _together(*calls, depart)
+        _together(*calls, mark_in_flight)
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
         if not by_row:
             self._drain()
         self._require_idle(ids, "reset_async")
-        calls, named = [request[:2] for request in self._reset_requests(ids, force)], ids.tolist()
+        calls, envs = [request[:2] for request in self._reset_requests(ids, force)], ids.tolist()
         self._call = Phase.DEFAULT if by_row else Phase.WAITING_RESET
-        _together(*calls, (self._resets.update, named), (self.idle.difference_update, named))
+        _together(*calls, (self._resets.update, envs), (self.idle.difference_update, envs))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
         self._trim()
         wire = self.wire
-        while (have := len(wire)) < self.num_envs // self.batch_size:
-            if not self.receiver.receive(wire, have + 1, deadline):
+        while (received := len(wire)) < self.num_envs // self.batch_size:
+            if not self.receiver.receive(wire, received + 1, deadline):
                 return None
-        stepped, held = self._rows.ordered(wire[:], self.all_ids, self.ended)
-        latest, counts = self.taken[0], (self.num_envs, 0)
+        stepped, held = self._rows.results_in_order(wire[:], self.all_ids, self.ended)
+        latest, counts = self.returned[0], (self.num_envs, 0)
         if kind is Phase.WAITING_RESET:
             latest, counts = self._all, (0, self.num_envs)
-        self.finish((latest, [held], self._gone + have, 0), *counts)
+        self.finish((latest, [held], self._gone + received, 0), *counts)
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
         if self.pool is None:
             self.require_pool("recv")
-        _, held, taken, offset = self.taken
+        _, held, batches, offset = self.returned
         if held:
-            self._put_away()
+            self._release_held()
         if self._call is Phase.WAITING_STEP:
             require_no_step(self.outstanding)
         wire, size = self.wire, self.batch_size
-        if taken != self._gone:
+        if batches != self._gone:
             self._trim()
         if count is None:
             count = size
-        while size * (have := len(wire)) - offset < count:  # read once, because a helper thread may add to it
-            self._require_enough(count, size * have - offset)
-            if not self.receiver.receive(wire, have + 1, deadline):
+        while size * (received := len(wire)) - offset < count:  # read once, because a helper thread may add to it
+            self._require_enough(count, size * received - offset)
+            if not self.receiver.receive(wire, received + 1, deadline):
                 return None
         if offset or count != size:
-            used, offset, states = self._parts(count, offset)
+            used, offset, states = self._collect_rows(count, offset)
         else:
             used, states = 1, wire[0]
-        stepped, latest, held = self._rows.answer(states, self.ended)
+        stepped, latest, held = self._rows.results(states, self.ended)
         resets = len(self._resets.intersection(latest[0].tolist())) if self._resets else 0
-        self.finish((latest, [held], taken + used, offset), count - resets, resets)
+        self.finish((latest, [held], batches + used, offset), count - resets, resets)
         return stepped
 
     def _trim(self) -> None:
         """Remove the batches that have been returned."""
-        taken = self.taken[2]
-        del self.wire[: taken - self._gone]; self._gone = taken  # noqa: E702 - together: no call and no jump on this line
+        batches = self.returned[2]
+        del self.wire[: batches - self._gone]; self._gone = batches  # noqa: E702 - together: no call and no jump on this line
 
     def _require_enough(self, count: int, ready: int) -> None:
-        """Raise instead of waiting for ever: the pool returns whole batches only."""
-        flying, size = self.num_envs - len(self.idle), self.batch_size
-        if flying < count:
-            raise _too_few(count, flying)
-        if flying - ready < -(-(count - ready) // size) * size:
-            raise _too_few(count, flying, f" EnvPool answers in whole batches of {size}, and {ready} rows are ready.")
+        """Raise if a wait would never end, since the pool returns whole batches only."""
+        in_flight, size = self.num_envs - len(self.idle), self.batch_size
+        if in_flight < count:
+            raise _too_few(count, in_flight)
+        if in_flight - ready < -(-(count - ready) // size) * size:
+            raise _too_few(count, in_flight, f" EnvPool returns whole batches of {size}, and {ready} rows are ready.")
 
-    def _parts(self, count: int, offset: int) -> tuple[int, int, States]:
-        """Collect the next ``count`` rows from several batches; return used batches, new offset, and rows."""
+    def _collect_rows(self, count: int, offset: int) -> tuple[int, int, States]:
+        """Return the next ``count`` rows, from several batches, after the number of used-up batches and the new offset."""
         parts, missing, used = [], count, 0
         while missing:
-            some = min(missing, self.batch_size - offset)
-            parts.append(self._rows.cut_out(self.wire[used], offset, offset + some))
-            missing, offset = missing - some, offset + some
+            taken = min(missing, self.batch_size - offset)
+            parts.append(self._rows.copy_rows(self.wire[used], offset, offset + taken))
+            missing, offset = missing - taken, offset + taken
             if offset == self.batch_size:
                 used, offset = used + 1, 0
         return used, offset, parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
@@ -712,17 +717,17 @@ class FirstReadyDriver(PoolDriver):
         A pool returns whole batches only, so actions for idle environments fill the last one: there are enough of them,
         because the batch size divides the number of environments.
         """
-        self._put_away()
+        self._release_held()
         self._trim()
         size = self.batch_size
-        latest, held, taken, offset = self.taken
-        missing = -(self._flying() + offset) % size
+        latest, held, count, offset = self.returned
+        missing = -(self._count_in_flight() + offset) % size
         if missing:
             filler = sorted(self.idle)[:missing]
             payload = self._rows.filler(np.array(filler, dtype=np.int32))
             _together((self._pool_send, payload), (self.idle.difference_update, filler))
-        batches = (self._flying() + offset) // size
-        while (have := len(self.wire)) < batches:
-            self.receiver.receive(self.wire, have + 1, None)
-        drained = latest, held, taken, 0
-        _together((self.wire.clear,), (setattr, self, "taken", drained), (self.idle.update, range(self.num_envs)))
+        batches = (self._count_in_flight() + offset) // size
+        while (received := len(self.wire)) < batches:
+            self.receiver.receive(self.wire, received + 1, None)
+        drained = latest, held, count, 0
+        _together((self.wire.clear,), (setattr, self, "returned", drained), (self.idle.update, range(self.num_envs)))

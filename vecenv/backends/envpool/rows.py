@@ -24,14 +24,14 @@ from vecenv.front.arguments import shape_error
 from vecenv.front.driver import Stepped
 from vecenv.shm import fixed_tree
 
-_FEW = 64  # the largest number of actions for which lookups in a set beat a NumPy reduction
-_MANY = 4096  # the largest number of choices for which such a set is built
+_MAX_SET_LOOKUPS = 64  # the largest number of actions for which lookups in a set beat a NumPy reduction
+_MAX_SET_SIZE = 4096  # the largest number of choices for which such a set is built
 
 Array: TypeAlias = npt.NDArray[Any]
 States: TypeAlias = list[Array]
 Infos: TypeAlias = dict[str, Any]
 Latest: TypeAlias = tuple[Array, bytes]
-"""The ids of the latest returned rows, int32, which are ``send``'s default, and the bytes of the same ids as intp."""
+"""The ids of the latest returned rows, int32, the default of ``send``; and the bytes of the same ids as intp."""
 
 
 def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
@@ -47,25 +47,26 @@ def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
     return tree
 
 
-def _observed(found: Any, space: gymnasium.Space[Any]) -> list[tuple[int, Any]]:
-    """Return index and target dtype of each leaf of an observation; only Discrete and MultiBinary spaces need a cast."""
+def _observation_leaves(tree: Any, space: gymnasium.Space[Any]) -> list[tuple[int, Any]]:
+    """Return the state index of each leaf of an observation, and the dtype to cast it to, ``None`` for a Box."""
     if isinstance(space, spaces.Dict):
-        return [leaf for key, inner in space.spaces.items() for leaf in _observed(found[key], inner)]
-    while isinstance(found, dict):
-        (found,) = found.values()
-    return [(found, None if isinstance(space, spaces.Box) else space.dtype)]
+        return [leaf for key, inner in space.spaces.items() for leaf in _observation_leaves(tree[key], inner)]
+    while isinstance(tree, dict):
+        (tree,) = tree.values()
+    return [(tree, None if isinstance(space, spaces.Box) else space.dtype)]
 
 
 def _scatter(plan: dict[str, Any], states: States, rows: Any, num_rows: int) -> Infos:
+    """Return infos for ``num_rows`` rows from the arrays of some ``rows``; the others are zero and masked out."""
     infos: Infos = {}
-    for key, where in plan.items():
-        if isinstance(where, int):
-            values = states[where]
+    for key, source in plan.items():
+        if isinstance(source, int):
+            values = states[source]
             dtype = np.intp if key == "env_id" else values.dtype
             infos[key] = np.zeros((num_rows, *values.shape[1:]), dtype=dtype)
             infos[key][rows] = values
         else:
-            infos[key] = _scatter(where, states, rows, num_rows)
+            infos[key] = _scatter(source, states, rows, num_rows)
         infos[f"_{key}"] = mask = np.zeros(num_rows, dtype=np.bool_)
         mask[rows] = True
     return infos
@@ -75,29 +76,29 @@ def _scatter(plan: dict[str, Any], states: States, rows: Any, num_rows: int) -> 
 
 
 class ActionChecker:
-    """The checks that turn a batch of actions into arrays that are safe for a pool.
+    """The conversion of a batch of actions to arrays that are safe for a pool.
 
     Args:
-        space: Of one environment: Discrete, Box, or (nested) Dict of them.
-        keys: The pool's names for the actions, without those of environment ids; for a Dict space the last parts of a
-            dotted name are its keys.
+        space: The action space of one environment: Discrete, Box, or a (nested) Dict of them.
+        keys: The pool's names of its action arrays, without those of environment ids. For a Dict space, the last parts of
+            a dotted name are the keys in the space.
         dtypes: The dtypes of the pool's arrays, one per key.
     """
 
     def __init__(self, space: gymnasium.Space[Any], keys: Sequence[str], dtypes: Sequence[npt.DTypeLike]) -> None:
-        self._leaves: list[tuple[tuple[str, ...], _Numbers]] = []
+        self._leaves: list[tuple[tuple[str, ...], _LeafChecker]] = []
         for (path, inner), dtype in zip(_paths(space, keys), dtypes, strict=True):
             if not isinstance(inner, spaces.Discrete | spaces.Box):
                 raise TypeError(f"actions of the space {inner} are not supported")
-            self._leaves.append((path, _Numbers(inner, np.dtype(dtype), ".".join(path))))
+            self._leaves.append((path, _LeafChecker(inner, np.dtype(dtype), ".".join(path))))
         self._single = self._leaves[0][1] if not isinstance(space, spaces.Dict) else None
 
     def __call__(self, actions: Any, ids: Array) -> list[Array]:
         """Check and copy actions.
 
         Args:
-            actions: For ``len(ids)`` environments: an array or any input of ``numpy.asarray``; a dict of them for a Dict
-                space.
+            actions: The actions of ``len(ids)`` environments: an array or any input of ``numpy.asarray``; for a Dict space
+                a dict of them.
             ids: The environments of the actions, for error messages.
 
         Returns:
@@ -118,7 +119,7 @@ class ActionChecker:
 
 
 def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple[str, ...], gymnasium.Space[Any]]]:
-    """Return the path in an action, and the space, of each of the pool's arrays."""
+    """Return the path and the space, within an action, of each of the pool's arrays."""
     if not isinstance(space, spaces.Dict):
         return [((), space)]
     found = []
@@ -134,6 +135,7 @@ def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple
 
 
 def _at(actions: Any, path: tuple[str, ...]) -> Any:
+    """Return the part of nested dicts at a path; raise ``TypeError`` if there is none."""
     for depth, part in enumerate(path):
         if not isinstance(actions, Mapping):
             raise TypeError(f"actions{list(path[:depth]) or ''} must be a dict, got {type(actions).__name__}")
@@ -143,8 +145,8 @@ def _at(actions: Any, path: tuple[str, ...]) -> Any:
     return actions
 
 
-class _Numbers:
-    """A check of one array of an action: a number per environment for a Discrete, an array for a Box.
+class _LeafChecker:
+    """The checks of one array of an action: a number per environment for a Discrete, an array for a Box.
 
     The range of integers is always checked, because environments index tables with them.
     """
@@ -152,36 +154,36 @@ class _Numbers:
     def __init__(self, space: spaces.Discrete | spaces.Box, dtype: np.dtype[Any], name: str) -> None:
         if isinstance(space, spaces.Discrete):
             low, high = int(space.start), int(space.start + space.n - 1)
-            self._allowed = set(range(low, high + 1)) if space.n <= _MANY else set()
+            self._allowed = set(range(low, high + 1)) if space.n <= _MAX_SET_SIZE else set()
             self._shape: tuple[int, ...] = ()
             self._low, self._high = np.asarray(low, dtype), np.asarray(high, dtype)
         else:
             self._allowed = set()
             self._shape = tuple(int(length) for length in space.shape)
             self._low, self._high = space.low.astype(dtype), space.high.astype(dtype)
-        # for integers: a value between these is valid at every position
+        # for integers: the range of values that are valid at every position
         self._inner = None if dtype.kind == "f" else (int(self._low.max()), int(self._high.min()))
         self._dtype = dtype
-        self._kinds, self._wanted = ("fiu", "numbers") if dtype.kind == "f" else ("iu", "integers")
-        self._what = f"actions[{name!r}]" if name else "actions"
+        self._kinds, self._expected = ("fiu", "numbers") if dtype.kind == "f" else ("iu", "integers")
+        self._name = f"actions[{name!r}]" if name else "actions"
 
     def __call__(self, value: Any, ids: Array) -> Array:
         try:
             array = np.asarray(value)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{self._what} are not an array of numbers: {error}") from error
+            raise ValueError(f"{self._name} are not an array of numbers: {error}") from error
         if array.shape != (shape := ids.shape + self._shape):
             if self._shape != (1,) or array.shape != ids.shape:
-                raise shape_error(self._what, array.shape, shape)
+                raise shape_error(self._name, array.shape, shape)
             array = array.reshape(-1, 1)
         if array.dtype.kind not in self._kinds:
-            raise TypeError(f"{self._what} must be {self._wanted}, got {array.dtype}")
+            raise TypeError(f"{self._name} must be {self._expected}, got {array.dtype}")
         if self._inner is not None:
-            if self._allowed and len(ids) <= _FEW:
-                right = self._allowed.issuperset(array.tolist())
+            if self._allowed and len(ids) <= _MAX_SET_LOOKUPS:
+                valid = self._allowed.issuperset(array.tolist())
             else:
-                right = self._inner[0] <= np.minimum.reduce(array, None) and np.maximum.reduce(array, None) <= self._inner[1]
-            if not right:
+                valid = self._inner[0] <= np.minimum.reduce(array, None) and np.maximum.reduce(array, None) <= self._inner[1]
+            if not valid:
                 self._require_within(array, ids)
         return array.astype(self._dtype, "C")
 
@@ -189,7 +191,7 @@ class _Numbers:
         wrong = ~((array >= self._low) & (array <= self._high)).reshape(len(ids), -1).all(axis=1)
         if wrong.any():
             raise ValueError(
-                f"{self._what} must be from {self._low.min()} to {self._high.max()}; got {array[wrong].tolist()} for envs "
+                f"{self._name} must be from {self._low.min()} to {self._high.max()}; got {array[wrong].tolist()} for envs "
                 f"{ids[wrong].tolist()}"
             )
 
@@ -217,7 +219,7 @@ class PoolRows:
         self._game_over = index.get("info:terminated")
         space = task.observation_space
         self._nested = fixed_tree(space) if isinstance(space, spaces.Dict) else None
-        self._leaves = _observed(_tree(index, "obs"), space)
+        self._leaves = _observation_leaves(_tree(index, "obs"), space)
         # most observations are a single array of the pool
         self._array = self._leaves[0][0] if self._nested is None and self._leaves[0][1] is None else None
         self._info_plan = {**_tree(index, "info"), "elapsed_step": index["elapsed_step"]}
@@ -229,10 +231,10 @@ class PoolRows:
         self.visible = [i for i, key in enumerate(keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
 
     def begin(self) -> None:
-        """Prepare for a new pool. There is nothing to do."""
+        """Prepare for a new pool: nothing to do with one player per environment."""
 
     def keep(self, held: Any) -> None:
-        """Keep the data in ``held`` (from :meth:`answer`) beside the ids: there is none. Safe to repeat."""
+        """Store the data in ``held`` (from :meth:`results`) besides the ids, of which there is none here. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``."""
@@ -242,18 +244,18 @@ class PoolRows:
         """Return arguments of the pool's ``_send`` for environments that ignore their actions."""
         return [ids, ids, *self.check.dummy(len(ids))]
 
-    def cut_out(self, states: States, first: int, last: int) -> States:
+    def copy_rows(self, states: States, first: int, last: int) -> States:
         """Return copies of the rows from ``first`` to before ``last``."""
         return [array[first:last].copy() for array in states]
 
-    def ordered(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
-        """Return the results of all environments, in their order, and the ids to hold after that."""
+    def results_in_order(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
+        """Return the results of all environments, in their order, and the ids to hold until the next call."""
         joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
         order = np.argsort(joined[self._env_id])
         return self._stepped([array[order] for array in joined], all_ids.astype(np.intp), ended), (all_ids,)
 
-    def answer(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
-        """Return the results of these rows, their ids, and the ids to hold after that.
+    def results(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
+        """Return the results of these rows, their ids, and the ids to hold until the next call.
 
         Args:
             states: Rows of the pool.
@@ -279,8 +281,8 @@ class PoolRows:
     def flags(self, states: States) -> tuple[Array, Array, Array]:
         """Return ``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two belong to the caller.
 
-        The pool reports an episode that ends on its last allowed step as truncated only. If it also reports termination (a
-        state key ``terminated`` in EnvPool 1.2.7, an info ``terminated`` in Atari), both flags can be True, as with
+        EnvPool reports an episode that ends on its last allowed step as truncated only. Where it also reports termination
+        (by a state key ``terminated`` in EnvPool 1.2.7, by an info ``terminated`` in Atari), both flags can be True, as with
         Gymnasium's ``TimeLimit``.
         """
         done = states[self._done]
@@ -313,7 +315,7 @@ class PoolRows:
 
         Args:
             states: The pool's arrays.
-            rows: Environment of each row, intp, for ``env_id``; belongs to the caller.
+            rows: The environment of each row, intp; becomes ``env_id`` of the result.
         """
         if len(self._ones) != len(rows):
             self._ones = np.ones(len(rows), dtype=np.bool_)

@@ -2,12 +2,12 @@
 
 Spaces come from a pool's specification, which is cheap, so no environment is built before it is needed. EnvPool reports
 wrong configurations by assertions without text, by errors of the C++ binding, or not at all; here they raise errors that
-name the valid values, before anything has happened.
+name the valid values, before anything is built.
 
 Tasks have hundreds of options that C++ does not check: depending on the others, a value may end the process, overwrite
 memory or make a reset hang. Common ones are known to be harmless (:data:`_RANGES` and below). Any other configuration is
-first built, reset and stepped in a separate process, once, for a second or two. So is the first frame of MuJoCo tasks, which
-draw with OpenGL, and end the process by ``exit(1)`` without an OpenGL library.
+first built, reset and stepped in a separate process, once, which takes a second or two. The first frame of a MuJoCo task is
+also tried there: MuJoCo draws with OpenGL, and without an OpenGL library it ends the process by ``exit(1)``.
 """
 
 from __future__ import annotations
@@ -43,43 +43,43 @@ from vecenv.shm.arena import available_memory
 
 Seed: TypeAlias = int | Sequence[int | None] | None
 
-_END: Final = 2**31
-_NO_LIMIT: Final = _END - 1  # the ``max_episode_steps`` that EnvPool never reaches
-_MOST_THREADS: Final = 4096
+_INT32_END: Final = 2**31
+_NO_LIMIT: Final = _INT32_END - 1  # the ``max_episode_steps`` that EnvPool never reaches
+_MAX_THREADS: Final = 4096
 
 # EnvPool's C++ accepts any integer for these, and values out of range end the process or hang. Each entry is
 # (minimum, maximum, the largest value that needs no trial).
 _RANGES: Final = {
-    "frame_skip": (1, _END - 1, _END),  # slow
+    "frame_skip": (1, _INT32_END - 1, _INT32_END),  # slow
     "stack_num": (1, 256, 32),
     "frame_stack": (1, 256, 32),
     "img_height": (1, 4096, 1024),
     "img_width": (1, 4096, 1024),
     "noop_max": (1, 10_000, 1000),
-    "mode": (-1, _END - 1, _END),  # the emulator refuses values that a game does not have
-    "difficulty": (-1, _END - 1, _END),
+    "mode": (-1, _INT32_END - 1, _INT32_END),  # the emulator refuses values that a game does not have
+    "difficulty": (-1, _INT32_END - 1, _INT32_END),
     "render_width": (1, 8192, 8192),  # drawing always has a trial
     "render_height": (1, 8192, 8192),
-    "render_camera_id": (-1, _END - 1, _END),
+    "render_camera_id": (-1, _INT32_END - 1, _INT32_END),
 }
-_SHARES: Final = ("repeat_action_probability",)  # from 0 to 1
-# The name of the game. EnvPool ends the process for an unknown name.
-_NAMES: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
-# Families in which all switches (options that are true or false) were tested.
-_SWITCHED: Final = (
+_PROBABILITIES: Final = ("repeat_action_probability",)  # from 0 to 1
+# The options that name the game. EnvPool ends the process for an unknown name.
+_GAME_OPTIONS: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
+# The families in which all switches (options that are true or false) were tested.
+_TESTED_SWITCHES: Final = (
     "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
 )  # fmt: skip
 
 # Keys of EnvPool's configuration that are arguments of EnvPoolVectorEnv, or that users must not set.
 _RESERVED = {
-    "env_seed": "pass seed= with one seed for each environment",
+    "env_seed": "pass seed= with one seed per environment",
     "gym_reset_return_info": "infos are always returned",
     "render_env_id": "render() draws every environment",
     "max_num_players": "it belongs to the task",
-    "thread_affinity_offset": "pin the whole program, as by taskset",
+    "thread_affinity_offset": "pin the whole program instead, for example with taskset",
 }
 _OWN_KEYS = frozenset({"num_envs", "batch_size", "num_threads", "seed", "max_episode_steps", "base_path", *_RESERVED})
-_DRAWING = frozenset({"from_pixels", "render_width", "render_height", "render_camera_id"})  # arguments of EnvPool's make
+_RENDER_OPTIONS = frozenset({"from_pixels", "render_width", "render_height", "render_camera_id"})  # of EnvPool's make()
 
 
 def _import_envpool() -> Any:
@@ -100,6 +100,7 @@ def _import_envpool() -> Any:
 
 
 def _registered() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Return EnvPool's registry: task id -> (module, spec class, options)."""
     _import_envpool()
     registered: dict[str, Any] = importlib.import_module("envpool.registration").registry.specs
     return registered
@@ -115,7 +116,7 @@ def family_of(task_id: str) -> str:
     if not isinstance(task_id, str):
         raise TypeError(f"task_id must be a string, got {type(task_id).__name__}")
     if task_id not in registered:
-        hint = _like(task_id, registered).rstrip() or "see EnvPoolVectorEnv.task_ids()"
+        hint = _suggest(task_id, registered).rstrip() or "see EnvPoolVectorEnv.task_ids()"
         version = getattr(_import_envpool(), "__version__", "(version unknown)")
         raise UnregisteredEnv(f"EnvPool {version} has no task {task_id!r}: {hint}")
     return registered[task_id][0].removeprefix("envpool.")
@@ -125,17 +126,17 @@ def task_ids(family: str | None = None) -> list[str]:
     """Return the task ids of the installed EnvPool, in alphabetical order.
 
     Args:
-        family: Only of this family, such as ``"atari"``, ``"classic_control"``, ``"mujoco.dmc"``; ``"mujoco"`` means all of
-            MuJoCo's. ``None``: all.
+        family: Only tasks of this family, such as ``"atari"``, ``"classic_control"``, ``"mujoco.dmc"``; ``"mujoco"`` means
+            all of MuJoCo's. ``None``: all tasks.
 
     Raises:
         ImportError: EnvPool is not installed.
         ValueError: There is no such family; the message lists them.
     """
-    families = {name: where.removeprefix("envpool.") for name, (where, _, _) in _registered().items()}
+    families = {name: module.removeprefix("envpool.") for name, (module, _, _) in _registered().items()}
     if family is None:
         return sorted(families)
-    chosen = sorted(name for name, of in families.items() if of == family or of.startswith(f"{family}."))
+    chosen = sorted(name for name, its in families.items() if its == family or its.startswith(f"{family}."))
     if not chosen:
         raise ValueError(f"EnvPool has no family {family!r}; it has {', '.join(sorted(set(families.values())))}")
     return chosen
@@ -147,18 +148,18 @@ class Task:
 
     Attributes:
         id: EnvPool's task id.
-        family: Such as ``"atari"``.
+        family: The family of the task, such as ``"atari"``.
         pool_config: The arguments of ``envpool.make_gymnasium`` besides the id and the seeds.
-        config: The whole configuration as EnvPool completed it.
+        config: The whole configuration, with EnvPool's defaults.
         state_keys: Names of the arrays that a pool returns.
-        state_specs: Their specifications by name; a shape that begins with -1 is that of an array of players.
+        state_specs: Their specifications by name. The shape of an array of players begins with -1.
         action_keys: Names of the arrays that a pool receives.
         action_dtypes: Their dtypes.
-        observation_space: Of one environment, with bounds repaired.
-        action_space: Of one environment.
-        max_num_players: More than one: rows are those of players.
+        observation_space: The observation space of one environment, with bounds repaired.
+        action_space: The action space of one environment.
+        max_num_players: The maximum number of players per environment; above one, some arrays have a row per player.
         env_spec: The equivalent of an entry in Gymnasium's registry.
-        make: Builds a pool with these seeds, one per environment.
+        make: Builds a pool from seeds, one per environment.
     """
 
     id: str
@@ -176,53 +177,53 @@ class Task:
     make: Callable[[list[int]], Any]
 
     @classmethod
-    def of(cls, task_id: str, env_config: Mapping[str, Any], **pool: Any) -> Task:
+    def from_id(cls, task_id: str, env_config: Mapping[str, Any], **pool: Any) -> Task:
         """Look up a task and complete its configuration.
 
         Args:
-            task_id: EnvPool's.
+            task_id: EnvPool's task id.
             env_config: The task's options, which are checked here.
-            pool: ``num_envs``, ``batch_size``, ``num_threads``, ``max_episode_steps``, ``render_mode``, which
-                :func:`check_options` has checked; ``None`` is left to EnvPool.
+            pool: ``num_envs``, ``batch_size``, ``num_threads``, ``max_episode_steps`` and ``render_mode``, as checked by
+                :func:`check_options`; for ``None``, EnvPool uses its default.
 
         Raises:
             UnregisteredEnv: No such task.
             TypeError: Unknown configuration keys, or values of the wrong type.
-            ValueError: Values that EnvPool refuses, or that end a process.
+            ValueError: Values that EnvPool refuses, or that end its process.
             ImportError: EnvPool, or a system library that this family needs, is missing.
         """
         family = family_of(task_id)
         accepted, defaults = _check_keys(task_id, env_config)
         _require_harmless(task_id, family, defaults, env_config)
         config = {**env_config, **{key: value for key, value in pool.items() if value is not None}}
-        described = _described(_make_spec(task_id, config, accepted))
+        fields = _describe_spec(_make_spec(task_id, config, accepted))
         return cls(
-            id=task_id, family=family, pool_config=config, **described,
-            env_spec=_gymnasium_spec(task_id, described["config"], env_config),
+            id=task_id, family=family, pool_config=config, **fields,
+            env_spec=_gymnasium_spec(task_id, fields["config"], env_config),
             make=lambda seeds: _import_envpool().make_gymnasium(task_id, seed=seeds, **config),
         )  # fmt: skip
 
     @classmethod
-    def of_pool(cls, pool: Any) -> Task:
-        """Describe a pool that EnvPool itself built. The first build with the pool's own seeds returns this pool.
+    def from_pool(cls, pool: Any) -> Task:
+        """Describe a pool that EnvPool itself built. The first call of ``make`` with the pool's own seeds returns this pool.
 
         Raises:
             TypeError: It is not an EnvPool pool.
         """
         spec: Any = getattr(pool, "spec", None)
         if not all(hasattr(pool, name) for name in ("_send", "_recv", "_reset")) or not hasattr(spec, "_config_keys"):
-            raise TypeError(f"a pool that envpool.make() built is wanted, got {pool!r}")
-        described, given, kind, pool_kind = _described(spec), [pool], type(spec), type(pool)
-        config = described["config"]
+            raise TypeError(f"expected a pool built by envpool.make(), got {pool!r}")
+        fields, unused, spec_type, pool_type = _describe_spec(spec), [pool], type(spec), type(pool)
+        config = fields["config"]
 
         def make(seeds: list[int]) -> Any:
-            first = given.pop() if given else None
-            if first is not None and seeds == seeds_within(config):
+            first = unused.pop() if unused else None
+            if first is not None and seeds == config_seeds(config):
                 return first
-            return pool_kind(kind(tuple({**config, "env_seed": seeds}.values())))
+            return pool_type(spec_type(tuple({**config, "env_seed": seeds}.values())))
 
-        name, family = pool_kind.__name__, pool_kind.__module__
-        return cls(id=name, family=family, pool_config=config, **described, env_spec=None, make=make)
+        name, family = pool_type.__name__, pool_type.__module__
+        return cls(id=name, family=family, pool_config=config, **fields, env_spec=None, make=make)
 
     def build(self, seeds: list[int]) -> Any:
         """Build a new pool: its environments and threads exist when this returns.
@@ -233,28 +234,28 @@ class Task:
         if self.pool_config.get("from_pixels"):
             self.require_drawable()
         pool = _quietly(lambda: self.make(seeds))
-        _never_destroyed_in_a_fork(pool)
+        _keep_in_forked_children(pool)
         return pool
 
     def require_drawable(self) -> None:
-        """Raise unless frames can be drawn without danger.
+        """Raise unless frames can be drawn without ending the process.
 
         Raises:
             RuntimeError: The trial process did not survive.
         """
         if not self.family.startswith("mujoco."):
             return
-        drawing = {key: value for key, value in self.pool_config.items() if key in _DRAWING}
-        options = {**drawing, "render_mode": "rgb_array"}
+        render_options = {key: value for key, value in self.pool_config.items() if key in _RENDER_OPTIONS}
+        options = {**render_options, "render_mode": "rgb_array"}
         if (ended := _trial(self.id, pickle.dumps(sorted(options.items())), draw=True)) is not None:
             raise RuntimeError(
-                f"{self.id!r} cannot be drawn on this machine: a process that tried ended with {ended}. MuJoCo tasks need "
-                "an OpenGL library: on Debian and Ubuntu, apt install libegl1 libgl1"
+                f"{self.id!r} cannot be rendered on this machine: a process that tried it ended with {ended}. MuJoCo tasks "
+                "need an OpenGL library: on Debian and Ubuntu, apt install libegl1 libgl1"
             )
 
 
-def _described(spec: Any) -> dict[str, Any]:
-    """Return the fields of a :class:`Task` from a pool's specification, with the bounds of spaces repaired."""
+def _describe_spec(spec: Any) -> dict[str, Any]:
+    """Return fields of :class:`Task` from a pool's specification, with the bounds of spaces repaired."""
     config = dict(zip(spec._config_keys, spec._config_values, strict=True))
     return {
         "config": config,
@@ -262,7 +263,7 @@ def _described(spec: Any) -> dict[str, Any]:
         "state_specs": dict(spec.state_array_spec),
         "action_keys": tuple(spec._action_keys),
         "action_dtypes": tuple(array[0] for array in spec._action_spec),
-        "observation_space": _repaired(_quietly(lambda: spec.observation_space)),
+        "observation_space": _repair_bounds(_quietly(lambda: spec.observation_space)),
         "action_space": _action_space(_quietly(lambda: spec.action_space)),
         "max_num_players": int(config.get("max_num_players", 1)),
     }
@@ -288,7 +289,7 @@ def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str],
             raise TypeError(f"{key!r} cannot be set here: {advice}")
     spec = _make_spec(task_id, {}, [])
     names = [key.replace(".", "_") for key in spec._config_keys]
-    accepted = sorted((set(names) | _DRAWING) - _OWN_KEYS)
+    accepted = sorted((set(names) | _RENDER_OPTIONS) - _OWN_KEYS)
     for key in env_config:
         if key not in accepted:
             close = difflib.get_close_matches(key, [*accepted, *_OWN_KEYS - _RESERVED.keys()], n=1)
@@ -298,20 +299,20 @@ def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str],
 
 
 def _quietly(build: Any) -> Any:
-    """Call ``build`` without Gymnasium's warnings about the bounds that are repaired here."""
+    """Call ``build`` without Gymnasium's warnings about the bounds that :func:`_repair_bounds` replaces."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
         return build()
 
 
-def _repaired(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
+def _repair_bounds(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
     """Replace the extremes of the floating-point type, which EnvPool uses for infinity, by infinite bounds.
 
-    EnvPool's default lower bound is the smallest *positive* number (``numeric_limits<T>::min()``), so that observations of
-    51 dm_control tasks, and of others, would be outside of their own space.
+    EnvPool's default lower bound is the smallest *positive* number (``numeric_limits<T>::min()``), so observations of 51
+    dm_control tasks, and of others, would be outside their space.
     """
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _repaired(inner) for key, inner in space.spaces.items()})
+        return spaces.Dict({key: _repair_bounds(inner) for key, inner in space.spaces.items()})
     if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating):
         return space
     limits = np.finfo(space.dtype)
@@ -322,20 +323,20 @@ def _repaired(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
 
 
 def _action_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """Return the user's part of a pool's action space: among several named actions, not the environment ids."""
+    """Return the action space of one environment: a pool's, without the environment ids among several named actions."""
     if not isinstance(space, spaces.Dict):
-        return _repaired(space)
-    mine = {key: inner for key, inner in space.spaces.items() if key not in ("env_id", "players")}
-    if len(mine) == 1 and isinstance(only := next(iter(mine.values())), spaces.Dict):
-        mine = dict(only.spaces)
-    return _repaired(spaces.Dict(mine))
+        return _repair_bounds(space)
+    actions = {key: inner for key, inner in space.spaces.items() if key not in ("env_id", "players")}
+    if len(actions) == 1 and isinstance(only := next(iter(actions.values())), spaces.Dict):
+        actions = dict(only.spaces)
+    return _repair_bounds(spaces.Dict(actions))
 
 
 def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping[str, Any]) -> EnvSpec | None:
     limit = int(config.get("max_episode_steps", _NO_LIMIT))
-    most, threshold = limit if 0 < limit < _NO_LIMIT else None, config.get("reward_threshold")
+    max_steps, threshold = limit if 0 < limit < _NO_LIMIT else None, config.get("reward_threshold")
     try:
-        return EnvSpec(task_id, reward_threshold=threshold, max_episode_steps=most, kwargs=dict(env_config))
+        return EnvSpec(task_id, reward_threshold=threshold, max_episode_steps=max_steps, kwargs=dict(env_config))
     except gymnasium.error.Error:  # a task id that Gymnasium's naming rules do not allow
         return None
 
@@ -343,7 +344,7 @@ def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping
 # -- pools in a forked child ------------------------------------------------------------------------------------------
 
 
-def _never_destroyed_in_a_fork(pool: Any) -> None:
+def _keep_in_forked_children(pool: Any) -> None:
     """Keep a forked child, which has none of the pool's threads, from running the pool's destructor."""
     _POOLS.add(pool)
 
@@ -367,18 +368,18 @@ def check_options(
     """Check these options and return ``num_envs`` and ``batch_size`` as integers.
 
     Raises:
-        TypeError: Not an integer where one is needed.
-        ValueError: Out of range; the message names the accepted values.
+        TypeError: A value is not an integer where one is needed.
+        ValueError: A value is out of range; the message names the accepted values.
     """
     num_envs = _positive("num_envs", num_envs)
     batch_size = num_envs if batch_size is None else _positive("batch_size", batch_size)
     if num_envs % batch_size:
-        fit = [size for size in range(1, num_envs + 1) if num_envs % size == 0]
-        raise ValueError(f"batch_size must divide num_envs={num_envs} (one of {fit}), got {batch_size}")
-    if num_threads is not None and _positive("num_threads", num_threads) > _MOST_THREADS:
+        divisors = [size for size in range(1, num_envs + 1) if num_envs % size == 0]
+        raise ValueError(f"batch_size must divide num_envs={num_envs} (one of {divisors}), got {batch_size}")
+    if num_threads is not None and _positive("num_threads", num_threads) > _MAX_THREADS:
         raise ValueError(
-            f"num_threads must be from 1 to {_MOST_THREADS}, got {num_threads}; more threads than there are environments in "
-            "a batch, or cores, have nothing to do"
+            f"num_threads must be from 1 to {_MAX_THREADS}, got {num_threads}; threads beyond the number of cores, or of "
+            "environments in a batch, have nothing to do"
         )
     if max_episode_steps is not None:
         _positive("max_episode_steps", max_episode_steps)
@@ -386,75 +387,77 @@ def check_options(
         raise ValueError(f"render_mode must be 'rgb_array' or None, got {render_mode!r}")
     if mode is AutoresetMode.SAME_STEP and batch_size < num_envs:
         raise ValueError(
-            "same-step autoreset needs all environments in one batch (batch_size=None): with first-ready batches, rows "
-            "that wait for their resets would leave batches short. Use next-step autoreset"
+            "same-step autoreset needs all environments in one batch (batch_size=None): rows that wait for their resets "
+            "would leave first-ready batches short. Use next-step autoreset"
         )
     return num_envs, batch_size
 
 
-def _integer(name: str, value: Any, wanted: str = "an integer") -> int:
+def _integer(name: str, value: Any, expected: str = "an integer") -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}") from None
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}") from None
 
 
 def _positive(name: str, value: Any) -> int:
     number = _integer(name, value)
-    if not 1 <= number < _END:
+    if not 1 <= number < _INT32_END:
         raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {number}")
     return number
 
 
 def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], env_config: Mapping[str, Any]) -> None:
-    """Raise unless a task can be built with these options without danger.
+    """Raise unless a task can be built with these options without ending the process.
 
     Args:
-        task_id: EnvPool's.
-        family: Such as ``"atari"``.
+        task_id: EnvPool's task id.
+        family: The family of the task, such as ``"atari"``.
         defaults: The task's configuration without any options.
         env_config: The options.
 
     Raises:
-        TypeError: Not a number, or not a name, where one is needed.
-        ValueError: Out of range, no such name, or the trial process did not survive; the message names the accepted values.
+        TypeError: A value is not a number, or not a name, where one is needed.
+        ValueError: A number is out of range, a name is unknown, or the trial process did not survive; the message names the
+            accepted values.
     """
     title = f"EnvPool's {task_id!r}"
-    known = {key: _is_known(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
-    unknown = {key: env_config[key] for key in known if not known[key] and env_config[key] != defaults.get(key)}
-    options = {key: value for key, value in env_config.items() if key not in _DRAWING}
+    harmless = {key: _is_harmless(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
+    unknown = {key: env_config[key] for key in harmless if not harmless[key] and env_config[key] != defaults.get(key)}
+    options = {key: value for key, value in env_config.items() if key not in _RENDER_OPTIONS}
     if unknown and (ended := _trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
-        given = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
+        listed = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
         raise ValueError(
-            f"{title} cannot be built with {given}: a process that tried it, because EnvPool does not check these options, "
+            f"{title} cannot be built with {listed}: a process that tried it, because EnvPool does not check these options, "
             f"ended with {ended}"
         )
 
 
-def _is_known(title: str, family: str, key: str, value: Any, default: Any) -> bool:
-    """Check one option; True if it is known to be harmless."""
+def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) -> bool:
+    """Check one option; return True if its value is known to be harmless."""
     if key in _RANGES:
-        low, high, harmless = _RANGES[key]
+        low, high, harmless_limit = _RANGES[key]
         if not low <= _integer(f"{title}: {key}", value) <= high:
             raise ValueError(f"{title}: {key} must be from {low} to {high}, got {value}")
-        return bool(value <= harmless)
-    if key in _NAMES:
+        return bool(value <= harmless_limit)
+    if key in _GAME_OPTIONS:
         if not isinstance(value, str):
             raise TypeError(f"{title}: {key} must be a string, got {type(value).__name__}")
-        of_family = [options for where, _, options in _registered().values() if where == f"envpool.{family}"]
+        of_family = [options for module, _, options in _registered().values() if module == f"envpool.{family}"]
         names = sorted({options[key] for options in of_family if isinstance(options.get(key), str)})
         if value != default and value not in names:
             accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
-            raise ValueError(f"{title}: there is no {key} {value!r}: {_like(value, names)}{accepted}")
+            raise ValueError(f"{title}: there is no {key} {value!r}: {_suggest(value, names)}{accepted}")
         return False
     if any(math.isnan(number) for number in _floats(value)):
         raise ValueError(f"{title}: {key} must be a number, got {value!r}")
-    if key in _SHARES and not 0 <= value <= 1:
+    if key in _PROBABILITIES and not 0 <= value <= 1:
         raise ValueError(f"{title}: {key} must be from 0 to 1, got {value!r}")
-    return key in _SHARES or (isinstance(value, bool) and isinstance(default, bool) and family in _SWITCHED)
+    return key in _PROBABILITIES or (isinstance(value, bool) and isinstance(default, bool) and family in _TESTED_SWITCHES)
 
 
 def _floats(value: Any) -> list[float]:
+    """Return all floats in nested dicts, lists and tuples."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
@@ -462,9 +465,9 @@ def _floats(value: Any) -> list[float]:
     return [float(value)] if isinstance(value, (float, np.floating)) else []
 
 
-def _like(name: str, names: Collection[str]) -> str:
+def _suggest(name: str, names: Collection[str]) -> str:
     """Return a hint with the most similar names, or an empty string."""
-    stems = {known.rpartition("-v")[0] or known: known for known in names}  # a common suffix "-v5" is no similarity
+    stems = {known.rpartition("-v")[0] or known: known for known in names}  # without a suffix "-v5", which many share
     close = [stems[stem] for stem in difflib.get_close_matches(name.rpartition("-v")[0] or name, stems, n=5, cutoff=0.6)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
@@ -475,7 +478,7 @@ _PROGRAM: Final = """
 import pickle, sys
 path, task, options, memory, draw = pickle.load(sys.stdin.buffer)
 sys.path[:] = path
-sys.modules["jax"] = None  # EnvPool imports it if it is there, which takes a second
+sys.modules["jax"] = None  # EnvPool would import JAX, which takes a second
 try:
     import resource
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -497,12 +500,12 @@ print("survived", flush=True)
 del pool
 """
 _TRIAL_SECONDS: Final = 120.0
-_TRIAL_MEMORY: Final = 16 << 30  # of address space, most of which is never used
+_TRIAL_MEMORY: Final = 16 << 30  # bytes of address space, most of it never used
 
 
 @functools.cache
 def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
-    """Describe the end of a process that built a task with these options; ``None`` if it survived."""
+    """Build a task with these options in a process; return ``None`` if it survived, or a description of its end."""
     free = available_memory()
     memory = _TRIAL_MEMORY if free is None else min(_TRIAL_MEMORY, max(free, 4 << 30))
     path = [os.path.abspath(entry) for entry in sys.path]
@@ -514,7 +517,7 @@ def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
                 input=payload, capture_output=True, timeout=_TRIAL_SECONDS, check=False, cwd=folder,
             )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return f"no answer within {_TRIAL_SECONDS:g} s"
+        return f"no result within {_TRIAL_SECONDS:g} s"
     if done.returncode == 0 and b"survived" in done.stdout:
         return None
     lines = [line.strip() for line in (done.stderr or done.stdout).decode(errors="replace").splitlines() if line.strip()]
@@ -526,13 +529,13 @@ def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
 # -- seeds -------------------------------------------------------------------------------------------------------------
 
 
-def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
+def spread_seeds(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
     """Return one seed per environment.
 
     Args:
-        seed: An integer gives environment i the seed ``seed + i``; a sequence of ``num_envs`` gives each its own, where
-            ``None`` means a random one; ``None`` is random for all. Seeds of 2**31 and more, which exceed EnvPool's range,
-            are hashed into it by :class:`numpy.random.SeedSequence`.
+        seed: An integer gives environment i the seed ``seed + i``; a sequence has one seed per environment, or ``None`` for
+            a random one; ``None`` means random seeds for all. Seeds of 2**31 and more, which exceed EnvPool's range, are
+            hashed into it by :class:`numpy.random.SeedSequence`.
         num_envs: Number of environments.
         rng: The source of random seeds.
 
@@ -540,21 +543,22 @@ def spread(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int]:
         ``num_envs`` integers from 0 to 2**31 - 1.
 
     Raises:
-        TypeError: Not an integer where one is needed.
+        TypeError: A seed is not an integer.
         ValueError: A negative seed, or a sequence of the wrong length.
     """
     return [_int32(entry, i, rng) for i, entry in enumerate(parse_seeds(seed, num_envs))]
 
 
 def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:
+    """Check and return a seed within int32; a random one for ``None``."""
     if seed is None:
-        return int(rng.integers(_END))
+        return int(rng.integers(_INT32_END))
     value = _integer(f"the seed of env {env}", seed, "an integer or None")
     if value < 0:
         raise ValueError(f"the seed of env {env} is {value}; seeds must not be negative")
-    return value if value < _END else int(np.random.SeedSequence(value).generate_state(1)[0] >> 1)
+    return value if value < _INT32_END else int(np.random.SeedSequence(value).generate_state(1)[0] >> 1)
 
 
-def seeds_within(config: Mapping[str, Any]) -> list[int]:
-    """Return the seeds of the environments of a pool with this configuration."""
+def config_seeds(config: Mapping[str, Any]) -> list[int]:
+    """Return the seeds of the environments in a pool's configuration."""
     return list(config["env_seed"]) or [config["seed"] + i for i in range(config["num_envs"])]

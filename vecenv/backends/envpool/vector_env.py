@@ -16,7 +16,7 @@ from gymnasium.vector.utils import batch_space
 
 from vecenv.backends.envpool.drivers import FirstReadyDriver, PoolDriver, Seeding, WholeBatchDriver
 from vecenv.backends.envpool.rows import PoolRows
-from vecenv.backends.envpool.task import Seed, Task, check_options, seeds_within, spread, task_ids
+from vecenv.backends.envpool.task import Seed, Task, check_options, config_seeds, spread_seeds, task_ids
 from vecenv.front.arguments import parse_autoreset_mode
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
@@ -51,11 +51,12 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.
 
     Args:
-        task_id: EnvPool's, such as ``"Pong-v5"``; see :meth:`task_ids`.
+        task_id: EnvPool's id of the task, such as ``"Pong-v5"``; see :meth:`task_ids`.
         num_envs: Number of environments.
-        batch_size: Rows that :meth:`recv` returns, of those that finish first; must divide ``num_envs``. ``None``: all.
-        num_threads: Threads that step; ``None``: as many as the machine has, at most ``batch_size``.
-        seed: Of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42 for all).
+        batch_size: The number of rows that :meth:`recv` returns, those that finish first; must divide ``num_envs``;
+            ``None``: all.
+        num_threads: The number of threads that step. ``None``: the number of cores, at most ``batch_size``.
+        seed: The seed of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42).
         autoreset_mode: ``AutoresetMode`` or its value. Same-step resets need ``batch_size=None``.
         max_episode_steps: The time limit; ``None``: the task's own.
         render_mode: ``"rgb_array"`` or ``None``.
@@ -63,15 +64,15 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     Raises:
         ImportError: EnvPool is not installed.
-        UnregisteredEnv: No such task; the message names similar ones.
+        UnregisteredEnv: There is no such task; the message names similar ones.
         TypeError: An unknown option; the message lists the valid ones.
         ValueError: An option has an invalid value; several players per environment.
 
     Attributes:
         observation_space: ``single_observation_space`` batched, with infinite bounds where EnvPool has the extremes of
             the floating-point type.
-        task: The description of the task; see :class:`vecenv.backends.envpool.task.Task`.
-        batch_size: Rows that :meth:`recv` returns.
+        task: The description of the task, a :class:`vecenv.backends.envpool.task.Task`.
+        batch_size: The number of rows that :meth:`recv` returns.
 
     A seed in ``reset`` builds a new pool, because EnvPool seeds only during construction: about a millisecond for classic
     control, 50 ms per environment for Atari. ``None`` in a list of seeds is a random one; seeds of 2**31 and more are hashed
@@ -79,7 +80,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     would (Atari with ``episodic_life`` continues the same game), running ones by force. With a smaller batch, a reset of
     all environments waits for everything in flight and discards it, and ``recv`` keeps rows beyond ``count`` for the next
     call. EnvPool returns whole batches only, so ``recv`` also raises ``NoAsyncCallError`` if the environments in flight
-    cannot fill one. With ``batch_size=None`` one call at a time can be pending, about any environments, and ``recv`` returns
+    cannot fill one. With ``batch_size=None`` one call at a time can be pending, for any environments, and ``recv`` returns
     all its rows in the order of the call.
 
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: an array or nested dicts of arrays of
@@ -96,11 +97,11 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         self.closed = True  # close() does nothing until the driver exists
         mode = parse_autoreset_mode(autoreset_mode)
         num_envs, batch_size = check_options(num_envs, batch_size, num_threads, max_episode_steps, render_mode, mode)
-        task = Task.of(
+        task = Task.from_id(
             task_id, env_config, num_envs=num_envs, batch_size=batch_size, num_threads=num_threads or 0,
             max_episode_steps=max_episode_steps, render_mode=render_mode,
         )  # fmt: skip
-        self._around(task, mode, spread(seed, num_envs, self.np_random), render_mode)
+        self._init_from_task(task, mode, spread_seeds(seed, num_envs, self.np_random), render_mode)
 
     @classmethod
     def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
@@ -115,20 +116,20 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         """
         envs = cls.__new__(cls)
         envs.closed = True
-        task, mode = Task.of_pool(pool), parse_autoreset_mode(autoreset_mode)
+        task, mode = Task.from_pool(pool), parse_autoreset_mode(autoreset_mode)
         config = task.config
         check_options(config["num_envs"], config["batch_size"] or None, None, None, None, mode)
-        envs._around(task, mode, seeds_within(config), None)
+        envs._init_from_task(task, mode, config_seeds(config), None)
         return envs
 
-    def _around(self, task: Task, mode: AutoresetMode, seeds: list[int], render_mode: str | None) -> None:
+    def _init_from_task(self, task: Task, mode: AutoresetMode, seeds: list[int], render_mode: str | None) -> None:
         """Set Gymnasium's attributes, and build the driver."""
         self.task = task
         num_envs = int(task.config["num_envs"])
         batch_size = int(task.config["batch_size"]) or num_envs
         if task.max_num_players > 1:
             raise ValueError(
-                f"{task.id!r} has up to {task.max_num_players} players an environment, and a Gymnasium vector "
+                f"{task.id!r} has up to {task.max_num_players} players per environment, but a Gymnasium vector "
                 "environment has one: use vecenv.MultiAgentVecEnv"
             )
         self.num_envs = num_envs
@@ -140,8 +141,8 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         self.single_action_space = task.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        drive = WholeBatchDriver if batch_size == num_envs else FirstReadyDriver
-        self._open(drive(task, batch_size, Seeding(seeds, self.np_random), mode, PoolRows(task)))
+        driver_type = WholeBatchDriver if batch_size == num_envs else FirstReadyDriver
+        self._open(driver_type(task, batch_size, Seeding(seeds, self.np_random), mode, PoolRows(task)))
 
     task_ids = staticmethod(task_ids)
 
@@ -152,20 +153,20 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         """Return one frame per environment, uint8 of shape ``(height, width, 3)``; ``None`` without a render mode.
 
         Raises:
-            RuntimeError: Environments are in flight; this task cannot be drawn on this machine.
+            RuntimeError: Environments are in flight, or this task cannot be rendered on this machine.
             ResetNeeded: Before the first reset.
         """
         driver = self._driver
         driver.require_pool("render")
         if self.render_mode is None:
             return None
-        if flying := driver.outstanding.rows:
-            raise RuntimeError(f"{flying} environments are in flight: recv() or *_wait() before render()")
+        if in_flight := driver.outstanding.rows:
+            raise RuntimeError(f"{in_flight} environments are in flight: recv() or *_wait() before render()")
         self.task.require_drawable()
         try:
             return tuple(driver.pool.render(env_ids=driver.all_ids))
         except RuntimeError as error:
-            raise RuntimeError(f"EnvPool cannot draw {self.task.id!r}: {error}") from error
+            raise RuntimeError(f"EnvPool cannot render {self.task.id!r}: {error}") from error
 
     @exclusive
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
@@ -187,5 +188,5 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The task's whole configuration, as EnvPool completed it (with the given time limit)."""
+        """The task's whole configuration, with EnvPool's defaults and the given time limit."""
         return dict(self.task.config)

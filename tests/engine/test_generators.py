@@ -27,9 +27,9 @@ from signals import handled
 
 import vecenv
 from vecenv.errors import SnapshotMismatch
+from vecenv.link import own_generators
 from vecenv.system import generators as system_generators
 from vecenv.testing import assert_identical
-from vecenv.link import own_generators
 
 pytestmark = pytest.mark.timeout(120)
 MODES = list(AutoresetMode)

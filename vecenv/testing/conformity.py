@@ -1,10 +1,8 @@
 """Checks of the promises in Gymnasium's documentation of vector environments, as short programs for any engine.
 
-Each check is a function of open environments, and its body is the program that shows the defect. ``vecenv conform`` runs
-them (:mod:`vecenv.tools.conform`). Checks over :class:`ReportsInputs` environments compare exact results; the others are
-for engines that bring their own environments.
-
-Facts about bugs come from the threads that each check names.
+Each check is a function of open vector environments, and its body is a program that shows the defect. ``vecenv conform``
+runs them (:mod:`vecenv.tools.conform`). Checks over :class:`ReportsInputs` environments compare exact results; the others
+also fit engines that bring their own environments. Each check names the threads that report engines with the defect.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from gymnasium.vector.utils import batch_space
 __all__ = ["CHECKS", "COUNT", "Check", "ReportsInputs", "as_gymnasium", "makers", "program", "stepped", "until_an_end"]
 
 COUNT: Final = 3  # environments per check
-_MOST_STEPS: Final = 300  # within which an episode has to end
+_MAX_STEPS: Final = 300  # within which an episode has to end
 
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
 _MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
@@ -44,7 +42,7 @@ class ReportsInputs(gymnasium.Env[Any, Any]):
     episode with the options ``{"given": -1}``.
 
     Args:
-        length: Steps of an episode.
+        length: The number of steps in an episode.
     """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
@@ -67,15 +65,15 @@ class ReportsInputs(gymnasium.Env[Any, Any]):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.state[2:] = self.state[2] + 1, action
-        _, episode, at, _ = self.state
-        over = at == self.length
+        _, episode, step, _ = self.state
+        over = step == self.length
         self.info.clear()
-        self.info.update({"at": int(at)} | ({"odd": True} if at % 2 else {}))
+        self.info.update({"at": int(step)} | ({"odd": True} if step % 2 else {}))
         if self.given == -1:
             raise ValueError("fails on purpose")
-        ends, cut = ((True, False), (False, True), (True, True))[int(episode) % 3]
+        terminated, truncated = ((True, False), (False, True), (True, True))[int(episode) % 3]
         state, info = (self.state.copy(), self.info.copy()) if over else (self.state, self.info)
-        return state, float(100 * episode + at), bool(over and ends), bool(over and cut), info
+        return state, float(100 * episode + step), bool(over and terminated), bool(over and truncated), info
 
 
 def makers(count: int = COUNT) -> list[Callable[[], ReportsInputs]]:
@@ -84,11 +82,11 @@ def makers(count: int = COUNT) -> list[Callable[[], ReportsInputs]]:
 
 
 def stepped(envs: Any, actions: Any) -> Any:
-    """Step and, where autoreset is disabled, reset the environments that ended."""
-    answer = envs.step(actions)
-    if (over := answer[2] | answer[3]).any() and envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
-        envs.reset(options={"reset_mask": over})
-    return answer
+    """Step, and return the results. Where autoreset is disabled, also reset the environments with an ended episode."""
+    results = envs.step(actions)
+    if (ended := results[2] | results[3]).any() and envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
+        envs.reset(options={"reset_mask": ended})
+    return results
 
 
 @dataclass(frozen=True)
@@ -97,11 +95,10 @@ class Check:
 
     Attributes:
         name: A short name.
-        run: Checks the environments, and a second engine like the first if it has two parameters; raises if the promise is
-            broken.
+        run: A function of one vector environment, or of two equal ones. It raises if the promise is broken.
         modes: The autoreset modes to check.
         about: The documented promise, and its source.
-        known: Threads about engines that broke it.
+        known: The threads about engines that broke it.
         fault: True if the environments fail on purpose.
     """
 
@@ -119,7 +116,7 @@ class Check:
 
     @property
     def engines(self) -> int:
-        """The number of engines that the check compares."""
+        """The number of vector environments that :attr:`run` needs."""
         return len(inspect.signature(self.run).parameters)
 
 
@@ -129,6 +126,8 @@ CHECKS: list[Check] = []
 def _check(
     name: str, about: str, modes: tuple[AutoresetMode, ...] = EVERY, known: str = "", *, fault: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add the decorated function to :data:`CHECKS`."""
+
     def add(run: Callable[..., None]) -> Callable[..., None]:
         CHECKS.append(Check(name, run, modes, about, known, fault))
         return run
@@ -137,7 +136,7 @@ def _check(
 
 
 def program(check: Check, engine: str, built: str) -> str:
-    """Return a program that shows the defect by itself; ``built`` is the expression that builds the engine."""
+    """Return a complete program that shows the defect; ``built`` is the expression that builds the engine."""
     module, _, name = engine.partition(":")
     lines = inspect.getsource(check.run).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
@@ -187,12 +186,12 @@ def step_returns(any_envs: Any) -> None:
         known="tianshou#1281")  # fmt: skip
 def fresh_arrays(any_envs: Any) -> None:
     any_envs.reset(seed=1)
-    kept = [any_envs.step(any_envs.action_space.sample())[:4] for _ in range(2)]
-    before = copy.deepcopy(kept)
+    results = [any_envs.step(any_envs.action_space.sample())[:4] for _ in range(2)]
+    copies = copy.deepcopy(results)
     any_envs.step(any_envs.action_space.sample())
-    for one, other in zip(kept, before, strict=True):
-        for name, mine, was in zip(("observations", "rewards", "terminations", "truncations"), one, other, strict=True):
-            np.testing.assert_equal(mine, was, err_msg=f"{name} of an earlier step changed")
+    for now, before in zip(results, copies, strict=True):
+        for name, array, old in zip(("observations", "rewards", "terminations", "truncations"), now, before, strict=True):
+            np.testing.assert_equal(array, old, err_msg=f"{name} of an earlier step changed")
 
 
 @_check("every info has a mask", f"each key of infos has a bool mask `_key`: {_VECTOR}", known="ALE#614")
@@ -219,7 +218,7 @@ def consecutive_seeds(any_envs: Any, twin: Any) -> None:
     try:
         other = twin.reset(seed=[5 + i for i in range(any_envs.num_envs)])[0]
     except Exception as error:
-        raise NotImplementedError(f"no list of seeds: {error}") from error
+        raise NotImplementedError(f"reset() accepts no list of seeds: {error}") from error
     np.testing.assert_equal(mine, other)
 
 
@@ -255,7 +254,7 @@ def closing(any_envs: Any) -> None:
 
 
 @_check("seeds reach each environment",
-        f"each environment is reset with its own seed, and without one where there is none: {_VECTOR}",
+        f"each environment is reset with its own seed, or without a seed for `None`: {_VECTOR}",
         known="SB3#1790")  # fmt: skip
 def seeds(envs: Any) -> None:
     assert envs.reset(seed=[7, None, 3])[0][:, 0].tolist() == [7, -1, 3]
@@ -275,7 +274,8 @@ def this_step(envs: Any) -> None:
     for at in (1, 2):
         observations, rewards, *_ = envs.step(np.array([at, at + 1, at + 2]))
         assert observations[:, 3].tolist() == [at, at + 1, at + 2], "an environment got another's action"
-        assert observations[:, 2].tolist() == (rewards - 100 * observations[:, 1]).tolist() == [at] * 3, "of another step"
+        steps = observations[:, 2].tolist(), (rewards - 100 * observations[:, 1]).tolist()
+        assert steps == ([at] * 3, [at] * 3), "results of another step"
 
 
 @_check("termination is not truncation",
@@ -285,19 +285,20 @@ def flags(envs: Any) -> None:
     endings = set()
     envs.reset(seed=1)
     for _ in range(40):
-        _, rewards, ends, cuts, _ = stepped(envs, np.zeros(3, np.int64))
-        endings |= {(int(r // 100) % 3, bool(e), bool(c)) for r, e, c in zip(rewards, ends, cuts, strict=True) if e or c}
+        _, rewards, terminations, truncations, _ = stepped(envs, np.zeros(3, np.int64))
+        rows = zip(rewards, terminations, truncations, strict=True)
+        endings |= {(int(reward // 100) % 3, bool(end), bool(cut)) for reward, end, cut in rows if end or cut}
     assert endings == {(0, True, False), (1, False, True), (2, True, True)}, sorted(endings)
 
 
 @_check("an info of some has a mask of these",
-        f"a mask is True for environments that gave the key: {_VECTOR}")  # fmt: skip
+        f"a mask is True for environments that reported the key: {_VECTOR}")  # fmt: skip
 def masks_of_some(envs: Any) -> None:
     if not envs.reset(seed=1)[1]:
-        raise NotImplementedError("it gives no infos")
+        raise NotImplementedError("its infos are empty")
     assert envs.step(np.zeros(3, np.int64))[4]["_odd"].tolist() == [True] * 3
     infos = envs.step(np.zeros(3, np.int64))[4]
-    assert "odd" not in infos or not infos["_odd"].any(), "the info of an earlier step"
+    assert "odd" not in infos or not infos["_odd"].any(), "an info of an earlier step"
     assert infos["at"].tolist() == [2, 2, 2]
 
 
@@ -306,12 +307,12 @@ def masks_of_some(envs: Any) -> None:
 def next_step(envs: Any) -> None:
     envs.reset(seed=1)
     for _ in range(3):
-        observations, _, ends, *_ = envs.step(np.full(3, 5))
-    assert ends.tolist() == [True, False, False]
+        observations, _, terminations, *_ = envs.step(np.full(3, 5))
+    assert terminations.tolist() == [True, False, False]
     assert observations[0].tolist() == [1, 0, 3, 5], "the observation of the last step is not the episode's last"
-    observations, rewards, ends, cuts, infos = envs.step(np.full(3, 5))
-    assert observations[0].tolist() == [-1, 1, 0, -1], "no reset, or a second one, or one that took the action"
-    assert (rewards[0], ends[0], cuts[0]) == (0, False, False)
+    observations, rewards, terminations, truncations, infos = envs.step(np.full(3, 5))
+    assert observations[0].tolist() == [-1, 1, 0, -1], "not reset, reset twice, or stepped after the reset"
+    assert (rewards[0], terminations[0], truncations[0]) == (0, False, False)
     assert infos["begins"][0] == 1
 
 
@@ -320,8 +321,8 @@ def next_step(envs: Any) -> None:
 def same_step(envs: Any) -> None:
     envs.reset(seed=1)
     for _ in range(3):
-        observations, rewards, ends, _, infos = envs.step(np.full(3, 5))
-    assert (ends.tolist(), rewards.tolist()) == ([True, False, False], [3, 3, 3])
+        observations, rewards, terminations, _, infos = envs.step(np.full(3, 5))
+    assert (terminations.tolist(), rewards.tolist()) == ([True, False, False], [3, 3, 3])
     assert observations[:, 1].tolist() == [1, 0, 0], "the ended row has not begun its next episode"
     assert infos["_final_obs"].tolist() == [True, False, False]
     assert np.asarray(infos["final_obs"][0]).tolist() == [1, 0, 3, 5], "final_obs is not the last observation"
@@ -333,27 +334,27 @@ def same_step(envs: Any) -> None:
 def nothing_final(envs: Any) -> None:
     envs.reset(seed=1)
     for _ in range(4):
-        *_, ends, cuts, infos = envs.step(np.zeros(3, np.int64))
-        assert ("final_obs" in infos) == bool((ends | cuts).any())
-        assert infos.get("_final_obs", np.zeros(3, bool)).tolist() == (ends | cuts).tolist()
+        *_, terminations, truncations, infos = envs.step(np.zeros(3, np.int64))
+        assert ("final_obs" in infos) == bool((terminations | truncations).any())
+        assert infos.get("_final_obs", np.zeros(3, bool)).tolist() == (terminations | truncations).tolist()
 
 
 def until_an_end(any_envs: Any) -> tuple[Any, Any]:
-    """Take random steps until an episode ends; return the mask of ended environments and the infos of that step."""
+    """Take random steps until an episode ends; return the mask of ended episodes, and the infos of that step."""
     any_envs.reset(seed=1)
-    for _ in range(_MOST_STEPS):
-        *_, ends, cuts, infos = any_envs.step(any_envs.action_space.sample())
-        if (over := np.asarray(ends) | np.asarray(cuts)).any():
+    for _ in range(_MAX_STEPS):
+        *_, terminations, truncations, infos = any_envs.step(any_envs.action_space.sample())
+        if (over := np.asarray(terminations) | np.asarray(truncations)).any():
             return over, infos
-    raise NotImplementedError(f"no episode ended within {_MOST_STEPS} steps")
+    raise NotImplementedError(f"no episode ended within {_MAX_STEPS} steps")
 
 
 @_check("next-step: a reset pays nothing", f"the step after an end resets, with reward 0 and flags False: {_MODES}", NEXT,
         known="Gymnasium#914, EnvPool#194")  # fmt: skip
 def reset_pays_nothing(any_envs: Any) -> None:
     over, _ = until_an_end(any_envs)
-    _, rewards, ends, cuts, _ = any_envs.step(any_envs.action_space.sample())
-    results = [np.asarray(one)[over].tolist() for one in (rewards, ends, cuts)]
+    _, rewards, terminations, truncations, _ = any_envs.step(any_envs.action_space.sample())
+    results = [np.asarray(one)[over].tolist() for one in (rewards, terminations, truncations)]
     assert not any(map(any, results)), f"the step after an end returned rewards and flags {results}"
 
 
@@ -369,9 +370,9 @@ def end_has_final(any_envs: Any) -> None:
 def disabled(envs: Any) -> None:
     first = envs.reset(seed=1)[0][:, 1].copy()
     for _ in range(3):
-        *_, ends, cuts, infos = envs.step(np.zeros(3, np.int64))
+        *_, terminations, truncations, infos = envs.step(np.zeros(3, np.int64))
     assert "final_obs" not in infos
-    observations, infos = envs.reset(options={"reset_mask": ends | cuts})
+    observations, infos = envs.reset(options={"reset_mask": terminations | truncations})
     assert (observations[:, 1] - first).tolist() == [1, 0, 0]
     assert observations[:, 2].tolist() == [0, 3, 3]
 
@@ -394,14 +395,14 @@ def statistics(envs: Any) -> None:
     for _ in range(20):
         infos = wrapped.step(np.zeros(3, np.int64))[4]
         if "episode" in infos:
-            of = np.flatnonzero(infos["_episode"])
-            assert infos["episode"]["l"][of].tolist() == [3 + i for i in of], "a wrong length"
+            ended = np.flatnonzero(infos["_episode"])
+            assert infos["episode"]["l"][ended].tolist() == [3 + i for i in ended], "a wrong length"
 
 
 # -- faults ---------------------------------------------------------------------------------------------------------------
 
 
-@_check("an exception is raised as itself", f"what an environment raises comes out of the call: {_VECTOR}", fault=True)
+@_check("an exception is raised as itself", f"the call raises the environment's exception: {_VECTOR}", fault=True)
 def raised(envs: Any) -> None:
     envs.reset(options={"given": -1})
     text = ""
@@ -425,7 +426,7 @@ def killed(envs: Any) -> None:
         envs.step(np.zeros(3, np.int64))
     except Exception:
         raised = True
-    assert raised, "a step without one of its processes was answered"
+    assert raised, "a step returned although a process had ended"
 
 
 @_check("an answer after a timeout is that of its own step", f"a timeout loses and shifts nothing: {_VECTOR}", fault=True)
@@ -437,9 +438,9 @@ def timeouts(envs: Any) -> None:
     try:
         envs.step_wait(timeout=0)
     except Exception:
-        answer = envs.step_wait()
-        assert answer[0][:, 2].tolist() == [1, 1, 1], "of another step"
-    assert envs.step(np.full(3, 2))[0][:, 3].tolist() == [2, 2, 2], "of another step"
+        observations = envs.step_wait()[0]
+        assert observations[:, 2].tolist() == [1, 1, 1], "results of another step"
+    assert envs.step(np.full(3, 2))[0][:, 3].tolist() == [2, 2, 2], "results of another step"
 
 
 # -- engines of other libraries ----------------------------------------------------------------------------------------
@@ -449,17 +450,23 @@ def timeouts(envs: Any) -> None:
 
 def as_gymnasium(envs: Any) -> Any:
     """Return a vector environment with Gymnasium's interface, for any of the known kinds."""
-    for module, name, shape in (
+    for module, name, adapter in (
         ("stable_baselines3.common.vec_env", "VecEnv", _FromSb3), ("tianshou.env", "BaseVectorEnv", _FromTianshou),
         ("torchrl.envs", "EnvBase", _FromTorchRL),
     ):  # fmt: skip
         if (loaded := sys.modules.get(module)) is not None and isinstance(envs, getattr(loaded, name)):
-            return shape(envs)
+            return adapter(envs)
     return envs
 
 
 class _Foreign(VectorEnv[Any, Any, Any]):
-    one_seed = "reset() takes one seed"
+    """A vector environment of another library, with Gymnasium's interface.
+
+    Attributes:
+        seed_error: The error text for a list of seeds.
+    """
+
+    seed_error = "reset() accepts one seed"
 
     def __init__(self, envs: Any, num_envs: int, observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
         self.inner, self.num_envs = envs, num_envs
@@ -470,16 +477,17 @@ class _Foreign(VectorEnv[Any, Any, Any]):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
         """Refuse a list of seeds, and separate the mask from the options."""
-        given = dict(options or {})
-        mask = given.pop("reset_mask", None)
+        others = dict(options or {})
+        mask = others.pop("reset_mask", None)
         if isinstance(seed, list):
-            raise NotImplementedError(self.one_seed)
-        return self._reset(seed, mask, given)
+            raise NotImplementedError(self.seed_error)
+        return self._reset(seed, mask, others)
 
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
     def _batched(self, infos: Any) -> dict[str, Any]:
+        """Merge one info per environment into arrays with masks."""
         batched: dict[str, Any] = {}
         for env, info in enumerate(infos):
             batched = self._add_info(batched, info, env)
@@ -495,7 +503,7 @@ class _FromSb3(_Foreign):
     Truncation is ``info["TimeLimit.truncated"]``.
     """
 
-    one_seed = "seed() takes one number"
+    seed_error = "seed() accepts one number"
 
     def __init__(self, envs: Any) -> None:
         super().__init__(envs, envs.num_envs, envs.observation_space, envs.action_space, AutoresetMode.SAME_STEP)
@@ -538,8 +546,8 @@ class _FromTianshou(_Foreign):
 
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
         ids = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
-        given = {name: value for name, value in (("seed", seed), ("options", options or None)) if value is not None}
-        observations, infos = self.inner.reset(ids, **given)
+        keywords = {name: value for name, value in (("seed", seed), ("options", options or None)) if value is not None}
+        observations, infos = self.inner.reset(ids, **keywords)
         if self._latest is None or mask is None:
             self._latest = np.array(observations)
         self._latest[ids] = observations
@@ -557,10 +565,10 @@ class _FromTianshou(_Foreign):
 class _FromTorchRL(_Foreign):
     """TorchRL's interface: no autoreset, tensors everywhere, and no infos; ``_reset`` marks environments to reset.
 
-    The observation space is that of one array, and actions are categorical.
+    Observations must be one array, and actions categorical.
     """
 
-    one_seed = "set_seed() takes one seed, and reset() no options"
+    seed_error = "set_seed() accepts one seed, and reset() no options"
 
     def __init__(self, envs: Any) -> None:
         shape, choices = envs.observation_spec["observation"].shape[1:], envs.action_spec.space.n
@@ -573,7 +581,7 @@ class _FromTorchRL(_Foreign):
         import torch
 
         if options:
-            raise NotImplementedError(self.one_seed)
+            raise NotImplementedError(self.seed_error)
         if seed is not None:
             self.inner.set_seed(seed)
         if mask is None:

@@ -1,8 +1,8 @@
 """The contract of a Gymnasium vector environment, as a test class that others inherit.
 
-The tests do not depend on how environments run: in processes, threads, on devices or hosts. They construct a vector
-environment through one factory, use only what :class:`gymnasium.vector.VectorEnv` promises, and compare the results with the
-expected ones. A backend declares missing abilities in class attributes, and their tests are skipped with that reason::
+The tests do not depend on where environments run: in processes, in threads, on devices or hosts. They build a vector
+environment through one factory, use only the interface of :class:`gymnasium.vector.VectorEnv`, and compare the results with
+the expected ones. A backend declares missing abilities in class attributes, and their tests are skipped with that reason::
 
     class TestMyVectorEnv(VectorEnvContract):
         autoreset_modes = (AutoresetMode.NEXT_STEP,)
@@ -64,9 +64,9 @@ class Subject:
         """Build the vector environment under test, ready for its first ``reset``.
 
         Args:
-            num_envs: Number of environments in it.
+            num_envs: The number of environments.
             autoreset_mode: One of :attr:`autoreset_modes`.
-            **kwargs: For a subclass's own tests.
+            **kwargs: Further options, for a subclass's own tests.
         """
         raise NotImplementedError("override make() with a factory of the vector environment under test")
 
@@ -109,6 +109,7 @@ class Subject:
         pytest.fail(f"no episode ended within {self.max_steps} random steps; override max_steps or make()")
 
     def _needs(self, attribute: str) -> None:
+        """Skip the test if the backend lacks an ability."""
         if not getattr(self, attribute):
             pytest.skip(f"{type(self).__name__}.{attribute} is False")
 
@@ -195,9 +196,9 @@ class VectorEnvContract(Subject):
     def test_rewards_and_flags_are_fresh_arrays_at_every_step(self) -> None:
         with self.begun() as envs:
             _, *first, _ = self.step(envs)
-            kept = copy.deepcopy(first)
+            copies = copy.deepcopy(first)
             _, *second, _ = self.step(envs)
-            for name, one, two, before in zip(STEP_FIELDS[1:4], first, second, kept, strict=True):
+            for name, one, two, before in zip(STEP_FIELDS[1:4], first, second, copies, strict=True):
                 assert not np.shares_memory(one, two), f"{name} of two steps share memory"
                 assert_identical(one, before, f"{name} of an earlier step")
                 assert one.flags.writeable, f"{name} cannot be written to"
@@ -205,12 +206,12 @@ class VectorEnvContract(Subject):
     def test_observations_of_an_earlier_step_stay_as_they_were(self) -> None:
         self._needs("fresh_observations")
         with self.opened() as envs:
-            kept = [envs.reset(seed=1)[0]]
-            copies = [copy.deepcopy(kept[0])]
+            observations = [envs.reset(seed=1)[0]]
+            copies = [copy.deepcopy(observations[0])]
             for _ in range(4):
-                kept.append(self.step(envs)[0])
-                copies.append(copy.deepcopy(kept[-1]))
-            for t, (one, before) in enumerate(zip(kept, copies, strict=True)):
+                observations.append(self.step(envs)[0])
+                copies.append(copy.deepcopy(observations[-1]))
+            for t, (one, before) in enumerate(zip(observations, copies, strict=True)):
                 assert_identical(one, before, f"observations of step {t}")
 
     def test_observations_can_be_written_to_without_changing_the_next_ones(self) -> None:
@@ -298,8 +299,8 @@ class VectorEnvContract(Subject):
             self.step(envs)
             mask = np.array([True, False, True])
             observations, _ = envs.reset(seed=9, options={"reset_mask": mask})
-            wanted, _ = fresh.reset(seed=9)
-            self._assert_same_rows(envs, (0, 2), observations, wanted)
+            expected, _ = fresh.reset(seed=9)
+            self._assert_same_rows(envs, (0, 2), observations, expected)
 
     def _assert_same_rows(self, envs: AnyVectorEnv, indices: tuple[int, ...], actual: Any, expected: Any) -> None:
         mine, theirs = (list(iterate(envs.observation_space, batch)) for batch in (actual, expected))
@@ -514,7 +515,7 @@ def _check_masks(infos: Mapping[Any, Any], num_envs: int, where: str = "infos") 
         assert isinstance(mask, np.ndarray), f"{where}: key {key!r} has no mask '_{key}'"
         assert mask.dtype == np.bool_, f"{where}: mask '_{key}' has dtype {mask.dtype}"
         assert mask.shape == (num_envs,), f"{where}: mask '_{key}' has shape {mask.shape}"
-        assert mask.any(), f"{where}: key {key!r} is there, and no environment gave it"
+        assert mask.any(), f"{where}: key {key!r} is present, but no environment reported it"
         if isinstance(value, Mapping):
             _check_masks(value, num_envs, f"{where}[{key!r}]")
         else:

@@ -46,21 +46,21 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
     everything = ("others", *GENERATORS)
     if (difference := runs.find_difference(alone, runs.results(everything))) is None:
         return
-    for one in (*GENERATORS, "others"):
-        if (found := runs.find_difference(alone, runs.results((one,)))) is not None:
-            if one == "others":
+    for disturbance in (*GENERATORS, "others"):
+        if (found := runs.find_difference(alone, runs.results((disturbance,)))) is not None:
+            if disturbance == "others":
                 raise AssertionError(runs.message(found, runs.changed_attributes(), "beside other environments of its kind"))
             when = "after other code has drawn from that generator (draw from self.np_random, or use generators='own')"
-            raise AssertionError(runs.message(found, [GENERATORS[one]], when))
+            raise AssertionError(runs.message(found, [GENERATORS[disturbance]], when))
     when = "beside other environments, with the shared generators reseeded"
     raise AssertionError(runs.message(difference, runs.changed_attributes(), when))
 
 
 def _find_causes(runs: _Comparison) -> list[str]:
     """Return the causes of a difference between two runs of an environment alone."""
-    are_equal = runs.find_difference(runs.results(seeded=True), runs.results(seeded=True)) is None
+    equal_if_seeded = runs.find_difference(runs.results(seeded=True), runs.results(seeded=True)) is None
     drawn = [GENERATORS[name] for name in runs.drawn_generators()]
-    return drawn if are_equal and drawn else runs.changed_attributes()
+    return drawn if equal_if_seeded and drawn else runs.changed_attributes()
 
 
 class _Comparison:
@@ -95,11 +95,12 @@ class _Comparison:
                 env.close()
 
     def _run(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
+        """Step ``env``, and between its steps disturb it; return all its results by name."""
         results: dict[str, Any] = {}
-        reseeded = tuple(name for name in GENERATORS if name in disturbances)
+        to_reseed = tuple(name for name in GENERATORS if name in disturbances)
         ended = True
         for number, action in enumerate(actions):
-            _reseed(reseeded, number)
+            _reseed(to_reseed, number)
             for index, other in enumerate(others):
                 try:
                     if number % 7 == 0:
@@ -108,12 +109,12 @@ class _Comparison:
                 except Exception as error:
                     if by_handler(error):
                         raise
-            _reseed(reseeded, number + 1000)
+            _reseed(to_reseed, number + 1000)
             if ended:
                 result = env.reset(seed=self._seed) if number == 0 else env.reset()
                 results[f"reset before step {number}"] = copy.deepcopy(result)
                 ended = False
-                _reseed(reseeded, number + 2000)
+                _reseed(to_reseed, number + 2000)
             fields, ended = stepped(env, action)
             self._shared.look()
             results.update((f"step {number}, {field}", value) for field, value in fields.items())
@@ -142,12 +143,14 @@ class _Comparison:
         return [name for name in self._shared.look() if "generator" not in name.partition(".")[0]]
 
     def message(self, difference: str, causes: list[str], when: str) -> str:
+        """Return the error text for a difference."""
         names = ", ".join(causes[:4])
-        cause = f"{names or 'something outside (a clock, an unseeded generator)'} reaches its results"
-        return f"{self._name} is not isolated: {cause}. Its results differ {when}: {difference}"
+        cause = names or "something outside (a clock, an unseeded generator)"
+        return f"{self._name} is not isolated: its results depend on {cause}. They differ {when}: {difference}"
 
 
 def _reseed(names: tuple[str, ...], seed: int) -> None:
+    """Seed the shared generators of these names."""
     torch = torch_generator()
     seed_functions = random.seed, np.random.seed, None if torch is None else torch.manual_seed
     for name, seed_generator in zip(GENERATORS, seed_functions, strict=True):

@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -26,6 +27,7 @@ import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.recording import recorder
+from vecenv.recording.file import read_header
 from vecenv.testing import faulty
 from vecenv.testing.faulty import FaultyEnv
 from vecenv.tools.replay import replay
@@ -129,6 +131,8 @@ def test_hang_is_repeated(fault: str, on_failure: str, tmp_path: Path) -> None:
     files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=how)
     result = replay(files[0])
     assert result.text == f"happened again at step {AT}: it hung for more than 1 seconds"
+    assert (result.step, result.location.partition(":")[0]) == (AT, "faulty.py")
+    assert f"in {fault}\n" in result.stack
 
 
 def test_timeout_names_the_file_of_the_environment_that_hangs(tmp_path: Path) -> None:
@@ -136,6 +140,9 @@ def test_timeout_names_the_file_of_the_environment_that_hangs(tmp_path: Path) ->
     assert isinstance(error, StepTimeout)
     assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
     assert any(note.startswith(f"recorded: {files[1]}\n") for note in error.__notes__), error.__notes__
+    hung = "it hung for more than 1 seconds"
+    failures = [read_header(file)[0].failed for file in files]
+    assert failures == [f"{hung} in env 1, of envs 0-2", hung, f"{hung} in env 1, of envs 0-2"]
 
 
 def test_a_second_run_keeps_the_file_of_the_first(tmp_path: Path) -> None:
@@ -156,7 +163,7 @@ def test_external_causes_are_not_repeated(tmp_path: Path) -> None:
     once = tmp_path / "once"
     files, error = fails(tmp_path / "records", "kill", when={"step": AT, "once": str(once)})
     assert isinstance(error, WorkerDied)
-    assert replay(files[0]) == (
+    assert replay(files[0])[:2] == (
         "did not happen again",
         f"did not happen again, though all {AT} steps gave what was recorded",
     )
@@ -200,7 +207,27 @@ def test_every_environment_of_a_dead_worker_has_a_file(tmp_path: Path) -> None:
     assert isinstance(error, WorkerDied)
     assert error.__notes__ == [f"recorded: {files[1]}\nand 2 more in {tmp_path}"]
     assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
-    assert [replay(file).which for file in files] == ["did not happen again", "happened again", "did not happen again"]
+    results = [replay(file) for file in files]
+    assert [result.which for result in results] == ["did not happen again", "happened again", "did not happen again"]
+    assert (results[1].step, results[1].location) == (AT, error_location(error))
+    assert 'faulty.py", line ' in results[1].stack
+    assert [line.split(":")[0] for line in run(tmp_path).stderr.splitlines()[1:]] == [f"  {files[1]}"], "no siblings"
+
+
+def error_location(error: BaseException) -> str:
+    """Return the location at the end of the first line of a ``WorkerDied``."""
+    return str(error).partition("\n")[0].rpartition(", at ")[2]
+
+
+@pytest.mark.parametrize("fault", ["kill", pytest.param("sleep", marks=pytest.mark.long)])
+def test_the_file_of_a_sibling_names_the_one_to_replay(fault: str, tmp_path: Path) -> None:
+    files, _ = fails(tmp_path, fault, num_workers=1, step_timeout=1.0)
+    done = run(files[2], "--yes")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.splitlines()[-1] == (
+        f"Env 2 only shared a worker with env 1, which was running when that failed: replay {files[1]}"
+    )
+    assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
 
 def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
@@ -347,11 +374,35 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command(file: Path) -> None:
     done = run(file, "--yes")
     assert done.returncode == 0, done.stderr
-    first, recorded, result = done.stdout.splitlines()
+    first, recorded, *traceback, result = done.stdout.splitlines()
     assert first.startswith("HistoryEnv, env 0, episode 1, step ")
     assert recorded.startswith("Recorded: ValueError: the pen broke after 9 steps at ")
     assert result.startswith("Happened again at step ")
     assert "the pen broke after 9 steps at " in result
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert any(line.startswith("  File") and line.endswith("in step") and "history_envs.py" in line for line in traceback)
+    assert traceback[-1].startswith("ValueError: the pen broke after 9 steps at ")
+
+
+def test_json_has_the_environment_the_step_and_the_place(file: Path) -> None:
+    done = run(file, "--yes", "--json")
+    found = json.loads(done.stdout)
+    step = int(file.stem.rpartition("step")[2])
+    assert (found["result"], found["env_id"], found["env"], found["step"]) == ("happened again", "HistoryEnv", 0, step)
+    assert (found["episode"], found["recorded_step"], found["instead"]) == (1, step, None)
+    assert re.fullmatch(r"history_envs\.py:\d+ in step", found["location"])
+    assert found["traceback"].startswith("Traceback (most recent call last):\n")
+    assert found["recorded"].startswith("ValueError: the pen broke")
+
+
+def test_a_folder_lists_its_newest_files(file: Path, tmp_path: Path) -> None:
+    done = run(file.parent)
+    assert done.returncode == 2
+    first, listed = done.stderr.splitlines()
+    assert first == f"vecenv: {file.parent} is a folder; choose one of its files. The newest:"
+    assert listed.startswith(f"  {file}: ValueError: the pen broke after 9 steps")
+    done = run(tmp_path)
+    assert (done.returncode, done.stderr) == (2, f"vecenv: {tmp_path} is a folder without recorded failures (*.vecenv)\n")
 
 
 @pytest.mark.long
@@ -477,6 +528,7 @@ def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
     output = converse(command, ("[y/N]", "y"), ("(Pdb)", "p self.made, self.fails_at"), ("(9, 9)", ""), ("(Pdb)", "q"))
     assert 'raise ValueError(f"the pen broke' in output
     assert "history_envs.py" in output
+    assert output.count("Happened again at step ") == 1
 
 
 def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 3
 _MAX_HEADER_BYTES: Final = 2**20
+_RUNNING: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
 
 
 class Unreadable(VecEnvError, ValueError):
@@ -204,6 +206,29 @@ def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> None:
     for _, path in sorted(found)[: max(len(found) + len(latest) - max(keep, len(latest)), 0)]:
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def running_env(text: str, env: int) -> tuple[int, list[int]] | None:
+    """Return the environment that was running in the worker of ``env``, and all environments there, if a failure names them.
+
+    Args:
+        text: The failure: that of a worker that died, or a hang.
+        env: Index of an environment.
+    """
+    for running, first, last, listed in _RUNNING.findall(text):
+        envs = [int(each) for each in listed.split(",")] if listed else list(range(int(first), int(last) + 1))
+        if env in envs:
+            return int(running), envs
+    return None
+
+
+def newest_files(folder: Path) -> list[tuple[Path, Header]]:
+    """Return the readable files of a folder with their headers, the newest first."""
+    found: list[tuple[int, Path, Header]] = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        with contextlib.suppress(OSError, Unreadable):
+            found.append((path.stat().st_mtime_ns, path, read_header(path)[0]))
+    return [(path, header) for _, path, header in sorted(found, key=lambda each: each[0], reverse=True)]
 
 
 def read_header(path: Path) -> tuple[Header, bytes]:

@@ -26,12 +26,14 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied
+from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied, span_text
 from vecenv.front.arguments import random_seed
 from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.messages import dumps_with_code, original_summary
 from vecenv.link.own_generators import with_own_generators
-from vecenv.recording.file import LASTING, SUFFIX, Failed, Message, Record, pack, remove_old, unused_path, write
+from vecenv.recording.file import (
+    LASTING, SUFFIX, Failed, Message, Record, pack, remove_old, running_env, unused_path, write,
+)  # fmt: skip
 from vecenv.shm import Layout, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
@@ -359,7 +361,7 @@ class Recorder:
             "hung" if hung else "died" if worker_died else "raised", text, False, getattr(error, "exitcode", None), seconds
         )
         try:
-            return self._write_files(rows, failed)
+            return self._write_files(rows, failed, str(error) if hung else "")
         finally:
             if not isinstance(error, StepTimeout):  # after a timeout they may continue
                 for row in rows:
@@ -467,13 +469,20 @@ class Recorder:
         self._move_log()
         return self._write(self._read([row]), row, path, None)
 
-    def _write_files(self, rows: Sequence[int], failed: Failed) -> str:
-        """Write the files about rows that failed together, and return a note that names them."""
+    def _write_files(self, rows: Sequence[int], failed: Failed, message: str) -> str:
+        """Write the files about rows that failed together, and return a note that names them.
+
+        ``message`` is that of a hang, which names the environments that were running.
+        """
         written, problems = [], []
         kept = self._read(rows)
         for row in rows:
             try:
-                written.append(self._write(kept, row, None, replace(failed, in_step=self._step_of(row) >= 0)))
+                text = failed.text
+                if failed.how == "hung" and (found := running_env(message, row)) is not None and found[0] != row:
+                    text += f" in env {found[0]}, of envs {span_text(found[1])}"
+                its = replace(failed, text=text, in_step=self._step_of(row) >= 0)
+                written.append(self._write(kept, row, None, its))
             except Exception as error:
                 problems.append(f"not recorded: {original_summary(error)}")
         tick, latest = self._latest_files

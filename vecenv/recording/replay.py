@@ -14,6 +14,7 @@ from vecenv.link.messages import Failure, PackedError, original_summary, pack_er
 from vecenv.recording.file import LASTING, Failed, Header, Message, Record, Unreadable
 from vecenv.shm.layout import Layout
 from vecenv.state.snapshots import Snapshot
+from vecenv.system.supervision import location_in_traceback
 from vecenv.worker.main import make_rows
 
 AGAIN, DIFFERENT, CANNOT = "happened again", "did not happen again", "cannot be replayed"
@@ -21,18 +22,31 @@ _NUMBERS: Final = ("rewards", "terminations", "truncations")
 
 
 class ReplayResult(NamedTuple):
-    """The result of a replay: one of three verdicts, and a sentence."""
+    """The result of a replay: one of three verdicts, and a sentence.
+
+    Attributes:
+        which: The verdict.
+        text: The sentence.
+        step: Number of the step that failed; ``None``: no step failed.
+        location: ``file:line in function`` of the failure; empty if it is not known or in this package.
+        stack: The traceback of the exception, or the last Python stack of the process; empty if there is none.
+    """
 
     which: str
     text: str
+    step: int | None = None
+    location: str = ""
+    stack: str = ""
 
     @classmethod
-    def from_failure(cls, recorded: Failed | None, where: str, what: str, *, same: bool, more: str = "") -> ReplayResult:
+    def from_failure(
+        cls, recorded: Failed | None, where: str, what: str, *, same: bool, more: str = "", **found: Any
+    ) -> ReplayResult:
         """Return the result of a replay that ended in a failure. ``same``: it is the recorded failure."""
         if same:
-            return cls(AGAIN, f"happened again {where}: {what}{more}")
+            return cls(AGAIN, f"happened again {where}: {what}{more}", **found)
         was = "nothing had failed" if recorded is None else f"recorded was: {recorded.text}"
-        return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({was}){more}")
+        return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({was}){more}", **found)
 
 
 class Replay:
@@ -201,7 +215,7 @@ class Replay:
             yield self.at
             failures = self._step()
             if failures:
-                self._end_with_failure(failures, f"at step {self.at}")
+                self._end_with_failure(failures, f"at step {self.at}", self.at)
                 return
             self.place += 1
         self._end_without_failure(until)
@@ -238,14 +252,17 @@ class Replay:
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
-    def _end_with_failure(self, failures: list[Failure], where: str) -> None:
+    def _end_with_failure(self, failures: list[Failure], where: str, step: int | None = None) -> None:
         failed, text, error = self.record.failed, failures[0].text, failures[0].error
         self.failure = error if isinstance(error, BaseException) else None
         first = f"; first difference from the record at {self._different}" if self._different else ""
         packed = error if isinstance(error, PackedError) else pack_error(error)
         texts = text, original_summary(unpack_error(packed, ""))
         same = failed is not None and failed.how == "raised" and failed.text in texts
-        self.result = ReplayResult.from_failure(failed, where, text, same=same, more=first)
+        self.result = ReplayResult.from_failure(
+            failed, where, text, same=same, more=first,
+            step=step, location=location_in_traceback(packed.text), stack=packed.text,
+        )  # fmt: skip
 
     def _end_without_failure(self, until: int | None) -> None:
         record, different = self.record, f"first difference from the record at {self._different}"

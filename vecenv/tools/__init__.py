@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], object]  # called with the stage, the units
 
 
 class CliError(Exception):
-    """An error that ends the command: its message is one line on stderr, and ``code`` is the exit code."""
+    """An error that ends the command: its message, one line except for lists, goes to stderr; ``code`` is the exit code."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)

@@ -6,25 +6,34 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import pdb
 import pickle
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
 import gymnasium
 
-from vecenv.recording.file import Failed, Unreadable, read, read_header
+from vecenv.recording.file import SUFFIX, Failed, Header, Unreadable, newest_files, read, read_header, running_env
 from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
+from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.helper_process import HelperProcess
-from vecenv.system.supervision import describe_exit
+from vecenv.system.supervision import (
+    STACK_SIGNALS, StackFile, catches, describe_exit, env_frames, has_all_env_frames, innermost_location,
+)  # fmt: skip
 from vecenv.tools import USAGE, WRONG, CliError
 
 _MOST_FRAMES: Final = 1000
+_MOST_FILES: Final = 5
+_WRITTEN_TOGETHER: Final = 10.0
+"""Maximum seconds between the files about the environments of one worker."""
+_STACK_SECONDS: Final = 1.0
 _GRACE: Final = 5.0
 """Extra seconds for a step beyond its recorded limit, for a process that has just started."""
 
@@ -32,13 +41,15 @@ _GRACE: Final = 5.0
 def main(arguments: argparse.Namespace) -> int:
     """replay a failure of an environment from the file that record_failures= wrote
 
-    Builds the environment, resets it by its seed and options, repeats its actions, and reports whether it fails in the same
-    way. FILE contains a pickle, which can execute any code: replay only files of your own.
+    Builds the environment, resets it by its seed and options, repeats its actions, and reports whether and where it fails
+    in the same way. FILE contains a pickle, which can execute any code: replay only files of your own.
 
     Exit codes: 0 it failed again; 1 it did not; 2 it cannot be replayed, or wrong usage.
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file
+    if path.is_dir():
+        raise CliError(_describe_folder(path))
     try:
         header, _ = read_header(path)
     except (OSError, Unreadable) as error:
@@ -55,9 +66,58 @@ def main(arguments: argparse.Namespace) -> int:
         result = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
     else:
         result = replay(path, begins, until=arguments.until, frames=arguments.frames)
-    text = result.text[0].upper() + result.text[1:]
-    print(json.dumps({"result": result.which, "text": result.text}) if arguments.json else text)
+    running, instead = _find_running(path, header) if result.which == DIFFERENT else (None, None)
+    if arguments.json:
+        print(json.dumps({
+            "result": result.which, "text": result.text, "env_id": header.env_id, "env": header.env,
+            "episode": header.episode, "step": result.step, "location": result.location, "traceback": result.stack,
+            "recorded": header.failed, "recorded_step": header.step, "instead": instead and str(instead),
+        }))  # fmt: skip
+    elif not arguments.pdb or result.which == CANNOT:  # with --pdb it was printed before the debugger
+        _print_result(result)
+    if running is not None and not arguments.json:
+        advice = f"replay {instead}" if instead else f"replay a file of env {running}"
+        print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
     return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.which]
+
+
+def _print_result(result: ReplayResult) -> None:
+    if result.stack:
+        print(result.stack.rstrip())
+    print(result.text[0].upper() + result.text[1:])
+
+
+def _running_there(header: Header) -> int | None:
+    """Return the other environment that was running in the worker when it failed; ``None`` if it was this one, or unknown."""
+    found = running_env(header.failed, header.env)
+    return None if found is None or found[0] == header.env else found[0]
+
+
+def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
+    """Return the environment that was running in the worker of another one when it failed, and its file."""
+    running = _running_there(header)
+    if running is None:
+        return None, None
+
+    def distance(other: Header) -> float:
+        return abs((datetime.fromisoformat(other.written) - datetime.fromisoformat(header.written)).total_seconds())
+
+    files = [
+        (other.failed != header.failed, distance(other), file)  # files about one death quote it in the same words
+        for file, other in newest_files(path.parent)
+        if (other.env_id, other.env) == (header.env_id, running) and distance(other) <= _WRITTEN_TOGETHER
+    ]
+    return running, min(files)[-1] if files else None
+
+
+def _describe_folder(folder: Path) -> str:
+    """Return the error for a folder in place of a file, with its newest files."""
+    files = newest_files(folder)
+    if not files:
+        return f"{folder} is a folder without recorded failures (*{SUFFIX})"
+    own = [(path, header) for path, header in files if _running_there(header) is None]
+    lines = "".join(f"\n  {path}: {header.failed}" for path, header in (own or files)[:_MOST_FILES])
+    return f"{folder} is a folder; choose one of its files. The newest:{lines}"
 
 
 def _is_own(path: Path) -> bool:
@@ -92,7 +152,9 @@ def replay(
 
 def _replay(path: Path, **options: Any) -> ReplayResult:
     context = multiprocessing.get_context("spawn")
-    helper = HelperProcess(context, _child, (path, options), name="vecenv-replay", daemon=False)
+    descriptors = DescriptorOwner(None)
+    stack_file = StackFile(descriptors)
+    helper = HelperProcess(context, _child, (path, stack_file, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
     at, hung, limit = 0, False, math.inf  # only steps have a limit
     try:
@@ -107,23 +169,44 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
                 limit = failed.seconds + _GRACE if failed is not None and failed.seconds else math.inf
             else:
                 failed = message
-        if not hung:
+        if hung:
+            _request_stack(helper, stack_file)
+        else:
             helper.has_ended(_GRACE)
-        return _of_death(failed, helper.exit_code(), at, hung)
+        return _of_death(failed, helper.exit_code(), at, hung, env_frames(stack_file.read()))
     finally:
         helper.end()
+        descriptors.close()
 
 
-def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool) -> ReplayResult:
+def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
+    """Let a process that hangs write its stack."""
+    assert helper.pid is not None
+    for number in STACK_SIGNALS:
+        if not catches(helper.pid, number):
+            return
+        stack_file.allow_dump()
+        os.kill(helper.pid, number)
+        until = time.monotonic() + _STACK_SECONDS
+        while time.monotonic() < until:
+            if has_all_env_frames(stack_file.read()):
+                return
+            time.sleep(0.01)
+
+
+def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool, stack: str) -> ReplayResult:
     """Return the result of a replay that did not finish."""
     where = f"at step {at}" if at else "outside of a step"
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
     same = failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode)
-    return ReplayResult.from_failure(failed, where, text, same=same)
+    return ReplayResult.from_failure(
+        failed, where, text, same=same, step=at or None, location=innermost_location(stack), stack=stack
+    )
 
 
-def _child(caller: Connection[Any, Any], path: Path, options: dict[str, Any]) -> None:
+def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, options: dict[str, Any]) -> None:
     """Replay a file in the process, and send the recorded failure, each step and the result to the caller."""
+    stack_file.install_handlers(env_threads=False)
     caller.send(_in_this_process(path, say=caller.send, **options))
 
 
@@ -165,7 +248,7 @@ def _in_this_process(
 def _debug(playing: Replay) -> None:
     """Start the debugger in the frame that raised, or at the next step if nothing was raised."""
     assert playing.result is not None
-    print(playing.result.text)
+    _print_result(playing.result)
     if playing.failure is not None:
         pdb.post_mortem(playing.failure.__traceback__)
     elif playing.env is not None and playing.place < playing.record.steps:

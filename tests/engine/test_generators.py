@@ -356,7 +356,7 @@ def test_evaluation_warns_that_its_promise_does_not_hold(options: Any) -> None:
             vecenv.evaluate(envs, lambda observations: np.zeros(len(observations), int), episodes=4, seed=1)
     texts = [str(one.message) for one in raised]
     assert sum("generators='own'" in text and "Draws" in text for text in texts) == 1, texts
-    assert sum("what evaluate gave depends on" in text for text in texts) == 1, texts
+    assert sum("results of evaluate depend on" in text for text in texts) == 1, texts
 
 
 @pytest.mark.parametrize("options", TRIED, ids=str)

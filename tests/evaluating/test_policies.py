@@ -117,8 +117,8 @@ def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
         ({"episodes": 0}, ValueError, "no episode to run"),
         ({"episodes": []}, ValueError, "no episode to run"),
         ({"episodes": -1}, ValueError, "episodes must not be negative"),
-        ({"episodes": 1.5}, TypeError, "episodes must be how many, or a list of vecenv.Episode, got 1.5"),
-        ({"episodes": "ten"}, TypeError, "episodes must be how many"),
+        ({"episodes": 1.5}, TypeError, "episodes must be a number, or a list of vecenv.Episode, got 1.5"),
+        ({"episodes": "ten"}, TypeError, "episodes must be a number"),
         ({"episodes": [vecenv.Episode(1), 2]}, TypeError, r"episodes\[1\] must be a vecenv.Episode, got 2"),
         ({"episodes": [vecenv.Episode(seed=-4)]}, ValueError, r"episodes\[0\].seed must not be negative, got -4"),
         ({"episodes": [vecenv.Episode(seed=True)]}, TypeError, r"episodes\[0\].seed must be an integer, got True"),
@@ -131,13 +131,13 @@ def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
         ({"timeout": "1"}, TypeError, "timeout"),
         ({"timeout": 1.0}, NotImplementedError, "the calling process steps some"),
         ({"on_episode": 3}, TypeError, "on_episode must be callable, got 3"),
-        ({"frames": [4]}, ValueError, r"frames must be places of episodes, from 0 to 3; got \[4\]"),
+        ({"frames": [4]}, ValueError, r"frames must be indices of episodes, from 0 to 3; got \[4\]"),
         ({"frames": [1]}, ValueError, "frames need render_mode='rgb_array', got None"),
         ({"policy": None}, TypeError, "policy must be callable"),
         ({"policy": lambda: 0}, TypeError, "must take the observations"),
-        ({"policy": lambda seen, hidden: 0}, TypeError, "policy wants 'hidden'"),
-        ({"policy": lambda seen, state: 0}, TypeError, "goes with initial_state=.* is not given"),
-        ({"initial_state": 0.0}, TypeError, "goes with initial_state=.* is given"),
+        ({"policy": lambda seen, hidden: 0}, TypeError, "policy needs 'hidden'"),
+        ({"policy": lambda seen, state: 0}, TypeError, "parameter `state` needs initial_state="),
+        ({"initial_state": 0.0}, TypeError, "initial_state= needs a policy with a parameter `state`"),
         ({"batch": "whole"}, ValueError, "batch must be one of"),
         ({"arrays": "cupy"}, ValueError, "arrays must be one of"),
     ],
@@ -154,8 +154,8 @@ def test_wrong_arguments_are_named_before_anything_runs(options: dict[str, Any],
 @pytest.mark.parametrize(
     ("actions", "error", "text"),
     [
-        (lambda count: np.zeros(count + 1, int), ValueError, "given 3 observations and returned 4 actions"),
-        (lambda count: np.zeros(count - 1, int), ValueError, "given 3 observations and returned 2 actions"),
+        (lambda count: np.zeros(count + 1, int), ValueError, "received 3 observations and returned 4 actions"),
+        (lambda count: np.zeros(count - 1, int), ValueError, "received 3 observations and returned 2 actions"),
         (lambda count: 1, TypeError, "returned no batch of 3 actions of Discrete"),
         (lambda count: None, TypeError, "returned no batch of 3 actions of Discrete"),
     ],
@@ -193,7 +193,7 @@ def test_rows_that_are_in_flight_are_not_touched() -> None:
 
 
 def test_non_vector_environment_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"wants a Gymnasium vector environment, as vecenv\.make_vec builds"):
+    with pytest.raises(TypeError, match=r"needs a Gymnasium vector environment, as vecenv\.make_vec builds"):
         vecenv.evaluate(Walk(), choose, 3)  # type: ignore[arg-type]
 
 
@@ -643,8 +643,8 @@ def test_wrong_snapshots_are_named_before_anything_runs() -> None:
         damaged = replace(snapshot, body=snapshot.body[:-1])
         for episodes, error, text in (
             ([snapshot, damaged], SnapshotMismatch, r"episodes\[1\].snapshot: its bytes are damaged"),
-            ([vecenv.Episode(seed=1, snapshot=snapshot)], ValueError, r"episodes\[0\] has a snapshot, so there is no reset"),
-            ([vecenv.Episode(snapshot="state")], TypeError, r"episodes\[0\].snapshot must be one of those"),  # type: ignore[arg-type]
+            ([vecenv.Episode(seed=1, snapshot=snapshot)], ValueError, r"episodes\[0\] begins with a snapshot, not with"),
+            ([vecenv.Episode(snapshot="state")], TypeError, r"episodes\[0\].snapshot must be a snapshot from"),  # type: ignore[arg-type]
             ([fresh], ValueError, r"episodes\[0\].snapshot was taken before the first reset"),
             ([over], ValueError, r"episodes\[0\].snapshot was taken when its episode was over"),
             (snapshot, TypeError, "a list of vecenv.Episode or snapshots"),

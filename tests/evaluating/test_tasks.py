@@ -163,7 +163,7 @@ def test_wrong_names_are_refused_before_anything_runs(episodes: Any, error: type
 def test_environments_that_offer_no_choice_are_named(make: Any) -> None:
     envs = make([Walk] * 2)
     try:
-        with pytest.raises(ValueError, match=r"episodes\[0\] names the environment 'x', and \w+ offers no choice: "):
+        with pytest.raises(ValueError, match=r"episodes\[0\] names the environment 'x', but \w+ offers no choice: "):
             vecenv.evaluate(envs, choose, [Episode(env="x")])
         assert len(vecenv.evaluate(envs, choose, 3, seed=1)) == 3
     finally:
@@ -266,9 +266,9 @@ def test_a_folder_of_another_list_is_refused(change: dict[str, Any], text: str, 
     [
         ({"folder": 3}, TypeError, "folder must be a path or None, got 3"),
         ({"folder": __file__}, ValueError, "is not a folder"),
-        ({"name": "a"}, ValueError, "name= is kept in a folder"),
+        ({"name": "a"}, ValueError, "name= is stored in a folder"),
         ({"name": 3, "folder": "x"}, TypeError, "name must be a string or None, got 3"),
-        ({"folder": "x", "frames": [0]}, ValueError, "frames= does not go with folder="),
+        ({"folder": "x", "frames": [0]}, ValueError, "frames= cannot be combined with folder="),
         ({"folder": "x", "episodes": [Episode(options={"a": object()})]}, TypeError, r"options: expected numbers"),
     ],
 )
@@ -331,7 +331,7 @@ def test_a_second_program_is_refused(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
-        match = "another process evaluates into it"
+        match = "another process writes its results there"
         with open_engine([Walk], num_workers=0) as envs, pytest.raises(ValueError, match=match):
             vecenv.evaluate(envs, choose, 2, folder=tmp_path)
         other.communicate()

@@ -23,7 +23,7 @@ from stable_baselines3.common.vec_env import VecEnv
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require, reset_all
 from vecenv.evaluating import evaluate
-from vecenv.evaluating.episodes import EpisodeResult, Listed
+from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row
@@ -189,7 +189,7 @@ def _row(batch: Any, row: int) -> Any:
 
 
 def evaluate_sb3(
-    model: BaseAlgorithm, envs: Any, episodes: Listed, *, deterministic: bool = True, **options: Any
+    model: BaseAlgorithm, envs: Any, episodes: EpisodeList, *, deterministic: bool = True, **options: Any
 ) -> list[EpisodeResult]:
     """Run :func:`vecenv.evaluate` with a Stable-Baselines3 model; replaces ``evaluate_policy``.
 

@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.aio.slots import Slot, Slots, outside_of_block
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, StepTimeout, VecEnvError, WorkerDied
-from vecenv.evaluating.episodes import Attempt, EpisodeResult, EpisodeResults, Episodes, Listed, listed
+from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.front.arguments import check_option_names, parse_timeout
 from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptions, check_option
 from vecenv.state.snapshots import Snapshot, parse_snapshots
@@ -212,7 +212,7 @@ class Pool:
     async def evaluate(
         self,
         policy: Callable[[Any], Awaitable[Any]],
-        episodes: Listed,
+        episodes: EpisodeList,
         *,
         seed: int | None = None,
         retries: int = 1,
@@ -231,7 +231,7 @@ class Pool:
             Exception: Raised by the policy or ``on_episode``; the other episodes are cancelled.
         """
         self._slots.require_usable("evaluate")
-        listed_episodes, base = listed(episodes, seed)
+        listed_episodes, base = parse_episodes(episodes, seed)
         todo = Episodes(listed_episodes, base, retries)
         remaining = iter(range(len(listed_episodes)))
 
@@ -264,11 +264,11 @@ class Pool:
                     _, reward, *_ = await env.step(await policy(env.observation))
                     attempt.episode_return += reward
                     attempt.length += 1
-                return todo.ended(attempt, env.terminated, env.truncated, env.info)
+                return todo.record_end(attempt, env.terminated, env.truncated, env.info)
         except VecEnvError as error:
             if env.failure is not error:  # the policy raised it
                 raise
-            return todo.failed(attempt, error)
+            return todo.record_failure(attempt, error)
 
 
 class EpisodeEnv:

@@ -20,9 +20,9 @@ from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, WorkerDied, how_to_install
-from vecenv.evaluating.episodes import Attempt, EpisodeResult, EpisodeResults, Episodes, Listed, listed
+from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.journal import Journal, stored_seed
-from vecenv.evaluating.policies import Acting, join_rows, take_rows
+from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
 from vecenv.evaluating.tasks import WaitingEpisodes, require_offered
 from vecenv.front.arguments import parse_timeout
 from vecenv.front.by_row import infos_by_row
@@ -40,15 +40,15 @@ _ENVPOOL_SEED_LIMIT = 2**31  # seeds must be below this limit of EnvPool's C++ c
 
 
 def evaluate(
-    envs: VectorEnv[Any, Any, Any], policy: Callable[..., Any], episodes: Listed, *, seed: int | None = None,
+    envs: VectorEnv[Any, Any, Any], policy: Callable[..., Any], episodes: EpisodeList, *, seed: int | None = None,
     retries: int = 1, timeout: float | None = None, on_episode: Callable[[EpisodeResult], object] | None = None,
     progress: bool = False, frames: Iterable[int] = (), initial_state: Any = None, arrays: str | None = None,
     device: Any = None, batch: str = "ready", folder: str | os.PathLike[str] | None = None, name: str | None = None,
 ) -> EpisodeResults:  # fmt: skip
     """Run each episode of a list exactly once, and return the results in the order of the list.
 
-    Results do not depend on the number of environments or workers, unless environments share generators: that causes a
-    warning, and ``generators="own"`` solves it. ``docs/evaluation.md`` describes the behaviour on each engine.
+    Results do not depend on the number of environments or workers, unless environments share generators. That causes a
+    warning; ``generators="own"`` prevents it. ``docs/evaluation.md`` describes the behaviour on each engine.
 
     Args:
         envs: A vector environment of single-agent environments, in any autoreset mode, with no request in flight. Reset it
@@ -60,8 +60,8 @@ def evaluate(
             torch or JAX arrays.
         episodes: A number of episodes, or a sequence of :class:`vecenv.Episode` or snapshots (``envs.save()``).
         seed: An episode without a seed gets this one plus its index; it also seeds the generators. ``None``: a random one.
-        retries: The number of times a failed episode is repeated with its seed; after that, its result has the error. If
-            environments step together, an exception ends the evaluation.
+        retries: How often a failed episode is repeated with its seed, before its result reports the error. If environments
+            step together, an exception ends the evaluation.
         timeout: The limit of a step or a reset of one environment in seconds; after that, the environment's worker is killed
             and the episode fails. ``None``: the vector environment's ``step_timeout``.
         on_episode: Called with each result, in the order in which episodes end.
@@ -73,7 +73,7 @@ def evaluate(
         device: The device of tensors; ``None``: that of the module's parameters.
         batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, filled up with copies of the first one, which have
             ``num_envs`` in ``rows``; ``"single"``: one row at a time, so that no result depends on other rows.
-        folder: Keep results in ``episodes.jsonl`` in this folder, and run only episodes that have no result there, or that
+        folder: Store results in ``episodes.jsonl`` in this folder, and run only episodes that have no result there, or that
             failed. Infos made of numbers, strings, arrays, lists, tuples and dicts are read back unchanged; other objects
             are read back as their ``repr``. Without ``seed``, the folder's seed is used again.
         name: The name of the policy; a folder holds the results of one policy.
@@ -94,13 +94,13 @@ def evaluate(
     _require_vector_env(envs, policy)
     if seed is None and folder is not None:
         seed = stored_seed(folder)
-    listed_episodes, base = listed(episodes, seed)
+    listed_episodes, base = parse_episodes(episodes, seed)
     todo = Episodes(listed_episodes, base, retries)
     if on_episode is not None and not callable(on_episode):
         raise TypeError(f"on_episode must be callable, got {on_episode!r}")
-    filmed = _parse_frames(frames, len(todo.episodes))
-    journal = _open_journal(folder, name, todo, filmed)
-    act = Acting(policy, envs, arrays=arrays, device=device, batch=batch, initial_state=initial_state)
+    with_frames = _parse_frames(frames, len(todo.episodes))
+    journal = _open_journal(folder, name, todo, with_frames)
+    act = PolicyCaller(policy, envs, arrays=arrays, device=device, batch=batch, initial_state=initial_state)
     bar = ProgressBar(len(todo.episodes)) if progress else None
 
     def report(result: EpisodeResult) -> None:
@@ -111,7 +111,7 @@ def evaluate(
         if on_episode is not None:
             on_episode(result)
 
-    runner = _make_runner(envs, todo, act, report, parse_timeout(timeout), filmed)
+    runner = _make_runner(envs, todo, act, report, parse_timeout(timeout), with_frames)
     with journal or contextlib.nullcontext():
         if journal is not None:
             todo.results.update(journal.results)
@@ -119,21 +119,21 @@ def evaluate(
             runner.run()
     if getattr(envs.unwrapped, "_draws_shared", False):
         warn(
-            "what evaluate gave depends on which row each episode ran in, and on the others in its process: they draw "
-            "from generators that they share. generators='own' makes results the same for every number of environments",
+            "the results of evaluate depend on the row of each episode and on the other environments of its process, which "
+            "draw from the same generators. generators='own' makes results the same for every number of environments",
         )
     return EpisodeResults(todo.results[index] for index in range(len(todo.episodes)))
 
 
-def _open_journal(folder: Any, name: str | None, todo: Episodes, filmed: frozenset[int]) -> Journal | None:
+def _open_journal(folder: Any, name: str | None, todo: Episodes, with_frames: frozenset[int]) -> Journal | None:
     if name is not None and not isinstance(name, str):
         raise TypeError(f"name must be a string or None, got {name!r}")
     if folder is None:
         if name is not None:
-            raise ValueError("name= is kept in a folder: give folder=, too")
+            raise ValueError("name= is stored in a folder: pass folder=, too")
         return None
-    if filmed:
-        raise ValueError("frames= does not go with folder=, which does not keep them")
+    if with_frames:
+        raise ValueError("frames= cannot be combined with folder=, which does not store frames")
     return Journal(folder, todo.episodes, todo.entropy, name)
 
 
@@ -141,14 +141,14 @@ def _require_vector_env(envs: Any, policy: Any) -> None:
     if hasattr(envs, "possible_agents"):
         unable(envs, "evaluate episodes of several agents", "a result has one return")
     if not isinstance(envs, VectorEnv):
-        wrong = f" wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}"
+        problem = f" needs a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}"
         if isinstance(policy, VectorEnv):
-            wrong = f": got envs={envs!r} and policy={policy!r}: are the first two swapped?"
-        raise TypeError(f"evaluate(envs, policy, episodes){wrong}")
+            problem = f": got envs={envs!r} and policy={policy!r}: are the first two swapped?"
+        raise TypeError(f"evaluate(envs, policy, episodes){problem}")
 
 
 def _make_runner(
-    envs: Any, todo: Episodes, act: Acting, report: Report, limit: float | None, filmed: frozenset[int]
+    envs: Any, todo: Episodes, act: PolicyCaller, report: Report, limit: float | None, with_frames: frozenset[int]
 ) -> FirstReadyRunner | LockstepRunner:
     """Return the runner for this engine.
 
@@ -161,7 +161,7 @@ def _make_runner(
     if (snapshots := _first_snapshot_per_kind(todo)) and (capabilities is None or not capabilities.snapshots):
         unable(envs, "begin episodes with snapshots", "they cannot be loaded")
     if capabilities is not None and capabilities.first_ready and capabilities.masked_seeds and hasattr(envs, "abandon"):
-        if filmed and envs.render_mode != "rgb_array":
+        if with_frames and envs.render_mode != "rgb_array":
             raise ValueError(f"frames need render_mode='rgb_array', got {envs.render_mode!r}")
         if limit is not None and capabilities.in_this_process:
             unable(envs, "end environments that hang", "the calling process steps some: use_caller=False, or num_workers=")
@@ -172,8 +172,8 @@ def _make_runner(
             limit = envs.step_timeout
         require_offered(envs, capabilities, todo.episodes)
         _require_loadable(envs, snapshots)
-        return FirstReadyRunner(envs, todo, act, report, limit, filmed)
-    if filmed:
+        return FirstReadyRunner(envs, todo, act, report, limit, with_frames)
+    if with_frames:
         unable(envs, "render single environments", "they step together")
     if limit is not None:
         unable(envs, "end environments that hang", "vecenv does not run them in processes")
@@ -213,7 +213,7 @@ def _in_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> b
     """
     if capabilities is None:
         if envs.metadata.get("autoreset_mode") not in AutoresetMode:
-            unable(envs, "be evaluated", "its metadata do not name its autoreset mode")
+            unable(envs, "be evaluated", "its metadata do not have its autoreset mode")
         return False
     if not capabilities.row_seeds:
         unable(envs, "evaluate episodes with a seed each", "its environments share one generator")
@@ -226,10 +226,10 @@ def _in_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> b
 
 
 def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
-    chosen = frozenset(frames)
-    if wrong := [index for index in chosen if not isinstance(index, (int, np.integer)) or not 0 <= index < count]:
-        raise ValueError(f"frames must be places of episodes, from 0 to {count - 1}; got {wrong}")
-    return frozenset(int(index) for index in chosen)
+    indices = frozenset(frames)
+    if invalid := [index for index in indices if not isinstance(index, (int, np.integer)) or not 0 <= index < count]:
+        raise ValueError(f"frames must be indices of episodes, from 0 to {count - 1}; got {invalid}")
+    return frozenset(int(index) for index in indices)
 
 
 class ProgressBar:
@@ -275,7 +275,7 @@ class EpisodeRunner:
         report: Called with each result as soon as it is known.
     """
 
-    def __init__(self, envs: Any, episodes: Episodes, act: Acting, report: Report) -> None:
+    def __init__(self, envs: Any, episodes: Episodes, act: PolicyCaller, report: Report) -> None:
         self._envs, self._episodes, self._act, self._report = envs, episodes, act, report
         self._by_row = infos_by_row(envs)
         self._mode = envs.metadata.get("autoreset_mode")
@@ -300,56 +300,56 @@ class EpisodeRunner:
         """Report an episode that has ended; ``info`` is that of its last step."""
         del self._running[attempt.row]
         info = info.get("final_info", {}) if self._mode is AutoresetMode.SAME_STEP else info
-        self._report(self._episodes.ended(attempt, bool(terminated), bool(truncated), info))
+        self._report(self._episodes.record_end(attempt, bool(terminated), bool(truncated), info))
 
 
 class FirstReadyRunner(EpisodeRunner):
     """A runner for engines with first-ready batches and a seed for each environment.
 
-    The requests in flight before and after an exception show which environments it concerns. An exception raised by an
-    environment belongs to that environment. The death of a worker ends all its environments, any of which may have caused
-    it: their episodes are repeated after all others, one at a time per worker, so that only one episode can be the cause. An
-    episode that kills its worker costs the others only time, and results do not depend on which environments shared a
-    worker.
+    An exception concerns the environments with a request that it has ended: those in flight before it and not after it. The
+    death of a worker ends all its environments, any of which may have caused it. So their episodes are repeated after all
+    others, one at a time per worker, where only one episode can be the cause. An episode that kills its worker costs the
+    others only time, and results do not depend on which environments shared a worker.
 
-    Snapshots are loaded while nothing is in flight: if an environment waits for that, results that arrive are held back
-    until all have arrived.
+    Snapshots can be loaded only while nothing is in flight: if a row waits for that, the steps of other rows are queued
+    until all results have arrived.
 
     Args:
         envs, episodes, act, report: See :class:`EpisodeRunner`.
         timeout: The limit of a step or a reset of an environment in seconds; ``None``: no limit.
-        filmed: Indices of the episodes to record frames of.
+        with_frames: Indices of the episodes to record frames of.
     """
 
     def __init__(
-        self, envs: Any, episodes: Episodes, act: Acting, report: Report, timeout: float | None, filmed: frozenset[int]
-    ) -> None:
+        self, envs: Any, episodes: Episodes, act: PolicyCaller, report: Report, timeout: float | None,
+        with_frames: frozenset[int],
+    ) -> None:  # fmt: skip
         super().__init__(envs, episodes, act, report)
-        self._timeout, self._filmed = timeout, filmed
+        self._timeout, self._with_frames = timeout, with_frames
         self._groups: list[list[int]] = [list(rows) for rows in envs.worker_rows]
         self._group_of = {row: group for group in self._groups for row in group}
         self._suspects: list[int] = []  # indices of the episodes to repeat one at a time per worker
         self._in_flight: dict[int, float] = {}  # row -> start of its request
         self._broken: set[int] = set()  # rows that failed and were not reset since
-        self._restores = any(episode.snapshot is not None for episode in episodes.episodes)
+        self._has_snapshots = any(episode.snapshot is not None for episode in episodes.episodes)
         self._free: list[int] = []  # rows for the next episodes
         self._idle: list[int] = []  # rows without an episode, in a worker that steps others
         self._queued_steps: list[tuple[list[int], Any, list[Any]]] = []  # the arguments of later calls of `_step`
         self._restarts = envs.capabilities.restarts
 
     def run(self) -> None:
-        """Run all episodes, the filmed ones first, one at a time: frames can be rendered only while nothing is in flight."""
-        for index in sorted(self._filmed):
+        """Run all episodes; first, one at a time, those with frames, which cannot be rendered while others are in flight."""
+        for index in sorted(self._with_frames):
             self._run_episodes([index], [0])
-        done = self._filmed | self._episodes.results.keys()
-        left = [index for index in range(len(self._episodes.episodes)) if index not in done]
-        self._run_episodes(left, range(self._envs.num_envs))
+        done = self._with_frames | self._episodes.results.keys()
+        remaining = [index for index in range(len(self._episodes.episodes)) if index not in done]
+        self._run_episodes(remaining, range(self._envs.num_envs))
         while self._suspects:
             suspects, self._suspects = sorted(self._suspects), []
             self._run_episodes(suspects, [group[0] for group in self._groups])
 
     def _run_episodes(self, indices: Sequence[int], rows: Iterable[int]) -> None:
-        """Run episodes in some rows."""
+        """Run these episodes in these rows."""
         self._waiting.add(indices)
         self._free, self._idle = list(rows), []
         self._advance()
@@ -381,7 +381,7 @@ class FirstReadyRunner(EpisodeRunner):
             if not attempt.begins:
                 attempt.episode_return += float(rewards[position])
                 attempt.length += executed if isinstance(executed, int) else int(executed[position])
-            if attempt.index in self._filmed and not (over and self._mode is AutoresetMode.SAME_STEP):
+            if attempt.index in self._with_frames and not (over and self._mode is AutoresetMode.SAME_STEP):
                 attempt.frames.append(self._frame(row))
             if not over:
                 positions.append(position)
@@ -418,7 +418,7 @@ class FirstReadyRunner(EpisodeRunner):
             self._free += self._idle
             self._idle.clear()
         while self._waiting and self._free:
-            if self._restores and self._in_flight:
+            if self._has_snapshots and self._in_flight:
                 return
             attempts = self._begin_attempts(self._free)
             begun = {attempt.row for attempt in attempts}
@@ -456,7 +456,7 @@ class FirstReadyRunner(EpisodeRunner):
                 self._record_failure(attempt, error)
                 continue
             rows.append(attempt.row)
-            if attempt.index in self._filmed:
+            if attempt.index in self._with_frames:
                 attempt.frames.append(self._frame(attempt.row))
         if rows:
             batch = join_rows(self._envs.single_observation_space, observations)
@@ -505,7 +505,7 @@ class FirstReadyRunner(EpisodeRunner):
                     raise
 
     def _limit(self, row: int) -> float:
-        """Return the time limit of a row's request: the limit of one, times the active rows of its worker."""
+        """Return the time limit of a row's request: the limit of one environment, times the active rows of its worker."""
         assert self._timeout is not None
         return self._timeout * sum(other in self._running for other in self._group_of[row])
 
@@ -515,7 +515,7 @@ class FirstReadyRunner(EpisodeRunner):
         """Return the rows with a request that ended with this exception."""
         in_flight = set(self._envs.in_flight.tolist())
         rows = [row for row in self._in_flight if row not in in_flight]
-        if not rows:  # unrelated to any request
+        if not rows:  # the exception is unrelated to any request
             raise error
         return rows
 
@@ -532,8 +532,8 @@ class FirstReadyRunner(EpisodeRunner):
             del self._in_flight[row]
             self._broken.add(row)
             record = next((each for each in reversed(self._envs.errors) if each.env == row), None)
-            own = record.error if record is not None and isinstance(record.error, Exception) else error
-            self._record_failure(self._running[row], own)
+            cause = record.error if record is not None and isinstance(record.error, Exception) else error
+            self._record_failure(self._running[row], cause)
 
     def _handle_restart(self, row: int) -> None:
         """Process the restart of an environment by the engine."""
@@ -571,7 +571,7 @@ class FirstReadyRunner(EpisodeRunner):
         if by_handler(error):
             raise error
         self._free_row(attempt)
-        result = self._episodes.failed(attempt, error)
+        result = self._episodes.record_failure(attempt, error)
         if result is None:
             self._waiting.add([attempt.index])
         else:
@@ -586,7 +586,7 @@ class LockstepRunner(EpisodeRunner):
         in_waves: True if environments can be seeded only all at once.
     """
 
-    def __init__(self, envs: Any, episodes: Episodes, act: Acting, report: Report, *, in_waves: bool) -> None:
+    def __init__(self, envs: Any, episodes: Episodes, act: PolicyCaller, report: Report, *, in_waves: bool) -> None:
         super().__init__(envs, episodes, act, report)
         self._in_waves = in_waves
         self._all_rows = range(envs.num_envs)

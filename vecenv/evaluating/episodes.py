@@ -21,9 +21,9 @@ from vecenv.errors import SnapshotMismatch
 from vecenv.evaluating.tables import make_table
 from vecenv.state.snapshots import Snapshot
 
-__all__ = ["Attempt", "Episode", "EpisodeResult", "EpisodeResults", "Episodes", "Listed", "listed"]
+__all__ = ["Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "parse_episodes"]
 
-_BASES: Final = 2**30  # plus the number of episodes, seeds stay within the range of every engine
+_BASE_SEEDS: Final = 2**30  # with the index of an episode added, seeds stay within the range of every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Episode:
 
     Args:
         seed: The seed of its reset; ``None``: the seed of the evaluation plus its index in the list.
-        options: The options of its reset; ``None``: none.
-        snapshot: The state it begins with, instead of a reset; ``seed``, ``options`` and ``env`` must then be ``None``.
+        options: The options of its reset.
+        snapshot: The state that it begins with, instead of a reset; ``seed``, ``options`` and ``env`` must then be ``None``.
         env: The name of an environment that :class:`vecenv.EnvChoice` offers.
     """
 
@@ -58,14 +58,14 @@ class EpisodeResult:
         seed: The seed of its reset; ``None``: it began with a snapshot.
         options: The options of its reset.
         episode_return: The sum of its rewards, added in their order as float64; nan if it failed.
-        length: The number of environment steps; with :class:`vecenv.wrappers.ActionChunks`, of all executed actions.
+        length: The number of steps; with :class:`vecenv.wrappers.ActionChunks`, the number of executed actions.
         terminated, truncated: How it ended; both ``False`` if it failed.
         info: The last info.
         error: The cause of the failure of the last attempt; ``None`` if it did not fail.
-        seconds: The time from the request for its reset to its end, in the last attempt.
+        seconds: The time from the submission of its reset to its end, in the last attempt.
         attempts: The number of attempts.
-        frames: uint8 ``(height, width, 3)`` each, if frames were requested: after its reset and after each step.
-        env: The name of its environment, if it has one.
+        frames: If requested, the frames after its reset and after each step, uint8 ``(height, width, 3)``.
+        env: The name of its environment, if :class:`Episode` has one.
     """
 
     index: int
@@ -102,11 +102,11 @@ class EpisodeResults(list[EpisodeResult]):
 
     @property
     def mean(self) -> float:
-        return self._of_finished(np.mean)
+        return self._of_completed(np.mean)
 
     @property
     def std(self) -> float:
-        return self._of_finished(np.std)
+        return self._of_completed(np.std)
 
     def group(self, by: str = "env") -> dict[Any, EpisodeResults]:
         """Group the results by an attribute of :class:`EpisodeResult`, such as ``"env"`` or ``"terminated"``.
@@ -134,7 +134,7 @@ class EpisodeResults(list[EpisodeResult]):
         """
         return make_table(by, self.group(by))
 
-    def _of_finished(self, statistic: Callable[..., Any]) -> float:
+    def _of_completed(self, statistic: Callable[..., Any]) -> float:
         returns = [each.episode_return for each in self if each.error is None]
         return float(statistic(returns)) if returns else float("nan")
 
@@ -146,8 +146,8 @@ class EpisodeResults(list[EpisodeResult]):
         )
 
 
-Listed: TypeAlias = int | Sequence[Episode | Snapshot]
-"""A number of episodes, or a list of them; a snapshot represents the episode that begins with it."""
+EpisodeList: TypeAlias = int | Sequence[Episode | Snapshot]
+"""A number of episodes, or a list of them. A snapshot stands for the episode that begins with it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -158,12 +158,12 @@ class Attempt:
         episode: The episode.
         index: Its index in the list.
         row: The environment that runs it.
-        rng: The policy's generator for this episode: the same at every attempt.
+        rng: The policy's generator for this episode, seeded the same way in every attempt.
         begins: True until the policy has received its first observation.
-        suspect: True if it shared a worker that died with others, and may have caused the death.
+        suspect: True if it may have caused the death of a worker that it shared with other attempts.
         episode_return, length: The totals so far.
         frames: The frames so far, if they were requested.
-        began: ``time.perf_counter()`` at its beginning.
+        start_time: ``time.perf_counter()`` at its beginning.
     """
 
     episode: Episode
@@ -175,7 +175,7 @@ class Attempt:
     episode_return: float = 0.0
     length: int = 0
     frames: list[Any] = field(default_factory=list)
-    began: float = field(default_factory=time.perf_counter)
+    start_time: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(slots=True)
@@ -185,10 +185,10 @@ class Episodes:
     Attributes:
         episodes: The episodes, all with a seed.
         entropy: The seed of the generators.
-        retries: The number of times a failed episode is repeated.
+        retries: How often a failed episode is repeated.
         results: The results by index.
         failures: The number of failures by index.
-        begun: The number of attempts by index.
+        attempts: The number of attempts by index.
     """
 
     episodes: list[Episode]
@@ -196,7 +196,7 @@ class Episodes:
     retries: int
     results: dict[int, EpisodeResult] = field(default_factory=dict)
     failures: Counter[int] = field(default_factory=Counter)
-    begun: Counter[int] = field(default_factory=Counter)
+    attempts: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         retries = self.retries
@@ -205,17 +205,17 @@ class Episodes:
 
     def begin(self, index: int, row: int) -> Attempt:
         """Begin an attempt at an episode in a row."""
-        self.begun[index] += 1
+        self.attempts[index] += 1
         rng = np.random.default_rng(np.random.SeedSequence(self.entropy, spawn_key=(index,)))
         return Attempt(self.episodes[index], index, row, rng)
 
-    def failed(self, attempt: Attempt, error: Exception) -> EpisodeResult | None:
-        """Record a failed attempt; returns the result, or ``None`` if the episode is to be repeated."""
+    def record_failure(self, attempt: Attempt, error: Exception) -> EpisodeResult | None:
+        """Record a failed attempt. Returns the result, or ``None`` if the episode is to be repeated."""
         self.failures[attempt.index] += 1
-        again = self.failures[attempt.index] <= self.retries
-        return None if again else self.ended(attempt, False, False, {}, error)
+        repeat = self.failures[attempt.index] <= self.retries
+        return None if repeat else self.record_end(attempt, False, False, {}, error)
 
-    def ended(
+    def record_end(
         self, attempt: Attempt, terminated: bool, truncated: bool, info: Any, error: Exception | None = None
     ) -> EpisodeResult:
         """Store and return the result of an episode that has ended."""
@@ -224,27 +224,27 @@ class Episodes:
         seed = episode.seed if episode.snapshot is None else None
         result = self.results[index] = EpisodeResult(
             index, seed, episode.options, episode_return, attempt.length, terminated, truncated, info, error,
-            time.perf_counter() - attempt.began, self.begun[index], tuple(attempt.frames), episode.env,
+            time.perf_counter() - attempt.start_time, self.attempts[index], tuple(attempt.frames), episode.env,
         )  # fmt: skip
         return result
 
 
-def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
-    """Parse a list of episodes; returns them, all with a seed, and the seed of the evaluation.
+def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
+    """Parse a list of episodes. Returns the episodes, each with a seed, and the seed of the evaluation.
 
     Raises:
         TypeError: Neither a number nor a list of episodes; a seed that is not an integer; options that are not a dict.
         ValueError: An empty list; a negative seed; a snapshot of an episode that has ended.
         SnapshotMismatch: The bytes of a snapshot are damaged.
     """
-    base = secrets.randbelow(_BASES) if seed is None else _natural(seed, "seed")
+    base = secrets.randbelow(_BASE_SEEDS) if seed is None else _parse_natural(seed, "seed")
     if isinstance(episodes, str | bytes | Mapping | Episode | Snapshot):
-        raise TypeError(f"episodes must be how many, or a list of vecenv.Episode or snapshots, got {episodes!r}")
+        raise TypeError(f"episodes must be a number, or a list of vecenv.Episode or snapshots, got {episodes!r}")
     is_list = isinstance(episodes, Sequence)
-    wanted: list[Any] = list(episodes) if is_list else [Episode()] * _natural(episodes, "episodes")
-    if not wanted:
+    parsed: list[Any] = list(episodes) if is_list else [Episode()] * _parse_natural(episodes, "episodes")
+    if not parsed:
         raise ValueError(f"there is no episode to run: got episodes={episodes!r}")
-    for index, episode in enumerate(wanted):
+    for index, episode in enumerate(parsed):
         if isinstance(episode, Snapshot):
             episode = Episode(snapshot=episode)
         if not isinstance(episode, Episode):
@@ -252,44 +252,42 @@ def listed(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
         if episode.options is not None and not isinstance(episode.options, Mapping):
             raise TypeError(f"episodes[{index}].options must be a dict or None, got {episode.options!r}")
         if episode.options is not None and "reset_mask" in episode.options:
-            raise ValueError(f"episodes[{index}].options has 'reset_mask', which is about many environments")
+            raise ValueError(f"episodes[{index}].options has 'reset_mask', which applies to several environments")
         if episode.snapshot is not None:
             _require_beginning(index, episode)
         if episode.env is not None and (not isinstance(episode.env, str) or "env" in (episode.options or {})):
-            given = f"{episode.env!r}" + " and options with 'env'" * ("env" in (episode.options or {}))
-            raise TypeError(f"episodes[{index}].env must be a name, got {given}")
-        own = base + index if episode.seed is None else _natural(episode.seed, f"episodes[{index}].seed")
-        wanted[index] = Episode(own, episode.options, episode.snapshot, episode.env)
-    return wanted, base
+            found = f"{episode.env!r}" + " and options with 'env'" * ("env" in (episode.options or {}))
+            raise TypeError(f"episodes[{index}].env must be a name, got {found}")
+        episode_seed = base + index if episode.seed is None else _parse_natural(episode.seed, f"episodes[{index}].seed")
+        parsed[index] = Episode(episode_seed, episode.options, episode.snapshot, episode.env)
+    return parsed, base
 
 
 def _require_beginning(index: int, episode: Episode) -> None:
     """Raise for a snapshot that no episode can begin with."""
     snapshot, name = episode.snapshot, f"episodes[{index}].snapshot"
     if not isinstance(snapshot, Snapshot):
-        raise TypeError(f"{name} must be one of those that envs.save() gives, got {snapshot!r}")
+        raise TypeError(f"{name} must be a snapshot from envs.save(), got {snapshot!r}")
     if episode.seed is not None or episode.options is not None or episode.env is not None:
-        raise ValueError(
-            f"episodes[{index}] has a snapshot, so there is no reset that could be given its seed, options or env"
-        )
+        raise ValueError(f"episodes[{index}] begins with a snapshot, not with a reset: it must have no seed, options or env")
     try:
         snapshot.require_whole()
     except SnapshotMismatch as error:
         raise SnapshotMismatch(f"{name}: {error}") from None
-    known = snapshot.row
-    if not known.used or known.pending:
-        when = "before the first reset" if not known.used else "when its episode was over: the next step resets it"
+    row = snapshot.row
+    if not row.used or row.pending:
+        when = "before the first reset" if not row.used else "when its episode was over: the next step resets it"
         raise ValueError(f"{name} was taken {when}")
 
 
-def _natural(number: Any, name: str) -> int:
+def _parse_natural(number: Any, name: str) -> int:
     if isinstance(number, bool | np.bool_):
         raise TypeError(f"{name} must be an integer, got {number!r}")
     try:
         value = operator.index(number)
     except TypeError:
-        wanted = "how many, or a list of vecenv.Episode" if name == "episodes" else "an integer"
-        raise TypeError(f"{name} must be {wanted}, got {number!r}") from None
+        expected = "a number, or a list of vecenv.Episode" if name == "episodes" else "an integer"
+        raise TypeError(f"{name} must be {expected}, got {number!r}") from None
     if value < 0:
         raise ValueError(f"{name} must not be negative, got {value}")
     return value

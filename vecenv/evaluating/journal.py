@@ -1,7 +1,7 @@
 """A file of results, one JSON line per finished episode, from which a killed evaluation continues.
 
 The first line identifies the list of episodes. Each line is appended by one write; an incomplete last line comes from a
-killed program, and is removed. A failed episode is recorded and run again by the next evaluation, so the last line of an
+killed program, and is removed. A failed episode is recorded, and the next evaluation runs it again, so the last line of an
 episode counts.
 
 Values of infos without a JSON type are objects with one key: ``!array``, ``!scalar``, ``!tuple``, ``!dict``, ``!float`` for
@@ -25,7 +25,7 @@ import numpy as np
 
 from vecenv.evaluating.episodes import Episode, EpisodeResult
 
-with contextlib.suppress(ImportError):  # missing on Windows, where two programs may write into one file
+with contextlib.suppress(ImportError):  # missing on Windows: there, two programs may write into one file
     import fcntl
 
 __all__ = ["Journal", "stored_seed"]
@@ -36,7 +36,7 @@ _PLAIN: Final = (type(None), bool, int, str)
 
 
 class Journal:
-    """The results in a folder: a context manager, within which results can be appended.
+    """The results stored in a folder. A context manager, within which results can be appended.
 
     Args:
         folder: Entering the context creates it, with its parents.
@@ -105,20 +105,20 @@ class Journal:
         """Lock the file until it is closed; child processes do not inherit this kind of lock.
 
         Raises:
-            ValueError: Another process evaluates into the folder.
+            ValueError: Another process writes its results into the folder.
         """
         if "fcntl" in globals():
             try:
                 fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise ValueError(f"folder={str(self._path.parent)!r}: another process evaluates into it") from error
+                raise ValueError(f"folder={str(self._path.parent)!r}: another process writes its results there") from error
 
     def _read(self, data: bytes) -> int:
         """Read the file, and return the number of bytes of its complete lines."""
         complete = data.rfind(b"\n") + 1
         header, *lines = _parse(self._path, data[:complete]) or [None]
         if header is not None:
-            self._require_same(header)
+            self._require_same_evaluation(header)
         self.results.clear()
         for line in lines:
             self.results.pop(line["index"], None)
@@ -126,7 +126,8 @@ class Journal:
                 self.results[line["index"]] = self._result(line)
         return complete
 
-    def _require_same(self, header: Any) -> None:
+    def _require_same_evaluation(self, header: Any) -> None:
+        """Raise if the file is of another evaluation."""
         for key, what in (
             ("format", "a file of format"), ("seed", "results of seed"), ("name", "results of name"),
             ("episodes", "a list with this number of episodes:"), ("list", "another list of episodes, with hash"),
@@ -147,7 +148,7 @@ class Journal:
 
 
 def stored_seed(folder: str | os.PathLike[str]) -> int | None:
-    """Return the seed of the evaluation with results in a folder, or ``None``."""
+    """Return the seed of the evaluation that a folder has results of; ``None`` without results."""
     path = _path_in(folder)
     data = path.read_bytes() if path.exists() else b""
     lines = _parse(path, data[: data.find(b"\n") + 1])
@@ -180,7 +181,7 @@ def _identify(episodes: Sequence[Episode]) -> str:
     Raises:
         TypeError: Options contain an object other than a number, string, array, list, tuple or dict.
     """
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for index, episode in enumerate(episodes):
         try:
             options = None if episode.options is None else _encode(dict(episode.options), strict=True)
@@ -188,8 +189,8 @@ def _identify(episodes: Sequence[Episode]) -> str:
             raise TypeError(f"folder= with episodes[{index}].options: {error}") from None
         snapshot = episode.snapshot
         state = "" if snapshot is None else hashlib.sha256(snapshot.body + snapshot.rest).hexdigest()
-        found.update(json.dumps([episode.seed, episode.env, options, state], sort_keys=True).encode() + b"\n")
-    return found.hexdigest()
+        digest.update(json.dumps([episode.seed, episode.env, options, state], sort_keys=True).encode() + b"\n")
+    return digest.hexdigest()
 
 
 # -- exact encoding of values -----------------------------------------------------------------------------------------
@@ -227,8 +228,8 @@ def _decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     match list(value.items()):
-        case [("!float" | "!repr" as sort, text)]:
-            return float(text) if sort == "!float" else text
+        case [("!float" | "!repr" as kind, text)]:
+            return float(text) if kind == "!float" else text
         case [("!tuple", items)]:
             return tuple(map(_decode, items))
         case [("!dict", pairs)]:

@@ -1,6 +1,6 @@
-"""Calls of a policy for the ready environments, with the extra arguments that its parameters name.
+"""Calls of a policy for the ready environments, with the optional arguments that its signature names.
 
-The signature is read once, before anything runs, so that an unknown parameter is an immediate error. Observations and
+The signature is read before anything runs, so an unknown parameter is an immediate error. Batches of observations and
 actions are split and joined by their spaces; states of recurrent policies are trees of arrays.
 """
 
@@ -19,33 +19,33 @@ from gymnasium import Space, spaces
 
 from vecenv.evaluating.episodes import Attempt, Episode
 
-__all__ = ["ARRAYS", "BATCHES", "Acting", "join_rows", "map_leaves", "take_rows"]
+__all__ = ["ARRAYS", "BATCHES", "PolicyCaller", "join_rows", "map_leaves", "take_rows"]
 
 ARRAYS: Final = ("numpy", "torch", "jax")
 BATCHES: Final = ("ready", "padded", "single")
-_OF_ATTEMPTS: Final[dict[str, Callable[[Sequence[Attempt]], Any]]] = {
+_ATTEMPT_ARGUMENTS: Final[dict[str, Callable[[Sequence[Attempt]], Any]]] = {
     "rows": lambda attempts: np.array([attempt.row for attempt in attempts], np.intp),
     "begins": lambda attempts: np.array([attempt.begins for attempt in attempts], np.bool_),
     "episodes": lambda attempts: np.array([attempt.index for attempt in attempts], np.intp),
     "rngs": lambda attempts: [attempt.rng for attempt in attempts],
 }
-_KNOWN: Final = (*_OF_ATTEMPTS, "infos", "state")
+_OPTIONAL_ARGUMENTS: Final = (*_ATTEMPT_ARGUMENTS, "infos", "state")
 
 
-class Acting:
-    """A caller of a policy.
+class PolicyCaller:
+    """A function that calls a policy with the arguments that it has parameters for.
 
     Args:
-        policy: The policy; its parameters are checked.
+        policy: The policy, a callable or a torch module.
         envs: The vector environment.
         arrays: The library of observations: ``"numpy"``, ``"torch"`` or ``"jax"``; ``None``: tensors for a torch module,
             unchanged observations for other policies.
         device: The device of tensors.
         batch: ``"ready"``, ``"padded"`` or ``"single"``; see :func:`vecenv.evaluate`.
-        initial_state: The state of one episode, for a policy with a parameter ``state``.
+        initial_state: The state at the beginning of one episode, for a policy with a parameter ``state``.
 
     Raises:
-        TypeError, ValueError: The policy cannot be called with these arguments.
+        TypeError, ValueError: An argument is invalid, or the policy has an unknown parameter.
     """
 
     def __init__(
@@ -58,41 +58,42 @@ class Acting:
         if arrays is not None and arrays not in ARRAYS:
             raise ValueError(f"arrays must be one of {ARRAYS} or None, got {arrays!r}")
         module = _is_module(policy)
-        self._named = _named(policy.forward if module else policy)
-        if ("state" in self._named) != (initial_state is not None):
-            given = "is not given" if initial_state is None else "is given"
-            raise TypeError(f"a policy that takes `state` goes with initial_state=, that of one episode; here it {given}")
+        self._parameters = _optional_parameters(policy.forward if module else policy)
+        if ("state" in self._parameters) != (initial_state is not None):
+            if initial_state is None:
+                raise TypeError("a policy with a parameter `state` needs initial_state=, the first state of one episode")
+            raise TypeError("initial_state= needs a policy with a parameter `state`")
         self._policy: Callable[..., Any] = policy
         self._spaces = envs.single_observation_space, envs.single_action_space
         self._num_envs = envs.num_envs
         if module and device is None:
             device = next((parameter.device for parameter in policy.parameters()), None)
-        self._convert, self._calling = _conversion(arrays or ("torch" if module else None), device)
+        self._convert, self._context = _make_conversion(arrays or ("torch" if module else None), device)
         self._batch = batch
-        self._initial = initial_state
+        self._initial_state = initial_state
         self._states: list[Any] = [initial_state] * self._num_envs
 
     def __call__(
         self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]
     ) -> Any:
-        """Return one action per attempt, in their order; arrays become numpy's, other values stay unchanged.
+        """Return one action per attempt, in their order. Arrays are converted to numpy; other values stay unchanged.
 
         Args:
             observations: One row per attempt.
-            attempts: The attempts at episodes.
+            attempts: The attempts, in the order of the rows.
             infos: The latest info of each attempt; only read if :attr:`takes_infos`.
 
         Raises:
-            ValueError, TypeError: The policy returned another number of actions.
+            ValueError, TypeError: The policy did not return one action per row.
         """
         if self._batch != "single":
-            actions = self._ask(observations, attempts, infos)
+            actions = self._call_policy(observations, attempts, infos)
         else:
-            each = [
-                self._ask(take_rows(self._spaces[0], observations, [at]), [attempt], infos[at : at + 1])
+            single_actions = [
+                self._call_policy(take_rows(self._spaces[0], observations, [at]), [attempt], infos[at : at + 1])
                 for at, attempt in enumerate(attempts)
             ]
-            actions = join_rows(self._spaces[1], each)
+            actions = join_rows(self._spaces[1], single_actions)
         for attempt in attempts:
             attempt.begins = False
         return actions
@@ -100,27 +101,29 @@ class Acting:
     @property
     def takes_infos(self) -> bool:
         """True if the policy has a parameter ``infos``."""
-        return "infos" in self._named
+        return "infos" in self._parameters
 
-    def _ask(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]) -> Any:
-        count, named = len(attempts), self._named
+    def _call_policy(self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]) -> Any:
+        count, parameters = len(attempts), self._parameters
         if padding := self._num_envs - count if self._batch == "padded" else 0:
             observations = take_rows(self._spaces[0], observations, [*range(count), *[0] * padding])
             fillers = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
             attempts, infos = [*attempts, *fillers], [*infos, *({} for _ in range(padding))]
-        given: dict[str, Any] = {name: of(attempts) for name, of in _OF_ATTEMPTS.items() if name in named}
-        if "infos" in named:
-            given["infos"] = list(infos)
-        if "state" in named:
-            states = [self._initial if each.begins else self._states[each.row] for each in attempts]
-            given["state"] = map_leaves(_stack, *states)
-        with self._calling():
-            actions = self._policy(self._convert(observations), **given)
-        if "state" in named:
-            actions = self._keep_state(actions, attempts[:count])
-        return self._checked(to_numpy(actions), count + padding, count)
+        arguments: dict[str, Any] = {
+            name: get(attempts) for name, get in _ATTEMPT_ARGUMENTS.items() if name in parameters
+        }  # fmt: skip
+        if "infos" in parameters:
+            arguments["infos"] = list(infos)
+        if "state" in parameters:
+            states = [self._initial_state if each.begins else self._states[each.row] for each in attempts]
+            arguments["state"] = map_leaves(_stack, *states)
+        with self._context():
+            actions = self._policy(self._convert(observations), **arguments)
+        if "state" in parameters:
+            actions = self._store_states(actions, attempts[:count])
+        return self._check_actions(to_numpy(actions), count + padding, count)
 
-    def _keep_state(self, returned: Any, attempts: Sequence[Attempt]) -> Any:
+    def _store_states(self, returned: Any, attempts: Sequence[Attempt]) -> Any:
         """Store the states that a recurrent policy returned, and return its actions."""
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(f"a policy with a parameter `state` must return (actions, state), got {type(returned).__name__}")
@@ -128,20 +131,22 @@ class Acting:
             self._states[attempt.row] = map_leaves(operator.itemgetter(place), returned[1])
         return returned[0]
 
-    def _checked(self, actions: Any, wanted: int, count: int) -> Any:
+    def _check_actions(self, actions: Any, expected: int, count: int) -> Any:
+        """Return the first ``count`` of the actions; raise if there are not ``expected`` ones."""
         space = self._spaces[1]
         try:
             found = count_rows(space, actions)
         except (TypeError, KeyError, IndexError) as error:
             raise TypeError(
-                f"the policy was given {wanted} observations and returned no batch of {wanted} actions of {space}: "
+                f"the policy received {expected} observations and returned no batch of {expected} actions of {space}: "
                 f"{actions!r}; nothing was sent"
             ) from error
-        if found - {wanted}:
+        if found - {expected}:
             raise ValueError(
-                f"the policy was given {wanted} observations and returned {min(found - {wanted})} actions; nothing was sent"
+                f"the policy received {expected} observations and returned {min(found - {expected})} actions; "
+                "nothing was sent"
             )
-        return actions if wanted == count else take_rows(space, actions, range(count))
+        return actions if expected == count else take_rows(space, actions, range(count))
 
 
 def _is_module(policy: Any) -> bool:
@@ -149,8 +154,8 @@ def _is_module(policy: Any) -> bool:
     return torch is not None and isinstance(policy, torch.nn.Module)
 
 
-def _named(policy: Any) -> frozenset[str]:
-    """Return the parameters of a policy that are in ``_KNOWN``.
+def _optional_parameters(policy: Any) -> frozenset[str]:
+    """Return the parameters of a policy that are in ``_OPTIONAL_ARGUMENTS``.
 
     Raises:
         TypeError: The policy has no parameter for observations, or needs an unknown one.
@@ -159,18 +164,19 @@ def _named(policy: Any) -> frozenset[str]:
         parameters = list(inspect.signature(policy).parameters.values())
     except (TypeError, ValueError):  # a function written in C
         return frozenset()
-    by_place = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    if not by_place and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    if not positional and not any(each.kind is each.VAR_POSITIONAL for each in parameters):
         raise TypeError(f"policy must take the observations as its first argument: {policy!r}")
-    anything = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-    named = [each for each in parameters if each not in by_place[:1] and each.kind not in anything]
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    named = [each for each in parameters if each not in positional[:1] and each.kind not in variadic]
     for each in named:
-        if each.default is each.empty and (each.name not in _KNOWN or each.kind is each.POSITIONAL_ONLY):
-            raise TypeError(f"policy wants {each.name!r}; what there is beside the observations is {', '.join(_KNOWN)}")
-    return frozenset(each.name for each in named if each.name in _KNOWN)
+        if each.default is each.empty and (each.name not in _OPTIONAL_ARGUMENTS or each.kind is each.POSITIONAL_ONLY):
+            optional = ", ".join(_OPTIONAL_ARGUMENTS)
+            raise TypeError(f"policy needs {each.name!r}; apart from the observations, it can have {optional}")
+    return frozenset(each.name for each in named if each.name in _OPTIONAL_ARGUMENTS)
 
 
-def _conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
+def _make_conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]]:
     """Return a function that converts observations, and the context in which to call the policy."""
     if arrays == "torch":
         import torch
@@ -184,7 +190,7 @@ def _conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], Any], 
 
 
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
-    """Apply a function to each part of batches of a space that is neither Dict nor Tuple."""
+    """Apply a function to the parts of batches of a space, down to spaces that are neither Dict nor Tuple."""
     if isinstance(space, spaces.Dict):
         return {key: map_parts(function, part, *(each[key] for each in batches)) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):

@@ -1,4 +1,4 @@
-"""Scheduling of episodes that name an environment: checks the names, and orders episodes so as to build few environments."""
+"""Scheduling of episodes that name an environment, in an order that builds few environments; checks of the names."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class WaitingEpisodes:
         """Return the next episode for a row, or ``None`` if that would only slow down its worker's other rows."""
         env = self._env_of_row.get(row)
         if row not in self._env_of_row or env not in self._by_env:
-            others = set(self._env_of_row.values()) - {None}
-            free = [name for name in self._by_env if name not in others]
-            if not free and not worker_is_idle:
+            in_use = set(self._env_of_row.values()) - {None}
+            unused = [name for name in self._by_env if name not in in_use]
+            if not unused and not worker_is_idle:
                 return None
-            env = free[0] if free else max(self._by_env, key=lambda name: len(self._by_env[name]))
+            env = unused[0] if unused else max(self._by_env, key=lambda name: len(self._by_env[name]))
         queue = self._by_env[env]
         index = queue.popleft()
         if not queue:
@@ -74,7 +74,7 @@ def require_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequ
                 )
         elif not offered:
             raise ValueError(
-                f"episodes[{index}] names the environment {name!r}, and {type(envs).__name__} offers no choice: "
+                f"episodes[{index}] names the environment {name!r}, but {type(envs).__name__} offers no choice: "
                 "build it from vecenv.EnvChoice"
             )
         elif name not in offered:

@@ -32,7 +32,16 @@ from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.messages import dumps_with_code, original_summary
 from vecenv.link.own_generators import with_own_generators
 from vecenv.recording.file import (
-    LASTING, SUFFIX, Failed, Message, Record, pack, remove_old, running_env, unused_path, write,
+    LASTING,
+    SUFFIX,
+    Failed,
+    Message,
+    Record,
+    pack,
+    remove_old,
+    running_env,
+    unused_path,
+    write,
 )  # fmt: skip
 from vecenv.shm import Layout, fixed_tree
 from vecenv.shm.layout import Array

@@ -25,7 +25,13 @@ from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResu
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import (
-    STACK_SIGNALS, StackFile, catches, describe_exit, env_frames, has_all_env_frames, innermost_location,
+    STACK_SIGNALS,
+    StackFile,
+    catches,
+    describe_exit,
+    env_frames,
+    has_all_env_frames,
+    innermost_location,
 )  # fmt: skip
 from vecenv.tools import USAGE, WRONG, CliError
 
@@ -88,7 +94,7 @@ def _print_result(result: ReplayResult) -> None:
 
 
 def _running_there(header: Header) -> int | None:
-    """Return the other environment that was running in the worker when it failed; ``None`` if it was this one, or unknown."""
+    """Return the other environment that was running in the worker when it failed; ``None`` if unknown or the same one."""
     found = running_env(header.failed, header.env)
     return None if found is None or found[0] == header.env else found[0]
 

@@ -181,6 +181,20 @@ def test_first_host_to_reply_is_received_first(closes: Any) -> None:
     assert envs.recv()[4]["env_id"].tolist() == [0, 1]
 
 
+def test_a_late_host_is_recorded(closes: Any) -> None:
+    here = HostsHere()
+    envs = closes(VectorEnvHere(counters(4, lengths=(100,)), here, num_hosts=2))
+    envs._driver.exchange.step_timeout = 0.05  # the option needs hosts with worker processes
+    envs.reset(seed=0)
+    here.held = {1}
+    with pytest.raises(StepTimeout, match="host 1"):
+        envs.step([1] * 4)
+    (record,) = envs.errors
+    assert (record.env, record.worker, record.command, type(record.error)) == (None, 1, "step", StepTimeout)
+    here.held = set()
+    assert envs.step_wait()[1].shape == (4,)
+
+
 def test_rows_sent_one_by_one_have_their_own_values(closes: Any) -> None:
     envs = closes(VectorEnvHere(scripted(5), num_hosts=2, batch_size=1))
     sync = closes(SyncVectorEnv(scripted(5)))

@@ -120,6 +120,30 @@ def test_hang_in_other_calls(launch: Launch, call: str, tmp_path: Path) -> None:
     check_close(envs)
 
 
+def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launch, tmp_path: Path) -> None:
+    envs = launch(make_env_fns(3, {1: faulty_env_fn(1, "sleep", step=2)}), num_workers=2, step_timeout=0.5)
+    envs.reset(seed=1)
+    envs.step([0, 0, 0])
+    envs.step_async([0, 0, 0])
+    with pytest.raises(StepTimeout):
+        envs.step_wait(timeout=0.01)
+    assert not envs.errors
+    with pytest.raises(StepTimeout) as caught:
+        envs.step_wait()
+    (record,) = envs.errors
+    worker = next(index for index, rows in enumerate(envs.worker_rows) if 1 in rows)
+    assert (record.env, record.worker, record.command) == (1, worker, "step")
+    assert record.pid == worker_pids(envs)[worker]
+    assert isinstance(record.error, StepTimeout)
+    assert record.error is not caught.value, "its traceback would keep the program's frames"
+    assert str(record.error) == str(caught.value)
+    assert "in sleep" in record.traceback
+    assert f"env 1 (worker {worker}, pid {record.pid}), step: StepTimeout: The call to `step_wait` has timed out" in str(record)
+    assert envs.stats()["errors"] == 1
+    check_close(envs)
+    assert list(envs.errors) == [record]
+
+
 @pytest.mark.long
 def test_step_timeout_option(launch: Launch) -> None:
     """``step_timeout`` bounds plain ``step()``."""

@@ -92,8 +92,7 @@ def fails(folder: Path, fault: str, *, when: dict[str, Any] | None = None, **opt
     shown += "\n".join(getattr(raised, "__notes__", ()))
     named = [file for file in files if str(file) in shown]
     assert named, "the exception names the file"
-    if not isinstance(raised, StepTimeout):
-        assert any(str(named[0]) in str(record) and str(named[0]) in record.recorded for record in records)
+    assert any(str(named[0]) in str(record) and str(named[0]) in record.recorded for record in records)
     return files, raised
 
 

@@ -753,8 +753,7 @@ class Exchange:
         late = [worker for worker in self.pool.processes if worker.pending]
         if not self.policy.restart:
             error = self.too_late(method, limit)
-            rows = [(worker.running_row, row) for worker in late for row in worker.rows]
-            self.failures.note_late(error, [row for running, row in sorted(rows, key=lambda pair: pair[0] != pair[1])])
+            self.failures.record_late(error, late)
             raise error
         hanging = [worker for worker in late if not worker.rebuild_deadline]
         self._kill(hanging, f"it hung for more than {limit} seconds", limit)

@@ -23,7 +23,7 @@ from gymnasium.vector import AutoresetMode
 
 from vecenv.engine.observers import Observer, notify_failure
 from vecenv.engine.requests import Death, Request
-from vecenv.engine.worker_process import Worker
+from vecenv.engine.worker_process import Worker, WorkerProcess
 from vecenv.errors import EnvError, EnvFailed, ErrorRecord, RestartsExhausted, StepTimeout
 from vecenv.front.arguments import parse_timeout, select_options
 from vecenv.front.driver import Counters
@@ -117,13 +117,26 @@ class FailureLog:
         for error, note in itertools.product(errors, notes):
             note_once(error, note)
 
-    def note_late(self, error: StepTimeout, rows: Sequence[int]) -> None:
-        """Notify the observers of rows that hang and are left alone, and add their notes to the error."""
+    def record_late(self, error: StepTimeout, workers: Sequence[WorkerProcess]) -> None:
+        """Record workers that took longer than ``step_timeout`` and are left alone, one record for each.
+
+        The observers are notified of all rows at once, those that were running first; their notes, which are about the first
+        row, go to the error and to the record of its worker.
+        """
+        rows = [(worker.running_row, row) for worker in workers for row in worker.rows]
+        ordered = [row for running, row in sorted(rows, key=lambda pair: pair[0] != pair[1])]
+        notes: Sequence[str] = ()
         if self._observers:
             with deferred_signals():
-                notes = notify_failure(self._observers, rows, error, worker_died=False)
+                notes = notify_failure(self._observers, ordered, error, worker_died=False)
             for note in notes:
                 note_once(error, note)
+        for worker in workers:
+            kept = StepTimeout(*error.args, timeout=error.timeout)  # a copy, because `error` keeps the program's frames
+            for note in notes if ordered[0] in worker.rows else ():
+                note_once(kept, note)
+            row, now = worker.running_row, time.monotonic()
+            self.errors.append(ErrorRecord(row, worker.index, worker.pid, worker.command, kept, str(error), now))
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
         """Return one exception for all failures of a request: that of the lowest environment, with a note for each other."""

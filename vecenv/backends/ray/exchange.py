@@ -282,13 +282,13 @@ class Exchange:
         Raises:
             StepTimeout: They are not.
         """
-        late = list({part.host.index: part.host for part in self.parts.values()}.values())
+        late = {part.host.index: (part.host, part.request.command) for part in reversed(self.parts.values())}
         if not self.restart:
             error = self._too_late(method, limit)
-            self.failures.notify([row for host in late for row in host.rows], error, worker_died=False)
+            self.failures.record_late(error, list(late.values()))
             raise error
         with self.changing():
-            for host in late:
+            for host, _ in late.values():
                 self.bury(host, f"it hung for more than {limit} seconds and was killed")
 
     # -- replies ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import NoReturn
 from vecenv.backends.ray.host import Failed
 from vecenv.backends.ray.hosts import RemoteHost
 from vecenv.engine.observers import Observer, notify_failure
-from vecenv.errors import EnvFailed, ErrorRecord, RestartsExhausted, WorkerDied, envs_text
+from vecenv.errors import EnvFailed, ErrorRecord, RestartsExhausted, StepTimeout, WorkerDied, envs_text
 from vecenv.link.messages import summary, unpack_error
 from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
@@ -63,6 +63,15 @@ class Failures:
         host.notes = getattr(error, "__notes__", ())
         self.unborn.update(host.rows)
         self.failed.update(dict.fromkeys(host.rows, host.death.partition("\n")[0]))
+
+    def record_late(self, error: StepTimeout, late: Sequence[tuple[RemoteHost, str]]) -> None:
+        """Record hosts that took longer than ``step_timeout`` for a command and are left alone; notify the observers."""
+        self.notify([row for host, _ in late for row in host.rows], error, worker_died=False)
+        for number, (host, command) in enumerate(late):
+            kept = StepTimeout(*error.args, timeout=error.timeout)  # a copy, because `error` keeps the program's frames
+            for note in () if number else getattr(error, "__notes__", ()):  # they are about the first row
+                kept.add_note(note)
+            self._append(None, host, command, kept, str(error))
 
     def _append(self, env: int | None, host: RemoteHost, command: str, error: Exception, text: str) -> None:
         self.errors.append(ErrorRecord(env, host.index, host.pid, command, error, text, time.monotonic()))

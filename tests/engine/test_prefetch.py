@@ -374,7 +374,7 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
     envs.reset(seed=1)
     mask = np.array([True, False])
     for call, text in (
-        (lambda: envs.set_attr("level", [1.0, 2.0]), "one value for each row"),
+        (lambda: envs.set_attr("level", [1.0, 2.0]), "one value per row"),
         (lambda: envs.set_next_options({"scale": 2.0}), "set_next_options"),
     ):
         with pytest.raises(NotImplementedError, match=text):
@@ -418,7 +418,7 @@ def test_make_vec_accepts_spares_or_explains() -> None:
 
 
 def test_environments_that_differ_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"env_fns\[1\] is not like"):
+    with pytest.raises(ValueError, match=r"env_fns\[1\] differs from"):
         vecenv.EpisodePrefetcher.from_env_fns([partial(Walk, lengths=(1, row + 2)) for row in range(3)], 1)
 
 

@@ -129,7 +129,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             if not (able.row_options if isinstance(others, list) else able.reset_options):
                 reject_options(self, others, "its environments take none")
         if ids is not None and mask is not None:
-            raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
+            raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         if self._driver.state.changing and (ids is not None or mask is not None):
             raise ResetNeeded("an exception interrupted an earlier call in the middle: reset() all environments first")
         self._driver.reset(seeds, ids if mask is None else np.flatnonzero(mask), others, by_row=ids is not None)
@@ -372,7 +372,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._need("attributes", "set_next_options")
         rows = parse_rows(env_id, self.num_envs)
         if self.autoreset_mode is AutoresetMode.DISABLED:
-            raise ValueError("autoreset_mode=DISABLED begins no episodes: give reset() the options, and a reset_mask")
+            raise ValueError("autoreset_mode=DISABLED begins no episodes: pass the options to reset(), with a reset_mask")
         seeds = parse_seeds(seed, self.num_envs, rows)
         mask, options = split_reset_mask(options, self.num_envs, rows)
         if mask is not None:

@@ -20,11 +20,11 @@ __all__ = ["ActionChunks"]
 
 
 class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
-    """An environment with actions that are chunks of ``horizon`` actions of the wrapped one.
+    """A wrapper that takes chunks of ``horizon`` actions of the wrapped environment as its actions.
 
     A step executes the actions of a chunk until the episode ends. It returns the last observation, the sum of the rewards,
     and the flags and the info of the last executed action. The rest of the chunk is discarded. The info also has
-    ``"chunk_steps"``, int, the number of executed actions, and ``"chunk_rewards"``, float64 ``(horizon,)``, zeros behind the
+    ``"chunk_steps"``, int, the number of executed actions, and ``"chunk_rewards"``, float64 ``(horizon,)``, zero after the
     last executed action. ``vecenv.evaluate``, ``vecenv.wrappers.RecordEpisodeStatistics`` and ``stats()`` of a vector
     environment count ``chunk_steps``.
 
@@ -34,7 +34,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
     Args:
         env: The environment. If its ``step`` has a parameter ``render``, all actions but the last of a chunk are executed
             with ``render=False``.
-        horizon: Actions per chunk, from 1 on.
+        horizon: The number of actions per chunk, from 1 on.
         discount: The reward of a chunk is the sum of ``discount**i * rewards[i]``.
         observations: ``"last"``, or ``"all"``: the observations of the chunk stacked along a new first axis of length
             ``horizon``, the last one repeated; after a reset, its observation repeated.
@@ -81,20 +81,21 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute the actions of a chunk, at most until the episode ends; see the class."""
-        actions = self._executable(action)
-        seen: list[Any] = []
+        actions = self._select_executed(action)
+        observations: list[Any] = []
         rewards: list[float] = []
         for single, step in zip(actions, self._step_functions(len(actions)), strict=False):
             observation, reward, terminated, truncated, info = step(single)
             rewards.append(reward if reward.__class__ is float else _as_float(reward))
             if self._stacks:
-                seen.append(copy.deepcopy(observation))  # an environment may return the same array at every step
+                observations.append(copy.deepcopy(observation))  # an environment may return the same array at every step
             if terminated or truncated:
                 break
         chunk_rewards = np.zeros(self.horizon)
         chunk_rewards[: len(rewards)] = rewards
         info = {**info, "chunk_steps": len(rewards), "chunk_rewards": chunk_rewards}
-        return self._stacked(seen) if self._stacks else observation, self._sum(rewards), terminated, truncated, info
+        returned = self._stacked(observations) if self._stacks else observation
+        return returned, self._sum(rewards), terminated, truncated, info
 
     def _step_functions(self, count: int) -> Iterator[Callable[[Any], Any]]:
         """Return the step functions of ``count`` actions, of which only the last one may render."""
@@ -103,8 +104,8 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             return repeat(step)
         return chain(repeat(partial(step, render=False), count - 1), [step])
 
-    def _executable(self, action: Any) -> Any:
-        """Return the actions of a chunk that are to be executed.
+    def _select_executed(self, action: Any) -> Any:
+        """Return the actions of a chunk that a step executes.
 
         Raises:
             ValueError, TypeError: The chunk has another length, is not a sequence, or has a wrong number of steps.
@@ -121,6 +122,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         return action if count == length else action[:count]
 
     def _parse_variable(self, action: Any) -> tuple[Any, int]:
+        """Return the chunk and the number of executed actions."""
         if not isinstance(action, Mapping) or action.keys() != {"actions", "steps"}:
             raise TypeError(f"ActionChunks: expected a dict with 'actions' and 'steps', got {action!r}")
         steps = action["steps"]
@@ -133,9 +135,10 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         return action["actions"], count
 
     def _sum(self, rewards: list[float]) -> float:
+        """Return the discounted sum of rewards, rounded like a loop over single steps."""
         if self._discount == 1.0:
             total = 0.0
-            for reward in rewards:  # (sum() of Python 3.12 compensates, with other bits than a loop of steps)
+            for reward in rewards:  # not sum(), which compensates rounding errors since Python 3.12
                 total += reward
             return total
         total, weight = 0.0, 1.0
@@ -144,12 +147,12 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             weight *= self._discount
         return total
 
-    def _stacked(self, seen: list[Any]) -> Any:
-        """Combine observations to one of the stacked space, with the last one repeated."""
+    def _stacked(self, observations: list[Any]) -> Any:
+        """Combine observations into one of the stacked space, with the last one repeated."""
         space = self.env.observation_space
-        every = seen + [seen[-1]] * (self.horizon - len(seen))
+        padded = observations + [observations[-1]] * (self.horizon - len(observations))
         empty: Any = create_empty_array(space, self.horizon)
-        return concatenate(space, every, empty)
+        return concatenate(space, padded, empty)
 
 
 def _parse_horizon(horizon: Any) -> int:
@@ -174,7 +177,7 @@ def _stack_actions(space: Any, horizon: int) -> spaces.Space[Any]:
     """Return the space of chunks of actions.
 
     Raises:
-        TypeError: ``space`` is no Gymnasium space.
+        TypeError: ``space`` is not a Gymnasium space.
     """
     kind = type(space)
     if kind is spaces.Box:

@@ -14,7 +14,7 @@ from vecenv.state.snapshots import kind_of
 
 __all__ = ["ChosenEnv", "EnvChoice"]
 
-_OF_FIRST: Final = ("observation_space", "action_space", "metadata", "render_mode")
+_SHARED_ATTRIBUTES: Final = ("observation_space", "action_space", "metadata", "render_mode")
 
 EnvFactory = Callable[..., gymnasium.Env[Any, Any]]
 
@@ -50,14 +50,14 @@ class EnvChoice:
         if keep < 1:
             raise ValueError(f"EnvChoice: keep must be an integer from 1 on, got {keep!r}")
         self.factories, self.keep = dict(factories), keep
-        self._known: dict[str, dict[str, Any]] = {}  # by the arguments of the call
+        self._shared: dict[str, dict[str, Any]] = {}  # the attributes of all environments, by the arguments of the call
 
     def __call__(self, **kwargs: Any) -> ChosenEnv:
         """Build an environment. Only the first call builds the first environment at once, for its spaces."""
-        known = self._known.get(repr(kwargs), {})
-        env = ChosenEnv(self.factories, self.keep, kwargs, known)
-        if not known:
-            self._known[repr(kwargs)] = {name: copy.deepcopy(getattr(env, name)) for name in _OF_FIRST}
+        shared = self._shared.get(repr(kwargs), {})
+        env = ChosenEnv(self.factories, self.keep, kwargs, shared)
+        if not shared:
+            self._shared[repr(kwargs)] = {name: copy.deepcopy(getattr(env, name)) for name in _SHARED_ATTRIBUTES}
         return env
 
     def __repr__(self) -> str:
@@ -73,17 +73,17 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     """
 
     def __init__(
-        self, factories: dict[str, EnvFactory], keep: int, kwargs: dict[str, Any], known: Mapping[str, Any]
+        self, factories: dict[str, EnvFactory], keep: int, kwargs: dict[str, Any], shared: Mapping[str, Any]
     ) -> None:
         self.env_choices = tuple(factories)
         self.env_name = self.env_choices[0]
         self._factories, self._keep, self._kwargs = factories, keep, kwargs
-        # a dict, not attributes, because snapshots save environments in attributes by themselves
+        # in a dict, because snapshots would also save environments that are attributes
         self._open: dict[str, gymnasium.Env[Any, Any]] = {}  # the least recently used first
-        if not known:
+        if not shared:
             first = self._open[self.env_name] = factories[self.env_name](**kwargs)
-            known = {name: getattr(first, name) for name in _OF_FIRST}
-        for name, value in known.items():
+            shared = {name: getattr(first, name) for name in _SHARED_ATTRIBUTES}
+        for name, value in shared.items():
             setattr(self, name, copy.deepcopy(value))
 
     @property
@@ -130,11 +130,12 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         return env
 
     def _require_same_spaces(self, name: str, env: gymnasium.Env[Any, Any]) -> None:
+        """Raise if an environment has other spaces than the first one."""
         for kind in ("observation_space", "action_space"):
-            own, expected = getattr(env, kind), getattr(self, kind)
-            if own != expected:
+            space, expected = getattr(env, kind), getattr(self, kind)
+            if space != expected:
                 first = self.env_choices[0]
-                raise ValueError(f"EnvChoice: the {kind} of {name!r} is {own}, that of {first!r} is {expected}")
+                raise ValueError(f"EnvChoice: the {kind} of {name!r} is {space}, that of {first!r} is {expected}")
 
     # -- the attributes of the current environment --------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         """
         name, kind, body = state
         if name not in self._factories:
-            raise SnapshotMismatch(f"it is of the environment {name!r}, which EnvChoice does not offer here")
+            raise SnapshotMismatch(f"it is of the environment {name!r}, which this EnvChoice does not offer")
         env = self._choose(name)
         if difference := kind.differs_from(kind_of(env)):
             raise SnapshotMismatch(difference)

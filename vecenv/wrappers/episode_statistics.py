@@ -23,9 +23,9 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     """Returns, lengths and times of episodes: Gymnasium's wrapper of that name, also for ``send`` and ``recv``.
 
     For ended episodes, ``infos["episode"]`` has ``"r"`` (float64), ``"l"`` (int64) and ``"t"`` (seconds, float64), and
-    ``infos["_episode"]`` is True: arrays with as many rows as the batch. It counts through ``step``, ``step_wait`` and
-    ``recv``, in every autoreset mode, with masks and with resets of single environments. Its counts of an episode are saved
-    and loaded with the environment. Every other attribute is the vector environment's own.
+    ``infos["_episode"]`` is True: arrays with as many rows as the batch. Statistics cover ``step``, ``step_wait`` and
+    ``recv``, every autoreset mode, and resets by a mask or of single environments. The statistics of a running episode are
+    saved and loaded with its environment. Every other attribute is the vector environment's own.
 
     Args:
         env: A vector environment of any engine with NumPy arrays as results.
@@ -75,6 +75,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
 
     def _begin(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
+        """Begin the statistics of new episodes."""
         self.episode_start_times[rows] = time.perf_counter()
         self.episode_returns[rows] = 0
         self.episode_lengths[rows] = 0
@@ -84,34 +85,35 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     # -- saving and loading -----------------------------------------------------------------------------------------
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
-        """Save the vector environment; each snapshot also has the counts of its environment's episode."""
+        """Save the vector environment; each snapshot also has the statistics of its environment's episode."""
         snapshots: tuple[Snapshot, ...] = self.env.save(env_id, verify=verify)  # type: ignore[attr-defined]
-        counted = self._saved(parse_rows(env_id, self.num_envs))
+        statistics = self._running_statistics(parse_rows(env_id, self.num_envs))
         return Snapshots(
-            snapshot.having(beside={**(snapshot.row.beside or {}), self._key: its})
-            for snapshot, its in zip(snapshots, counted, strict=True)
+            snapshot.having(beside={**(snapshot.row.beside or {}), self._key: row})
+            for snapshot, row in zip(snapshots, statistics, strict=True)
         )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Load snapshots into the vector environment. Counts begin at zero for those saved without this wrapper."""
+        """Load snapshots into the vector environment. Statistics begin at zero for those saved without this wrapper."""
         rows = parse_rows(env_id, self.num_envs)
-        each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
+        snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
-        self._restore(rows, [(one.row.beside or {}).get(self._key) for one in each])
+        self._restore(rows, [(one.row.beside or {}).get(self._key) for one in snapshot_by_row])
         return observations
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
-        """Return the state of the vector environment, with all counts."""
+        """Return the state of the vector environment, with all statistics."""
         state: dict[str, Any] = self.env.state_dict(verify=verify)  # type: ignore[attr-defined]
-        counted = self._saved(parse_rows(None, self.num_envs)), self.episode_count, [list(queue) for queue in self._queues()]
-        return StateDict({**state, f"statistics {self._key}": counted})
+        running = self._running_statistics(parse_rows(None, self.num_envs))
+        statistics = running, self.episode_count, [list(queue) for queue in self._queues()]
+        return StateDict({**state, f"statistics {self._key}": statistics})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Load the state of the vector environment; the counts of a state without statistics begin at zero."""
+        """Load the state of the vector environment. Without statistics in the state, they begin at zero."""
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
         rows = parse_rows(None, self.num_envs)
-        counted, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
-        self._restore(rows, counted)
+        running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
+        self._restore(rows, running)
         for queue, numbers in zip(self._queues(), queues, strict=True):
             queue.clear()
             queue.extend(numbers)
@@ -120,16 +122,17 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def _queues(self) -> tuple[deque[Any], deque[Any], deque[Any]]:
         return self.return_queue, self.length_queue, self.time_queue
 
-    def _saved(self, rows: list[int]) -> list[Any]:
+    def _running_statistics(self, rows: list[int]) -> list[Any]:
         """Return for each row: return, length, seconds so far, and flags for an ended episode and a pending reset."""
         seconds = time.perf_counter() - self.episode_start_times[rows]
         columns = self.episode_returns, self.episode_lengths, self.prev_dones, self._resetting
         episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
-    def _restore(self, rows: list[int], counted: list[Any]) -> None:
+    def _restore(self, rows: list[int], statistics: list[Any]) -> None:
+        """Continue with the results of :meth:`_running_statistics`; ``None``: begin at zero."""
         self._begin(rows)
-        for row, one in zip(rows, counted, strict=True):
+        for row, one in zip(rows, statistics, strict=True):
             if one is not None:
                 self.episode_returns[row], self.episode_lengths[row], seconds = one[:3]
                 self.prev_dones[row], self._resetting[row] = one[3:]
@@ -139,29 +142,29 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     def step(self, actions: Any) -> Any:
         """Step the vector environment; ``infos`` has the statistics."""
-        return self._counted(np.arange(self.num_envs), self.env.step(actions))
+        return self._count(np.arange(self.num_envs), self.env.step(actions))
 
     def step_wait(self, timeout: float | None = None) -> Any:
         """Wait for a step of the vector environment; ``infos`` has the statistics."""
-        return self._counted(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
+        return self._count(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
 
-    def recv(self, timeout: float | None = None, **how_many: Any) -> Any:
+    def recv(self, timeout: float | None = None, **options: Any) -> Any:
         """Receive rows of the vector environment; ``infos`` has the statistics of these rows."""
-        result = self.env.recv(timeout, **how_many)  # type: ignore[attr-defined]
-        return self._counted(result[4]["env_id"], result)
+        result = self.env.recv(timeout, **options)  # type: ignore[attr-defined]
+        return self._count(result[4]["env_id"], result)
 
     reset_send = reset_async
     reset_fetch = reset_wait
     step_fetch = step_wait
 
-    def _counted(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
-        """Add the statistics of ended episodes to the infos of a result, and return it.
+    def _count(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
+        """Count a result, add the statistics of ended episodes to its infos, and return it.
 
         Raises:
             ValueError: The infos already have the key.
         """
         _, rewards, terminations, truncations, infos = result
-        first = self._resetting[rows]  # the first row of an episode has no reward
+        first = self._resetting[rows]  # first results of an episode, which have no reward
         if not self._same_step:
             first = first | self.prev_dones[rows]
         self._begin(rows[first])

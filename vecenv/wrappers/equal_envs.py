@@ -11,8 +11,8 @@ from typing import Any, Final
 import cloudpickle
 
 
-def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
-    """Raise for functions that build different environments, since any of them may run any row's episodes."""
+def require_equal(env_fns: Sequence[Callable[[], Any]]) -> None:
+    """Raise if functions build different environments: any environment may run the episodes of any row."""
     first = env_fns[0]
     blob: bytes | None = None
     for row, env_fn in enumerate(env_fns):
@@ -22,8 +22,8 @@ def refuse_different(env_fns: Sequence[Callable[[], Any]]) -> None:
             blob = cloudpickle.dumps(first)
         if cloudpickle.dumps(env_fn) != blob:
             raise ValueError(
-                f"env_fns[{row}] is not like env_fns[0]: with spare workers any environment runs the episodes of any row, "
-                "so that all have to be built in the same way. Let them differ by their seeds, or leave spare workers out"
+                f"env_fns[{row}] differs from env_fns[0]: with spare workers, any environment may run the episodes of any "
+                "row, so all must be built in the same way. Vary their seeds instead, or use no spare workers"
             )
 
 
@@ -47,7 +47,7 @@ class EqualEnvBuilder:
         return env
 
     def __getstate__(self) -> dict[str, Any]:
-        # a flight record begins before attributes were set, and contains the calls that set them
+        # without attributes for a flight record: it begins before they were set, and contains the calls that set them
         starts_process = get_spawning_popen() is not None
         return vars(self) if starts_process else {**vars(self), "_attributes": {}}
 

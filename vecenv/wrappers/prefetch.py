@@ -49,7 +49,7 @@ from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.infos import InfoMerger
 from vecenv.planning.options import parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, refuse_different
+from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 
 __all__ = ["EpisodePrefetcher"]
 
@@ -58,8 +58,8 @@ EpisodeKey = tuple[int, int, int]
 """An episode: the row, the number of resets by the caller, and the number of episodes since its seed."""
 
 _SNAPSHOT_KEY: Final = "EpisodePrefetcher"
-_ERRORS_OF_ARGUMENTS: Final[tuple[type[Exception], ...]] = (AlreadyPendingCallError, ValueError, TypeError, EnvFailed)
-_ERRORS_OF_CALLS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
+_ARGUMENT_ERRORS: Final[tuple[type[Exception], ...]] = (AlreadyPendingCallError, ValueError, TypeError, EnvFailed)
+_CALL_ERRORS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +88,8 @@ class RowEpisode:
 class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     """A vector environment with spare environments, in which the next episodes begin ahead of time.
 
-    It is for resets that take long; see ``docs/workers.md``. All environments must be equal. Each episode has its own seed,
-    which follows from the row's and the number of the episode. Every other attribute is that of ``envs``.
+    It is for slow resets; see ``docs/workers.md``. All environments must be equal. Each episode has its own seed, derived
+    from the seed of its row and the number of the episode. Every other attribute is that of ``envs``.
 
     Args:
         envs: An ``AsyncVectorEnv`` with ``num_envs + spares`` equal environments, one process each, and
@@ -102,7 +102,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         spares: The number of spare environments.
         places: The environment of ``envs`` that each row is at, by row.
         counts: The number of episodes that were ``ready`` when a row needed them, that were ``late`` (a spare was still
-            resetting) or ``missed`` (no spare had begun them); and ``seconds``, the time that calls waited only for resets.
+            resetting) or ``missed`` (no spare had begun them); and ``seconds``, the time in which calls waited only for
+            resets.
 
     Raises:
         ValueError: ``envs``, ``spares`` and ``autoreset_mode`` do not fit; the message names the reason.
@@ -114,7 +115,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise ValueError(f"`spares` must be an int within 1..{envs.num_envs - 1}, got {spares!r}")
         if mode is AutoresetMode.DISABLED:
             raise ValueError(
-                "`autoreset_mode` must be NextStep or SameStep: only episodes that begin by themselves have spares"
+                "`autoreset_mode` must be NextStep or SameStep: spares begin only the episodes that follow by autoreset"
             )
         if envs.metadata["autoreset_mode"] is not AutoresetMode.DISABLED or envs.num_workers != envs.num_envs:
             raise ValueError(
@@ -132,23 +133,21 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self.places = list(range(self.num_envs))
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._by_row, self._merger = infos_by_row(envs), InfoMerger()
-        self._builder: EqualEnvBuilder | None = (
-            None  # of the environments, if they are built with what set_attr has set before
-        )
+        self._builder: EqualEnvBuilder | None = None  # builds environments with the attributes that set_attr has set
         self._order = itertools.count(1)
         self._rows = [RowEpisode(row) for row in range(self.num_envs)]
         self._last_received = list(range(self.num_envs))
         self._free = list(range(self.num_envs, envs.num_envs))  # spares without an episode
         self._ahead: dict[EpisodeKey, int] = {}  # episodes that spares have begun -> their places
         self._ready: dict[int, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
-        self._failed: set[EpisodeKey] = set()  # episodes that failed to reset ahead of time: their rows repeat the reset
+        self._failed: set[EpisodeKey] = set()  # episodes with a reset that failed ahead of time: their rows repeat it
         self._failed_rows: set[int] = set()
         self._steps: dict[int, int] = {}  # place -> row, for rows that wait for a step
         self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
         self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
-        self._ends: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags and final infos of its last step
+        self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._done: dict[int, tuple[Any, ...]] = {}  # row -> result that was not returned yet
-        self._whole: tuple[Any, ...] | None = None  # the result of one step of all rows, if it was received at once
+        self._full_batch: tuple[Any, ...] | None = None  # a step of all rows that was received at once
         self._call = ""  # the pending call: "step", "reset" or none
         self._changing = False  # a change of this state was interrupted
         self._interrupted = False  # a wait was interrupted: reset() may drop what is pending
@@ -171,7 +170,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """
         from vecenv.engine.vector_env import AsyncVectorEnv
 
-        refuse_different(env_fns)
+        require_equal(env_fns)
         others = {"num_workers": None, "use_caller": False, "max_concurrency": None, "env_threads": 1}
         mode = parse_autoreset_mode(autoreset_mode)
         spares = parse_spares(spares, len(env_fns), mode, **{name: options.get(name, own) for name, own in others.items()})
@@ -213,8 +212,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     @property
     def in_flight(self) -> Array:
         """The rows with a step or reset that was begun and not received."""
-        whole = self._whole[0] if self._whole else ()
-        return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._done, *whole}), np.intp)
+        batch_rows = self._full_batch[0] if self._full_batch else ()
+        return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._done, *batch_rows}), np.intp)
 
     # -- reset and step -----------------------------------------------------------------------------------------------------
 
@@ -232,13 +231,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         seeds = parse_seeds(seed, self.num_envs, ids)
         mask, others = split_reset_mask(options, self.num_envs, ids)
         if ids is not None and mask is not None:
-            raise ValueError("env_id and options['reset_mask'] both say which environments are to be reset: give one")
+            raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         rows = ids if ids is not None else list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
         everything = len(rows) == self.num_envs and ids is None
         if self._call and not (everything and (self._interrupted or self._changing)):
             raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
         if not everything:
-            self._require_whole()
+            self._require_consistent()
         if ids is not None:
             self._require_not_in_flight("reset_async", ids)
         elif everything:
@@ -249,7 +248,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._receive(waiting, None)
         with self._change(force=everything):
             if ids is None:
-                self._whole, self._done, self._ends = None, {}, {}
+                self._full_batch, self._done, self._final_results = None, {}, {}
                 self._call, self._interrupted = "reset", False
             self._ended.difference_update(rows)
             self._failed_rows.difference_update(rows)
@@ -259,7 +258,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             )
             self._resets.update(zip(places, rows, strict=True))
             self._free_outdated()
-            self._look_ahead()
+            self._begin_ahead()
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the observations and infos of :meth:`reset_async`."""
@@ -298,7 +297,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._send(actions, rows, "")
 
     def _send(self, actions: Any, rows: list[int], call: str) -> None:
-        self._require_whole()
+        self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
         if failed := self._failed_rows.intersection(rows):
             raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
@@ -314,26 +313,26 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             for row in self._ended.intersection(rows):
                 self._ended.remove(row)
                 self._begin_next(row)
-            self._look_ahead()
+            self._begin_ahead()
 
     def recv(
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
         within: float | None = None,
     ) -> tuple[Any, Any, Any, Any, dict[str, Any]]:  # fmt: skip
         """Return the next rows that are ready; arguments, result and errors are those of ``AsyncVectorEnv.recv``."""
-        self._require_whole()
+        self._require_consistent()
         if self._call == "step":
             raise AlreadyPendingCallError("Calling `recv` while waiting for `step_wait`.", "step")
         count = self.batch_size if count is None else parse_count(count, self.num_envs)
         enough, enough_from = count, None
         if not (at_least is within is None):
             enough, enough_from = parse_at_least(at_least, count), parse_within(within)
-        there = len(self.in_flight)
-        if there < enough or (there < count and enough_from is None):
-            raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {there} are in flight.", "recv")
-        self._collect(min(count, there), timeout, enough, enough_from)
+        in_flight = len(self.in_flight)
+        if in_flight < enough or (in_flight < count and enough_from is None):
+            raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
+        self._collect(min(count, in_flight), timeout, enough, enough_from)
         with self._change():
-            rows = self._last_received = list(self._whole[0] if self._whole else self._done)[:count]
+            rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._done)[:count]
             if self._call == "reset" and not self._steps and not self._resets and len(self._done) == len(rows):
                 self._call = ""
             *results, infos = self._combine(rows)
@@ -359,38 +358,39 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             harmless: Exceptions of calls that have changed nothing here, in addition to those about arguments.
         """
         if not force:
-            self._require_whole()
+            self._require_consistent()
         self._changing = True
         try:
             yield
-        except (*_ERRORS_OF_ARGUMENTS, *harmless):
+        except (*_ARGUMENT_ERRORS, *harmless):
             self._changing = False
             raise
         self._changing = False
 
-    def _require_whole(self) -> None:
+    def _require_consistent(self) -> None:
+        """Raise if a change of state was interrupted."""
         if self._changing:
             raise ResetNeeded("A call was interrupted while it changed the state of the rows: reset() all of them")
 
     def _require_call(self, call: str) -> None:
-        self._require_whole()
+        self._require_consistent()
         if self._call != call:
             raise NoAsyncCallError(f"Calling `{call}_wait` without any prior call to `{call}_async`.", call)
 
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if self._call:
             raise AlreadyPendingCallError(f"Calling `{method}` while waiting for `{self._call}_wait`.", self._call)
-        if (self._whole or self._done or self._steps or self._resets) and (
-            flying := set(self.in_flight.tolist()) & set(rows)
+        if (self._full_batch or self._done or self._steps or self._resets) and (
+            in_flight := set(self.in_flight.tolist()) & set(rows)
         ):
             raise AlreadyPendingCallError(
-                f"Calling `{method}` for envs {sorted(flying)}, which are still in flight: `recv` them first.", "send"
+                f"Calling `{method}` for envs {sorted(in_flight)}, which are still in flight: `recv` them first.", "send"
             )
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
     def _start_life(self, row: int, seed: int | None) -> int:
-        """Start the episode of a reset by the caller and return its seed."""
+        """Count a reset of a row by the caller, and return the seed of the episode that it begins."""
         now = replace(self._rows[row], life=self._rows[row].life + 1, order=next(self._order))
         if seed is None and now.seed is not None:
             self._rows[row] = replace(now, episode=now.episode + 1)
@@ -414,7 +414,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         else:
             self._resets[self.places[row]] = row
 
-    def _look_ahead(self) -> None:
+    def _begin_ahead(self) -> None:
         """Begin an upcoming episode in each free spare, those after the oldest current episodes first."""
         if self._free and (begun := dict(zip(self._upcoming(), self._free, strict=False))):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in begun]
@@ -431,7 +431,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             yield from (key for key in keys if key not in self._ahead and key not in self._failed)
 
     def _drop_all(self) -> None:
-        """Receive and drop everything in flight. Afterwards the state is whole, even if a call was interrupted before."""
+        """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
         while waiting := len(self.envs.in_flight):
             try:
                 self.envs.recv(count=waiting)
@@ -457,28 +457,28 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         seconds = parse_timeout(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         failure: Exception | None = None
-        while (waiting := len(self._steps) + len(self._resets)) and len(self._done) < count and not self._whole:
+        while (waiting := len(self._steps) + len(self._resets)) and len(self._done) < count and not self._full_batch:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if enough_from is not None and len(self._done) >= enough:
-                patience = max(enough_from - time.monotonic(), 0.0)
+                until_enough = max(enough_from - time.monotonic(), 0.0)
                 try:
-                    failure = self._receive(1, patience if left is None else min(patience, left)) or failure
+                    failure = self._receive(1, until_enough if left is None else min(until_enough, left)) or failure
                 except StepTimeout:
                     break
                 continue
-            only_resets, began = not self._steps, time.monotonic()
-            wanted = 1 if enough_from is not None else min(count - len(self._done), waiting)
-            failure = self._receive(wanted, left) or failure
-            self.counts["seconds"] += only_resets * (time.monotonic() - began)
+            only_resets, started = not self._steps, time.monotonic()
+            needed = 1 if enough_from is not None else min(count - len(self._done), waiting)
+            failure = self._receive(needed, left) or failure
+            self.counts["seconds"] += only_resets * (time.monotonic() - started)
         if failure is not None:
             if self._call:
                 with self._change():
-                    self._call, self._whole, self._done = "", None, {}
+                    self._call, self._full_batch, self._done = "", None, {}
             raise failure
 
     def _receive(self, count: int, timeout: float | None) -> Exception | None:
         """Receive ``count`` results, of rows or spares. Returns the failure of a row; a spare that fails becomes free."""
-        flying, known = self.envs.in_flight.size, len(self.envs.errors) and self.envs.errors[-1]
+        in_flight, last_error = self.envs.in_flight.size, len(self.envs.errors) and self.envs.errors[-1]
         self._changing = True
         try:
             observations, *columns, infos, env_ids = self._by_row.recv(timeout, count=count)
@@ -486,30 +486,30 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._changing = False
             raise
         except Exception as error:
-            places = self._failed_places(known)
+            places = self._failed_places(last_error)
             if not places:
-                self._changing, self._interrupted = self.envs.in_flight.size != flying, True
+                self._changing, self._interrupted = self.envs.in_flight.size != in_flight, True
                 raise
-            failure = self._note_failures(places, error)
+            failure = self._record_failures(places, error)
             self._changing = False
             return failure
         except BaseException:
-            self._changing, self._interrupted = self.envs.in_flight.size != flying, True
+            self._changing, self._interrupted = self.envs.in_flight.size != in_flight, True
             raise
-        self._take(env_ids.tolist(), observations, columns, infos)
+        self._apply_results(env_ids.tolist(), observations, columns, infos)
         self._changing = False
         return None
 
-    def _failed_places(self, known: Any) -> set[int]:
-        """Return the places that failed after the error ``known`` was recorded."""
+    def _failed_places(self, last_error: Any) -> set[int]:
+        """Return the places that failed after ``last_error`` was recorded."""
         found: set[int] = set()
         for record in reversed(self.envs.errors):
-            if record is known:
+            if record is last_error:
                 break
             found.add(record.worker if record.env is None else record.env)
         return found
 
-    def _note_failures(self, places: set[int], error: Exception) -> Exception | None:
+    def _record_failures(self, places: set[int], error: Exception) -> Exception | None:
         """Record failures of rows and of spares; return ``error`` if a row failed."""
         for key in [key for key, place in self._ahead.items() if place in places]:
             self._failed.add(key)
@@ -517,17 +517,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
         self._failed_rows |= rows
         for row in rows:
-            self._ends.pop(row, None)
-            error.add_note(f"it ran an episode of env {row}, at place {self.places[row]} of {self.envs.num_envs}")
+            self._final_results.pop(row, None)
+            error.add_note(f"it was running an episode of env {row}, at place {self.places[row]} of {self.envs.num_envs}")
         return error if rows else None
 
-    def _take(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
-        """Give results to the rows and spares that wait for them."""
-        over = columns[1] | columns[2]
-        if len(places) == self.num_envs and self._steps.keys() == set(places) and not (self._same_step and over.any()):
+    def _apply_results(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
+        """Apply received results to the rows and spares that wait for them."""
+        ended = columns[1] | columns[2]
+        if len(places) == self.num_envs and self._steps.keys() == set(places) and not (self._same_step and ended.any()):
             rows = [self._steps.pop(place) for place in places]
-            self._ended.update(itertools.compress(rows, over))
-            self._whole = rows, observations, columns, infos
+            self._ended.update(itertools.compress(rows, ended))
+            self._full_batch = rows, observations, columns, infos
             return
         each = iterate(batch_space(self.single_observation_space, len(places)), observations)
         for place, observation, info, reward, terminated, truncated in zip(places, each, infos, *columns, strict=True):
@@ -539,22 +539,22 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._ready[place] = observation, info
             else:
                 self._free.append(place)
-        self._look_ahead()
+        self._begin_ahead()
 
     def _finish_reset(self, row: int, observation: Any, info: dict[Any, Any]) -> None:
         if isinstance(info, dict) and "restarted" in info:
-            self._ends.pop(row, None)
+            self._final_results.pop(row, None)
             self._done[row] = observation, 0.0, False, True, info
             if not self._same_step:
                 self._ended.add(row)
             return
-        reward, terminated, truncated, final = self._ends.pop(row, (0.0, False, False, {}))
+        reward, terminated, truncated, final = self._final_results.pop(row, (0.0, False, False, {}))
         self._done[row] = observation, reward, terminated, truncated, {**final, **info} if final else info
 
     def _finish_step(self, row: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> None:
         if self._same_step and (terminated or truncated):
             final = info if "restarted" in info else {"final_obs": observation, "final_info": info}
-            self._ends[row] = reward, terminated, truncated, final
+            self._final_results[row] = reward, terminated, truncated, final
             self._begin_next(row)
             return
         self._done[row] = observation, reward, terminated, truncated, info
@@ -564,8 +564,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _combine(self, rows: Sequence[int]) -> tuple[Any, ...]:
         """Remove the results of rows and return them as one batch."""
         space = self.single_observation_space
-        if self._whole is not None:
-            (received, observations, columns, infos), self._whole = self._whole, None
+        if self._full_batch is not None:
+            (received, observations, columns, infos), self._full_batch = self._full_batch, None
             if received != (rows := list(rows)):
                 order = [received.index(row) for row in rows]
                 observations = _select(space, observations, order, len(received))
@@ -585,9 +585,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call ``func(env, *args, **kwargs)`` for rows, with the arguments and result of ``AsyncVectorEnv.exec_func``."""
-        named = [indices] if isinstance(indices, (int, np.integer)) else indices
-        rows = parse_rows(named if named is None else list(named), self.num_envs)
-        self._settle()
+        chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
+        rows = parse_rows(chosen if chosen is None else list(chosen), self.num_envs)
+        self._wait_until_idle()
         results = self.envs.exec_func(func, [self.places[row] for row in rows], *args, **kwargs)
         return tuple(results[self.places[row]] if row in rows else None for row in range(self.num_envs))
 
@@ -606,22 +606,22 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of all environments to one value; spares begin their episodes again."""
         if isinstance(values, (list, tuple)):
-            _refuse("set one value for each row", "any environment runs the episodes of any row")
-        self._settle()
-        with self._change(harmless=_ERRORS_OF_CALLS):
+            _refuse("set one value per row", "any environment may run the episodes of any row")
+        self._wait_until_idle()
+        with self._change(harmless=_CALL_ERRORS):
             self.envs.set_attr(name, [values] * self.envs.num_envs)
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
             self._free_outdated(everything=True)
-            self._look_ahead()
+            self._begin_ahead()
 
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: the next episodes have already begun."""
-        _refuse("set_next_options", "the next episodes have begun already; give reset() the options, and a reset_mask")
+        _refuse("set_next_options", "the next episodes have begun already: pass the options to reset(), with a reset_mask")
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: a frozen copy continues in place of one environment, and rows change their places."""
+        """Raise: a frozen copy would replace the environment at one place, but rows change their places."""
         _refuse("`freeze`", "rows change their processes; save() and load() continue them")
 
     thaw = freeze
@@ -634,12 +634,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """Return the state of all rows, or of some; see ``AsyncVectorEnv.save``."""
         rows = parse_rows(env_id, self.num_envs)
-        self._settle()
+        self._wait_until_idle()
         snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
-        return Snapshots(self._mark(one, row) for one, row in zip(snapshots, rows, strict=True))
+        return Snapshots(self._with_episode(one, row) for one, row in zip(snapshots, rows, strict=True))
 
-    def _mark(self, snapshot: Snapshot, row: int) -> Snapshot:
-        """Add the row's current episode to a snapshot."""
+    def _with_episode(self, snapshot: Snapshot, row: int) -> Snapshot:
+        """Return the snapshot of a row with its current episode added."""
         now = self._rows[row]
         beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (now.origin, now.seed, now.episode)}
         return snapshot.having(beside=beside, pending=row in self._ended)
@@ -651,30 +651,30 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """
         rows = parse_rows(env_id, self.num_envs)
         each = parse_snapshots(snapshots, rows)
-        self._settle()
-        with self._change(harmless=_ERRORS_OF_CALLS):
+        self._wait_until_idle()
+        with self._change(harmless=_CALL_ERRORS):
             plain = [one.having(pending=False) if one.row.pending else one for one in each]
             observations = self.envs.load(plain, [self.places[row] for row in rows])
             self._continue(rows, each)
         return observations
 
     def _continue(self, rows: list[int], each: list[Snapshot]) -> None:
-        """Put rows into the episodes of snapshots."""
+        """Set the current episodes of rows to those of snapshots."""
         self._ended.difference_update(rows)
         self._failed_rows.difference_update(rows)
         for row, one in zip(rows, each, strict=True):
-            known = one.row
-            origin, seed, episode = (known.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
+            saved = one.row
+            origin, seed, episode = (saved.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
             self._rows[row] = RowEpisode(origin, seed, self._rows[row].life + 1, episode, next(self._order))
-            self._ended.update([row] if known.pending else [])
+            self._ended.update([row] if saved.pending else [])
         self._free_outdated()
-        self._look_ahead()
+        self._begin_ahead()
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
-        self._settle()
+        self._wait_until_idle()
         state = self.envs.state_dict(verify=verify)
-        rows = [self._mark(state["snapshots"][place], row) for row, place in enumerate(self.places)]
+        rows = [self._with_episode(state["snapshots"][place], row) for row, place in enumerate(self.places)]
         return StateDict(
             {**state, "num_envs": self.num_envs, "snapshots": Snapshots(rows), "autoreset_mode": self._mode_name}
         )
@@ -692,8 +692,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
         rows = list(range(self.num_envs))
         each = parse_snapshots(state["snapshots"], rows)
-        self._settle()
-        with self._change(harmless=_ERRORS_OF_CALLS):
+        self._wait_until_idle()
+        with self._change(harmless=_CALL_ERRORS):
             plain = [one.having(pending=False) if one.row.pending else one for one in each]
             every = [plain[0]] * self.envs.num_envs
             for row, place in enumerate(self.places):
@@ -706,16 +706,16 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._continue(rows, each)
         return observations
 
-    def _settle(self) -> None:
+    def _wait_until_idle(self) -> None:
         """Wait until nothing is in flight.
 
         Raises:
             AlreadyPendingCallError: Rows are in flight.
         """
-        self._require_whole()
+        self._require_consistent()
         self._require_not_in_flight("a call of the environments", range(self.num_envs))
-        while flying := self.envs.in_flight.size:
-            self._receive(flying, None)
+        while in_flight := self.envs.in_flight.size:
+            self._receive(in_flight, None)
 
 
 def _refuse(what: str, reason: str) -> NoReturn:

@@ -138,7 +138,8 @@ def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launc
     assert record.error is not caught.value, "its traceback would keep the program's frames"
     assert str(record.error) == str(caught.value)
     assert "in sleep" in record.traceback
-    assert f"env 1 (worker {worker}, pid {record.pid}), step: StepTimeout: The call to `step_wait` has timed out" in str(record)
+    where = f"env 1 (worker {worker}, pid {record.pid}), step"
+    assert f"{where}: StepTimeout: The call to `step_wait` has timed out" in str(record)
     assert envs.stats()["errors"] == 1
     check_close(envs)
     assert list(envs.errors) == [record]

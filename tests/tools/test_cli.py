@@ -239,7 +239,15 @@ def test_help_exits_with_0(command: list[str], capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as ended:
         cli.main([*command, "--help"])
     assert ended.value.code == 0
-    assert "--help" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--help" in shown
+    assert shown.splitlines()[-1].startswith("Try: vecenv ")
+    assert ("\nExit codes: " in shown) == bool(command)
+
+
+@pytest.mark.parametrize("option", ["--num-workers", "--workers"])
+def test_bench_has_the_options_of_run_for_workers(option: str) -> None:
+    assert cli._build_parser().parse_args(["bench", option, "3"]).workers == 3
 
 
 def test_unwritable_results_are_refused_before_measuring(

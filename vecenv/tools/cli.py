@@ -1,7 +1,7 @@
 """The command line: ``vecenv run | bench | plan | conform | replay | top``, and ``python -m vecenv``.
 
 A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, a description,
-and an epilog. Errors are one line instead of a traceback, and every command takes ``--json``. Exit codes: 0 success; 1 an
+and an epilog. Errors are one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes: 0 success; 1 an
 engine gave wrong results, or ``top`` found no program; 2 wrong usage, or a missing library; 3 something died while it was
 measured; 130 interrupted.
 """
@@ -27,6 +27,10 @@ from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import why_no_processes
 from vecenv.tools import benchmark, conform, limits, replay, run, runners, top
 
+_ENV_ID = (
+    "a registered id; module:Env-v0, if importing the module registers it; or module:name, a class or function that builds "
+    "an environment without arguments"
+)
 Command = Callable[[argparse.Namespace], "int | Callable[[], None]"]
 
 
@@ -51,6 +55,14 @@ class _Parser(argparse.ArgumentParser):
                 for name, parser in action.choices.items():
                     known += [name, *parser._known()]
         return list(dict.fromkeys(known))
+
+
+class _Formatter(argparse.HelpFormatter):
+    """Begins a line for the example at the end of a help text."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        parts = re.split(r"\s+(?=Try: )", text)
+        return "\n".join(super(_Formatter, self)._fill_text(part, width, indent) for part in parts)
 
 
 def _positive(kind: type[Any]) -> Callable[[str], Any]:
@@ -99,56 +111,62 @@ def _build_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"vecenv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
 
-    def add(name: str, command: Command) -> Callable[..., Any]:
-        text, description, epilog = [*(inspect.getdoc(command) or "").split("\n\n"), None, None][:3]
-        its = commands.add_parser(name, help=text, description=description, epilog=epilog)
+    def add(name: str, command: Command, usage: str | None = None) -> Callable[..., Any]:
+        text, description, epilog = (inspect.getdoc(command) or "").split("\n\n")
+        its = commands.add_parser(
+            name, help=text, description=description, epilog=epilog, usage=usage, formatter_class=_Formatter
+        )
         its.set_defaults(run=command)
         return its.add_argument
 
-    run.add_options(add("run", _run))
+    run.add_options(add("run", _run, "%(prog)s [options] PROGRAM ...\n       %(prog)s [options] -m MODULE ..."))
     _add_bench_options(add("bench", _bench))
     option = add("plan", _plan)
-    option("env_id", metavar="ENV_ID", help="as for bench")
-    option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
-    option("--json", action="store_true", help="print the plan as JSON")
+    option("env_id", metavar="ENV_ID", help=_ENV_ID)
+    option("--num-envs", type=_count, default=64, metavar="N", help="number of environments (default: 64)")
+    option("--json", action="store_true", help="print the plan as JSON instead of text")
     option = add("conform", conform.main)
-    option("engine", metavar="MODULE:ENGINE", help="what builds the engine")
-    option("--modes", default="all", help="autoreset modes with commas between: NextStep,SameStep (default: all)")
-    option("--faults", action="store_true", help="also with exceptions, kills and timeouts")
-    option("--json", action="store_true", help="print the rows as JSON")
+    option("engine", metavar="MODULE:ENGINE", help="the class or function that builds the engine")
+    text = "autoreset modes to check, separated by commas, such as NextStep,SameStep (default: all)"
+    option("--modes", default="all", help=text)
+    option("--faults", action="store_true", help="also check environments that raise, die or hang")
+    option("--json", action="store_true", help="print the results as JSON instead of a table")
     option = add("replay", replay.main)
-    option("file", type=Path, metavar="FILE", help="what was recorded")
-    option("--from-snapshot", action="store_true", help="begin with the latest snapshot, and not with the reset")
+    option("file", type=Path, metavar="FILE", help="a file that record_failures= wrote")
+    option("--from-snapshot", action="store_true", help="begin with the latest snapshot instead of a reset")
     option("--until", type=_count, metavar="N", help="stop before step N of the episode")
-    option("--pdb", action="store_true", help="open the debugger where the environment raises, or at --until")
-    option("--frames", type=Path, metavar="OUT.gif", help="write what the environment shows")
+    option("--pdb", action="store_true", help="open the debugger where the environment raises, or before step N")
+    option("--frames", type=Path, metavar="OUT.gif", help="write the frames that the environment renders (GIF or MP4)")
     option("--yes", action="store_true", help="do not ask whether the file is your own")
-    option("--json", action="store_true", help="print the result as JSON")
+    option("--json", action="store_true", help="print the result as JSON instead of text")
     option = add("top", top.main)
-    option("--pid", type=_count, metavar="PID", help="only this program")
+    option("--pid", type=_count, metavar="PID", help="show only the program with this process id")
     option("--interval", type=_number, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
-    option("--once", action="store_true", help="print one table and end")
-    option("--json", action="store_true", help="print one snapshot as JSON and end")
+    option("--once", action="store_true", help="print one table and exit")
+    option("--json", action="store_true", help="print one table as JSON and exit")
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> Callable[[], None]:
-    """run an unmodified program, with vecenv in place of Gymnasium's AsyncVectorEnv
+    """run an unmodified program with vecenv in place of Gymnasium's AsyncVectorEnv
 
-    Runs a Python program in which gymnasium.vector.AsyncVectorEnv, and gymnasium.make_vec(..., vectorization_mode="async"),
-    are vecenv's. Options are for arguments that the program does not give. Arguments, exit code and tracebacks are the
-    program's own.
+    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, also where gymnasium.make_vec(...,
+    vectorization_mode="async") builds it. The options set arguments that the program does not give itself. The exit code and
+    tracebacks are the program's own.
 
+    Exit codes: those of the program; 2 wrong usage, or there is no such program.
     Try: vecenv run --on-failure restart train.py --seed 1
     """
     return run.prepare(arguments)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    """choose the number of workers by measuring one environment
+    """recommend a number of workers from a few steps of an environment
 
-    Times one environment in a process of its own, and prints the steps per second expected of each way to step a vector of
-    them, and which one num_workers='auto' takes.
+    Times a few steps in temporary processes, and prints the steps per second to expect of each way to run a vector of such
+    environments, and the way that num_workers="auto" chooses.
+
+    Exit codes: 0 success; 2 the environment cannot be measured, or wrong usage. Try: vecenv plan CartPole-v1 --num-envs 8
     """
     env_fn = runners.resolve(arguments.env_id)
     try:
@@ -164,27 +182,27 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _add_bench_options(option: Callable[..., Any]) -> None:
-    text = """a registered id, module:Env-v0 (the module registers it), or module:name, a class or function of yours that
-    builds an environment without arguments; default: CartPole-v1"""
-    option("env_id", nargs="?", default="CartPole-v1", metavar="ENV_ID", help=text)
-    option("--num-envs", type=_count, default=64, metavar="N", help="environments (default: 64)")
-    option("--workers", type=_count, default=usable_cores(), metavar="W", help="processes (default: the usable cores)")
-    option("--seconds", type=_number, metavar="S", help="length of one sample (default: 1; with --scale 0.4)")
-    option("--repeats", type=_count, metavar="R", help="interleaved rounds (default: 7; with --scale 3)")
-    option("--engines", metavar="NAMES", help="only these rows, separated by commas (default: all)")
-    option("--scale", action="store_true", help="throughput over the number of environments and workers, drawn")
-    option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="default: bench-results")
+    option("env_id", nargs="?", default="CartPole-v1", metavar="ENV_ID", help=f"{_ENV_ID} (default: CartPole-v1)")
+    option("--num-envs", type=_count, default=64, metavar="N", help="number of environments (default: 64)")
+    text = "number of worker processes (default: the number of usable cores)"
+    option("--num-workers", "--workers", dest="workers", type=_count, default=usable_cores(), metavar="N", help=text)
+    option("--seconds", type=_number, metavar="S", help="seconds per sample (default: 1, or 0.4 with --scale)")
+    option("--repeats", type=_count, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
+    option("--engines", metavar="NAMES", help="measure only these engines, separated by commas (default: all)")
+    option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
+    option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="folder of results (default: bench-results)")
     option("--json", action="store_true", help="print the results as JSON instead of a table")
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    """measure the engine on an environment, next to Gymnasium's engines and the bare loop (upper bound)
+    """measure vecenv on an environment, next to Gymnasium's engines and a bare loop
 
     First checks that the engine's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
-    engines in interleaved rounds. Prints a table and writes JSON and a PNG. The defaults take about two minutes.
+    engines in interleaved rounds. The bare loop, which only steps environments on all cores, is the upper bound. Prints a
+    table, and writes JSON and a PNG. The defaults take about two minutes.
 
-    Exit codes: 0 measured; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage; 3 a row died while it was
-    measured.
+    Exit codes: 0 success; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage, or a library is missing; 3 an
+    engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
     """
     tools.require("bench", "rich", "matplotlib")
     if (why := why_no_processes()) is not None:

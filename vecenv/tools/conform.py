@@ -194,11 +194,11 @@ def _said(error: BaseException) -> str:
 def main(arguments: argparse.Namespace) -> int:
     """check which promises of Gymnasium's vector interface an engine keeps
 
-    Checks each promise of Gymnasium's documentation, and shows a short program for each that is broken.
-    MODULE:ENGINE is called with functions that build environments, or, where it has an argument num_envs, with their
-    number; and with autoreset_mode where it takes that.
+    Checks each promise of Gymnasium's documentation, and prints a short program for each one that is broken. MODULE:ENGINE is
+    called with functions that build environments or, if it has an argument num_envs, with their number; and with
+    autoreset_mode, if it takes that.
 
-    Exit codes: 0 nothing is broken; 1 something is; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
+    Exit codes: 0 no promise is broken; 1 some are; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
     """
     rows = conform(arguments.engine, parse_modes(arguments.modes), faults=arguments.faults)
     counts = {state: sum(row.state == state for row in rows) for state in (KEPT, BROKEN, REFUSED)}

@@ -45,10 +45,10 @@ _GRACE: Final = 5.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """replay a failure of an environment from the file that record_failures= wrote
+    """repeat a failure from the file that record_failures= wrote
 
-    Builds the environment, resets it by its seed and options, repeats its actions, and reports whether and where it fails
-    in the same way. FILE contains a pickle, which can execute any code: replay only files of your own.
+    Builds the environment, resets it with its seed and options, repeats its actions, and reports whether it fails in the
+    same way, and where. FILE contains a pickle, which can execute any code: replay only files of your own.
 
     Exit codes: 0 it failed again; 1 it did not; 2 it cannot be replayed, or wrong usage.
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv

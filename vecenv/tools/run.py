@@ -183,12 +183,14 @@ def add_options(option: Callable[..., Any]) -> None:
     Args:
         option: ``ArgumentParser.add_argument``.
     """
-    option("--num-workers", type=_workers, default="auto", metavar="N", help="a number, auto, or each (default: auto)")
-    option("--on-failure", choices=("raise", "restart"), help="what to do about an environment that fails")
-    option("--step-timeout", type=float, metavar="S", help="seconds after which a step counts as hanging (default: never)")
-    option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes are started")
-    option("--generators", choices=("shared", "own"), help="whether each environment has global generators of its own")
-    option("--sync", action="store_true", help="replace gymnasium.vector.SyncVectorEnv too")
-    option("--quiet", action="store_true", help="say nothing at the beginning and at the end")
-    option("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module, as python -m does")
-    option("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="a file, and its own arguments")
+    text = "number of worker processes, auto, or each: one per environment (default: auto)"
+    option("--num-workers", type=_workers, default="auto", metavar="N", help=text)
+    option("--on-failure", choices=("raise", "restart"), help="what to do when an environment fails (default: raise)")
+    option("--step-timeout", type=float, metavar="S", help="seconds after which a step counts as hanging (default: no limit)")
+    option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes start (default: Python's)")
+    text = "whether environments share the global random generators of their process or have their own (default: shared)"
+    option("--generators", choices=("shared", "own"), help=text)
+    option("--sync", action="store_true", help="also replace gymnasium.vector.SyncVectorEnv")
+    option("--quiet", action="store_true", help="do not report on stderr at the start and the end")
+    option("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module with its arguments, as python -m does")
+    option("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="a Python file, folder or archive, and its arguments")

@@ -284,12 +284,12 @@ def _duration(seconds: float) -> str:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """a live table of the workers of running programs
+    """show a live table of the workers of running programs
 
-    Shows the workers of every program of this user that publishes its statistics: one that called envs.publish_stats(), or
-    was started with VECENV_TOP=1. Keys: s sorts by the next column, arrows and pages move, q or Ctrl-C ends.
+    Shows every program of this user that publishes its statistics: one that called envs.publish_stats(), or was started with
+    VECENV_TOP=1. Keys: s sorts by the next column, arrow and page keys scroll, q or Ctrl-C quits.
 
-    Exit codes: 0 shown; 1 with --json or --once: no program publishes anything; 2 wrong usage.
+    Exit codes: 0 success; 1 no program publishes anything (with --once or --json); 2 wrong usage. Try: vecenv top --once
     """
     if not available():
         raise CliError("vecenv top needs Linux; envs.stats() returns the statistics in the program itself")

@@ -1,9 +1,9 @@
 """The command line: ``vecenv run | bench | plan | conform | replay | top``, and ``python -m vecenv``.
 
 A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, a description,
-and an epilog. Errors are one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes: 0 success; 1 an
-engine gave wrong results, or ``top`` found no program; 2 wrong usage, or a missing library; 3 something died while it was
-measured; 130 interrupted.
+and an epilog. Errors are one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes:
+0 success; 1 an engine gave wrong results, or ``top`` found no program; 2 wrong usage, or a missing library; 3 something died
+while it was measured; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
     option("--repeats", type=_count, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
     option("--engines", metavar="NAMES", help="measure only these engines, separated by commas (default: all)")
     option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
-    option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help="folder of results (default: bench-results)")
+    text = "folder of the results (default: bench-results)"
+    option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help=text)
     option("--json", action="store_true", help="print the results as JSON instead of a table")
 
 
@@ -201,8 +202,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     engines in interleaved rounds. The bare loop, which only steps environments on all cores, is the upper bound. Prints a
     table, and writes JSON and a PNG. The defaults take about two minutes.
 
-    Exit codes: 0 success; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage, or a library is missing; 3 an
-    engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
+    Exit codes: 0 success; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage, or a library is missing;
+    3 an engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
     """
     tools.require("bench", "rich", "matplotlib")
     if (why := why_no_processes()) is not None:

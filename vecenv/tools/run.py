@@ -186,11 +186,14 @@ def add_options(option: Callable[..., Any]) -> None:
     text = "number of worker processes, auto, or each: one per environment (default: auto)"
     option("--num-workers", type=_workers, default="auto", metavar="N", help=text)
     option("--on-failure", choices=("raise", "restart"), help="what to do when an environment fails (default: raise)")
-    option("--step-timeout", type=float, metavar="S", help="seconds after which a step counts as hanging (default: no limit)")
+    text = "seconds after which a step counts as hanging (default: no limit)"
+    option("--step-timeout", type=float, metavar="S", help=text)
     option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes start (default: Python's)")
     text = "whether environments share the global random generators of their process or have their own (default: shared)"
     option("--generators", choices=("shared", "own"), help=text)
     option("--sync", action="store_true", help="also replace gymnasium.vector.SyncVectorEnv")
     option("--quiet", action="store_true", help="do not report on stderr at the start and the end")
-    option("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help="run a module with its arguments, as python -m does")
-    option("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help="a Python file, folder or archive, and its arguments")
+    text = "run a module with its arguments, as python -m does"
+    option("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help=text)
+    text = "a Python file, folder or archive, and its arguments"
+    option("program", nargs=argparse.REMAINDER, metavar="PROGRAM ...", help=text)

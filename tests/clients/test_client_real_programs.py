@@ -130,7 +130,7 @@ class ToTorch(VectorWrapper):  # type: ignore[type-arg]
 @pytest.mark.parametrize("adapter", [as_sb3, as_tianshou])
 def test_arrays_of_torch_are_refused_at_once(adapter: Any) -> None:
     envs = engine(flat)
-    with pytest.raises(ValueError, match=r"needs arrays of numpy, and a wrapper makes them torch's"):
+    with pytest.raises(ValueError, match=r"needs numpy arrays, but a wrapper converts them to torch"):
         adapter(ToTorch(envs))
     envs.close()
 

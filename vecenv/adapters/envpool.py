@@ -1,7 +1,7 @@
 """``as_envpool``: EnvPool's asynchronous interface for a vector environment.
 
 Programs written for EnvPool start all episodes with ``async_reset``, and then alternate ``recv`` and ``send`` for the
-environments that finish first. With this adapter they can run any environment written in Python.
+environments that finish first. With this adapter, they can run environments written in Python.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
         seed: Environment i gets ``seed + i`` at its first reset; with ``None`` it gets no seed.
 
     Raises:
-        TypeError: ``envs`` is no Gymnasium vector environment.
+        TypeError: ``envs`` is not a Gymnasium vector environment.
         ValueError: Another autoreset mode, ``copy=False``, or arrays that are not numpy's; the message names the change.
     """
     return EnvPoolLike(envs, seed)
@@ -83,10 +83,10 @@ class EnvPoolLike:
         Returns:
             ``(observations, rewards, terminations, truncations, infos)``: rewards float32, and 0 with a first observation.
             ``infos["env_id"]`` and ``infos["players"]["env_id"]``, int32, are the indices of the rows;
-            ``infos["elapsed_step"]``, int32, is the number of steps in the episode so far. Others are Gymnasium's arrays
-            with masks.
+            ``infos["elapsed_step"]``, int32, is the number of steps in the episode so far. All other infos are Gymnasium's
+            arrays with masks.
         """
-        return self._received(self.config["batch_size"])
+        return self._receive(self.config["batch_size"])
 
     def send(self, action: Any, env_id: Ids = None) -> None:
         """Step the environments ``env_id``; by default those of the latest :meth:`recv`, in its order."""
@@ -106,8 +106,8 @@ class EnvPoolLike:
             ``(observations, infos)`` in the order in which the environments finished, which is ``infos["env_id"]``.
 
         Raises:
-            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while other environments are in flight, and their
-                steps would be returned as resets: :meth:`recv` them first.
+            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while environments are in flight: their steps would
+                be returned as resets. :meth:`recv` them first.
         """
         ids = _indices(env_id)
         if ids is not None and (others := self._in_flight()):
@@ -116,38 +116,38 @@ class EnvPoolLike:
                 "send",
             )
         self._reset(ids)
-        observations, *_, infos = self._received(self.num_envs if ids is None else len(ids))
+        observations, *_, infos = self._receive(self.num_envs if ids is None else len(ids))
         return observations, infos
 
     def _reset(self, ids: npt.NDArray[np.intp] | None) -> None:
         rows = self.all_env_ids if ids is None else ids
         seed = self.config["seed"]
         seeds = [None if self._seeded[row] else seed + row for row in rows.tolist()]
-        known = None if all(one is None for one in seeds) else seeds
+        row_seeds = None if all(one is None for one in seeds) else seeds
         if ids is None:
-            dropping_pending(self.vector_env, lambda: self.vector_env.reset_async(seed=known))
+            dropping_pending(self.vector_env, lambda: self.vector_env.reset_async(seed=row_seeds))
         else:
-            self.vector_env.reset_async(seed=known, env_id=ids)
+            self.vector_env.reset_async(seed=row_seeds, env_id=ids)
         self._begins[rows] = True
 
     def _in_flight(self) -> int:
         return int(self.vector_env.stats()["in_flight"])
 
-    def _received(self, count: int) -> Step:
+    def _receive(self, count: int) -> Step:
         try:
-            answer = self.vector_env.recv(count=count)
+            results = self.vector_env.recv(count=count)
         except NoAsyncCallError:  # after a failure, when fewer are in flight
-            left = self._in_flight()
-            if not left:
+            in_flight = self._in_flight()
+            if not in_flight:
                 raise
-            answer = self.vector_env.recv(count=left)
-        observations, rewards, terminations, truncations, infos = answer
+            results = self.vector_env.recv(count=in_flight)
+        observations, rewards, terminations, truncations, infos = results
         ids = infos["env_id"].astype(np.int32)
         self._seeded[ids] = True  # not earlier: a reset that fails is repeated with its seed
         self._elapsed[ids] = np.where(self._begins[ids], 0, self._elapsed[ids] + 1)
         self._begins[ids] = terminations | truncations
-        ours = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._elapsed[ids]}
-        return observations, rewards.astype(np.float32), terminations, truncations, {**infos, **ours}
+        envpool_infos = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._elapsed[ids]}
+        return observations, rewards.astype(np.float32), terminations, truncations, {**infos, **envpool_infos}
 
     def close(self) -> None:
         """Close the vector environment."""

@@ -40,17 +40,17 @@ def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
         envs: Games with next-step autoreset and ``copy=True``, the defaults, and layout ``"stack"`` or ``"agents"``.
 
     Raises:
-        TypeError: ``envs`` is no ``MultiAgentVecEnv``.
+        TypeError: ``envs`` is not a ``MultiAgentVecEnv``.
         ValueError: Another autoreset mode, ``copy=False``, or a layout of groups.
     """
     if not isinstance(envs, MultiAgentVecEnv):
-        raise TypeError(f"RLlib's multi-agent runner wants a vecenv.MultiAgentVecEnv, got {envs!r}")
+        raise TypeError(f"RLlib's multi-agent runner needs a vecenv.MultiAgentVecEnv, got {envs!r}")
     if envs.autoreset_mode is not AutoresetMode.NEXT_STEP:
-        raise ValueError(f"RLlib needs autoreset_mode='NextStep', got {envs.autoreset_mode.value!r}: leave it out")
+        raise ValueError(f"RLlib needs autoreset_mode='NextStep', got {envs.autoreset_mode.value!r}: do not pass it")
     if getattr(envs._rows, "copy", True) is False:
         raise ValueError("RLlib needs copy=True: episodes keep observations that copy=False would overwrite")
     if envs.layout not in ("stack", "agents"):
-        raise ValueError("RLlib maps agents to policies itself (policy_mapping_fn): leave the layout of groups out")
+        raise ValueError("RLlib maps agents to policies itself (policy_mapping_fn): pass no layout of groups")
     return RLlibVectorEnv(envs)
 
 
@@ -62,7 +62,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
     Attributes:
         vector_env: The wrapped :class:`vecenv.MultiAgentVecEnv`.
-        envs: Agents and spaces of each environment, which RLlib reads. The environments themselves are elsewhere.
+        envs: Objects with the agents and spaces of each environment, for RLlib to read; not the environments themselves.
     """
 
     def __init__(self, envs: MultiAgentVecEnv) -> None:
@@ -107,15 +107,15 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         (obs, rewards, terminated, truncated, infos), own = self.vector_env.results_by_row("step_wait")
         acted, ended = infos["transition_mask"], terminated | truncated
         shown = infos["agent_mask"] | ended
-        paid = acted | ended | (rewards != 0)
+        rewarded = acted | ended | (rewards != 0)
         done = infos["env_done"]
-        cut = done & truncated.any(1)
+        ends_truncated = done & truncated.any(1)
         return (
             self._observations(obs, shown),
-            self._dicts(rewards.tolist(), paid),
-            self._flags(terminated, acted | ended, done & ~cut),
-            # RLlib counts an episode as terminated if all its agents were truncated singly: `__all__` marks the truncation
-            self._flags(truncated & ~done[:, None], acted | ended, cut),
+            self._dicts(rewards.tolist(), rewarded),
+            self._flags(terminated, acted | ended, done & ~ends_truncated),
+            # RLlib counts an episode as terminated if each agent was truncated by itself: `__all__` marks the truncation
+            self._flags(truncated & ~done[:, None], acted | ended, ends_truncated),
             self._infos(infos, own, shown),
         )
 
@@ -140,38 +140,40 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         return map_leaves(lambda *leaves: np.stack(leaves, axis=1), *batches.values())
 
     def _observations(self, obs: Any, shown: Any) -> list[dict[Any, Any]]:
-        found: list[dict[Any, Any]] = [{} for _ in range(self.num_envs)]
+        by_env: list[dict[Any, Any]] = [{} for _ in range(self.num_envs)]
         for j, agent in enumerate(self._agents):
             own = map_leaves(itemgetter((slice(None), j)), obs) if self.vector_env.layout == "stack" else obs[agent]
-            for row, value, there in zip(found, iterate(self._batches[agent], own), shown[:, j].tolist(), strict=True):
-                if there:
+            for row, value, present in zip(by_env, iterate(self._batches[agent], own), shown[:, j].tolist(), strict=True):
+                if present:
                     row[agent] = value
-        return found
+        return by_env
 
     def _dicts(self, values: Any, mask: Any) -> list[dict[Any, Any]]:
+        """Return one dict of agents per environment, with the values under the mask."""
         return [
-            {agent: value for agent, value, there in zip(self._agents, row, rows, strict=True) if there}
-            for row, rows in zip(values, mask.tolist(), strict=True)
+            {agent: value for agent, value, present in zip(self._agents, row, flags, strict=True) if present}
+            for row, flags in zip(values, mask.tolist(), strict=True)
         ]
 
     def _flags(self, flags: Any, mask: Any, of_all: Any) -> list[dict[Any, Any]]:
+        """Return flags as :meth:`_dicts` does, with ``of_all`` under RLlib's key for the whole episode."""
         rows = self._dicts(flags.tolist(), mask)
         return [{**row, "__all__": every} for row, every in zip(rows, of_all.tolist(), strict=True)]
 
     def _infos(self, infos: Mapping[str, Any], own: Sequence[Mapping[str, Any]], shown: Any) -> list[dict[Any, Any]]:
         """Return one dict of agents per environment, with its ``own`` infos unchanged and the action masks of ``infos``."""
-        found = self._dicts([[{} for _ in self._agents] for _ in range(self.num_envs)], shown)
-        for row, given in zip(found, own, strict=True):
-            for j, info in given.get("agents", {}).items():
+        by_env = self._dicts([[{} for _ in self._agents] for _ in range(self.num_envs)], shown)
+        for row, env_infos in zip(by_env, own, strict=True):
+            for j, info in env_infos.get("agents", {}).items():
                 if self._agents[j] in row:
                     row[self._agents[j]].update(info)
-            if "common" in given:
-                row[_COMMON] = given["common"]
+            if "common" in env_infos:
+                row[_COMMON] = env_infos["common"]
         if (masks := infos.get("action_mask")) is not None:
             by_agent = [masks[agent] if isinstance(masks, dict) else masks[:, j] for j, agent in enumerate(self._agents)]
             for i, j in np.argwhere(infos["agent_mask"]).tolist():
-                found[i][self._agents[j]]["action_mask"] = by_agent[j][i]
-        return found
+                by_env[i][self._agents[j]]["action_mask"] = by_agent[j][i]
+        return by_env
 
     def close_extras(self, **kwargs: Any) -> None:
         """Close the environments."""
@@ -208,9 +210,9 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
             self.env.close()
             self.env = None
         config = self.config
-        wanted = config.num_envs_per_env_runner
+        num_envs = config.num_envs_per_env_runner
         context = EnvContext(
-            {**config.env_config, "num_envs": wanted},
+            {**config.env_config, "num_envs": num_envs},
             worker_index=self.worker_index or 0,
             num_workers=config.num_env_runners,
         )
@@ -221,9 +223,9 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
             build = _global_registry.get(ENV_CREATOR, build)
         self.env = as_rllib(build(context))
         self.num_envs = self.env.num_envs
-        if self.num_envs != wanted:
+        if self.num_envs != num_envs:
             self.env.close()
-            raise ValueError(f"num_envs_per_env_runner is {wanted}, and {config.env!r} built {self.num_envs}")
+            raise ValueError(f"num_envs_per_env_runner is {num_envs}, but {config.env!r} built {self.num_envs}")
         self._needs_initial_reset = True
         make_callback(
             "on_environment_created",

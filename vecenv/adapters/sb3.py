@@ -2,8 +2,9 @@
 
 SB3's interface is older than Gymnasium's. It has one ``done`` flag and a list of infos; a step that ends an episode returns
 the first observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP``
-means the same in another format, and is translated row by row. In the other modes a step returns the true last observations,
-and environments with an ended episode are reset at once, by a mask. So every mode yields every transition and no false one.
+means the same in another format, and is translated row by row. In the other modes a step returns the last observations of
+episodes, and environments with an ended episode are reset at once, by a mask. So in every mode, all transitions are correct
+and none is missing.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
 
     Args:
         envs: A vector environment of any backend that returns fresh numpy arrays. With ``autoreset_mode="SameStep"`` a
-            step that ends an episode is one trip to the environments; in the other modes it is two.
+            step that ends an episode takes one request to the environments; in the other modes it takes two.
 
     Raises:
         ImportError: Stable-Baselines3 is not installed.
-        TypeError: ``envs`` is no Gymnasium vector environment.
+        TypeError: ``envs`` is not a Gymnasium vector environment.
         ValueError: ``copy=False``, or arrays that are not numpy's; the message names the change.
         NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not support.
     """
@@ -102,16 +103,16 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
             actions: ``actions[i]`` belongs to environment i, as always in SB3; for a ``Dict`` space, a dict is the batch.
         """
         if self._structured and not isinstance(actions, Mapping):
-            actions = self._joined(actions)
+            actions = self._join_actions(actions)
         if self._begin is None:
             self._actions = np.array(actions)
         else:
             self._begin(actions)
 
-    def _joined(self, actions: Any) -> Any:
-        """Join one structured action per environment to a batch for vector environments."""
+    def _join_actions(self, actions: Any) -> Any:
+        """Join one structured action per environment into a batch of the vector environment."""
         if len(actions) != self.num_envs:
-            raise ValueError(f"step wants an action for each of {self.num_envs} environments, got {len(actions)}")
+            raise ValueError(f"step needs one action for each of {self.num_envs} environments, got {len(actions)}")
         empty: Any = create_empty_array(self.action_space, self.num_envs)
         return concatenate(self.action_space, list(actions), empty)
 
@@ -129,7 +130,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
                 self.reset_infos[row] = infos[row]
         elif ended:
             for row in ended:
-                rows[row], last[row], self.reset_infos[row] = _parted(rows[row], self._added)
+                rows[row], last[row], self.reset_infos[row] = _split_info(rows[row], self._added)
         for info, truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
             info["TimeLimit.truncated"] = truncated
         for row, observation in last.items():
@@ -154,12 +155,12 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """Return for each environment True if it has a wrapper of this class."""
         return self._singles.is_wrapped(wrapper_class, self._get_indices(indices))
 
-    # -- pictures and the end ---------------------------------------------------------------------------------------
+    # -- frames and close() -----------------------------------------------------------------------------------------
 
     def get_images(self) -> Sequence[npt.NDArray[np.uint8] | None]:
         """Return one frame per environment; ``None`` each, with a warning, unless ``render_mode`` is ``"rgb_array"``."""
         if self.render_mode != "rgb_array":
-            warnings.warn(f"render_mode is {self.render_mode!r}; pictures need 'rgb_array'", stacklevel=2)
+            warnings.warn(f"render_mode is {self.render_mode!r}; frames need 'rgb_array'", stacklevel=2)
             return [None] * self.num_envs
         return list(self.vector_env.render())
 
@@ -168,7 +169,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self.vector_env.close()
 
 
-def _parted(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
+def _split_info(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, Any], Any, dict[str, Any]]:
     """Split an info of same-step mode into the last step's info and observation, and the info of the following reset.
 
     Keys ``added`` by vector wrappers belong to the episode that ended.
@@ -210,9 +211,9 @@ def evaluate_sb3(
     """
     inner = envs.vector_env if isinstance(envs, SB3VecEnv) else envs
     for name in ("observation", "action"):
-        ours, its = getattr(inner, f"single_{name}_space", None), getattr(model, f"{name}_space")
-        if ours is not None and ours.shape != its.shape:
-            raise ValueError(f"the model's {name}s are {its}, the environments' {ours}")
+        env_space, model_space = getattr(inner, f"single_{name}_space", None), getattr(model, f"{name}_space")
+        if env_space is not None and env_space.shape != model_space.shape:
+            raise ValueError(f"the model's {name}s are {model_space}, the environments' {env_space}")
     return evaluate(inner, _Predicting(model, inner, deterministic), episodes, **options)
 
 
@@ -236,6 +237,6 @@ class _Predicting:
         if states is not None:
             if self._states is None:
                 self._states = tuple(np.zeros((len(part), self._rows, *part.shape[2:]), part.dtype) for part in states)
-            for kept, part in zip(self._states, states, strict=True):
-                kept[:, rows] = part
+            for stored, part in zip(self._states, states, strict=True):
+                stored[:, rows] = part
         return actions

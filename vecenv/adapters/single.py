@@ -25,21 +25,21 @@ AnyVectorEnv = VectorEnv[Any, Any, Any]
 def require(
     envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False
 ) -> AutoresetMode:
-    """Raise for settings that would give a client wrong rows; returns the autoreset mode.
+    """Raise for settings with which a client would receive wrong rows. Returns the autoreset mode.
 
-    With ``any_arrays``, arrays of JAX and torch are accepted too.
+    With ``any_arrays``, arrays of JAX and torch are accepted, too.
 
     Raises:
-        TypeError: ``envs`` is no Gymnasium vector environment.
+        TypeError: ``envs`` is not a Gymnasium vector environment.
         ValueError: An autoreset mode not in ``modes``, arrays that the next step overwrites, or arrays that are not numpy's.
     """
     if not isinstance(envs, VectorEnv):
-        raise TypeError(f"{client} wants a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
+        raise TypeError(f"{client} needs a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
     mode = envs.metadata.get("autoreset_mode")
     if mode not in modes:
-        wanted = " or ".join(repr(each.value) for each in modes)
+        accepted = " or ".join(repr(each.value) for each in modes)
         raise ValueError(
-            f"{client} needs autoreset_mode={wanted}, got {getattr(mode, 'value', mode)!r}: build it with "
+            f"{client} needs autoreset_mode={accepted}, got {getattr(mode, 'value', mode)!r}: build it with "
             f"vecenv.make_vec(..., vector_kwargs={{'autoreset_mode': {next(iter(modes)).value!r}}})"
         )
     inner: Any = envs.unwrapped
@@ -47,7 +47,7 @@ def require(
         raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
     converted = _converted_to(envs)
     if converted and not (any_arrays or converted == "numpy"):
-        raise ValueError(f"{client} needs arrays of numpy, and a wrapper makes them {converted}'s: leave it out")
+        raise ValueError(f"{client} needs numpy arrays, but a wrapper converts them to {converted}: remove the wrapper")
     if not converted and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
         raise ValueError(f"{client} needs to='numpy', got to={inner.to!r}")
     return AutoresetMode(mode)
@@ -96,9 +96,9 @@ class SingleEnvs:
     def __init__(self, envs: AnyVectorEnv) -> None:
         self._num_envs = envs.num_envs
         self._inner: Any = envs.unwrapped
-        able = capabilities_of(self._inner)
-        self._are_python = able is not None and able.attributes
-        self._known = {
+        capabilities = capabilities_of(self._inner)
+        self._are_python = capabilities is not None and capabilities.attributes
+        self._shared = {
             "render_mode": envs.render_mode,
             "spec": envs.spec,
             "metadata": envs.metadata,
@@ -107,35 +107,45 @@ class SingleEnvs:
         }
 
     def get(self, name: str, rows: Iterable[int]) -> list[Any]:
-        """Return an attribute of the outermost wrapper that has it. Raises AttributeError."""
-        if not self._are_python and name in self._known:
-            return [self._known[name] for _ in rows]
-        return self._ask(name, methodcaller("get_wrapper_attr", name), rows)
+        """Return an attribute of the outermost wrapper that has it.
+
+        Raises:
+            AttributeError: There is none.
+        """
+        if not self._are_python and name in self._shared:
+            return [self._shared[name] for _ in rows]
+        return self._run(name, methodcaller("get_wrapper_attr", name), rows)
 
     def set(self, name: str, value: Any, rows: Iterable[int]) -> None:
         """Set an attribute where it exists, or on the outermost wrapper if it does not exist."""
-        self._ask(name, methodcaller("set_wrapper_attr", name, value), rows)
+        self._run(name, methodcaller("set_wrapper_attr", name, value), rows)
 
     def call(self, name: str, rows: Iterable[int], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of the outermost wrapper that has it. Raises AttributeError, or the error of the method."""
-        return self._ask(name, _call, rows, name, args, kwargs)
+        """Call a method of the outermost wrapper that has it.
+
+        Raises:
+            AttributeError: There is none.
+            Exception: The error of the method.
+        """
+        return self._run(name, _call, rows, name, args, kwargs)
 
     def is_wrapped(self, wrapper: type[Any], rows: Iterable[int]) -> list[bool]:
         """Return True for each row with a wrapper of this class or a subclass."""
         if not self._are_python:
             return [False for _ in rows]
-        return self._ask("", has_wrapper, rows, class_name(wrapper))
+        return self._run("", has_wrapper, rows, class_name(wrapper))
 
-    def _ask(self, name: str, question: Callable[..., Any], rows: Iterable[int], *args: Any) -> list[Any]:
+    def _run(self, name: str, function: Callable[..., Any], rows: Iterable[int], *args: Any) -> list[Any]:
+        """Run a function on some environments; ``name`` is the attribute that it uses, for the error text."""
         if not self._are_python:
             raise AttributeError(
                 f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
             )
-        wanted = [range(self._num_envs)[row] for row in rows]  # list indexing: negative ones count from the end
-        if not wanted:
+        indices = [range(self._num_envs)[row] for row in rows]  # as in a list, negative indices count from the end
+        if not indices:
             return []
-        answers = self._inner.exec_func(question, sorted(set(wanted)), *args)
-        return [answers[row] for row in wanted]
+        results = self._inner.exec_func(function, sorted(set(indices)), *args)
+        return [results[index] for index in indices]
 
 
 def _call(env: AnyEnv, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -77,7 +77,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._resetting: set[int] = set()  # rows with a submitted reset that has not finished
         self.timeout = None
 
-    # both lists come from the engine's table of pending requests, so that a failed environment does not stay in them
+    # both lists use the engine's rows in flight, from which failed environments are removed
 
     @property
     def waiting_id(self) -> list[int]:
@@ -120,8 +120,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if self.is_async and not all_rows:
             return self._reset_async(ids, seeds, options)
         if seeds is not None:
-            given = dict(zip(ids.tolist(), seeds, strict=True))
-            seeds = [given.get(i) for i in range(self.env_num)]
+            seed_of = dict(zip(ids.tolist(), seeds, strict=True))
+            seeds = [seed_of.get(i) for i in range(self.env_num)]
         if all_rows:
             observations, infos = reset_all(self._by_row, seeds, options)
             self._held, self._resetting = [], set()
@@ -164,13 +164,13 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             if len(action) != len(ids):
                 raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
             self.vector_env.send(np.asarray(action), ids)
-        wanted = min(self.wait_num, len(self.waiting_id)) - len(self._held)
-        if wanted > 0:
-            self._held += self._receive(wanted)
-        done, self._held = self._held, []
-        if not done:
+        missing = min(self.wait_num, len(self.waiting_id)) - len(self._held)
+        if missing > 0:
+            self._held += self._receive(missing)
+        rows, self._held = self._held, []
+        if not rows:
             raise ValueError("no environment is stepping: step(None) returns the results of earlier steps")
-        return self._join_rows(done)
+        return self._join_rows(rows)
 
     def _join_rows(self, rows: Sequence[Row], env_ids: Any = None) -> Columns:
         """Join rows into columns; ``env_ids`` are their indices in the caller's types, as in Tianshou's own classes."""

@@ -3,7 +3,7 @@
 TorchRL resets environments itself, by masks, right after the step that ended their episodes, and keeps both the last
 observation of an episode and the first of the next one. ``_Rows`` adapts the three autoreset modes to that:
 
-* SAME_STEP has already begun the next episode: its first observation is kept for the reset, which then costs nothing.
+* SAME_STEP has already begun the next episode: its first observation is stored for the reset, which then needs no request.
 * NEXT_STEP and DISABLED rows are reset by a mask before their next step.
 
 A row with an ended episode that is stepped anyway stays unchanged, with reward 0. An engine that can step single rows skips
@@ -204,8 +204,8 @@ def as_torchrl(
 ) -> TorchRLEnv:  # fmt: skip
     """Wrap a vector environment in a TorchRL ``EnvBase`` with ``batch_size`` ``[num_envs]``; closing it closes them.
 
-    Given a name, it chooses the autoreset mode: ``"SameStep"`` if the engine has it, since the end of an episode then needs
-    no second trip to the environments. A given vector environment may have any mode. The data are the same in all modes.
+    For a name, it chooses the autoreset mode: ``"SameStep"`` if the engine has it, because then the end of an episode needs
+    no second request to the environments. A built vector environment may have any mode. The data are the same in all modes.
 
     Args:
         envs: A name or ``EnvSpec``, or a function that builds one environment, for :func:`vecenv.make_vec`; or a vector
@@ -226,7 +226,7 @@ def as_torchrl(
 
     Raises:
         ImportError: TorchRL is not installed.
-        TypeError: ``envs`` is none of these, or is already built and there are options for building it.
+        TypeError: ``envs`` is none of these, or it is already built and options for building it are passed.
         ValueError: ``copy=False``, or an engine that can neither autoreset within a step nor reset some rows.
         NotImplementedError: TorchRL has no spec for a space.
 
@@ -237,15 +237,15 @@ def as_torchrl(
         data = env.rollout(100, break_when_any_done=False)  # TensorDict [8, 100]
         env.close()
     """
-    given = {"num_workers": num_workers, "vector_kwargs": vector_kwargs, "wrappers": wrappers, **env_kwargs}
-    options = {key: value for key, value in given.items() if value is not None}
+    keywords = {"num_workers": num_workers, "vector_kwargs": vector_kwargs, "wrappers": wrappers, **env_kwargs}
+    options = {key: value for key, value in keywords.items() if value is not None}
     build: Callable[[], Any]
     if isinstance(envs, VectorEnv) or _is_pool(envs) or (num_envs is None and callable(envs)):
         if options or num_envs is not None:
-            raise TypeError(f"{envs!r} is built already, or builds itself: it takes no num_envs and no {sorted(options)}")
-        build = _from_given(envs)
+            raise TypeError(f"{envs!r} is already built, or builds itself: pass no num_envs and no {sorted(options)}")
+        build = _make_reopener(envs)
     else:
-        build = _from_name(envs, num_envs, backend, options)
+        build = _make_builder(envs, num_envs, backend, options)
     return TorchRLEnv(
         build, device=device, frame_skip=frame_skip, onehot=not categorical_action_encoding, infos=infos,
         allow_done_after_reset=allow_done_after_reset,
@@ -262,8 +262,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
 
     Attributes:
         vector_env: The wrapped vector environment; ``None`` while it is closed.
-        env_name: The id of the environments in Gymnasium's registry or EnvPool's, or the class of a given pool, which does
-            not know its id; ``None`` if there is none.
+        env_name: The id of the environments in Gymnasium's registry or EnvPool's; for an EnvPool pool, which has no id, its
+            class; ``None`` if there is none.
     """
 
     _has_frame_skip = True
@@ -291,7 +291,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         self._columns: dict[str, torch.Tensor] = {}
         self._open(envs)
         if infos is not False:
-            self._columns = self._known_infos(None if infos is True else list(infos))
+            self._columns = self._info_columns(None if infos is True else list(infos))
             self._open(envs)
         self._make_specs()
 
@@ -301,16 +301,16 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         self._rows = _Rows(envs, mode, self._observations, self._actions, self._columns)
         self.is_closed = False
 
-    def _known_infos(self, wanted: list[str] | None) -> dict[str, torch.Tensor]:
+    def _info_columns(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         """Return the info columns of a reset and a step, as zeros in the dtype and shape of one row."""
         envs = self.vector_env
         found = _numeric(envs.reset()[1], envs.num_envs)
         found |= _numeric(envs.step(envs.action_space.sample())[4], envs.num_envs)
-        if wanted is None:
+        if names is None:
             return found
-        if missing := [name for name in wanted if name not in found]:
-            raise ValueError(f"the environments report no numbers called {missing}; they report {sorted(found)}")
-        return {name: found[name] for name in wanted}
+        if missing := [name for name in names if name not in found]:
+            raise ValueError(f"the environments report no numeric infos {missing}; they report {sorted(found)}")
+        return {name: found[name] for name in names}
 
     def _make_specs(self) -> None:
         n = self.batch_size[0]
@@ -336,7 +336,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
             self._begin(seed, options)
         elif (chosen := _flags(mask)).any():
             if seed is not None:
-                raise ValueError("seed= is of resets of all environments, and '_reset' chooses some")
+                raise ValueError("seed= is for resets of all environments, but '_reset' selects some")
             self._rows.restart(chosen, options)
         return self._shown()
 
@@ -411,15 +411,15 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         """
         if self.is_closed:
             if raise_if_closed:
-                raise RuntimeError("the environment is closed already")
+                raise RuntimeError("the environment is already closed")
             return
         self.is_closed = True
         envs, self.vector_env = self.vector_env, None
         envs.close()
 
     def __repr__(self) -> str:
-        beneath = "closed" if self.is_closed else repr(self.vector_env)
-        return f"{type(self).__name__}({beneath}, batch_size={list(self.batch_size)}, device={self.device})"
+        inner = "closed" if self.is_closed else repr(self.vector_env)
+        return f"{type(self).__name__}({inner}, batch_size={list(self.batch_size)}, device={self.device})"
 
 
 class _Rows:
@@ -448,13 +448,13 @@ class _Rows:
         self._envs, self._observations, self._actions = envs, observations, actions
         self._columns = dict(infos)
         n = envs.num_envs
-        able = capabilities_of(envs)
-        # not below a wrapper: it would miss rows that are sent past it
-        self._by_row = envs.unwrapped is envs and able is not None and (able.first_ready or able.backend == "envpool")
+        has = capabilities_of(envs)
+        # not with a wrapper, which would not process rows that send() and recv() exchange below it
+        self._by_row = envs.unwrapped is envs and has is not None and (has.first_ready or has.backend == "envpool")
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._all_rows = np.arange(n)
-        self._resets_spent = mode is AutoresetMode.DISABLED and not self._by_row
-        self._spent = np.zeros(n, np.bool_)  # rows that the engine would refuse to step, or step with undefined results
+        self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._by_row
+        self._unsteppable = np.zeros(n, np.bool_)  # rows that the engine refuses to step, or steps with undefined results
         # first observations and infos of episodes that TorchRL has not reset yet, valid in the rows of `_fresh`
         self._starts: Tensors = None
         self._fresh = np.zeros(n, np.bool_)
@@ -470,18 +470,18 @@ class _Rows:
         """Begin an episode in every row; drops a pending result, for example of an interrupted step."""
         observations, infos = reset_all(self._envs, seed, options)
         self.shown = self._encoded(observations, infos, self._all_rows)
-        self._fresh, self._spent, self.terminated, self.truncated = np.zeros((4, len(self._fresh)), np.bool_)
+        self._fresh, self._unsteppable, self.terminated, self.truncated = np.zeros((4, len(self._fresh)), np.bool_)
 
     def restart(self, mask: Mask, options: Mapping[str, Any] | None = None) -> None:
         """Begin an episode in the rows under ``mask``; the others stay unchanged."""
-        ready = mask & self._fresh if options is None else np.zeros_like(mask)
-        due = mask & ~ready
-        if ready.any():
-            self._put(ready, self._starts, ready)
-        if due.any():
-            observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": due.copy()})
-            self._put(due, self._encoded(observations, infos, self._all_rows), due)
-            self._spent = self._spent & ~due
+        begun = mask & self._fresh if options is None else np.zeros_like(mask)
+        to_reset = mask & ~begun
+        if begun.any():
+            self._put(begun, self._starts, begun)
+        if to_reset.any():
+            observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": to_reset.copy()})
+            self._put(to_reset, self._encoded(observations, infos, self._all_rows), to_reset)
+            self._unsteppable = self._unsteppable & ~to_reset
         self._fresh, self.terminated, self.truncated = (
             flags & ~mask for flags in (self._fresh, self.terminated, self.truncated)
         )
@@ -500,55 +500,56 @@ class _Rows:
             NotImplementedError: Rows with a running episode are not chosen, and the engine steps all rows together.
         """
         actions = self._actions.decode(tensors)
-        if chosen is not None and not self._by_row and (left := ~chosen & ~self.ended).any():
+        if chosen is not None and not self._by_row and (left_out := ~chosen & ~self.ended).any():
             raise NotImplementedError(
                 f"{type(self._envs).__name__} steps all its environments together: it cannot leave out "
-                f"{np.flatnonzero(left).tolist()} in the middle of their episodes"
+                f"{np.flatnonzero(left_out).tolist()} in the middle of their episodes"
             )
-        rewards = None
+        total = None
         for _ in range(frames):
             live = ~self.ended if chosen is None else chosen & ~self.ended
             if not live.any():
                 break
-            paid = self._frame(actions, live)
-            rewards = paid if rewards is None else rewards + paid
-        return torch.zeros(len(self._all_rows)) if rewards is None else rewards
+            rewards = self._step_once(actions, live)
+            total = rewards if total is None else total + rewards
+        return torch.zeros(len(self._all_rows)) if total is None else total
 
-    def _frame(self, actions: Any, live: Mask) -> torch.Tensor:
-        every = bool(live.all())
-        if every or not self._by_row:
-            if self._spent.any():
-                self._envs.reset(options={"reset_mask": self._spent.copy()})
-            answer, ids = self._envs.step(actions), self._all_rows
+    def _step_once(self, actions: Any, live: Mask) -> torch.Tensor:
+        """Step the ``live`` rows once, show their results, and return all rewards."""
+        all_live = bool(live.all())
+        if all_live or not self._by_row:
+            if self._unsteppable.any():
+                self._envs.reset(options={"reset_mask": self._unsteppable.copy()})
+            results, ids = self._envs.step(actions), self._all_rows
         else:
-            wanted = np.flatnonzero(live)
-            self._envs.send(map_leaves(lambda leaf: leaf[wanted], actions), wanted)
-            answer = self._envs.recv(count=len(wanted))
-            ids = np.asarray(answer[4]["env_id"])
-        batch = self._encoded(answer[0], answer[4], ids)
-        terminated, truncated = (_flags(flags) for flags in answer[2:4])
-        if self._resets_spent:
-            self._spent = terminated | truncated
+            rows = np.flatnonzero(live)
+            self._envs.send(map_leaves(lambda leaf: leaf[rows], actions), rows)
+            results = self._envs.recv(count=len(rows))
+            ids = np.asarray(results[4]["env_id"])
+        batch = self._encoded(results[0], results[4], ids)
+        terminated, truncated = (_flags(flags) for flags in results[2:4])
+        if self._needs_hidden_resets:
+            self._unsteppable = terminated | truncated
         if self._same_step and (ended := (terminated | truncated) & live[ids]).any():
-            self._keep_starts(batch, np.flatnonzero(ended), ids, answer[4])
-        rewards = to_tensor(answer[1]).to("cpu", torch.float32, copy=True)
-        if not every:
+            self._store_starts(batch, np.flatnonzero(ended), ids, results[4])
+        rewards = to_tensor(results[1]).to("cpu", torch.float32, copy=True)
+        if not all_live:
             return self._show(batch, rewards, (terminated, truncated), ids, live)
         self.shown, self.terminated, self.truncated = batch, terminated, truncated
         return rewards
 
     def _show(self, batch: Tensors, rewards: Any, flags: Any, ids: Any, live: Mask) -> torch.Tensor:
-        """Show the results of the ``live`` rows and leave the others unchanged; returns the rewards."""
+        """Show the results of the ``live`` rows, leave the others unchanged, and return the rewards."""
         picked = np.flatnonzero(live[ids])
         rows = ids[picked]
         if len(ids) == len(live):
-            self._fresh = self._fresh & live  # the hidden rows have moved on from their first observations
+            self._fresh = self._fresh & live  # hidden rows were stepped past their first observations
         self._put(rows, batch, picked)
         self.terminated, self.truncated = self.terminated.copy(), self.truncated.copy()
         self.terminated[rows], self.truncated[rows] = flags[0][picked], flags[1][picked]
-        paid = torch.zeros(len(live))
-        paid[rows] = rewards[picked]
-        return paid
+        all_rewards = torch.zeros(len(live))
+        all_rewards[rows] = rewards[picked]
+        return all_rewards
 
     def _put(self, rows: Any, batch: Tensors, picked: Any) -> None:
         """Copy the rows ``picked`` of a batch to ``rows``, in new tensors: the caller may hold the old ones."""
@@ -556,8 +557,8 @@ class _Rows:
         _write(shown, rows, _rows_of(batch, picked))
         self.shown = shown
 
-    def _keep_starts(self, batch: Tensors, rows: Any, ids: Any, infos: Mapping[str, Any]) -> None:
-        """Keep the first observations of the next episodes (same-step mode), and put the last ones into ``batch``."""
+    def _store_starts(self, batch: Tensors, rows: Any, ids: Any, infos: Mapping[str, Any]) -> None:
+        """Store the first observations of the next episodes (same-step mode), and put the last ones into ``batch``."""
         if self._starts is None:
             self._starts = _rows_of(self.shown, slice(None))
         _write(self._starts, ids[rows], _rows_of(batch, rows))
@@ -567,6 +568,7 @@ class _Rows:
         _write(batch, rows, last)
 
     def _final(self, finals: Any, rows: Any) -> Tensors:
+        """Return the final observations of ``rows`` as tensors."""
         if not (isinstance(finals, np.ndarray) and finals.dtype.hasobject):
             return _rows_of(self._observations.encode(finals), rows)
         space = self._envs.single_observation_space
@@ -611,7 +613,7 @@ def _numeric(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _from_name(what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> Callable[[], Any]:
+def _make_builder(what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that builds the vector environment of a name on each call."""
     vector = dict(options.pop("vector_kwargs", {}))
     num_workers = options.pop("num_workers", None)
@@ -640,7 +642,7 @@ def _from_name(what: Any, num_envs: int | None, backend: str, options: dict[str,
     return build
 
 
-def _from_given(what: Any) -> Callable[[], Any]:
+def _make_reopener(what: Any) -> Callable[[], Any]:
     """Return a function that returns a built vector environment once, or builds a new one on each call."""
     if _is_pool(what):
         from vecenv.backends import EnvPoolVectorEnv
@@ -648,39 +650,39 @@ def _from_given(what: Any) -> Callable[[], Any]:
         return functools.partial(EnvPoolVectorEnv.over, what, autoreset_mode=AutoresetMode.SAME_STEP)
     if not isinstance(what, VectorEnv):
         return lambda: _checked(what())
-    left = [what]
+    unused = [what]
 
-    def hand_over() -> Any:
-        if not left:
+    def return_once() -> Any:
+        if not unused:
             raise ClosedEnvironmentError(
-                f"{what!r} was closed, and only what built it can build it again: give as_torchrl a name, or a function "
-                "that builds a vector environment"
+                f"{what!r} was closed and cannot be rebuilt: pass as_torchrl a name, or a function that builds a vector "
+                "environment"
             )
-        return left.pop()
+        return unused.pop()
 
-    return hand_over
+    return return_once
 
 
 def _checked(envs: Any) -> Any:
     if not isinstance(envs, VectorEnv):
         raise TypeError(
-            f"without num_envs the function has to build a vector environment, and it built {envs!r}; for one that builds "
-            "a single environment say num_envs"
+            f"without num_envs, the function must build a vector environment, but it built {envs!r}; pass num_envs for a "
+            "function that builds a single environment"
         )
     return envs
 
 
 def require_rows(envs: Any) -> AutoresetMode:
-    """Raise for a vector environment that cannot reset single rows; returns its autoreset mode."""
+    """Raise for a vector environment that cannot reset single rows. Returns its autoreset mode."""
     mode = require(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
-    able = capabilities_of(envs)
-    if mode is not AutoresetMode.SAME_STEP and able is not None and not able.reset_mask:
+    capabilities = capabilities_of(envs)
+    if mode is not AutoresetMode.SAME_STEP and capabilities is not None and not capabilities.reset_mask:
         raise ValueError(
             f"TorchRL resets environments as their episodes end, and {type(envs).__name__} cannot reset some: "
             "it needs autoreset_mode='SameStep', and EnvPool batch_size=None"
         )
     if getattr(envs, "batch_size", envs.num_envs) not in (None, envs.num_envs):
-        raise ValueError(f"TorchRL steps all environments together, batch_size={envs.batch_size} is for recv: leave it out")
+        raise ValueError(f"TorchRL steps all environments together: build them without batch_size={envs.batch_size}")
     return mode
 
 

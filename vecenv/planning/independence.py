@@ -12,8 +12,8 @@ Every run is a fork of the probe's process, which has built no environment, so a
 A repeated run makes exactly the same calls. An environment makes two phases of three steps per run, and all runs together
 make at most `MAX_STEPS` steps.
 
-Not found: effects that need more steps, or the end of a long episode; state of C libraries that affects no returned value;
-one object for two environments other than the pair (a worker compares the objects that it has built).
+What the probe does not find: effects that need more steps, or the end of a long episode; state of C libraries that affects
+no returned value; one object for two environments other than the pair (a worker compares the objects that it has built).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NOT_CHECKED: Final = "not checked"
 MAX_STEPS: Final = 64
 PHASE_STEPS: Final = 3
 _PHASE_SECONDS: Final = 0.02
-_LEAST_SECONDS: Final = 5.0  # for all further runs, plus ten times the time of the first run
+_MIN_SECONDS: Final = 5.0  # for all further runs, in addition to ten times the time of the first run
 _DELAYS: Final = (0.002, 0.003)  # two runs, because values may agree by chance
 
 
@@ -62,7 +62,7 @@ class Independence:
         reason: The first reason for a verdict other than independent.
         changes: Settings of the process that all of them change in the same way: they may share a worker, but not your
             program's process.
-        steps, builds: Number of steps and environments that the probe made.
+        steps, builds: The numbers of steps and of environments that the probe made.
     """
 
     verdict: str = NOT_CHECKED
@@ -95,10 +95,10 @@ class Run:
         record: The calls.
         plan: The phase that repeats them.
         end: The number of the first call after the first phase.
-        settings: Settings of the process afterwards.
-        modules: Modules imported meanwhile.
-        steps, builds: Numbers of steps and of environments built in that child.
-        times: Step times, from timed steps.
+        settings: Settings of the process after the run.
+        modules: Modules imported during the run.
+        steps, builds: The numbers of steps and of environments in that child.
+        times: The times of the timed steps.
         other_record: In a shared process: the record of the other environment.
         other_plan: In a shared process: the phase that repeats the other environment's calls.
         before, during: The other environment's calls before and after the first was built.
@@ -145,8 +145,8 @@ class IndependenceCheck:
 
     def result(self, *, checked: bool = True) -> Independence:
         """Return the verdict so far."""
-        with_advice = [reason for reason in self._reasons if "generators='own'" in reason]
-        reason = next(iter(with_advice + self._reasons), "")
+        advice_first = [reason for reason in self._reasons if "generators='own'" in reason] + self._reasons
+        reason = next(iter(advice_first), "")
         return Independence(
             self._verdict if checked else NOT_CHECKED, reason, tuple(self._changes), self.steps, self.builds
         )
@@ -159,10 +159,10 @@ class IndependenceCheck:
             opened[0].close()
 
         function = partial(_run_alone, self._env_fns[0], self._indices[0], 0, describe=describe, opened=opened)
-        began = time.monotonic()
+        started = time.monotonic()
         run: Run | PackedError | ChildEnd
         run = run_in_child(function, seconds=seconds, close=close, close_seconds=self._close_seconds)
-        self._deadline = time.monotonic() + _LEAST_SECONDS + 10 * (time.monotonic() - began)
+        self._deadline = time.monotonic() + _MIN_SECONDS + 10 * (time.monotonic() - started)
         if isinstance(run, Run):
             self.steps, self.builds = run.steps, 1
         return run
@@ -181,10 +181,11 @@ class IndependenceCheck:
                     if (error := self._compare_pair(alone, place)) is not None:
                         return error
                 except _Undecided as reason:
-                    self._add(CANNOT_TELL, str(reason))
+                    self._add_reason(CANNOT_TELL, str(reason))
         return None
 
-    def _add(self, verdict: str, reason: str) -> None:
+    def _add_reason(self, verdict: str, reason: str) -> None:
+        """Record a verdict other than independent; ``SHARES_STATE`` takes precedence over ``CANNOT_TELL``."""
         self._verdict = SHARES_STATE if SHARES_STATE in (verdict, self._verdict) else verdict
         self._reasons.append(reason)
 
@@ -210,9 +211,9 @@ class IndependenceCheck:
         if isinstance(both, PackedError) and _SAME_OBJECT in both.summary:
             return both
         if not isinstance(both, Run):
-            dies = isinstance(both, ChildEnd) and both.exitcode is not None
-            shares = dies or (isinstance(both, PackedError) and _BESIDE in both.summary)
-            self._add(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
+            died = isinstance(both, ChildEnd) and both.exitcode is not None
+            shares = died or (isinstance(both, PackedError) and _BESIDE in both.summary)
+            self._add_reason(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
             return None
         if _find_difference(both.before, both.during):  # otherwise it may merely count its resets
             first = self._run_alone(place, place, both.other_plan)
@@ -234,20 +235,20 @@ class IndependenceCheck:
         name, difference = f"environment {self._indices[place]}", _find_difference(alone.record, record, ignored)
         if difference is None:
             if values := sorted(value for value in ignored if not value.startswith("info")):
-                self._add(CANNOT_TELL, f"{name} returns other values with the same seed: {', '.join(values[:3])}")
+                self._add_reason(CANNOT_TELL, f"{name} returns other values with the same seed: {', '.join(values[:3])}")
             return
         number, call, value = difference
         where = f"(first: {value} of {call}, call {number})"
         if not place:
             renamed = self._run_alone(0, other, alone.plan).record
             if not _find_difference(record, renamed, ignored):
-                self._add(SHARES_STATE, f"{name} depends on the name of its process {where}")
+                self._add_reason(SHARES_STATE, f"{name} depends on the name of its process {where}")
                 return
         cause = "closing another environment" if not place and number >= alone.end else "another environment"
-        self._add(SHARES_STATE, f"{cause} in its process changes what {name} returns {where}")
+        self._add_reason(SHARES_STATE, f"{cause} in its process changes what {name} returns {where}")
 
     def _compare_settings(self, alone: Run, both: Run, other: Settings, shared: Settings) -> None:
-        """Compare the settings that the first leaves alone, the other leaves alone, and both leave in a shared process."""
+        """Compare the settings left by the first environment alone, by the other alone, and by both in a shared process."""
         start, own = self._start, alone.settings
         names = sorted(name for name in {**start, **other, **own} if not start.get(name) == other.get(name) == own.get(name))
         imported = start
@@ -256,18 +257,18 @@ class IndependenceCheck:
         ), PackedError | ChildEnd):  # fmt: skip
             imported = found
         for name in names:
-            old, theirs, ours, now = (each.get(name, (None,)) for each in (start, other, own, shared))
+            old, theirs, ours, together = (each.get(name, (None,)) for each in (start, other, own, shared))
             if imported.get(name, (None,)) != old or (self._own and name in GENERATORS.values()):
                 continue  # the import of a module changes it, once per process
             if name in GENERATORS.values():
                 advice = "which all environments of a process share; generators='own' gives each its own"
-                self._add(SHARES_STATE, f"they draw from {name}, {advice}")
+                self._add_reason(SHARES_STATE, f"they draw from {name}, {advice}")
             elif name in ONE_PER_PROCESS:
-                self._add(SHARES_STATE, f"they use {name}, and a process has only one")
+                self._add_reason(SHARES_STATE, f"they use {name}, and a process has only one")
             elif theirs[0] != ours[0]:
-                self._add(SHARES_STATE, f"they set {name} to different values: {theirs[0]}, {ours[0]}")
-            elif now[1:] != theirs[1:] or (name == "pyplot's figures" and now == theirs and both is not alone):
-                self._add(SHARES_STATE, f"they replace each other's {name}")
+                self._add_reason(SHARES_STATE, f"they set {name} to different values: {theirs[0]}, {ours[0]}")
+            elif together[1:] != theirs[1:] or (name == "pyplot's figures" and together == theirs and both is not alone):
+                self._add_reason(SHARES_STATE, f"they replace each other's {name}")
             else:
                 self._changes.append(f"they change {name} from {old[0]} to {theirs[0]}")
 

@@ -83,15 +83,15 @@ class WorkerOptions:
         check_option(
             "WorkerOptions(dummy_env)", self.dummy_env,
             (
-                one_of(None, True, False, or_=lambda value: all(hasattr(value, name) for name in _DESCRIBES)),
-                f"None, True, False or an object with {', '.join(_DESCRIBES)}",
+                one_of(None, True, False, or_=lambda value: all(hasattr(value, name) for name in _DUMMY_ENV_ATTRIBUTES)),
+                f"None, True, False or an object with {', '.join(_DUMMY_ENV_ATTRIBUTES)}",
             ),
         )  # fmt: skip
         if self.env is not None:
             check_variables(self.env)
 
 
-_DESCRIBES: Final = ("observation_space", "action_space", "metadata", "render_mode")
+_DUMMY_ENV_ATTRIBUTES: Final = ("observation_space", "action_space", "metadata", "render_mode")
 
 OnFailure: TypeAlias = Literal["raise", "restart"] | Restart
 
@@ -118,7 +118,7 @@ class EngineOptions(TypedDict, total=False):
 def require_processes_for(
     name: str, num_workers: int | str | None, use_caller: bool | None, dummy_env: bool | None
 ) -> None:
-    """Raise if options need processes where none are possible. ``"auto"`` does not: there it is this process.
+    """Raise if options need processes where none are possible. ``"auto"`` needs none: there, it means this process.
 
     Raises:
         NotImplementedError: With an alternative, before anything is built.
@@ -137,12 +137,12 @@ def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **other
     """Return the number of spare workers. ``others`` are the other options.
 
     Raises:
-        ValueError: It is not a number, or cannot be combined with another option. The text gives the reason.
+        ValueError: It is not a number, or cannot be combined with another option; the text has the reason.
     """
     check_option("spare_workers", spare_workers)
-    own = others["num_workers"]
+    workers = others["num_workers"]
     reasons = {
-        "num_workers": own is None or own == num_envs or "each row has a process of its own: num_workers=None",
+        "num_workers": workers is None or workers == num_envs or "each row has a process of its own: num_workers=None",
         "use_caller": not others["use_caller"] or "an environment of the calling process cannot move elsewhere",
         "max_concurrency": others["max_concurrency"] is None or "they reset while all the others step",
         "env_threads": others["env_threads"] == 1 or "each has one environment",

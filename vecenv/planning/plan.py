@@ -31,16 +31,16 @@ __all__ = ["Plan", "caller_share", "choose", "in_batches", "plan", "workers_and_
 # Costs of a batch in seconds, apart from the environments' own steps.
 PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
 IN_PROCESS: Final = 6.5e-6  # a batch in this process
-WITH_CALLER: Final = 15e-6  # the caller steps a share, and its workers spin on cores of their own
-HANDING_OUT: Final = 1.5e-6  # part of WITH_CALLER in which the caller sends requests while its workers step already
-BY_WORKERS: Final = 28e-6  # one worker per core
+WITH_CALLER: Final = 15e-6  # a batch of which the caller steps a share, while workers spin on cores of their own
+SENDING: Final = 1.5e-6  # part of WITH_CALLER in which the caller sends requests while workers already step
+BY_WORKERS: Final = 28e-6  # a batch by one worker per core
 WAKE: Final = 12e-6  # per worker beyond the number of cores: a sleep and a wake-up
 
-RECEIVING: Final = 50e-6  # a first-ready batch, received and resent by a caller with cold caches ...
-PER_MESSAGE: Final = 6e-6  # ... and each message of it
+RECEIVING: Final = 50e-6  # receiving a first-ready batch and resending it, in a caller with cold caches
+PER_MESSAGE: Final = 6e-6  # in addition, per message of that batch
 
-_WAITS: Final = 0.3  # with at least this share of waiting, more processes than cores are considered
-_SAFETY: Final = 1.1  # maximum relative cost of worker processes, with which the program survives a crash of an environment
+_MIN_WAITING_SHARE: Final = 0.3  # from this share of waiting on, more processes than cores are considered
+_MAX_SAFETY_COST: Final = 1.1  # maximum relative cost of worker processes: the program survives their crashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,16 @@ class Plan:
     """A choice of workers and the reasons for it, to be printed.
 
     Attributes:
-        num_envs: Number of environments.
-        num_workers: Number of worker processes; 0: none.
-        caller_share: Number of environments that the calling process steps itself.
-        reason: Reason for the choice, in a sentence.
+        num_envs: The number of environments.
+        num_workers: The number of worker processes; 0: none.
+        caller_share: The number of environments that the calling process steps itself.
+        reason: The reason for the choice, in a sentence.
         probe: The step times of an environment.
-        cores: Number of usable cores.
+        cores: The number of usable cores.
         estimates: Expected seconds per batch, for every choice that was compared.
-        batch_size: With ``batch_size="auto"``: number of environments that ``recv`` returns; ``num_envs``: a lock-step.
-        rows_at_once: With ``batch_size="auto"``: maximum number of environments in one request to a worker.
-        batch_reason: Reason for the batch size, in a sentence.
+        batch_size: With ``batch_size="auto"``, the number of environments that ``recv`` returns; ``num_envs``: a lock-step.
+        rows_at_once: With ``batch_size="auto"``, the maximum number of environments in one request to a worker.
+        batch_reason: The reason for the batch size, in a sentence.
         independence: The verdict on environments that share a process.
     """
 
@@ -104,11 +104,11 @@ def caller_share(num_envs: int, workers: int, step: float) -> int:
     """Return the number of environments with which the caller finishes at the same time as its workers.
 
     The caller sends actions and collects the batch mostly while no environment is stepped. Only the remaining work of
-    ``HANDING_OUT`` reduces its share.
+    ``SENDING`` reduces its share.
     """
     even = num_envs / (workers + 1)
-    less = HANDING_OUT / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
-    return min(max(round(even - less), 1), max(num_envs - workers, 1))
+    reduction = SENDING / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
+    return min(max(round(even - reduction), 1), max(num_envs - workers, 1))
 
 
 def choose(
@@ -131,8 +131,8 @@ def choose(
     """
     independence = independence or Independence()
     make_plan = partial(Plan, num_envs, probe=times, cores=cores, independence=independence)
-    if (why := why_no_processes()) is not None and use_caller is not False:
-        return make_plan(num_workers=0, caller_share=0, reason=f"in this process: {why}")
+    if (obstacle := why_no_processes()) is not None and use_caller is not False:
+        return make_plan(num_workers=0, caller_share=0, reason=f"in this process: {obstacle}")
     if not independence.may_share:
         doubt = "" if independence.verdict == SHARES_STATE else "they may not be independent: "
         reason = f"one process per environment, because {doubt}{independence.reason}"
@@ -143,16 +143,16 @@ def choose(
     if times.failure:
         reason = "the environment failed while it was tried, so it is kept out of your program's process"
         return make_plan(num_workers=min(cores, num_envs), caller_share=0, reason=reason)
-    kept_out = ""
+    exclusion = ""
     if independence.changes or in_thread:
         thread = "this is not the main thread, and signal handlers and event loops belong to that"
         cause = independence.changes[0] if independence.changes else thread
-        use_caller, kept_out = False, f"; no environment runs in your program's process, because {cause}"
+        use_caller, exclusion = False, f"; no environment runs in your program's process, because {cause}"
     choices = _choices(times, num_envs, cores, processes_only=use_caller is False)
     estimates = {name: choice[0] for name, choice in choices.items()}
     best = min(choices.values())
     safest = min(choice for choice in choices.values() if not choice[2])
-    safe = bool(best[2]) and use_caller is None and safest[0] < best[0] * _SAFETY
+    safe = bool(best[2]) and use_caller is None and safest[0] < best[0] * _MAX_SAFETY_COST
     _, processes, share = safest if safe else best
     reason = "it steps on every usable core"
     if processes == 0:
@@ -160,7 +160,7 @@ def choose(
         share = 0
     elif processes > cores:
         reason = f"steps that wait {times.waits:.0%} of their time overlap in more processes than cores"
-    elif kept_out:
+    elif exclusion:
         reason = "one worker per usable core"
     elif use_caller is False:
         reason = "restarts, timeouts, variables or use_caller=False need processes, one per usable core"
@@ -168,7 +168,7 @@ def choose(
         reason = "nearly the fastest, and a crash of an environment does not end the program"
     if share or not processes:
         reason += "; a crash of an environment that the caller steps ends the program"
-    reason += kept_out
+    reason += exclusion
     return make_plan(num_workers=processes, caller_share=share, reason=reason, estimates=estimates)
 
 
@@ -178,24 +178,24 @@ def _choices(times: StepTimes, num_envs: int, cores: int, *, processes_only: boo
     # Two cores may slow each other down because of a neighbour on the same hardware, which comes and goes and slows a single
     # process down as well. So the factor of a single process is expected to be the square root of that.
     crowding = min(times.crowding, 2.0) if cores > 1 else 1.0
-    lonely, crowded = times.pace * math.sqrt(crowding), times.pace * crowding
-    alone = waiting_step + times.cpu * math.sqrt(crowding) + PER_ENV * lonely
+    single, crowded = times.pace * math.sqrt(crowding), times.pace * crowding
+    single_step = waiting_step + times.cpu * math.sqrt(crowding) + PER_ENV * single
     computing_step = times.cpu * crowding + PER_ENV * crowded
     step = waiting_step + computing_step
     choices: dict[str, tuple[float, int, int]] = {}
     if not processes_only:
-        choices["in this process"] = (IN_PROCESS * lonely + num_envs * alone, 0, num_envs)
+        choices["in this process"] = (IN_PROCESS * single + num_envs * single_step, 0, num_envs)
         if why_no_processes() is not None:
             return choices
         if cores > 1 and num_envs > 1:
             workers = min(cores - 1, num_envs - 1)
             share = caller_share(num_envs, workers, times.step / times.pace)
-            slower = max(HANDING_OUT * crowded + share * step, -(-(num_envs - share) // workers) * step)
+            slowest = max(SENDING * crowded + share * step, -(-(num_envs - share) // workers) * step)
             name = f"{workers} worker{'s' * (workers != 1)} + this process"
-            choices[name] = (WITH_CALLER * crowded + slower, workers, share)
+            choices[name] = (WITH_CALLER * crowded + slowest, workers, share)
     workers = min(cores, num_envs)
     choices[f"{workers} workers"] = (BY_WORKERS * crowded + -(-num_envs // workers) * step, workers, 0)
-    for power in range(1, 6) if times.waits > _WAITS else ():
+    for power in range(1, 6) if times.waits > _MIN_WAITING_SHARE else ():
         processes = min(num_envs, cores * 2**power)
         wake = WAKE * crowded
         computing = num_envs * computing_step / cores + processes * wake / cores
@@ -215,18 +215,18 @@ def in_batches(whole: Plan) -> Plan:
     times, count, workers = whole.probe, whole.num_envs, whole.num_workers
     half = max(count // 2, 1)
     if times.failure or count == 1 or not workers or whole.use_caller:
-        why = "no step could be timed" if times.failure else "no environment can be ahead of another"
-        return replace(whole, batch_size=count, batch_reason=f"a lock-step: {why}")
-    own = -(-count // workers)
-    free = times.waits > _WAITS or whole.cores > workers
+        reason = "no step could be timed" if times.failure else "no environment can be ahead of another"
+        return replace(whole, batch_size=count, batch_reason=f"a lock-step: {reason}")
+    rows = -(-count // workers)  # of one worker
+    caller_has_core = times.waits > _MIN_WAITING_SHARE or whole.cores > workers
     meanwhile = -(-half // workers) * times.step
     once, twice = ((RECEIVING + PER_MESSAGE * min(workers * n // 2 or 1, half)) * times.pace for n in (1, 2))
     reason = f"half of them are stepped in {meanwhile * 1e6:,.0f} us, and a batch costs the caller {once * 1e6:,.0f} us"
-    if meanwhile < (once if free else 2 * once):
+    if meanwhile < (once if caller_has_core else 2 * once):
         return replace(whole, batch_size=count, batch_reason=f"a lock-step: {reason}")
-    at_once = -(-own // 2) if own > 1 and free and meanwhile >= twice else None
+    at_once = -(-rows // 2) if rows > 1 and caller_has_core and meanwhile >= twice else None
     if at_once:
-        reason += f"; {at_once} of a worker's {own} in one message, so that it goes on while others are taken in"
+        reason += f"; {at_once} of a worker's {rows} in one message, so that it continues while the caller reads the others"
     return replace(whole, batch_size=half, rows_at_once=at_once, batch_reason=f"halves: {reason}")
 
 
@@ -277,16 +277,16 @@ def workers_and_share(
 def plan(
     env_fn: Callable[[], Any] | str, num_envs: int, *, context: str | None = None, use_caller: bool | None = None
 ) -> Plan:
-    """Try environments, with at most 64 steps in all, and choose how to run ``num_envs`` of them here.
+    """Try environments, with at most 64 steps in all, and choose the workers for ``num_envs`` of them.
 
     Where worker processes are not possible, as on Windows, the environment is measured in this process.
 
     Args:
         env_fn: A function that builds the environment, in a process of its own; or an id in Gymnasium's registry.
-        num_envs: Number of environments.
-        context: Start method of that process.
-        use_caller: ``False`` excludes the choices in which the calling process steps environments itself, ``None`` those of
-            them that are less than a tenth faster, ``True`` none.
+        num_envs: The number of environments.
+        context: The start method of that process.
+        use_caller: ``False`` excludes choices in which the calling process steps environments itself; ``None`` excludes
+            these if they are less than a tenth faster; ``True`` excludes none.
 
     Raises:
         NotImplementedError: ``use_caller=False`` where worker processes are not possible.

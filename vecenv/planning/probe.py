@@ -99,7 +99,7 @@ class EnvProbe:
         timeout: Seconds to build and step the environment in another process.
         example: An object with the spaces and metadata of all environments; none is built to read them.
         here: Describe an environment built in this process; ``None``: only without ``step``, or if it cannot be sent.
-        step: Step times will be needed.
+        step: Also try the environment and time its steps.
         check: Check whether environments may share a process.
         own_generators: Each environment has generators of its own.
         daemon: The workers' ``daemon`` option: a daemonic process may not have ``multiprocessing`` children.
@@ -245,8 +245,8 @@ class EnvProbe:
         if time.monotonic() >= deadline and not helper.has_ended():
             raise StartupTimeout(f"an environment could not be built, reset and stepped within {self.timeout} seconds")
         code = helper.exit_code() if helper.has_ended(_CLOSE_SECONDS) else None
-        how = "closed its pipe" if code is None else describe_exit(code)
-        text = missing_guard(helper.method) if code == NO_GUARD else f"the process that tried an environment {how}"
+        end = "closed its pipe" if code is None else describe_exit(code)
+        text = missing_guard(helper.method) if code == NO_GUARD else f"the process that tried an environment {end}"
         raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")
 
 
@@ -381,9 +381,9 @@ def _time_benchmark() -> float:
     """Return the median time in seconds of a fixed Python benchmark, as it runs right now."""
     times = []
     for _ in range(_BENCHMARK_RUNS):
-        began, total, table = time.perf_counter(), 0.0, {}
+        started, total, table = time.perf_counter(), 0.0, {}
         for i in range(500):
             table[i & 15] = (i, total)
             total += len(table) * 0.5
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - started)
     return statistics.median(times)

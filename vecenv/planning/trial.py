@@ -52,14 +52,14 @@ class StepTimes:
     """The step times of one environment.
 
     Attributes:
-        steps: Number of timed steps.
+        steps: The number of timed steps.
         step: Seconds per step, without the time in which other processes had the core.
         cpu: Seconds per step spent computing.
-        pace: Relative time of a fixed piece of work here, where 1 is the machine behind the constants of
-            :mod:`vecenv.planning.plan`.
-        crowding: Factor by which that takes longer while another process computes. 1: each has a core of its own; up to 2
-            where two of the usable cores are two threads of one.
-        failure: The error raised while it was stepped, or the end of its process; then nothing was measured.
+        pace: The time of a fixed piece of work, relative to the machine on which the constants of
+            :mod:`vecenv.planning.plan` were measured.
+        crowding: The factor by which that takes longer while another process computes: 1 if each has a core of its own, up
+            to 2 if two of the usable cores are two threads of one.
+        failure: The error raised by a step, or the end of the process; then nothing was measured.
         draws: Names of the process-wide generators from which the environment drew.
     """
 
@@ -83,14 +83,14 @@ class StepTimes:
 
     @classmethod
     def failed(cls, reason: str) -> StepTimes:
-        """Return times without any timed step, for a failure."""
+        """Return the times of an environment that failed, without any timed step."""
         return cls(0, 0.0, 0.0, failure=reason)
 
 
 def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
     """Reset ``env`` and time some random steps, after ``warm_up`` steps that compile, allocate and load."""
     env.action_space.seed(0)
-    seen = env.reset(seed=0)
+    latest = env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(warm_up + TIMED_STEPS)]
     seconds: list[float] = []
     for number, action in enumerate(actions):
@@ -99,10 +99,10 @@ def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
             seconds.clear()
         if sum(seconds) > _TIMED_SECONDS and number > warm_up + 1:
             break
-        began = time.perf_counter()
-        observation, _, terminated, truncated, info = env.step(allow_action(env.action_space, action, *seen))
-        seen = env.reset() if terminated or truncated else (observation, info)
-        seconds.append(time.perf_counter() - began)
+        started = time.perf_counter()
+        observation, _, terminated, truncated, info = env.step(allow_action(env.action_space, action, *latest))
+        latest = env.reset() if terminated or truncated else (observation, info)
+        seconds.append(time.perf_counter() - started)
     computing = (time.process_time() - cpu) / len(seconds)
     if sum(seconds) < _SHORT_SECONDS:
         elapsed = computing = statistics.median(seconds)
@@ -112,7 +112,7 @@ def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
 
 
 def try_to_time(env: Any, warm_up: int = 0) -> StepTimes:
-    """Time steps with :func:`time_steps`; if a step raises, return a ``failure``."""
+    """Call :func:`time_steps`; if a step raises, return times with a ``failure``."""
     try:
         return time_steps(env, warm_up)
     except Exception as error:
@@ -121,12 +121,12 @@ def try_to_time(env: Any, warm_up: int = 0) -> StepTimes:
 
 def allow_action(space: Any, action: Any, observation: Any, info: Any) -> Any:
     """Return ``action``, or an allowed one if a mask in the info or the observation forbids it."""
-    for held in (info, observation) if isinstance(space, Discrete) else ():
+    for source in (info, observation) if isinstance(space, Discrete) else ():
         for key in _MASK_KEYS:
-            if isinstance(held, dict) and key in held and np.shape(held[key]) == (space.n,):
-                choices = np.flatnonzero(held[key])
-                place = int(action - space.start)
-                return action if not len(choices) or place in choices else space.start + choices[place % len(choices)]
+            if isinstance(source, dict) and key in source and np.shape(source[key]) == (space.n,):
+                choices = np.flatnonzero(source[key])
+                index = int(action - space.start)
+                return action if not len(choices) or index in choices else space.start + choices[index % len(choices)]
     return action
 
 
@@ -137,7 +137,7 @@ class TriedEnv:
         env_fn: The function that builds the environment.
         index: The environment's index, for error messages.
         place: 0 or 1, which determines seeds and actions.
-        junk: Number of objects to allocate before, so that later ones have other addresses.
+        junk: The number of objects to allocate first, so that later ones have other addresses.
 
     Attributes:
         record: The calls.
@@ -186,9 +186,9 @@ class TriedEnv:
 
         A phase of more than ``seconds`` of stepping ends, but not before its second step. ``plan`` repeats it exactly.
         """
-        self.error, self._space, stepping, resets, ended, began = None, None, 0.0, 1, False, time.perf_counter()
-        seen = self.call("reset", self.env.reset, seed=1000 + self.place)
-        if time.perf_counter() - began > _SLOW_RESET_SECONDS and seconds < math.inf:
+        self.error, self._space, stepping, resets, ended, started = None, None, 0.0, 1, False, time.perf_counter()
+        latest = self.call("reset", self.env.reset, seed=1000 + self.place)
+        if time.perf_counter() - started > _SLOW_RESET_SECONDS and seconds < math.inf:
             middle = -1
         self.plan = (0, middle)
         for number in range(steps):
@@ -198,19 +198,19 @@ class TriedEnv:
                 break
             self.plan = (number + 1, middle)
             if self.error is None and (ended or number == middle) and resets < _MAX_RESETS:
-                seen, resets, ended = self.call("reset", self.env.reset), resets + 1, False
+                latest, resets, ended = self.call("reset", self.env.reset), resets + 1, False
                 yield
             if self.error is not None or ended:
                 break
-            action, queued = self._sample(seen), seconds_waited() or 0.0
-            began, cpu = time.perf_counter(), time.process_time()
+            action, queued = self._sample(latest), seconds_waited() or 0.0
+            started, cpu = time.perf_counter(), time.process_time()
             results = self.call("step", self.env.step, action)
-            elapsed, used = time.perf_counter() - began, time.process_time() - cpu
+            elapsed, used = time.perf_counter() - started, time.process_time() - cpu
             self.step_seconds.append(max(elapsed - ((seconds_waited() or 0.0) - queued), used))
             self._cpu_seconds += used
             stepping += self.step_seconds[-1]
             if self.error is None:
-                (seen, ended) = (results[::4], bool(results[2] or results[3])) if len(results) == 5 else (results, True)
+                (latest, ended) = (results[::4], bool(results[2] or results[3])) if len(results) == 5 else (results, True)
         yield
         if self.error is None and getattr(self.env, "render_mode", None) not in (None, "human"):
             self.call("render", self.env.render)
@@ -221,16 +221,16 @@ class TriedEnv:
         return bool(self.step_seconds) and min(self.step_seconds) > SLOW_STEP_SECONDS
 
     def slow_times(self) -> StepTimes:
-        """Return the times of the recorded steps, which are exact enough where steps are slow."""
+        """Return the times of the recorded steps, which are precise enough for slow steps."""
         count = len(self.step_seconds)
         return StepTimes(count, sum(self.step_seconds) / count, self._cpu_seconds / count)
 
-    def _sample(self, seen: Any) -> Any:
-        """Return a random action, in each phase the same sequence."""
+    def _sample(self, latest: Any) -> Any:
+        """Return a random action that the latest observation and info allow; the sequence is the same in each phase."""
         if self._space is None:
             self._space = copy.deepcopy(self.env.action_space)
             self._space.seed(self.place)
-        return allow_action(self._space, self._space.sample(), *seen)
+        return allow_action(self._space, self._space.sample(), *latest)
 
 
 def play(*phases: Generator[None, None, None]) -> None:
@@ -282,7 +282,7 @@ def run_in_child(
         args: Its arguments.
         seconds: Time limit for the call.
         close: A function that the child calls after it has sent the value.
-        close_seconds: Time limit for that.
+        close_seconds: Time limit for ``close``.
     """
     (receiver, sender), state = multiprocessing.Pipe(False), random.getstate()
     with warnings.catch_warnings():
@@ -326,6 +326,7 @@ def _poll_exit(pid: int, options: int | None = None) -> int | None:
 
 
 def _run_and_exit(function: Callable[..., Any], args: tuple[Any, ...], sender: Any, state: Any, close: Any) -> None:
+    """Run the child: call the function, send its value, call ``close`` and exit."""
     pid = os.getpid()
     try:
         random.setstate(state)  # fork() reseeds the generator

@@ -126,7 +126,7 @@ def test_ctrl_c_ends_a_bench_at_any_moment(start: Start, moment: float) -> None:
     os.killpg(bench.pid, signal.SIGINT)
     _, errors = bench.communicate(timeout=100)
     assert bench.returncode == 130, errors
-    assert errors.strip() == "vecenv: interrupted"
+    assert errors.strip().removeprefix("round 1 of 7\n") == "vecenv: interrupted"  # a fast machine is in the first round
     assert not still_running(pids, PATIENCE)
 
 

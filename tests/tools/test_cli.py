@@ -50,7 +50,7 @@ def test_progress_without_a_terminal_is_a_line_per_round_on_stderr(capsys: pytes
         for done in range(4):
             progress(f"round {done // 2 + 1} of 2", done, 4)
     shown = capsys.readouterr()
-    assert (shown.out, shown.err) == ("", "checking the environment\nround 1 of 2\nround 2 of 2\n")
+    assert (shown.out, shown.err) == ("", "round 1 of 2\nround 2 of 2\n")
 
 
 @pytest.mark.long

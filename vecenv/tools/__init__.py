@@ -101,14 +101,12 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _print_rounds() -> Progress:
-    """Return a function that prints the first stage and each stage with a known total on stderr, once, so that logs show
-    that a long measurement continues.
-    """
+    """Return a function that prints each stage with a known total once on stderr: logs show that a measurement continues."""
     printed = ""
 
     def show(stage: str, done: int, total: int) -> None:
         nonlocal printed
-        if stage != printed and (total or not printed):
+        if total and stage != printed:
             print(stage, file=sys.stderr, flush=True)
             printed = stage
 

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sampling import sample_parameter
+from sampling import sample_marked
 
 SETTLE_SECONDS = 2.0
 KINDS = ("processes", "descriptors", "threads", "shared_memory")
@@ -45,9 +45,6 @@ _NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 # So the tests of these folders run last, in this order: afterwards no process, including xdist's workers, forks. The
 # contract's tests run with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
-# These tests have many cases that hardly depend on the engine: each case runs with one engine, the others are ``slow``.
-ENGINES_ALTERNATE = ("test_engine_step.py", "test_engine_infos.py")
-
 LEFT_OUT = {"long", "slow", "soak"}
 
 
@@ -61,9 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # xdist puts the groups into effect in a hook of the same name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect :data:`LEFT_OUT` unless ``-m`` is given, and run tests that start permanent threads last."""
-    for name in ("engine", "every_engine"):
-        wanted = [item for item in items if item.path.name in ENGINES_ALTERNATE and not item.get_closest_marker("slow")]
-        sample_parameter(wanted, name)
+    sample_marked(items, LEFT_OUT)
     if not _LINUX:
         _leave_out({"linux"}, config, items)
     if not config.getoption("markexpr"):

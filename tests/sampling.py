@@ -1,12 +1,14 @@
-"""Samples of a product of parameters for the default run; the rest of the product is marked ``slow``.
+"""Samples of a product of parameters for the default run; the rest of the product is marked ``slow`` or ``long``.
 
-@pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))
+@pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))  # the rest is slow
+
+@pytest.mark.sampled(3)  # of the cases that would run, three; the rest is long
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +57,9 @@ def _covering(cells: list[tuple[int, ...]], strength: int) -> set[tuple[int, ...
 
 
 def sample_parameter(
-    items: Iterable[pytest.Item], name: str, left_out: Sequence[Any] = (), *, all_values: bool = True
+    items: Iterable[pytest.Item], name: str, left_out: Sequence[Any] = (), *, all_values: bool = True, mark: str = "slow"
 ) -> None:
-    """Mark as ``slow`` what a sample omits from the product of one parameter and a test's other parameters.
+    """Mark as ``slow`` (or ``mark``) what a sample omits from the product of one parameter and a test's other parameters.
 
     Args:
         items: Tests; those that do not have the parameter are left alone.
@@ -65,6 +67,7 @@ def sample_parameter(
         left_out: Values that no test of the sample has.
         all_values: Each test runs with every value at least once. If false, each case of a test runs with one value,
         and the next test begins with the next value.
+        mark: The name of the marker for what is left out.
     """
     tests: dict[tuple[Path, Any, str], dict[tuple[Any, ...], dict[int, pytest.Item]]] = {}
     for item in items:
@@ -85,4 +88,45 @@ def sample_parameter(
         for row in rows:
             for item in row.values():
                 if id(item) not in chosen:
-                    item.add_marker(pytest.mark.slow)
+                    item.add_marker(getattr(pytest.mark, mark))
+
+
+def sample_marked(items: Iterable[pytest.Item], left_out: Collection[str]) -> None:
+    """Mark as ``long`` what the marker ``sampled`` omits from the cases of a test.
+
+    ``sampled(3)`` keeps three cases, each next one that with the most values that no earlier one has.
+    ``sampled("id", ...)`` keeps these cases, or all if none of them is collected.
+
+    Args:
+        items: Tests; those without the marker are left alone.
+        left_out: Markers of cases that do not run by default, and are no part of a sample.
+    """
+    tests: dict[tuple[Path, Any, str], list[pytest.Function]] = {}
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker and isinstance(item, pytest.Function) and not any(item.get_closest_marker(name) for name in left_out):
+            tests.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("sampled")
+        assert marker is not None
+        names = marker.args
+        if isinstance(names[0], int):
+            kept = _spread(cases, names[0])
+        else:
+            kept = [case for case in cases if case.callspec.id in names] or cases
+        for case in cases:
+            if case not in kept:
+                case.add_marker(pytest.mark.long)
+
+
+def _spread(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:
+    """Return ``count`` of the cases; each next one is the case with the most values that are new."""
+    kept: list[pytest.Function] = []
+    covered: set[tuple[str, int]] = set()
+    rest = [(case, {(name, id(value)) for name, value in case.callspec.params.items()}) for case in cases]
+    while rest and len(kept) < count:
+        best = max(rest, key=lambda candidate: len(candidate[1] - covered))
+        rest.remove(best)
+        kept.append(best[0])
+        covered |= best[1]
+    return kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from sampling import each_once, each_pair
 
 AXES = ["abc", [True, False], range(4)]
@@ -36,3 +37,24 @@ def test_each_pair_of_values_meets() -> None:
     assert 12 <= len(cells) < 18
     for one, other in itertools.combinations(range(3), 2):
         assert {(cell[one], cell[other]) for cell in cells} == set(itertools.product(AXES[one], AXES[other]))
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("letter", ["a", pytest.param("b", marks=pytest.mark.slow), "c"])
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_number_of_cases_with_different_values_is_kept(letter: str, number: int, request: pytest.FixtureRequest) -> None:
+    """(Not if a single case is selected by its id: that one is kept.)"""
+    left_out = {mark.name for mark in request.node.iter_markers()} & {"long", "slow"}
+    assert not left_out if (letter, number) in (("a", 1), ("c", 2)) else left_out
+
+
+@pytest.mark.sampled("2", "3")
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_named_cases_are_kept(number: int, request: pytest.FixtureRequest) -> None:
+    assert (request.node.get_closest_marker("long") is None) == (number > 1)
+
+
+@pytest.mark.sampled("4")
+@pytest.mark.parametrize("number", [1, 2])
+def test_all_cases_are_kept_if_no_named_one_is_collected(number: int, request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("long") is None

@@ -1,4 +1,8 @@
-"""Fixtures that run every test of this folder with every backend; ``--contract-table`` prints the results."""
+"""Fixtures that run every test of this folder with every backend; ``--contract-table`` prints the results.
+
+By default a test runs with a third of :data:`ALTERNATE`, the next test with the next third; the rest is ``long``. JAX
+compiles what it runs for each file, so its backends take part in one file only.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,47 @@ from . import table
 from .backends import BACKENDS, CONFIGURATIONS, Backend
 from .calls import name_of
 
+# Those that take long, in an order in which every third one is of another kind.
+ALTERNATE = (
+    "first-ready",
+    "multi-agent",
+    "chunks",
+    "envpool",
+    "envpool-first-ready",
+    "envpool-players",
+    "native-ale",
+    "jax-to-numpy",
+    "jax-to-jax",
+)
+THIRDS = 3
+FILE_OF_JAX = "test_steps.py"
+HERE = Path(__file__).parent
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "which backend keeps which part of the contract: print the table, or write it into PAGE"
     parser.addoption("--contract-table", nargs="?", const="", metavar="PAGE", help=help_text)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as ``long`` two thirds of :data:`ALTERNATE` for each test, unless they are to be in the table."""
+    if config.getoption("contract_table", default=None) is not None:
+        return
+    tests: dict[tuple[Path, str], dict[str, pytest.Item]] = {}
+    for item in items:
+        if item.path.parent == HERE and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            name = getattr(item.callspec.params.get("backend"), "name", "")
+            if name in ALTERNATE:
+                tests.setdefault((item.path, item.originalname), {})[item.callspec.id] = item
+    for number, cases in enumerate(tests.values()):
+        if len(cases) <= THIRDS:  # selected by name
+            continue
+        for item in cases.values():
+            backend = item.callspec.params["backend"]
+            elsewhere = backend.folder == "jax" and item.path.name != FILE_OF_JAX
+            if elsewhere or ALTERNATE.index(backend.name) % THIRDS != number % THIRDS:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

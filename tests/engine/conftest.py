@@ -9,11 +9,34 @@ from typing import Any
 import pytest
 import random_results
 from envs import ENGINES, PROCESS_ENGINES, VALUE_ENGINES, Options
+from sampling import sample_parameter
 
 from vecenv.worker import row_writer
 
 # Tests of what workers store. A test runs with one implementation by default, another test with the other; the rest is slow.
 ROWS = ("test_autoreset", "test_engine_infos", "test_engine_observations", "test_engine_step", "test_oracle")
+
+# These tests have many cases that hardly depend on the engine: each case runs with one engine, the others are ``slow``.
+ENGINES_ALTERNATE = ("test_engine_step.py", "test_engine_infos.py")
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Choose the engines of the default run; beyond :data:`ENGINES_ALTERNATE`, the rest is ``long``.
+
+    Each case of a test of values runs with one engine. A test of processes runs in this process and with one of the other
+    engines, the next test with the next one.
+    """
+    here = [item for item in items if item.path.parent == HERE and isinstance(item, pytest.Function)]
+    wanted = [item for item in here if not item.get_closest_marker("slow") and hasattr(item, "callspec")]
+    for name in ("engine", "every_engine"):
+        sample_parameter([item for item in wanted if item.path.name in ENGINES_ALTERNATE], name)
+    others = [item for item in wanted if item.path.name not in ENGINES_ALTERNATE]
+    sample_parameter(others, "engine", mark="long")
+    for name in ("every_engine", "process_engine"):
+        processes = [item for item in others if item.callspec.params.get(name) != ENGINES["in-process"]]
+        sample_parameter(processes, name, all_values=False, mark="long")
 
 
 @pytest.fixture(params=ENGINES.values(), ids=list(ENGINES))

@@ -302,6 +302,7 @@ REPORT = re.compile(
 )
 
 
+@pytest.mark.sampled("--num-workers 2---lr 3")
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [

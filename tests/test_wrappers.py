@@ -27,6 +27,7 @@ def without_time(infos: dict[str, Any]) -> Any:
     return {key: found[key].tolist() for key in ("r", "l") if found}, infos.get("_episode", np.zeros(0)).tolist()
 
 
+@pytest.mark.sampled(3)
 @MODES
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
 def test_step_counts_as_gymnasiums_wrapper_does(mode: AutoresetMode, engine: dict[str, Any]) -> None:
@@ -120,6 +121,7 @@ def test_reset_of_single_environments_restarts_their_episode() -> None:
         assert infos["episode"]["l"].tolist() == [0, 4, 4]
 
 
+@pytest.mark.sampled(3)
 @MODES
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 2}], ids=["here", "two"])
 def test_saved_statistics_continue(mode: AutoresetMode, engine: dict[str, Any]) -> None:

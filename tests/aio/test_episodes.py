@@ -51,6 +51,7 @@ async def test_every_slot_returns_its_own_results(loop: str, how: dict[str, Any]
         await check_all_slots(pool)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedules", [15, MANY])
 @pytest.mark.parametrize("world", [Words, Walk])
 @pytest.mark.parametrize("how", HOW)
@@ -89,6 +90,7 @@ def test_results_equal_directly_stepped_environments(schedules: int, world: Any,
     run(main(), seconds=500)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loop", LOOPS)
 def test_blocking_environments_wait_concurrently_in_threads(loop: str) -> None:
     async def main() -> float:
@@ -148,6 +150,7 @@ async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
         assert len(pool.errors) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", [{"num_workers": 1}, {"num_workers": 1, "env_threads": 3}], ids=["plain", "threads"])
 async def test_many_branches_continue_from_one_saved_state(how: dict[str, Any]) -> None:
     async with Pool(partial(gym.make, "CartPole-v1"), 4, **how) as pool:
@@ -431,6 +434,12 @@ def interrupt_every_await(
     return run(main(), seconds=100)
 
 
+@pytest.mark.sampled(
+    "every_call-9-one-cancel_at_once",
+    "waiting_for_a_slot-4-one-cancel_and_kill",
+    "waiting_for_a_slot-4-one-kill_only",
+    "evaluating-1-one-cancel_during_restart",
+)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def is_worker_failure(error: BaseException) -> bool:
     return isinstance(error, WorkerDied | StepTimeout)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("size", [6, MANY])
 @pytest.mark.parametrize("on_failure", ["restart", pytest.param("raise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS)
@@ -346,6 +347,7 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
         run(main())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("episodes", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
 @pytest.mark.parametrize("how", HOW)
 def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, how: dict[str, Any]) -> None:

@@ -63,6 +63,7 @@ def test_any_number_of_rows_can_be_sent_at_a_time(make: Make) -> None:
     assert (counts > 10).all()
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("received", range(4))
 @pytest.mark.parametrize("sent", range(3))
 def test_full_reset_waits_for_rows_in_flight(make: Make, received: int, sent: int) -> None:

@@ -87,6 +87,7 @@ def test_interrupted_step_was_not_sent_or_is_pending(make: Make, mode: str, kind
     assert envs.stats()["resets"] == reference.stats()["resets"]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("num_envs", "batch_size", "count", "timeout"),

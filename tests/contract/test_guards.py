@@ -207,6 +207,15 @@ class Closing(Interruption):
             self._envs.close()
 
 
+@pytest.mark.sampled(
+    "in-process-moments0",
+    "multi-agent-moments0",
+    "envpool-moments0",
+    "native-moments0",
+    "native-ale-moments0",
+    "double-moments0",
+    "ray-moments0",
+)
 @call("`close()` by a signal handler in the middle of a call")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("moments", [(20,), pytest.param((3, 8, 30, 45, 60, 90), marks=pytest.mark.long)])

@@ -88,6 +88,7 @@ SPACES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("space", SPACES, ids=repr)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP])
 def test_any_space_may_be_observed_and_acted_in(space: spaces.Space, mode: AutoresetMode, closes: Any) -> None:
@@ -640,6 +641,7 @@ def _fragile(fault: str) -> list[Any]:
     return [functools.partial(Fragile, fault, row) for row in range(4)]
 
 
+@pytest.mark.sampled("raise-dies")
 @pytest.mark.parametrize("fault", ["raises", "dies"])
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_files_of_hosts_are_written_by_the_caller(fault: str, on_failure: str, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ EPISODES: dict[str, Options] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("kind", EPISODES)
 def test_episodes_end_and_begin_as_in_sync_vector_env(

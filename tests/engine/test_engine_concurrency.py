@@ -111,6 +111,7 @@ def test_as_many_as_the_limit_run_at_once(tmp_path: Path) -> None:
         assert envs.step(np.zeros(4))[4]["most"].max() == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("limit", [4, 100])
 def test_a_limit_above_the_number_of_environments_is_no_limit(limit: int) -> None:
     assert_as_sync(counters(2), max_concurrency=limit)
@@ -136,6 +137,7 @@ def test_large_pickled_reply_does_not_block_others() -> None:
 # --- several environments in one worker: the same results, and texts about environments, not workers
 
 
+@pytest.mark.sampled("1-1", "5-3", "2-5")
 @pytest.mark.parametrize(
     ("num_envs", "num_workers"),
     [(1, 1), (3, 1), (3, 2), (4, 2), (5, 2), (5, 3), (7, 3), (7, 4), (8, 3), (4, 4), (2, 5), (3, None)],
@@ -155,6 +157,7 @@ def test_environments_are_split_into_contiguous_even_shares(num_envs: int, num_w
         assert envs.reset(seed=1)[0][:, 0].tolist() == list(range(num_envs))
 
 
+@pytest.mark.sampled("1-AutoresetMode.NEXT_STEP-True")
 @pytest.mark.parametrize(("num_workers", "mode", "shared_memory"), each_once([1, 2, 3, 5], AutoresetMode, [True, False]))
 def test_uneven_shares_equal_sync_vector_env(
     num_workers: int, mode: AutoresetMode, shared_memory: bool, closes: Any

@@ -135,6 +135,7 @@ def raising(index: int, error: BaseException, method: str = "step", at: int = 2)
     return functools.partial(RaisingEnv, index, error, method, at)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "error", [ValueError("x"), KeyError("k"), OddError("odd"), ZeroDivisionError(), OSError(2, "no")], ids=repr
 )
@@ -379,6 +380,7 @@ SHORTCUTS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shortcut", SHORTCUTS.values(), ids=list(SHORTCUTS))
 def test_shortcuts_of_call_are_refused_as_call_async_is(every_engine: Options, shortcut: Callable[[Any], Any]) -> None:
     with open_engine(counters(2), **every_engine) as envs:

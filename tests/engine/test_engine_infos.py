@@ -112,6 +112,7 @@ CASES: dict[str, list[dict[Any, Any]]] = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("name", CASES)
 def test_infos_are_batched_as_gymnasium_does(engine: Options, name: str) -> None:
     infos = CASES[name]
@@ -162,6 +163,7 @@ KEPT: dict[str, tuple[list[Any], Any, bool]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", KEPT)
 def test_values_that_do_not_fit_one_column_are_kept(engine: Options, name: str) -> None:
     values, column, warned = KEPT[name]
@@ -383,10 +385,14 @@ VALUES = st.one_of(
 )  # fmt: skip
 
 
-@settings(deadline=None)
-@given(st.lists(st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2), min_size=1, max_size=5))
 @pytest.mark.filterwarnings("ignore:.*infos")
-def test_every_value_can_be_read_from_the_merged_dict(infos: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("examples", [30, pytest.param(100, marks=pytest.mark.long)])
+def test_every_value_can_be_read_from_the_merged_dict(examples: int) -> None:
+    lists = st.lists(st.dictionaries(st.sampled_from("ab"), VALUES, max_size=2), min_size=1, max_size=5)
+    settings(max_examples=examples, deadline=None)(given(lists)(require_values_in_merged_dict))()
+
+
+def require_values_in_merged_dict(infos: list[dict[str, Any]]) -> None:
     merged_infos = InfoMerger().merge(infos, range(len(infos)))
     for row, (info, split) in enumerate(zip(infos, info_rows(merged_infos, len(infos)), strict=True)):
         assert info.keys() == split.keys()

@@ -64,6 +64,7 @@ def returning(space: spaces.Space, observation: Any, good: Any = None) -> list[A
     ]
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(
     ("engine", "shared_memory", "mode", "name"),
     each_pair(VALUE_ENGINES, MEMORIES, ["NextStep", "SameStep"], list(ALL_SPACES)),
@@ -74,6 +75,7 @@ def test_observations_of_every_space_equal_those_of_sync_vector_env(
     assert_as_sync(space_envs(ALL_SPACES[name]), autoreset_mode=mode, shared_memory=shared_memory, **engine)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", VARYING_SPACES)
 def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> None:
     """Gymnasium's own class returns the value of the constructor forever, or refuses the space."""
@@ -82,6 +84,7 @@ def test_values_that_vary_in_size_are_real_in_shared_memory_mode(name: str) -> N
         assert any(repr(envs.step([0, 0, 0])[0]) != repr(first) for _ in range(5))
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_with_copy_every_observation_is_its_own_array(shared_memory: bool, name: str) -> None:
     with open_engine(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=2) as envs:
@@ -121,11 +124,13 @@ def test_without_copy_and_without_shared_memory_the_arrays_are_the_same(engine: 
             assert one is two or np.shares_memory(one, two)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_without_copy_the_observations_are_those_of_sync_vector_env(shared_memory: bool, name: str) -> None:
     assert_as_sync(space_envs(FIXED_SPACES[name]), copy=False, shared_memory=shared_memory, num_workers=2)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_observations_are_zeros_of_the_batched_space_before_the_first_reset(shared_memory: bool, name: str) -> None:
     with open_engine(space_envs(FIXED_SPACES[name]), shared_memory=shared_memory, num_workers=0) as envs:
@@ -294,6 +299,7 @@ CASTS: dict[str, tuple[spaces.Space, Any]] = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(CASTS)))
 def test_what_fits_the_space_is_cast_as_sync_vector_env_does(engine: Options, shared_memory: bool, name: str) -> None:
     space, observation = CASTS[name]
@@ -327,6 +333,7 @@ WRONG: dict[str, tuple[spaces.Space, Any, Any, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("engine", "shared_memory", "name"), each_pair(VALUE_ENGINES, MEMORIES, list(WRONG)))
 def test_observation_that_does_not_fit_its_space_raises_with_its_path(
     engine: Options, shared_memory: bool, name: str

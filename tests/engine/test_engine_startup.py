@@ -245,6 +245,7 @@ def test_unpicklable_spaces_raise_only_without_a_dummy_env() -> None:
 methods = pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
 
 
+@pytest.mark.sampled("fork")
 @methods
 def test_one_environment_through_its_whole_life(context: str, closes: Any) -> None:
     """All checks share one start of workers, because a start by spawn takes long."""
@@ -283,6 +284,7 @@ def assert_same_trajectory_of_legal_actions(envs: Any, oracle: Any) -> None:
     assert_identical(*[one.reset(seed=3, options={"reset_mask": mask.copy()}) for one in (envs, oracle)])
 
 
+@pytest.mark.sampled("fork")
 @methods
 def test_real_environments_give_the_trajectories_of_sync_vector_env(context: str) -> None:
     fns = [lambda: gymnasium.make("CartPole-v1", max_episode_steps=9)] * 3
@@ -303,6 +305,7 @@ class StepsUnderSemaphore(CounterEnv):
         return super().step(action)
 
 
+@pytest.mark.sampled("dummy_env=False-forkserver")
 @pytest.mark.parametrize("context", [pytest.param("spawn", marks=pytest.mark.long), "forkserver"])
 @pytest.mark.parametrize("options", [{}, NOT_HERE], ids=["", "dummy_env=False"])
 def test_env_fns_may_hold_locks_events_and_shared_values_of_multiprocessing(context: Any, options: Options) -> None:

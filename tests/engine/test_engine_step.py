@@ -158,6 +158,7 @@ def test_a_wrong_mask_is_refused_before_anything_is_sent(
         assert observations[:, 1:3].tolist() == [[1, 1]] * 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("copied", [True, False], ids=["copy", "no-copy"])
 @pytest.mark.parametrize("mode", AutoresetMode)
 def test_long_series_of_masked_resets_equals_sync_vector_env(
@@ -188,6 +189,7 @@ def test_long_series_of_masked_resets_equals_sync_vector_env(
             ended = theirs[2] | theirs[3]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", list(AutoresetMode))
 def test_episode_statistics_of_unmasked_envs_survive_a_masked_reset(mode: AutoresetMode) -> None:
     """The caller's dict keeps its mask: Gymnasium's wrapper reads it after the reset."""
@@ -212,6 +214,7 @@ def returning(*steps: Any) -> Any:
     return lambda: ReturningEnv([(ZEROS, {})], steps)
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", ALL_SPACES)
 def test_a_sample_of_any_action_space_reaches_each_environment_as_it_is(engine: Options, name: str) -> None:
     space = ALL_SPACES[name]
@@ -253,6 +256,7 @@ BOX = spaces.Box(-1, 1, (2,), np.float32)
 ARM = spaces.Dict({"arm": spaces.Box(-1, 1, (2,), np.float32), "gear": spaces.Discrete(3)})
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(
     ("space", "actions", "wanted"),
     [
@@ -407,6 +411,7 @@ MISFITS: list[tuple[spaces.Space, Any, Any]] = [
 ]
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize(("space", "actions", "error"), MISFITS)
 def test_actions_that_do_not_fit_are_refused_before_any_environment_moves(
     engine: Options, space: spaces.Space, actions: Any, error: Any
@@ -432,6 +437,7 @@ def test_rewards_and_flags_are_fresh_writeable_arrays_whatever_the_copy_mode(eng
         assert envs.step([0, 0, 0])[1].tolist() == [0.003, 1.003, 2.003]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("reward", "wanted"),
     [

@@ -154,6 +154,7 @@ def _typed(step: Any) -> Any:
     return observation, np.float64(reward), np.bool_(over)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mode", "env_fn", "options"),
     each_once(
@@ -333,6 +334,7 @@ def test_spare_workers_do_not_change_results(mode: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.sampled("late")
 @pytest.mark.parametrize("env_fn", [Draws, LATE], ids=["always", "late"])
 def test_evaluation_is_the_same_for_every_number_of_environments(env_fn: Any) -> None:
     evaluations = []
@@ -348,6 +350,7 @@ TRIED: list[dict[str, Any]] = [{"num_workers": "auto"}, {"num_workers": 2, "use_
 """Options with which an environment is tried before workers are started."""
 
 
+@pytest.mark.sampled("{'num_workers': 2, 'use_caller': True}")
 @pytest.mark.parametrize("options", TRIED, ids=str)
 def test_evaluation_warns_that_its_promise_does_not_hold(options: Any) -> None:
     with warnings.catch_warnings(record=True) as raised:
@@ -359,6 +362,7 @@ def test_evaluation_warns_that_its_promise_does_not_hold(options: Any) -> None:
     assert sum("results of evaluate depend on" in text for text in texts) == 1, texts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", TRIED, ids=str)
 def test_a_warning_names_the_environment_and_the_generator(options: Any) -> None:
     with warnings.catch_warnings(record=True) as raised:
@@ -472,6 +476,7 @@ class TorchDraws(Draws):
         return np.full(6, sys.modules["torch"].default_generator.rand())  # type: ignore[attr-defined]
 
 
+@pytest.mark.sampled("0")
 @pytest.mark.parametrize("late", [0, 7])
 def test_torch_has_a_state_for_each_environment(torch: types.SimpleNamespace, late: int) -> None:
     env_fn = functools.partial(TorchDraws, late=late)

@@ -107,6 +107,7 @@ BROKEN_OFF: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("options", [{}, {"num_workers": 0}, {"num_workers": 1, "use_caller": True}], ids=str)
 @pytest.mark.parametrize("call", BROKEN_OFF)
 def test_interrupted_change_of_state_needs_a_reset(
@@ -157,6 +158,7 @@ CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", CALLS)
 def test_an_interrupted_call_can_be_made_again(call: str) -> None:
     """Late replies to it affect neither the next call nor the next step."""

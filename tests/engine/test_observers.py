@@ -166,6 +166,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_text_of_on_failure_is_a_note_of_the_error(fault: str) -> None:
     kind, options, rows, died = FAULTS[fault]
@@ -185,6 +186,7 @@ def test_the_text_of_on_failure_is_a_note_of_the_error(fault: str) -> None:
         assert log.take()[0][:2] == ("reset", [0, 1])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("kind", ["raises", "kill"])
 def test_a_restart_is_a_failure_and_a_reset_before_the_result(
@@ -222,6 +224,7 @@ class Broken(vecenv.Observer):
             raise OSError("the disk is full")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_an_observer_that_raises_does_not_replace_the_failure(on_failure: Any) -> None:
     fns = [CounterEnv, functools.partial(faulty, "raises", 2)]
@@ -239,6 +242,7 @@ def test_an_observer_that_raises_does_not_replace_the_failure(on_failure: Any) -
         envs.step([0, 0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["on_step", "on_result"])
 def test_an_exception_of_an_observer_comes_out_of_the_call_and_loses_nothing(method: str) -> None:
     broken = Broken(method)

@@ -95,6 +95,7 @@ def compare(data: st.DataObject, vector: Vector, mode: AutoresetMode, **options:
         oracle.close()
 
 
+@pytest.mark.sampled("compiled-0-shared-copy-AutoresetMode.NEXT_STEP")
 @pytest.mark.parametrize(
     ("num_workers", "shared_memory", "copied", "mode"),
     each_once(
@@ -206,6 +207,15 @@ ENVS: dict[str, Callable[[], gymnasium.Env]] = {
 SLOW_TO_BUILD = {"Ant-v5", "ALE/Pong-v5"}
 
 
+@pytest.mark.sampled(
+    "python-CartPole-v1-AutoresetMode.NEXT_STEP",
+    "python-Pendulum-v1-AutoresetMode.SAME_STEP",
+    "python-FrozenLake-v1-AutoresetMode.DISABLED",
+    "python-Blackjack-v1-AutoresetMode.NEXT_STEP",
+    "python-Ant-v5-AutoresetMode.SAME_STEP",
+    "python-NestedDict-AutoresetMode.NEXT_STEP",
+    "python-CartPole-v1-AutoresetMode.DISABLED",
+)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -220,6 +230,7 @@ def test_trajectories_equal_those_of_sync_vector_env(name: str, mode: AutoresetM
     assert_as_sync([ENVS[name]] * 3, steps, autoreset_mode=mode, cuts=cuts, num_workers=2)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     "options",
     [

@@ -42,6 +42,7 @@ def play(envs: Any, steps: int, seed: int | None = 7, draws: int = 1) -> list[An
     return seen + [envs.step(rng.integers(0, 3, envs.num_envs)) for _ in range(steps)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("spares", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.long)])
 def test_results_equal_those_without_spares(mode: str, spares: int, closes: Any) -> None:
@@ -59,6 +60,7 @@ def test_duration_of_resets_does_not_change_results(mode: str, closes: Any) -> N
         assert_identical(play(envs, 30), reference)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_resets_by_the_caller_continue_the_episode_count(mode: str, closes: Any) -> None:
     envs, reference = closes(with_spares(Walk, autoreset_mode=mode)), twin([Walk] * 3, autoreset_mode=mode)
@@ -284,6 +286,7 @@ class RowByRow:
         return rows
 
 
+@pytest.mark.sampled("NextStep-1")
 @pytest.mark.parametrize(("mode", "spares"), each_once(MODES, [1, 3]))
 def test_first_ready_rows_get_the_same_episodes(spares: int, mode: str) -> None:
     walk = partial(Walk, reset=0.002, step=0.001, uneven=True)
@@ -492,6 +495,7 @@ def test_failed_prefetch_is_restarted(mode: str, fault: str, closes: Any) -> Non
     assert envs.stats()["restarts"] == 2  # the second attempt has another seed
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_rebuilt_row_starts_only_one_episode(mode: str, closes: Any) -> None:
     """A rebuilt environment was reset: no prefetched episode replaces it in the same step."""
@@ -559,6 +563,7 @@ def interrupt_at(event: int, function: Any) -> tuple[bool, Any]:
     return fired, result
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "every"), [("NextStep", 5), ("SameStep", 7)])
 def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, closes: Any) -> None:
     """A full reset restores the right results, whatever was interrupted."""

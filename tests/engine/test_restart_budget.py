@@ -206,6 +206,7 @@ class Crashes(Flaky):
         return super().step(action)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.linux
 @pytest.mark.parametrize("culprit", [4, 5, 6])
 @pytest.mark.parametrize(

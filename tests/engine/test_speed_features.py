@@ -81,6 +81,7 @@ def numbers(count: int, style: str = "regular") -> list[Callable[[], Numbers]]:
 ENGINES = [{"num_workers": 2}, {"num_workers": 0}, {"use_caller": True}, {"use_caller": True, "num_workers": 2}]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("engine", ENGINES, ids=str)
 @pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP], ids=str)
 @pytest.mark.parametrize("style", ["regular", "by env", "mixed"])
@@ -576,6 +577,7 @@ def prices() -> np.ndarray:
     return np.random.default_rng(0).normal(size=64 * MIB // 8)
 
 
+@pytest.mark.sampled("fork")
 @pytest.mark.parametrize("context", START_METHODS)
 def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray, closes: Any) -> None:
     shared = vecenv.share({"close": prices, "volume": np.arange(3)})
@@ -591,6 +593,7 @@ def test_workers_have_no_copy_and_step_the_same(context: str, prices: np.ndarray
     assert max(envs.call("private_mib")) < least + 8  # of 64
 
 
+@pytest.mark.sampled("fork")
 @pytest.mark.parametrize("context", START_METHODS)
 def test_an_environment_cannot_write_and_its_worker_restarts_with_the_data(context: str, prices: np.ndarray) -> None:
     shared = vecenv.share(prices[:10_000])

@@ -97,6 +97,7 @@ envs.reset(seed=1)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_workers", [2, 0])
 @pytest.mark.parametrize(("filters", "reports"), [("ignore", 0), ("error::ResourceWarning", 2)])
 def test_a_program_that_never_closes_ends_without_a_traceback_of_the_engine(

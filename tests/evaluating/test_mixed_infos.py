@@ -34,6 +34,7 @@ async def pooled(env_fn: Any, size: int, num_workers: int) -> Any:
         return await pool.evaluate(act, EPISODES, seed=SEED)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("mixtures", "workers"), [(range(4), (0, 2)), ([4], (1, 4, 8)), pytest.param(range(5, 205), EVERY, marks=LONG)], ids=str
 )

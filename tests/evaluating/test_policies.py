@@ -86,6 +86,7 @@ def remembering(observations: Any, state: Any) -> Any:
     return (np.abs(sums * 7).astype(int) % 7), {"sums": (sums,), "calls": state["calls"] + 1}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("batch", ["ready", "padded", "single"])
 def test_a_recurrent_policy_keeps_a_state_for_each_row(batch: str) -> None:
     state = {"sums": (np.float64(0),), "calls": np.zeros((), int)}
@@ -221,6 +222,7 @@ def test_swapped_arguments_are_named() -> None:
 # --- ``vecenv.evaluate`` on engines that step all environments together: the same results, as far as seeds allow
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_gymnasiums_engine_gives_the_same_results(num_envs: int, mode: AutoresetMode, closes: Any) -> None:
@@ -286,6 +288,7 @@ def test_games_of_several_agents_are_refused(closes: Any) -> None:
 # --- ``vecenv.evaluate`` on engines that return rows one by one: the results of a plain loop, for every number of rows
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_results_are_those_of_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
@@ -294,6 +297,7 @@ def test_results_are_those_of_a_plain_loop(num_envs: int, mode: AutoresetMode) -
             assert numbers(vecenv.evaluate(envs, choose, count, seed=SEED)) == expected_results(count)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
 def test_results_are_the_same_in_processes(engine: dict[str, Any]) -> None:
     with open_engine(walks(3), **engine) as envs:
@@ -552,6 +556,7 @@ def test_time_limit_in_a_dropped_step_is_raised() -> None:
 # --- ``vecenv.evaluate`` of episodes that begin with a snapshot instead of a reset ----------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 def test_results_from_snapshots_equal_a_plain_loop(num_envs: int, mode: AutoresetMode) -> None:
@@ -562,6 +567,7 @@ def test_results_from_snapshots_equal_a_plain_loop(num_envs: int, mode: Autorese
             assert numbers(results) == expected_from(starts[:count])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", list(ENGINES.values())[1:], ids=list(ENGINES)[1:])
 def test_processes_give_the_same_results_without_extra_steps(engine: dict[str, Any]) -> None:
     snapshots, starts = snapshots_midway(9)
@@ -584,6 +590,7 @@ def test_some_begin_with_a_reset_and_some_with_one_snapshot() -> None:
     assert numbers(results) == [from_there[at] if at % 2 == 0 else numbers(plain)[at] for at in range(8)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_envs", [1, 3, 8])
 @pytest.mark.parametrize("fault", ["raise", "die"])
 def test_failed_episode_restarts_from_its_snapshot(num_envs: int, fault: str, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_results_do_not_depend_on_the_number_of_environments(num_envs: int) -> N
     assert [result.env for result in results] == [episode.env for episode in listed()]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
 @pytest.mark.parametrize("engine", [*ENGINES, "gymnasium"])
 def test_every_engine_runs_them(engine: str, mode: AutoresetMode) -> None:
@@ -108,6 +109,7 @@ def test_rows_continue_with_their_task_and_help_when_their_worker_is_idle() -> N
     assert not waiting
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize(
     ("fault", "restarts"),
@@ -350,7 +352,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, *(pytest.param(kills, marks=pytest.mark.long) for kills in (2, 10))])
 def test_a_program_that_is_killed_at_any_moment_continues(kills: int, tmp_path: Path) -> None:
     folder, rng = tmp_path / "results", random.Random(5)
     file = folder / "episodes.jsonl"

@@ -83,12 +83,14 @@ MORE = [  # at other moments; not repeated with new interpreters, which make no 
 ]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_crash_cases(case: Case, launch: Launch, tmp_path: Path) -> None:
     """A fault in a step raises one complete exception; then everything works again."""
     check_crash(case, "step", launch, tmp_path)
 
 
+@pytest.mark.sampled(6)
 @CHEAP
 @pytest.mark.parametrize(("case", "moment"), MORE)
 def test_crash_cases_elsewhere(case: Case, moment: str, launch: Launch, tmp_path: Path) -> None:
@@ -222,6 +224,7 @@ def test_death_before_a_request_leaves_no_late_reply(launch: Launch) -> None:
             checker.check_step(ACTIONS, envs.step(ACTIONS))
 
 
+@pytest.mark.sampled("fork")
 def test_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
     """A helper that the environment forked still holds the worker's pipe: there is no end of file, and no wait for one."""
     check_death_with_inherited_descriptors(launch, tmp_path)
@@ -461,6 +464,7 @@ def reset(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
     return observations, infos, ids
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), {mode.name: mode for mode in AutoresetMode}))
 def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: AutoresetMode) -> None:
     """Environment 0 has stepped, and its sibling kills their worker: the next reset reports nothing of that step."""
@@ -507,6 +511,7 @@ class InPlace(ResetInfoOnlyInLastEnv):
         return self.buffer, 1.0, False, False, {}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fault", "error"), [(DIE, WorkerDied), (RAISE, ValueError)], ids=["death", "exception"])
 @pytest.mark.parametrize("on_failure", ["raise", "restart"])
 def test_half_written_observation_is_not_returned(
@@ -546,6 +551,7 @@ class NeverRepeats(ResetInfoOnlyInLastEnv):
         return self.observe(), 1.0, False, False, {}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("by_row", "shared_memory", "mode"),
     each_once(
@@ -650,6 +656,7 @@ def step_while_observed(envs: Any, steps: int, hundredths: int, look: Callable[[
         envs.step_wait(timeout=60)
 
 
+@pytest.mark.sampled("own_threads-4-50-fork")
 @pytest.mark.linux
 @CHEAP
 @pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])

@@ -153,6 +153,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             os.kill(worker.helper, signal.SIGKILL)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("helps", MARKED)
 def test_helpers_of_a_killed_worker_are_found_by_its_mark(start: Start, helps: Callable[[Path], None]) -> None:
     worker = start(helps)
@@ -171,6 +172,7 @@ def test_descendants_of_a_living_worker_can_be_ended(start: Start, helps: Callab
     assert alive(worker.pid)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("helps", MARKED)
 def test_a_worker_ends_its_own_helpers(start: Start, helps: Callable[[Path], None]) -> None:
     worker = start(helps, ends=True)

@@ -89,6 +89,7 @@ def test_probed_environment_is_closed(tmp_path: Path, method: str, step: bool) -
     assert (tmp_path / "closed").exists()
 
 
+@pytest.mark.sampled("options1", "options2")
 @pytest.mark.parametrize(
     "options", [{"num_workers": "auto"}, {"use_caller": True}, {"worker_options": WorkerOptions(dummy_env=False)}]
 )

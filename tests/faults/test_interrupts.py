@@ -120,6 +120,19 @@ WHOLE = ("get_attr", "set_attr", "set_next_options", "save", "load", "state_dict
 PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") if part == "whole" or name not in WHOLE]
 
 
+@pytest.mark.sampled(
+    "in process-reset-whole-95",
+    "caller's share-step-whole-95",
+    "one worker-step-whole-95",
+    "one worker-reset-whole-95",
+    "one worker-call-whole-95",
+    "one worker-set_attr-whole-95",
+    "one worker-get_attr-whole-95",
+    "four workers-step-whole-95",
+    "max_concurrency-step-whole-95",
+    "restart-reset-whole-95",
+    "Text observations-reset-wait-95",
+)
 @pytest.mark.parametrize(
     ("setting", "call", "part", "every"),
     [
@@ -170,6 +183,7 @@ def test_interruption_before_any_bytecode(setting: str, call: str) -> None:
 # --- first-ready batches ------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("which", ["send", "recv", "recv of the rest", "recv at least", "reset_async", "recv of a reset"])
 @pytest.mark.parametrize(
     ("setting", "every"),
@@ -419,6 +433,7 @@ def test_uninterrupted_calls_pass_the_checks(setting: str) -> None:
     assert not subject.excused
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("setting", FIRST_READY)
 def test_uninterrupted_rows_are_all_received(setting: str) -> None:
     stream = Stream(FIRST_READY[setting])

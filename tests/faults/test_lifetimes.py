@@ -269,6 +269,7 @@ def test_group_kill_leaves_nothing(trainer: Start, scenario: str, tmp_path: Path
     assert not take_stock().beyond(before, ["shared_memory"])  # except for resources of other programs
 
 
+@pytest.mark.sampled("spawn")
 def test_sigterm(trainer: Start, tmp_path: Path) -> None:
     """SIGTERM with its default action ends the trainer, and so its workers."""
     program = trainer("stepping")
@@ -295,6 +296,7 @@ def read_terminal(keyboard: int) -> str:
     return text.decode(errors="replace")
 
 
+@pytest.mark.sampled("forkserver")
 def test_ctrl_c(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
     """A real Ctrl-C, to the whole foreground group: one KeyboardInterrupt, silent workers, a close that works."""
     keyboard, screen = terminal
@@ -311,6 +313,7 @@ def test_ctrl_c(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> No
     assert "KeyboardInterrupt" not in shown, shown
 
 
+@pytest.mark.sampled("fork")
 def test_step_continues_after_ctrl_c(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> None:
     """After Ctrl-C in ``step_wait`` the result is still pending: waiting again returns it, and it is the right one."""
     keyboard, screen = terminal

@@ -882,6 +882,7 @@ EXAMPLES: dict[str, Callable[[Model], None]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("choice", "call"),
     each_once(["one worker", "two workers", "max_concurrency", "list actions", "restart", "same step"], list(EXAMPLES)),
@@ -905,6 +906,7 @@ def test_time_limit_during_a_wait_loses_nothing(choice: str, call: str) -> None:
             model.close(terminate=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("choice", ["two workers", "same step, restart"])
 @pytest.mark.parametrize("numbers", [[1, RAISE, 2, DIE], [DIE, 1, DIE, 1], [RAISE, 1, RAISE, 1]], ids=str)
 def test_several_failures_in_one_step_are_all_reported(choice: str, numbers: list[int]) -> None:

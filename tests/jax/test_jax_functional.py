@@ -378,6 +378,7 @@ SPACES: list[spaces.Space[Any]] = [
 SPACES.append(spaces.Dict({"a": spaces.Tuple(SPACES[:2]), "b": spaces.Discrete(3)}))
 
 
+@pytest.mark.sampled("Box(0, 255, (3,), uint8)", "Discrete(4, start=-1)")
 @pytest.mark.parametrize("space", SPACES, ids=str)
 def test_samples_of_a_key_cover_the_space(space: Any) -> None:
     known = jax_space(space)

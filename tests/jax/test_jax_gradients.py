@@ -147,6 +147,7 @@ class Scanned:
         return state._replace(obs=obs, reward=obs.sum())
 
 
+@pytest.mark.sampled("True")
 @pytest.mark.parametrize("double", [False, True])
 def test_playground_derivative_in_64_bits(double: bool) -> None:
     with jax.enable_x64(double):

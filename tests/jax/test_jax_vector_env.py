@@ -446,6 +446,7 @@ def stop_early(observations: Any) -> Any:
     return jnp.tanh(observations[:, :1]) * 0.5
 
 
+@pytest.mark.sampled("jax")
 @pytest.mark.parametrize("to", ["numpy", "jax"])
 def test_results_are_the_same_for_every_number_of_rows(to: str) -> None:
     found = []

@@ -59,6 +59,7 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
         envs.step(actions)
 
 
+@pytest.mark.sampled(10)
 @WORKERS
 @pytest.mark.parametrize(
     ("fault", "error", "match"),
@@ -136,6 +137,7 @@ def test_defaultdict_of_rewards_covers_all_agents() -> None:
         ]
 
 
+@pytest.mark.sampled(8)
 @WORKERS
 @pytest.mark.parametrize("leaves", [True, False], ids=["nobody-left", "still-listed"])
 @pytest.mark.parametrize("last", [True, False], ids=["told", "silent"])
@@ -178,6 +180,7 @@ class Pays(Scripted):
         return observations, dict.fromkeys(rewards, self.reward) if self.time > 1 else rewards, *rest
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("long", [False, True], ids=["short", "long"])
 @pytest.mark.parametrize(
     ("reward", "taken"),
@@ -262,6 +265,7 @@ def test_a_space_without_a_fixed_size_is_refused() -> None:
         MultiAgentVecEnv([Texts], num_workers=0)
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("actions", "error", "match"),
     [

@@ -210,6 +210,7 @@ def check(space: spaces.Space[Any], batch: Any, time: int) -> None:
         assert batch.tolist() == [[[time, 0], [time, 1]]] * 3
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("kind", NESTED)
 def test_structured_observations_are_returned_leaf_by_leaf(kind: str, with_info: bool) -> None:

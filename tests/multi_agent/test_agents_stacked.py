@@ -74,6 +74,7 @@ class Stacked:
         pass
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("values", [4, 5])
 @pytest.mark.parametrize("with_info", [True, False])
 @pytest.mark.parametrize("resets_itself", [True, False])

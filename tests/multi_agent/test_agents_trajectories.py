@@ -83,6 +83,7 @@ def assert_same_trajectory(envs: MultiAgentVecEnv, env_fns: list[Any], steps: in
     loop.close()
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("game", "mode", "num_workers"), each_pair(list(GAMES), AutoresetMode, WORKERS))
 def test_results_equal_a_plain_loop(game: str, mode: AutoresetMode, num_workers: int) -> None:
     with MultiAgentVecEnv(functions(game), autoreset_mode=mode, num_workers=num_workers) as envs:
@@ -165,6 +166,7 @@ def allowed(infos: Any) -> Any:
     return np.ones(infos["agent_mask"].shape, np.int64)
 
 
+@pytest.mark.sampled("masks in infos-SameStep-{'num_workers': 0}")
 @pytest.mark.parametrize(
     ("game", "mode", "options"),
     each_once(list(WITH_STATE), ["NextStep", "SameStep"], [{"num_workers": 2}, {"num_workers": 0}]),

@@ -49,6 +49,7 @@ def build(env_fns: Any, **options: Any) -> Any:
     return vecenv.AsyncVectorEnv(env_fns, num_workers="auto", **options)
 
 
+@pytest.mark.sampled("working_directory", "harmless_cache", "crashes_beside_another")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_auto_groups_environments_that_are_independent(name: str, closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)  # with more, each has a process anyway
@@ -178,6 +179,7 @@ class Slow(Counted):
     seconds = 0.012
 
 
+@pytest.mark.sampled("Counted-28-0.1")
 @pytest.mark.parametrize(
     ("kind", "most", "seconds"), [(Counted, 28, 0.1), (CountedWithClock, 64, 0.1), (Waits, 28, 0.2), (Slow, 2, 0.1)]
 )
@@ -407,6 +409,7 @@ class Ball(Base):
         return super().reset(**kwargs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("clients", [("first", "first"), ("own", "own"), ("own", "none"), ("none", "none")], ids=str)
 def test_environments_that_use_one_physics_client_are_named(
@@ -427,6 +430,7 @@ def test_environments_that_use_one_physics_client_are_named(
         assert "physics clients in their process, but all bodies are in the first. Pass `physicsClientId`" in found[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("generators", ["shared", "own"])
 def test_workers_warn_if_environments_draw_from_generators_that_they_share(
     generators: str, recwarn: pytest.WarningsRecorder

@@ -79,6 +79,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.sampled("in process-NextStep", "two workers-SameStep", "a process each-NextStep", "the caller's share-NextStep")
 @pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), list(MODES)))
 def test_recordings_of_every_engine_repeat(engine: str, mode: str, tmp_path: Path) -> None:
     if engine == "spare workers" and mode == "Disabled":
@@ -95,6 +96,7 @@ def test_recordings_of_every_engine_repeat(engine: str, mode: str, tmp_path: Pat
         require_all_repeat(envs, tmp_path)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("spares", [0, 2])
 def test_rows_sent_one_by_one_repeat(spares: int, tmp_path: Path) -> None:
     with start_recorded(HistoryEnv, tmp_path, batch_size=2, spare_workers=spares) as envs:
@@ -176,13 +178,18 @@ def _added(env: Any, amount: float) -> float:
 WORDS = ("step", "reset", "mask", "options", "set_attr", "call", "exec", "next", "save", "load", "send")
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    calls=st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 30)), min_size=1, max_size=25),
-    engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),
-    every=st.sampled_from([None, 5]),
-)
-def test_random_calls_repeat(
+@pytest.mark.parametrize("examples", [12, pytest.param(40, marks=pytest.mark.long)])
+def test_random_calls_repeat(examples: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    given_calls = given(
+        calls=st.lists(st.tuples(st.sampled_from(WORDS), st.integers(0, 30)), min_size=1, max_size=25),
+        engine=st.sampled_from([{"num_workers": 0}, {"num_workers": 2}]),
+        every=st.sampled_from([None, 5]),
+        tmp_path_factory=st.just(tmp_path_factory),
+    )
+    settings(max_examples=examples, deadline=None)(given_calls(require_calls_repeat))()
+
+
+def require_calls_repeat(
     calls: list[tuple[str, int]], engine: dict[str, Any], every: int | None, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("records")
@@ -271,7 +278,8 @@ class TooLateError(Exception):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some fall into the collector
-def test_interruptions_record_every_call_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(4.0, marks=pytest.mark.long)])
+def test_interruptions_record_every_call_once(seconds: float, tmp_path: Path) -> None:
     armed = [False]
 
     def ring(number: int, frame: Any) -> None:
@@ -281,7 +289,7 @@ def test_interruptions_record_every_call_once(tmp_path: Path) -> None:
     rng = np.random.default_rng(3)
     with handled(signal.SIGALRM, ring), start_recorded(HistoryEnv, tmp_path, snapshot_every=20, num_workers=2) as envs:
         envs.reset(seed=1)
-        interrupted, until = 0, time.monotonic() + 4.0
+        interrupted, until = 0, time.monotonic() + seconds
         while time.monotonic() < until:
             envs._recorder._not_before = 0.0
             actions = rng.integers(0, 5, 4)
@@ -298,7 +306,7 @@ def test_interruptions_record_every_call_once(tmp_path: Path) -> None:
                     envs.step_wait()
         require_all_repeat(envs, tmp_path)
         require_all_repeat(envs, tmp_path, "snapshot")
-    assert interrupted > 100
+    assert interrupted > 25 * seconds
 
 
 def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -> None:

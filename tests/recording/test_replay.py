@@ -104,6 +104,7 @@ REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill",
 QUICK = ("raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "kill", "exit_now", "fork_helper_and_die")
 
 
+@pytest.mark.sampled("wrong_shape-fork", "segfault-fork")
 @pytest.mark.parametrize(
     "context",
     ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
@@ -201,6 +202,7 @@ def restarting(fns: list[Any], recording: Any, steps: int, num_workers: int) -> 
         yield envs
 
 
+@pytest.mark.long
 def test_every_environment_of_a_dead_worker_has_a_file(tmp_path: Path) -> None:
     files, error = fails(tmp_path, "segfault", num_workers=1)
     assert isinstance(error, WorkerDied)
@@ -243,6 +245,7 @@ def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
         assert replay(file).which == "happened again"
 
 
+@pytest.mark.sampled("{'num_workers': 1, 'use_caller': True}")
 @pytest.mark.parametrize(
     "options",
     [{"num_workers": 0}, {"num_workers": 1, "use_caller": True}, {"num_workers": 2, "autoreset_mode": "SameStep"}],
@@ -440,6 +443,7 @@ def with_change(file: Path, to: Path, change: Any) -> Path:
     return to
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("change", "text"),
     [

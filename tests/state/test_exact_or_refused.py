@@ -148,6 +148,24 @@ def reset_engine(env_fn: EnvFn, count: int = 1) -> Any:
     return closing(envs)
 
 
+@pytest.mark.sampled(
+    "time limit",
+    "frames",
+    "padding",
+    "sticky",
+    "epsilon",
+    "captured",
+    "code",
+    "in C",
+    "class",
+    "inner space",
+    "registered",
+    "bits",
+    "module",
+    "opt.viscosity",
+    "geom_rgba",
+    "body_mass",
+)
 @pytest.mark.parametrize("case", OTHERS)
 def test_load_names_what_differs_from_the_saved_environment(case: str) -> None:
     (one, other), text = OTHERS[case]

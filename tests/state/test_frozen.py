@@ -126,6 +126,7 @@ def results_after(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
     return results
 
 
+@pytest.mark.sampled("fork-AutoresetMode.NEXT_STEP", "forkserver-AutoresetMode.DISABLED")
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_copies_continue_like_the_original(context: str, mode: AutoresetMode) -> None:
@@ -144,6 +145,7 @@ def test_copies_continue_like_the_original(context: str, mode: AutoresetMode) ->
         assert_identical(results_after(envs, 60, (0,)), results[:1])
 
 
+@pytest.mark.sampled("CartPole-v1-options0", "LunarLander-v3-options4")
 @pytest.mark.parametrize(
     ("name", "options"),
     [("CartPole-v1", {}), ("Ant-v5", {}), ("Humanoid-v5", {}), ("ALE/Pong-v5", {"repeat_action_probability": 0.25}),
@@ -172,6 +174,7 @@ def made(name: str, options: dict[str, Any]) -> Any:
     return gym.make(name, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("generators", ["shared", "own"])
 def test_random_numbers_are_equal_or_separate(generators: Any) -> None:
     with hidden(3, generators=generators) as envs:
@@ -227,6 +230,7 @@ def test_copies_of_copies_do_not_run_out_of_stack() -> None:
         assert len(set(depths)) == 1
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("what", "why"),
     [("socket", r"copies would share what it has open for writing: socket:\[\d+\], socket:"), ("pipe", r"pipe:\[\d+\]"),
@@ -390,7 +394,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.long), pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_killed_caller_leaves_nothing(times: int) -> None:
     program = textwrap.dedent(PROGRAM).format(paths=sys.path)
@@ -413,6 +417,7 @@ class Alarm(Exception):
     pass
 
 
+@pytest.mark.sampled("True")
 @pytest.mark.parametrize("dead", [False, True])
 def test_thaw_of_a_copy_that_ends_changes_nothing(dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with hidden(3) as envs:

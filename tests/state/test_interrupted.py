@@ -164,6 +164,7 @@ def test_saving_works_after_an_interruption() -> None:
             pickle.dumps(kept)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.5, 0.9, 1.0])
 def test_interrupted_proof_raises_the_handlers_exception(share: float) -> None:
     """In the calling process, an interruption never makes the proof refuse an environment."""

@@ -85,6 +85,7 @@ def test_gymnasiums_environments_and_wrappers_are_exact(env_fn: Callable[[], Any
     assert_restorable(env_fn)
 
 
+@pytest.mark.sampled("HalfCheetah-v5")
 @pytest.mark.parametrize("name", ["Ant-v5", "HalfCheetah-v5"])
 def test_physics_snapshots_contain_the_solvers_start(name: str) -> None:
     pytest.importorskip("mujoco")
@@ -481,6 +482,17 @@ assert_restorable(TABLE[{name!r}])
 """
 
 
+@pytest.mark.sampled(
+    "DelayObservation",
+    "FrameStackObservation",
+    "NormalizeObservation",
+    "TimeAwareObservation",
+    "StickyAction",
+    "NormalizeReward",
+    "TimeLimit",
+    "RecordEpisodeStatistics",
+    "AddWhiteNoise",
+)
 @pytest.mark.parametrize(
     "name",
     [

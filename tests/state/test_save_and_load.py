@@ -70,6 +70,7 @@ def without_clock(infos: Any) -> Any:
     return infos
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ENGINES)
 def test_another_engine_continues_like_the_first(name: str, mode: str) -> None:
@@ -216,6 +217,7 @@ class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
         return self.env.step(action)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("fault", "lost"), [(8, [2]), (9, [2, 3])])
 def test_restarted_row_continues_from_a_loaded_snapshot(fault: int, lost: list[int], mode: str) -> None:
@@ -387,6 +389,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("case", SPOILT)
 def test_damaged_snapshot_is_refused_and_the_engine_continues(case: str, num_workers: int) -> None:
@@ -400,6 +403,7 @@ def test_damaged_snapshot_is_refused_and_the_engine_continues(case: str, num_wor
         assert_identical([envs.step(ACTIONS) for _ in range(2)], wanted)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", STATES)
 def test_damaged_state_dict_is_refused_and_the_engine_continues(case: str) -> None:
     with damageable() as envs:

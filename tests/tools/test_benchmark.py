@@ -114,6 +114,7 @@ def test_bare_loop_uses_each_environment_once() -> None:
     assert runners._shares(1, 8) == [range(1)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "shares", "text"),
     [

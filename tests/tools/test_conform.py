@@ -32,7 +32,7 @@ def states(engine: str, **options: Any) -> dict[str, str]:
     "engine",
     [
         pytest.param("gymnasium.vector:SyncVectorEnv", marks=pytest.mark.long),
-        "vecenv:AsyncVectorEnv",
+        pytest.param("vecenv:AsyncVectorEnv", marks=pytest.mark.long),
         pytest.param("chunked_engine:chunked", marks=pytest.mark.long),
     ],
 )

@@ -73,6 +73,7 @@ ENVIRONMENTS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @MODES
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -149,6 +150,7 @@ def _batch(space: spaces.Space[Any], items: list[Any]) -> Any:
     return concatenate(space, items, create_empty_array(space, len(items)))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("variable", [False, True], ids=["whole", "variable"])
 @pytest.mark.parametrize("name", ACTION_SPACES)
 def test_actions_equal_those_of_single_steps(name: str, variable: bool) -> None:
@@ -271,6 +273,7 @@ def test_chunks_of_another_length_are_refused_before_they_are_sent() -> None:
 # --- like any other environment: statistics, calls, snapshots, replays, restarts, evaluation -----------------------------
 
 
+@pytest.mark.sampled(1)
 @MODES
 def test_environment_steps_are_counted(mode: AutoresetMode) -> None:
     fns = [chunked_env_fn(fn) for fn in counters(2, lengths=(6, 3))]
@@ -367,6 +370,7 @@ def test_a_failure_in_a_chunk_is_replayed(tmp_path: Path) -> None:
     assert main(["replay", "--yes", str(file)]) == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("make", [vecenv.AsyncVectorEnv, SyncVectorEnv])
 @MODES
 def test_episodes_are_evaluated_in_environment_steps(make: Any, mode: AutoresetMode) -> None:

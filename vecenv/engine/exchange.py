@@ -293,7 +293,7 @@ class Exchange:
         request = self.call
         assert request is not None
         if request.remaining and not self.wait_for(request, deadline_after(timeout)):
-            raise self.too_late(request.wait_method, timeout)
+            raise self.timeout_error(request.wait_method, timeout)
         if request.has_failed and (error := self.settle(request)) is not None:
             try:
                 raise error
@@ -752,7 +752,7 @@ class Exchange:
         """
         late = [worker for worker in self.pool.processes if worker.pending]
         if not self.policy.restart:
-            error = self.too_late(method, limit)
+            error = self.timeout_error(method, limit)
             self.failures.record_late(error, late)
             raise error
         hanging = [worker for worker in late if not worker.rebuild_deadline]
@@ -779,7 +779,7 @@ class Exchange:
         late = [worker for worker in self.pool.processes if worker.pending and not set(rows).isdisjoint(worker.rows)]
         self._kill(late, "its answer was no longer wanted")
 
-    def too_late(self, method: str, timeout: Any) -> StepTimeout:
+    def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception of a call that got no reply in time."""
         return step_timeout(method, timeout, self.pool.describe_late)
 

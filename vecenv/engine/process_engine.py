@@ -63,7 +63,7 @@ class Engine(Driver):
     """
 
     backend: ClassVar[str] = "process"
-    own_means = "its workers"
+    owned_resource = "its workers"
     why_not: ClassVar[Mapping[str, str]] = {**Driver.why_not, "recording": "record_failures= was not given"}
     stage: ActionStage
 
@@ -168,7 +168,7 @@ class Engine(Driver):
         completed = dict(zip(rows, mine, strict=True))
         return [completed.get(row, seed) for row, seed in enumerate(seeds)]
 
-    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset; ``None`` if it is late: it stays pending.
 
         Raises:
@@ -288,9 +288,9 @@ class Engine(Driver):
             self.restarting.keep_good(listed)
         return result
 
-    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
-        """Return the next ``count`` rows, or at least ``least`` of them from ``moment`` on."""
-        return self.recv(count, deadline, (least, moment))
+    def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
+        """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
+        return self.recv(count, deadline, (enough, enough_from))
 
     def _read_infos_of(self, listed: list[int], rows: Array) -> RowInfos:
         exchange = self.exchange
@@ -309,7 +309,7 @@ class Engine(Driver):
         """Return an interface for event loops, in place of the methods that wait."""
         return Submissions(self.exchange, self.calls)
 
-    def note_interruption(self) -> None:
+    def record_interruption(self) -> None:
         """Note that an exception has interrupted the wait for the pending call."""
         if self.exchange.call is not None:
             self.exchange.call.interrupted = True
@@ -324,7 +324,7 @@ class Engine(Driver):
         """Keep the pending call, of which the program makes the second half later."""
         self.exchange.keep_call()
 
-    def call_answer(self, timeout: float | None) -> tuple[Any, ...]:
+    def wait_for_call(self, timeout: float | None) -> tuple[Any, ...]:
         """Return the results of the pending call, one per environment; see :meth:`Exchange.finish_call`."""
         results = self.exchange.finish_call(timeout)
         return tuple(results.get(row) for row in range(self.num_envs))
@@ -400,9 +400,9 @@ class Engine(Driver):
         """Kill the workers that have pending messages and some of these rows."""
         self.exchange.kill_pending(rows)
 
-    def too_late(self, method: str, timeout: Any) -> StepTimeout:
+    def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception of a call that was not answered in time."""
-        return self.exchange.too_late(method, timeout)
+        return self.exchange.timeout_error(method, timeout)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -437,7 +437,7 @@ class Engine(Driver):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def shut(self, timeout: float, *, terminate: bool) -> None:
+    def shut_down(self, timeout: float, *, terminate: bool) -> None:
         """End the workers; log what environments raised in ``close``. It can be called again."""
         self.pool.close(timeout, terminate=terminate)
         failures = self.pool.failures_in_close
@@ -446,12 +446,12 @@ class Engine(Driver):
             warn(f"env {failure.env} raised in close(): {failure.text}")
         self.failures.restart_log.close()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Free all memory and descriptors after ``close()``, if no call is using them. Idempotent."""
-        if self.state.barred != "closed" or self.pool.released:
+        if self.state.unusable != "closed" or self.pool.released:
             return
         with contextlib.suppress(AttributeError):  # another thread is here, too
-            self.keep_figures()
+            self.freeze_stats()
         self.pool.release()
         self.exchange.release()
         self.observers.clear()

@@ -53,7 +53,7 @@ from vecenv.front.arguments import (
 )
 from vecenv.front.capabilities import Capabilities, unable
 from vecenv.front.driver import Phase, advance
-from vecenv.front.guard import exclusive, is_within_a_call, raise_barred
+from vecenv.front.guard import exclusive, is_within_a_call, raise_unusable
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import Expected, WorkerPlan
@@ -466,14 +466,14 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The environments' seeds."""
         self._begin_call("np_random_seed", "np_random_seed", (), {})
-        return self._driver.call_answer(None)
+        return self._driver.wait_for_call(None)
 
     @property  # type: ignore[misc]  # Gymnasium's can be set
     @exclusive
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """Copies of the environments' generators."""
         self._begin_call("np_random", "np_random", (), {})
-        return self._driver.call_answer(None)
+        return self._driver.wait_for_call(None)
 
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""
@@ -584,7 +584,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
             ClosedEnvironmentError: It is closed.
         """
         if self.closed:
-            raise_barred(self, self._driver)
+            raise_unusable(self, self._driver)
         return worker_stats(self._pool.workers, self._driver.batch)
 
     def _begin_reset(self, seed: Any, options: ResetOptions, env_id: Any) -> None:
@@ -615,12 +615,12 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
             return
         driver, thread = self._driver, get_ident()
         state = driver.state
-        if state.barred == "forked":
+        if state.unusable == "forked":
             self.closed = True
             return
         inspect.signature(self.close_extras).bind(**kwargs)  # raises for unknown arguments, before anything is ended
         seconds = parse_timeout(kwargs.get("timeout"))
-        again, state.barred = state.barred == "closing", "closing"
+        again, state.unusable = state.unusable == "closing", "closing"
         self._pool.closing = True
         if state.caller and state.caller != thread:  # another thread waits for a reply: there will be none
             for worker in self._pool.processes:
@@ -636,9 +636,9 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
         if self._stats_file is not None:
             self._stats_file.close()
         with deferred_signals():  # otherwise the next close() finds it closed, and does not free what is left
-            self.closed, state.barred = True, "closed"
+            self.closed, state.unusable = True, "closed"
             if not nested:
-                driver.leave()
+                driver.release()
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers; see :meth:`close`."""
@@ -648,15 +648,15 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
             timeout = _SHORT_CLOSE_TIMEOUT if late else _CLOSE_TIMEOUT
         if phase is not Phase.DEFAULT:
             warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
-        self._driver.shut(0.0 if terminate else timeout, terminate=terminate)
+        self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate)
 
     def __del__(self) -> None:
         if self.__dict__.get("closed", True):  # the class itself has `closed = False`
             return
-        if self._driver.state.barred == "forked":
+        if self._driver.state.unusable == "forked":
             return
         self._pool.end_unclosed()
-        self.closed, self._driver.state.barred = True, "closed"
+        self.closed, self._driver.state.unusable = True, "closed"
         warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
 
 

@@ -493,7 +493,7 @@ class WorkerPool:
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
             running = worker.running_row
             envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
-            text += f"\n{envs}, {worker.label}, during {request.command}: no answer yet.{state}{stack}"
+            text += f"\n{envs}, {worker.label}, during {request.command}: no reply yet.{state}{stack}"
         return text
 
     # -- the end -------------------------------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ class Driver:
         batch_size: Default number of rows that :meth:`recv` returns.
         copies: Each result has its own observations.
         name: The class of the vector environment, for error texts.
-        own_means: The resources that a forked child lacks, for error texts.
+        owned_resource: The resources that a forked child lacks, for error texts.
         yields: Another thread may close it in the middle of a call.
         waited: Seconds spent waiting.
         began: The ``time.monotonic()`` of the start.
@@ -190,7 +190,7 @@ class Driver:
         "recording": "calls of its environments are not recorded",
     }
     name = ""
-    own_means = "its threads"
+    owned_resource = "its threads"
     copies = True
     yields = True
     began = 0.0
@@ -207,16 +207,16 @@ class Driver:
         self.name, self.state.owner, self.began = name, os.getpid(), time.monotonic()
         left_in_a_fork.add(self)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release the resources of a call during which the driver was closed. Idempotent."""
         self.close()
 
     def abandon(self) -> None:
         """Refuse all calls, in a forked child."""
-        self.state.barred = "forked"
+        self.state.unusable = "forked"
 
-    def note_interruption(self) -> None:
-        """Note that an exception has interrupted the wait for the pending call."""
+    def record_interruption(self) -> None:
+        """Record that an exception has interrupted the wait for the pending call."""
 
     @property
     def is_interrupted(self) -> bool:
@@ -286,19 +286,19 @@ class Driver:
     def send(self, actions: Any, env_id: Any) -> None:
         """Begin a step of some rows (``None``: those of the latest :meth:`recv`), for :meth:`recv`. Check first."""
 
-    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         """Wait for the result of the step, or of the reset, of which only observations and infos are valid.
 
         Args:
             kind: The phase of the pending call, which is not by row.
-            deadline: Of ``time.monotonic()``; ``None``: no limit but the driver's own options.
+            deadline: A time of ``time.monotonic()``; ``None``: no limit other than the driver's options.
 
         Returns:
-            ``None`` if the result has not arrived by then.
+            The result, or ``None`` if it has not arrived by the deadline.
         """
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        """Wait for the next ``count`` rows (``None``: :attr:`batch_size`), with the arguments of :meth:`answer`.
+        """Wait for the next ``count`` rows (``None``: :attr:`batch_size`), with the arguments of :meth:`wait_for_result`.
 
         Raises:
             NoAsyncCallError: Fewer are in flight.
@@ -306,8 +306,8 @@ class Driver:
             NotImplementedError: The backend returns only all rows.
         """
 
-    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
-        """Wait for the next ``count`` rows, or for only ``least`` of them from a moment of ``time.monotonic()`` on.
+    def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
+        """Wait for the next ``count`` rows, or from ``enough_from`` (``time.monotonic()``) on for only ``enough`` of them.
 
         Reading a result changes nothing, so this tries decreasing numbers until that many rows are ready.
 
@@ -315,15 +315,15 @@ class Driver:
             NotImplementedError: The backend does not finish rows one by one.
         """
         if not self.capabilities.first_ready:
-            unable(self.name, f"recv at least {least} environments", "all of them are done at the same time")
-        many = max(min(self.batch_size if count is None else count, self.outstanding.rows), least)
-        until = moment if deadline is None else min(moment, deadline)
-        answer = self._recv_some(many, None if until == math.inf else until)
-        for fewer in range(many - 1, least - 1, -1):
-            if answer is not None:
+            unable(self.name, f"recv at least {enough} environments", "all of them are done at the same time")
+        most = max(min(self.batch_size if count is None else count, self.outstanding.rows), enough)
+        until = enough_from if deadline is None else min(enough_from, deadline)
+        results = self._recv_some(most, None if until == math.inf else until)
+        for fewer in range(most - 1, enough - 1, -1):
+            if results is not None:
                 break
-            answer = self._recv_some(fewer, until)
-        return answer or self.recv(least, deadline)
+            results = self._recv_some(fewer, until)
+        return results or self.recv(enough, deadline)
 
     def _recv_some(self, count: int, deadline: float | None) -> Stepped | None:
         """Return that many rows, or ``None``, also if that many can never be ready without further requests."""
@@ -332,8 +332,8 @@ class Driver:
         except NoAsyncCallError:
             return None
 
-    def too_late(self, method: str, timeout: Any) -> StepTimeout:
-        """Return the exception for a call without a result in time."""
+    def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
+        """Return the exception for a call that has timed out."""
         return step_timeout(method, timeout, self._lateness)
 
     def _lateness(self, seconds: float | None) -> str:
@@ -346,7 +346,7 @@ class Driver:
         """Return statistics since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After closing they stay unchanged."""
         return self._figures() if self._last_figures is None else dict(self._last_figures)
 
-    def keep_figures(self) -> None:
+    def freeze_stats(self) -> None:
         """Keep the current statistics for use after closing."""
         self._last_figures = self.stats()
 
@@ -374,15 +374,15 @@ def step_timeout(method: str, timeout: Any, describe: Callable[[float | None], s
     seconds = parse_timeout(timeout)
     return StepTimeout(
         f"The call to `{method}` has timed out after {seconds} second(s)."
-        f"{describe(seconds)}\nThe answer is still pending: call `{method}` again, or `close()`.",
+        f"{describe(seconds)}\nThe result is still pending: call `{method}` again, or `close()`.",
         timeout=seconds,
     )
 
 
-def too_few_in_flight(wanted: int, underway: int, ready: int) -> NoAsyncCallError:
+def too_few_in_flight(count: int, in_flight: int, ready: int) -> NoAsyncCallError:
     """Return the exception of a ``recv`` that would wait forever."""
     return NoAsyncCallError(
-        f"Calling `recv` for {wanted} environments, but only {underway} are in flight and {ready} are ready: "
+        f"Calling `recv` for {count} environments, but only {in_flight} are in flight and {ready} are ready: "
         "send() more first.",
         "recv",
     )
@@ -476,7 +476,7 @@ class LockstepDriver(Driver):
         require_idle(self.outstanding, "send")
         self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=True), actions)
 
-    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         call = self.outstanding
         if deadline is not None and not self.wait(deadline):
             return None
@@ -497,7 +497,7 @@ class LockstepDriver(Driver):
         require_no_step(outstanding)
         if outstanding.rows < total:
             raise too_few_in_flight(total, outstanding.rows, 0)
-        stepped = self.answer(outstanding.kind, deadline)
+        stepped = self.wait_for_result(outstanding.kind, deadline)
         if stepped is not None:
             assert isinstance(stepped[4], dict)
             stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))

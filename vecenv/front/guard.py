@@ -35,14 +35,14 @@ class CallState:
     Attributes:
         changing: The driver is changing its state; after an interrupted change it stays True.
         caller: The thread that is inside a call; 0: none.
-        barred: Reason for refusing calls: ``"closing"``, ``"closed"`` or ``"forked"``; empty: calls are possible.
+        unusable: Reason for refusing calls: ``"closing"``, ``"closed"`` or ``"forked"``; empty: calls are possible.
         owner: The process that may call.
     """
 
-    __slots__ = ("barred", "caller", "changing", "owner")
+    __slots__ = ("caller", "changing", "owner", "unusable")
 
     def __init__(self) -> None:
-        self.changing, self.caller, self.barred, self.owner = False, 0, "", 0
+        self.changing, self.caller, self.unusable, self.owner = False, 0, "", 0
 
 
 def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -59,59 +59,59 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     @functools.wraps(method)
     def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         state, thread = self._driver.state, get_ident()
-        if state.caller or state.changing or state.barred or self._in_halves:
+        if state.caller or state.changing or state.unusable or self._in_halves:
             if name in self._in_halves:
                 return self._make_in_halves(name, args, kwargs)  # type: ignore[no-any-return]
             _check_usable(self, self._driver, name)
         try:
             state.caller = thread
             result = method(self, *args, **kwargs)
-            if state.barred:
-                raise_barred(self, self._driver)
+            if state.unusable:
+                raise_unusable(self, self._driver)
             state.caller = 0
         except BaseException as error:
             state.caller = 0
-            if state.barred:
-                _explain_barred(self, self._driver, error)
+            if state.unusable:
+                _explain_unusable(self, self._driver, error)
             if error is self._driver.pending_error:  # the exception is the result, so the call has ended
                 self._driver.pending_error, state.changing = None, False
             elif name in _WAITS and not isinstance(error, _OURS) and type(error) not in (TypeError, ValueError):
-                self._driver.note_interruption()
+                self._driver.record_interruption()
             raise
         state.changing = False; return result  # noqa: E702 - no call and no jump between the two
 
     return guarded
 
 
-def _explain_barred(envs: Any, driver: Any, error: BaseException) -> None:
+def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
     """Raise ``ClosedEnvironmentError`` instead of an exception that follows from a ``close()`` during the call: one of
     vecenv's or Gymnasium's classes, or of Python's bare ones. A signal handler's exception stays as it is, so classes
     derived from these do not count."""
-    driver.leave()
-    if driver.state.barred != "forked" and (isinstance(error, _OURS) or type(error) in _BARE):
+    driver.release()
+    if driver.state.unusable != "forked" and (isinstance(error, _OURS) or type(error) in _BARE):
         try:
-            raise_barred(envs, driver)
+            raise_unusable(envs, driver)
         except ClosedEnvironmentError as closed:
             raise closed from error
 
 
-def raise_barred(envs: Any, driver: Any) -> NoReturn:
+def raise_unusable(envs: Any, driver: Any) -> NoReturn:
     """Raise because the vector environment is closed, or belongs to another process."""
     kind = type(envs).__name__
-    if driver.state.barred == "forked":
+    if driver.state.unusable == "forked":
         raise ForkedError(
             f"this {kind} belongs to another process (pid {driver.state.owner}); a forked child cannot use "
-            f"{driver.own_means}: build a new one in the child"
+            f"{driver.owned_resource}: build a new one in the child"
         )
-    driver.leave()
+    driver.release()
     raise ClosedEnvironmentError(f"Trying to operate on `{kind}`, after a call to `close()`.")
 
 
 def _check_usable(envs: Any, driver: Any, method: str) -> None:
     """Raise if a call cannot begin now."""
     kind, state = type(envs).__name__, driver.state
-    if state.barred:
-        raise_barred(envs, driver)
+    if state.unusable:
+        raise_unusable(envs, driver)
     if state.caller:
         if state.caller != get_ident():
             raise BusyError(f"another thread is in a call on this {kind}; `{method}` was refused")

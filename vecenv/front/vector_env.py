@@ -88,7 +88,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Observations of all environments, and infos.
         """
         self._begin_reset(seed, options, None)
-        observations, *_, infos = self._merged(self._driver.answer(Phase.WAITING_RESET, None), _by_row)
+        observations, *_, infos = self._merged(self._driver.wait_for_result(Phase.WAITING_RESET, None), _by_row)
         return observations, infos
 
     @exclusive
@@ -143,7 +143,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
             Exception: An environment's exception.
         """
-        observations, *_, infos = self._answer("reset_wait", Phase.WAITING_RESET, timeout, _by_row)
+        observations, *_, infos = self._wait_for_result("reset_wait", Phase.WAITING_RESET, timeout, _by_row)
         return observations, infos
 
     # -- step ------------------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         driver = self._driver
         driver.step(actions)
-        stepped = driver.answer(Phase.WAITING_STEP, None)
+        stepped = driver.wait_for_result(Phase.WAITING_STEP, None)
         if stepped[4] or _by_row:  # an empty dict needs no merging; `RowInfos` is always true
             stepped = self._merged(stepped, _by_row)
         return stepped  # type: ignore[no-any-return]
@@ -193,7 +193,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             WorkerDied: A worker process ended; the next ``reset()`` starts a new one.
             Exception: An environment's exception, after all others have been stepped.
         """
-        return self._answer("step_wait", Phase.WAITING_STEP, timeout, _by_row)  # type: ignore[no-any-return]
+        return self._wait_for_result("step_wait", Phase.WAITING_STEP, timeout, _by_row)  # type: ignore[no-any-return]
 
     # -- send and recv ---------------------------------------------------------------------------------------------
 
@@ -247,14 +247,14 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             count = parse_count(count, self.num_envs)
         deadline = None if timeout is None else deadline_after(timeout)
         if at_least is None and within is None:
-            answer = driver.recv(count, deadline)
+            stepped = driver.recv(count, deadline)
         else:
             enough_from = parse_within(within)
             enough = parse_at_least(at_least, self.batch_size if count is None else count)
-            answer = driver.recv_enough(count, deadline, enough, enough_from)
-        if answer is None:
-            raise driver.too_late("recv", timeout)
-        return self._merged(answer, _by_row, len(answer[1]))  # type: ignore[no-any-return]
+            stepped = driver.recv_enough(count, deadline, enough, enough_from)
+        if stepped is None:
+            raise driver.timeout_error("recv", timeout)
+        return self._merged(stepped, _by_row, len(stepped[1]))  # type: ignore[no-any-return]
 
     # -- the environments themselves: methods, attributes, functions, frames -----------------------------------------
 
@@ -266,7 +266,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             NotImplementedError: The backend has no Python environments.
         """
         self._begin_call("call", name, args, kwargs)
-        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
 
     @exclusive
     def call_async(self, name: str, /, *args: object, **kwargs: object) -> None:
@@ -291,7 +291,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         self._need("attributes", "call_wait")
         self._require_phase("call_wait")
-        return self._driver.call_answer(timeout)  # type: ignore[no-any-return]
+        return self._driver.wait_for_call(timeout)  # type: ignore[no-any-return]
 
     @exclusive
     def exec_func(
@@ -302,7 +302,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, ``None`` for the others.
         """
         self._begin_exec("exec_func", func, indices, args, kwargs)
-        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
 
     @exclusive
     def exec_func_send(
@@ -325,13 +325,13 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """Fetch the result of :meth:`exec_func_send`."""
         self._need("attributes", "exec_func_fetch")
         self._require_phase("call_wait")
-        return self._driver.call_answer(timeout)  # type: ignore[no-any-return]
+        return self._driver.wait_for_call(timeout)  # type: ignore[no-any-return]
 
     @exclusive
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return an attribute of every environment, from the outermost wrapper that has it."""
         self._begin_call("get_attr", name, (), {})
-        return self._driver.call_answer(None)  # type: ignore[no-any-return]
+        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
 
     @exclusive
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
@@ -346,7 +346,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             )
         self._driver.require_idle("set_attr")
         self._driver.begin_set_attr(name, values)
-        self._driver.call_answer(None)
+        self._driver.wait_for_call(None)
 
     @exclusive
     def set_next_options(
@@ -381,13 +381,13 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         each = options if isinstance(options, list) else [options] * self.num_envs
         given = [(own, None if one is None else dict(one)) for own, one in zip(seeds, each, strict=True)]  # kept until then
         self._driver.begin_set_next(rows, given)
-        self._driver.call_answer(None)
+        self._driver.wait_for_call(None)
 
     @exclusive
     def render(self) -> Any:
         """Return one frame (or list of frames) per environment, in a tuple."""
         self._begin_call("render", "render", (), {})
-        return self._driver.call_answer(None)
+        return self._driver.wait_for_call(None)
 
     # -- saving and loading ----------------------------------------------------------------------------------------
 
@@ -624,12 +624,12 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """
         until = deadline_after(0.0 if terminate else timeout)
         driver = self._driver
-        driver.keep_figures()
+        driver.freeze_stats()
         self.closed = True
         state = driver.state
-        if state.barred == "forked":  # the backend's resources belong to the parent
+        if state.unusable == "forked":  # the backend's resources belong to the parent
             return
-        state.barred = "closed"  # before anything is released, so that a call in progress raises the right error
+        state.unusable = "closed"  # before anything is released, so that a call in progress raises the right error
         outside = 0, get_ident()
         while state.caller not in outside and not driver.yields and (until is None or time.monotonic() < until):
             time.sleep(0.001)
@@ -638,12 +638,12 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, method: str, kind: Phase, timeout: float | None, by_row: bool) -> Any:
-        """Return the result of the pending call."""
+    def _wait_for_result(self, method: str, kind: Phase, timeout: float | None, by_row: bool) -> Any:
+        """Wait for the result of the pending call."""
         self._require_phase(method)
-        if (answer := self._driver.answer(kind, deadline_after(timeout))) is None:
-            raise self._driver.too_late(method, timeout)
-        return self._merged(answer, by_row)
+        if (stepped := self._driver.wait_for_result(kind, deadline_after(timeout))) is None:
+            raise self._driver.timeout_error(method, timeout)
+        return self._merged(stepped, by_row)
 
     def _merged(self, stepped: Any, by_row: bool, count: int | None = None) -> Any:
         """Return a driver's result with merged infos; with ``by_row``, with its :class:`RowInfos`."""
@@ -670,7 +670,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     @property
     def _phase(self) -> Phase:
         """The pending operation of the vector environment, not counting rows that ``recv`` fetches."""
-        if self.closed or self._driver.state.barred:
+        if self.closed or self._driver.state.unusable:
             return Phase.CLOSED
         return self._driver.phase  # type: ignore[no-any-return]
 

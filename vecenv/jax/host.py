@@ -124,8 +124,8 @@ class CallbackHost:
         self._ended[mask] = False
         return outcome
 
-    def _reset_outcome(self, answer: tuple[Any, dict[str, Any]]) -> list[Array]:
-        observations, infos = answer
+    def _reset_outcome(self, results: tuple[Any, dict[str, Any]]) -> list[Array]:
+        observations, infos = results
         return self._leaves(observations, self.num_envs) + self._infos.read(infos, self.num_envs)
 
     # -- a step ----------------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ class Requests:
     def _wait(self) -> Any:
         assert self._pending is not None
         try:
-            answer = self._pending(timeout=self.timeout) if self._splits else self._pending()
+            results = self._pending(timeout=self.timeout) if self._splits else self._pending()
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
             if isinstance(self.envs, GymnasiumAsync) and capabilities_of(self.envs) is None:
                 self._lost = error  # Gymnasium would return the late reply from the next call
@@ -363,7 +363,7 @@ class Requests:
             self._pending = None
             raise
         self._pending = None
-        return answer
+        return results
 
     def _require_count(self) -> None:
         if self._lost is not None:

@@ -417,7 +417,7 @@ class WholeBatchDriver(PoolDriver):
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         reader, ids = self._rows, self._ids
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
@@ -648,7 +648,7 @@ class FirstReadyDriver(PoolDriver):
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
-    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         self._trim()
         wire = self.wire
         while (received := len(wire)) < self.num_envs // self.batch_size:

@@ -49,7 +49,7 @@ class HostsDriver(Driver):
         last_received: The rows of the latest ``recv``.
     """
 
-    own_means = "its hosts"
+    owned_resource = "its hosts"
     why_not: ClassVar[Mapping[str, str]] = {
         **Driver.why_not, "recording": "record_failures= was not given", "freezing": "its environments are stepped by hosts",
         "workers": "its workers are on other machines; stats() is there everywhere",
@@ -62,7 +62,7 @@ class HostsDriver(Driver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.pool, self.mode = pool, mode
-        self.exchange = Exchange(self.state, self.counters, self.too_late, pool, observation_space, mode, **policy)
+        self.exchange = Exchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
         self.num_envs = self.batch_size = n = self.exchange.num_envs
         self.observers = self.exchange.failures.observers
         self._action_space, tree = action_space, fixed_tree(action_space, "action")
@@ -169,7 +169,7 @@ class HostsDriver(Driver):
         if ids is None:
             self.state.changing = False
 
-    def answer(self, kind: Phase, deadline: float | None) -> Stepped | None:
+    def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset; ``None`` if it is late: it stays pending.
 
         Raises:
@@ -202,14 +202,15 @@ class HostsDriver(Driver):
         count = self.batch_size if count is None else count
         return self._take(count) if self.exchange.wait_for_rows(count, deadline) else None
 
-    def recv_enough(self, count: int | None, deadline: float | None, least: int, moment: float) -> Stepped | None:
-        """Return the next ``count`` rows, or at least ``least`` of them from ``moment`` on."""
+    def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
+        """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
         exchange = self.exchange
         exchange.receive_by_row()
-        count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), least)
-        until = min(moment, np.inf if deadline is None else deadline)
-        enough = exchange.wait_for_rows(count, None if until == np.inf else until) or exchange.wait_for_rows(least, deadline)
-        return self._take(count) if enough else None
+        count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), enough)
+        until = min(enough_from, np.inf if deadline is None else deadline)
+        if not exchange.wait_for_rows(count, None if until == np.inf else until):
+            return self._take(count) if exchange.wait_for_rows(enough, deadline) else None
+        return self._take(count)
 
     def _take(self, count: int) -> Stepped:
         """Return the results of ``count`` ready rows, or of all if there are fewer."""
@@ -284,7 +285,7 @@ class HostsDriver(Driver):
         assert self.exchange.call is not None
         self.exchange.call.droppable = False
 
-    def call_answer(self, timeout: float | None) -> tuple[Any, ...]:
+    def wait_for_call(self, timeout: float | None) -> tuple[Any, ...]:
         """Return the results of the pending call, one per environment.
 
         Raises:
@@ -299,7 +300,7 @@ class HostsDriver(Driver):
         assert request is not None
         name = _WAITS.get(request.command, f"{request.command}_wait")
         if not self.exchange.wait_for_all(request, deadline_after(timeout), name):
-            raise self.too_late(name, timeout)
+            raise self.timeout_error(name, timeout)
         self.state.changing = not request.droppable  # until the guard has returned the results
         self.exchange.call = None
         return request.results
@@ -411,7 +412,7 @@ class HostsDriver(Driver):
             for host in late:
                 self.exchange.bury(host, "its answer was no longer wanted")
 
-    def note_interruption(self) -> None:
+    def record_interruption(self) -> None:
         """Let a reset of all environments drop the pending call: an exception has interrupted the wait for it."""
         if self.exchange.call is not None:
             self.exchange.call.interrupted = True
@@ -424,7 +425,7 @@ class HostsDriver(Driver):
         self.overdue = True
         late = {part.host.index: part for part in reversed(self.exchange.parts.values())}
         return "".join(
-            f"\nenvs {list(part.rows)}, {part.host.label}, during {part.request.command}: no answer yet."
+            f"\nenvs {list(part.rows)}, {part.host.label}, during {part.request.command}: no reply yet."
             for part in list(late.values())[:_LATE_HOSTS_NAMED]
         )
 
@@ -469,7 +470,7 @@ class HostsDriver(Driver):
                 own[key] = max(stats[key] for stats in each)
         return own
 
-    def shut(self, timeout: float, *, terminate: bool) -> None:
+    def shut_down(self, timeout: float, *, terminate: bool) -> None:
         """End the hosts; warn of environments that raised in ``close``. It can be called again."""
         for index, texts in self.pool.close(timeout, terminate=terminate).items():
             rows = self.pool.hosts[index].rows
@@ -477,9 +478,9 @@ class HostsDriver(Driver):
                 warn(f"host {index}, where env 0 is env {rows.start}: {text}")
         self.exchange.failures.restart_log.close()
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Release all memory after the end. Idempotent."""
-        if self.state.barred == "closed":
+        if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.observers.clear()
             left_in_a_fork.discard(self)

@@ -85,7 +85,7 @@ class Exchange:
     """The pending requests of one driver, and the latest results.
 
     Args:
-        state, counters, too_late: The driver's.
+        state, counters, timeout_error: The driver's.
         pool: Hosts that are ready.
         observation_space: That of one environment.
         mode: The autoreset mode.
@@ -107,11 +107,11 @@ class Exchange:
     """
 
     def __init__(
-        self, state: CallState, counters: Counters, too_late: Callable[[str, Any], StepTimeout], pool: HostPool,
+        self, state: CallState, counters: Counters, timeout_error: Callable[[str, Any], StepTimeout], pool: HostPool,
         observation_space: Space[Any], mode: AutoresetMode, *, restart: bool, budget: tuple[int | None, float],
         step_timeout: float | None,
     ) -> None:  # fmt: skip
-        self.state, self.counters, self._too_late, self.pool, self.mode = state, counters, too_late, pool, mode
+        self.state, self.counters, self._timeout_error, self.pool, self.mode = state, counters, timeout_error, pool, mode
         self.restart, self.step_timeout = restart, step_timeout
         self.num_envs = n = sum(len(host.rows) for host in pool.hosts)
         self.failures = Failures(budget, lambda: counters.steps / n)
@@ -268,7 +268,7 @@ class Exchange:
             replies = self.pool.cluster.collect(list(self.parts), deadline, every=every)
         finally:
             self.seconds_waited += time.perf_counter() - began
-        if self.state.barred:
+        if self.state.unusable:
             raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
         with self.changing():
             for reference, reply in replies:
@@ -284,7 +284,7 @@ class Exchange:
         """
         late = {part.host.index: (part.host, part.request.command) for part in reversed(self.parts.values())}
         if not self.restart:
-            error = self._too_late(method, limit)
+            error = self._timeout_error(method, limit)
             self.failures.record_late(error, list(late.values()))
             raise error
         with self.changing():

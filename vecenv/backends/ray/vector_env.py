@@ -308,14 +308,14 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The environments' seeds."""
         self._begin_call("np_random_seed", "np_random_seed", (), {})
-        return self._driver.call_answer(None)
+        return self._driver.wait_for_call(None)
 
     @property  # type: ignore[misc]  # Gymnasium's can be set
     @exclusive
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """Copies of the environments' generators."""
         self._begin_call("np_random", "np_random", (), {})
-        return self._driver.call_answer(None)
+        return self._driver.wait_for_call(None)
 
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""
@@ -342,27 +342,27 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         """
         driver, state, thread = self._driver, self._driver.state, get_ident()
         seconds = parse_timeout(timeout)
-        if state.barred == "forked":
+        if state.unusable == "forked":
             return
         if (phase := driver.phase) is not Phase.DEFAULT:
             warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
         if seconds is None:
-            seconds = _SHORT_CLOSE_TIMEOUT if driver.overdue or state.barred or state.caller else _CLOSE_TIMEOUT
-        if not state.caller and not state.barred:
-            driver.keep_figures()
-        state.barred = "closed"
+            seconds = _SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.caller else _CLOSE_TIMEOUT
+        if not state.caller and not state.unusable:
+            driver.freeze_stats()
+        state.unusable = "closed"
         if state.caller not in (0, thread):  # another thread waits for a reply: there will be none
             driver.pool.kill()
             until = time.monotonic() + _OTHER_THREAD_TIMEOUT
             while state.caller and time.monotonic() < until:
                 time.sleep(0.001)
-        driver.shut(0.0 if terminate else seconds, terminate=terminate)
+        driver.shut_down(0.0 if terminate else seconds, terminate=terminate)
         self._finalizer.detach()
         if not state.caller:
-            driver.leave()
+            driver.release()
 
     def __del__(self) -> None:
-        if not self.__dict__.get("closed", True) and self._driver.state.barred != "forked":
+        if not self.__dict__.get("closed", True) and self._driver.state.unusable != "forked":
             warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
 
 

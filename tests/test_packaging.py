@@ -246,7 +246,9 @@ def test_command_line_names_missing_packages(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.sampled("vecenv.make_vec('CartPole-v1', 2, 'envpool')-envpool", "vecenv.backends.JaxVectorEnv('ant', 2)-brax|jax")
+@pytest.mark.sampled(
+    "vecenv.make_vec('CartPole-v1', 2, 'envpool')-envpool", "vecenv.backends.JaxVectorEnv('ant', 2)-brax|jax"
+)
 @pytest.mark.parametrize(
     ("expression", "extra"),
     [

@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from history_envs import Drawing, HistoryEnv, Textual, Vectorial
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import each_once
 from signals import handled

@@ -52,7 +52,7 @@ def trajectory(envs: Any, steps: int = 30) -> list[Any]:
 # --- backends -----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled("id-process", "spec-serial", "fn-serial")
 @pytest.mark.parametrize("backend", ["process", "serial"])
 @pytest.mark.parametrize("what", ["CartPole-v1", gymnasium.spec("CartPole-v1"), cartpole], ids=["id", "spec", "fn"])
 def test_the_engine_gives_gymnasiums_trajectories(make: Callable[..., Any], backend: str, what: Any, closes: Any) -> None:

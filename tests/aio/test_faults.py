@@ -35,7 +35,7 @@ def is_worker_failure(error: BaseException) -> bool:
     return isinstance(error, WorkerDied | StepTimeout)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled("each-kill-restart-6", "two-abort-restart-6", "threads-cancel-restart-6", "two-hang-restart-6")
 @pytest.mark.parametrize("size", [6, MANY])
 @pytest.mark.parametrize("on_failure", ["restart", pytest.param("raise", marks=pytest.mark.long)])
 @pytest.mark.parametrize("fault", FAULTS)

@@ -58,6 +58,7 @@ def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Pa
     assert sorted(file.read_text().split()) == ["0", "1", "2"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
 def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environments(
     process_engine: Options, how: Options

@@ -154,7 +154,7 @@ def _typed(step: Any) -> Any:
     return observation, np.float64(reward), np.bool_(over)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("mode", "env_fn", "options"),
     each_once(
@@ -389,6 +389,7 @@ class LateNumbers(gymnasium.Env[Any, Any]):
         return np.full(1, np.random.rand()), 0.0, False, False, {}
 
 
+@pytest.mark.sampled("0", "2")
 @pytest.mark.parametrize("workers", [0, 2, "auto"])
 def test_environments_that_do_not_draw_give_no_warning(workers: Any) -> None:
     with warnings.catch_warnings():

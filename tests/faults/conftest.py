@@ -20,8 +20,9 @@ FILES_WITH_ALL_METHODS = ("test_lifetimes.py",)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose the start methods of the default run; all other combinations are marked ``slow``.
 
-    Tests about starting run with every method. Elsewhere each case runs with one, fork and fork server in turn, because
-    starting a new interpreter for every worker takes minutes and covers nothing more.
+    Tests about starting have every method, and some keep one of them by default (``sampled``). Elsewhere each case runs with
+    one, fork and fork server in turn, because starting a new interpreter for every worker takes minutes and covers nothing
+    more.
     """
     here = [item for item in items if item.path.parent == HERE]
     sample_parameter([item for item in here if item.path.name in FILES_WITH_ALL_METHODS], "method")

@@ -83,7 +83,7 @@ MORE = [  # at other moments; not repeated with new interpreters, which make no 
 ]
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.fault)
 def test_crash_cases(case: Case, launch: Launch, tmp_path: Path) -> None:
     """A fault in a step raises one complete exception; then everything works again."""
@@ -224,7 +224,7 @@ def test_death_before_a_request_leaves_no_late_reply(launch: Launch) -> None:
             checker.check_step(ACTIONS, envs.step(ACTIONS))
 
 
-@pytest.mark.sampled("fork")
+@pytest.mark.sampled(1)
 def test_death_with_inherited_descriptors(launch: Launch, tmp_path: Path) -> None:
     """A helper that the environment forked still holds the worker's pipe: there is no end of file, and no wait for one."""
     check_death_with_inherited_descriptors(launch, tmp_path)
@@ -299,6 +299,7 @@ def test_simultaneous_deaths_are_one_error(launch: Launch, count: int) -> None:
     check_close(envs)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ending", ["close", "terminate", "death", "hang"])
 def test_programs_of_environments_end(launch: Launch, ending: str, tmp_path: Path) -> None:
     """A program that an environment started does not outlive it, however it ends."""
@@ -464,7 +465,7 @@ def reset(envs: Any, kind: str) -> tuple[Any, dict[str, Any], list[int]]:
     return observations, infos, ids
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("engine", "mode"), each_once(list(ENGINES), {mode.name: mode for mode in AutoresetMode}))
 def test_reset_has_no_infos_of_a_dead_worker(launch: Launch, engine: str, mode: AutoresetMode) -> None:
     """Environment 0 has stepped, and its sibling kills their worker: the next reset reports nothing of that step."""
@@ -656,7 +657,7 @@ def step_while_observed(envs: Any, steps: int, hundredths: int, look: Callable[[
         envs.step_wait(timeout=60)
 
 
-@pytest.mark.sampled("own_threads-4-50-fork")
+@pytest.mark.sampled(1)
 @pytest.mark.linux
 @CHEAP
 @pytest.mark.parametrize(("steps", "hundredths"), [(4, 50), pytest.param(20, 99, marks=pytest.mark.slow)])
@@ -702,6 +703,7 @@ def test_poll_sends_a_worker_nothing(launch: Launch, monkeypatch: pytest.MonkeyP
     monkeypatch.undo()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.linux
 @CHEAP
 @pytest.mark.parametrize("fault", ["sleep", "hold_gil"])

@@ -183,7 +183,7 @@ def test_interruption_before_any_bytecode(setting: str, call: str) -> None:
 # --- first-ready batches ------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("which", ["send", "recv", "recv of the rest", "recv at least", "reset_async", "recv of a reset"])
 @pytest.mark.parametrize(
     ("setting", "every"),
@@ -433,7 +433,7 @@ def test_uninterrupted_calls_pass_the_checks(setting: str) -> None:
     assert not subject.excused
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("setting", FIRST_READY)
 def test_uninterrupted_rows_are_all_received(setting: str) -> None:
     stream = Stream(FIRST_READY[setting])

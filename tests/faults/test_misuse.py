@@ -65,6 +65,7 @@ def test_bad_observation_dtype(launch: Launch) -> None:
     assert re.search(text, str(warning.message)), warning.message
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("fault", "key"), [("unpicklable_info", "lock"), ("evil_info", "evil")])
 def test_bad_info(launch: Launch, fault: str, key: str) -> None:
     """An info that cannot be pickled is named: environment and key. A malicious one never reaches the caller."""
@@ -171,6 +172,7 @@ def test_set_attr_errors_do_not_kill(launch: Launch) -> None:
 # --- close, threads, forks ----------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("when", ["twice", "thread", "pending", "during_step", "both_at_once"])
 def test_close_anytime(launch: Launch, when: str, tmp_path: Path) -> None:
     """Close is the only call that is always allowed."""

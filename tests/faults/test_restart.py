@@ -576,6 +576,7 @@ def test_a_reset_that_always_fails_exhausts_the_budget(launch: Launch, kind: str
     assert envs.stats()["restarts"] == 3
 
 
+@pytest.mark.sampled(1)
 @CHEAP
 @pytest.mark.parametrize("kind", ["dies", "raises"])
 def test_a_reset_is_repeated_once_with_its_seed_and_then_with_another(launch: Launch, kind: str) -> None:

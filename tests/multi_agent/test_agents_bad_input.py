@@ -59,7 +59,7 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
         envs.step(actions)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(6)
 @WORKERS
 @pytest.mark.parametrize(
     ("fault", "error", "match"),
@@ -137,7 +137,7 @@ def test_defaultdict_of_rewards_covers_all_agents() -> None:
         ]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(5)
 @WORKERS
 @pytest.mark.parametrize("leaves", [True, False], ids=["nobody-left", "still-listed"])
 @pytest.mark.parametrize("last", [True, False], ids=["told", "silent"])

@@ -49,7 +49,7 @@ def build(env_fns: Any, **options: Any) -> Any:
     return vecenv.AsyncVectorEnv(env_fns, num_workers="auto", **options)
 
 
-@pytest.mark.sampled("working_directory", "harmless_cache", "crashes_beside_another")
+@pytest.mark.sampled("harmless_cache", "crashes_beside_another")
 @pytest.mark.parametrize("name", SAMPLE)
 def test_auto_groups_environments_that_are_independent(name: str, closes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vecenv.planning.plan.usable_cores", lambda: 2)  # with more, each has a process anyway

@@ -104,7 +104,7 @@ REPEAT_BY_DYING = ("segfault", "abort", "bus_error", "arithmetic_error", "kill",
 QUICK = ("raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "kill", "exit_now", "fork_helper_and_die")
 
 
-@pytest.mark.sampled("wrong_shape-fork", "segfault-fork")
+@pytest.mark.sampled("segfault-fork")
 @pytest.mark.parametrize(
     "context",
     ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],

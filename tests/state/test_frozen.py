@@ -126,7 +126,7 @@ def results_after(envs: Any, steps: int, rows: tuple[int, ...]) -> list[Any]:
     return results
 
 
-@pytest.mark.sampled("fork-AutoresetMode.NEXT_STEP", "forkserver-AutoresetMode.DISABLED")
+@pytest.mark.sampled("fork-AutoresetMode.NEXT_STEP")
 @pytest.mark.parametrize("mode", AutoresetMode)
 @pytest.mark.parametrize("context", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.long)])
 def test_copies_continue_like_the_original(context: str, mode: AutoresetMode) -> None:
@@ -359,7 +359,7 @@ def has_ended_soon(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("rounds", [20, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [8, pytest.param(20, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(1800)
 def test_many_copies_leave_nothing(rounds: int) -> None:
     with hidden(2) as envs:
@@ -447,7 +447,7 @@ def test_thaw_of_a_copy_that_ends_changes_nothing(dead: bool, monkeypatch: pytes
             assert results_after(envs, 1, (1,))[0][0][4] == 6  # the sixth step of its episode
 
 
-@pytest.mark.parametrize("times", [8, pytest.param(2_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [3, pytest.param(8, marks=pytest.mark.long), pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
 def test_raising_signal_handler_loses_nothing(times: int) -> None:
     rng = np.random.default_rng(3)

@@ -486,12 +486,9 @@ assert_restorable(TABLE[{name!r}])
     "DelayObservation",
     "FrameStackObservation",
     "NormalizeObservation",
-    "TimeAwareObservation",
     "StickyAction",
-    "NormalizeReward",
     "TimeLimit",
     "RecordEpisodeStatistics",
-    "AddWhiteNoise",
 )
 @pytest.mark.parametrize(
     "name",

@@ -426,8 +426,8 @@ class InfoColumns:
         try:
             shape, dtype = () if plain else tuple(spec.shape), np.dtype(spec if plain else spec.dtype)
         except (TypeError, AttributeError) as error:
-            wanted = "a dtype or something with shape and dtype"
-            raise TypeError(f"info_spec{list(path)} must be {wanted}, got {spec!r}.") from error
+            expected = "a dtype or something with shape and dtype"
+            raise TypeError(f"info_spec{list(path)} must be {expected}, got {spec!r}.") from error
         if dtype.kind not in "biuf":
             raise TypeError(f"info_spec{list(path)} must be of numbers or bools, got {dtype}.")
         self.columns.append(InfoColumn(path, shape, dtype))

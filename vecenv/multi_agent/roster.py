@@ -370,11 +370,11 @@ def _checker(*axes: int) -> Callable[[Any, Leaf, str], Array]:
             array = np.asarray(value)
         except ValueError as error:
             raise ValueError(f"{name}: {error}; nothing was sent") from error
-        wanted = (*axes, *leaf.shape)
+        expected = (*axes, *leaf.shape)
         if not leaf.shape and array.shape == (*axes, 1):
             array = array.reshape(axes)
-        if array.shape != wanted:
-            raise ValueError(f"{name}: got shape {array.shape}, wanted {wanted}; nothing was sent")
+        if array.shape != expected:
+            raise ValueError(f"{name}: got shape {array.shape}, wanted {expected}; nothing was sent")
         if array.dtype.kind not in _TAKES[leaf.dtype.kind]:
             raise TypeError(f"{name}: got {array.dtype}, wanted {leaf.dtype}; nothing was sent")
         return array.astype(leaf.dtype) if leaf.dtype.kind in "iu" and array.dtype != leaf.dtype else array

@@ -156,13 +156,13 @@ class ActionMasks:
     step has one.
     """
 
-    def __init__(self, roster: Roster, wanted: bool, num_envs: int) -> None:
+    def __init__(self, roster: Roster, enabled: bool, num_envs: int) -> None:
         self._agents = roster.agents
-        self._wanted = wanted
+        self._enabled = enabled
         self._num_envs = num_envs
         self._latest: dict[int, Array] = {}  # agent -> bool [num_envs, k]
         self._observed: dict[int, tuple[AgentGroup, int]] = {}  # agents with a mask in their observation
-        for index, (part, place) in enumerate(roster.places() if wanted else ()):
+        for index, (part, place) in enumerate(roster.places() if enabled else ()):
             space = part.observation_space
             if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
                 self._observed[index] = part, place
@@ -182,7 +182,7 @@ class ActionMasks:
             rows: The indices of the environments.
             untouched: bool, environments that a reset of others left out: their masks stay.
         """
-        if not self._wanted:
+        if not self._enabled:
             return
         given, given_mask = infos.pop("action_mask", None), infos.pop("_action_mask", None)
         if given is None and not self._latest:
@@ -216,7 +216,7 @@ class ActionMasks:
 
     def given(self, info: Mapping[str, Any]) -> dict[int, Any]:
         """Return the masks in one environment's info: ``{agent: {"action_mask": mask}}``."""
-        agents = info.get("agents", {}) if self._wanted else {}
+        agents = info.get("agents", {}) if self._enabled else {}
         return {index: {"action_mask": own["action_mask"]} for index, own in agents.items() if "action_mask" in own}
 
     def of_env(self, row: int) -> dict[int, Array]:

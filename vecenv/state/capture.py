@@ -42,10 +42,10 @@ def _treatment_of(kind: type) -> int:
         return _ATOM
     if _is_layer(kind):
         return _LAYER
-    how = rule_for(kind)
-    if how is STAYS:
+    rule = rule_for(kind)
+    if rule is STAYS:
         return _OTHER if issubclass(kind, ModuleType) else _STAYING
-    if isinstance(how, Refused):
+    if isinstance(rule, Refused):
         return _REFUSED
     return _SPACE if issubclass(kind, gymnasium.Space) else _OTHER
 
@@ -136,9 +136,9 @@ class _Writer(pickle.Pickler):
     def _state_of(self, number: int, layer: Any) -> tuple[Any, Any]:
         """Return the attributes, and the names of those that stay; or the state of a codec and ``None``."""
         kind = type(layer)
-        how = _codec_of_layer(kind)
-        if how is not None:
-            return self._asked(how, layer, kind.__name__), None
+        rule = _codec_of_layer(kind)
+        if rule is not None:
+            return self._save_by_codec(rule, layer, kind.__name__), None
         attributes = layer.__dict__
         state = attributes.copy()
         kept = []
@@ -156,9 +156,9 @@ class _Writer(pickle.Pickler):
                 raise NotRestorable(f"{kind.__name__}.{name} ({type(value).__name__}): {why}")
         return state, kept
 
-    def _asked(self, how: Codec, thing: Any, where: str) -> Any:
+    def _save_by_codec(self, rule: Codec, thing: Any, where: str) -> Any:
         try:
-            return how.save(thing)
+            return rule.save(thing)
         except VecEnvError:
             raise
         except Exception as error:
@@ -168,8 +168,8 @@ class _Writer(pickle.Pickler):
         if (number := self._numbers.get(id(obj))) is not None:
             return stands_for_, (_A_LAYER, number)
         kind = type(obj)
-        how = rule_for(kind)
-        if how is None:
+        rule = rule_for(kind)
+        if rule is None:
             if kind is np.ndarray:
                 flags = obj.flags
                 if obj.dtype.kind not in _NUMBERS or not (flags.c_contiguous and flags.writeable):
@@ -186,11 +186,11 @@ class _Writer(pickle.Pickler):
             if hasattr(kind, "__jax_array__") or kind.__module__.startswith("jaxlib"):
                 return _jax_reduced(obj, self._stay)
             return NotImplemented
-        if isinstance(how, Refused):
-            raise NotRestorable(f"{kind.__name__}: {how.why}")
-        if not isinstance(how, Codec):
+        if isinstance(rule, Refused):
+            raise NotRestorable(f"{kind.__name__}: {rule.why}")
+        if not isinstance(rule, Codec):
             return self._stay(obj)
-        state = self._asked(how, obj, kind.__name__)
+        state = self._save_by_codec(rule, obj, kind.__name__)
         return self._stay(obj) if state is None else (stands_for_, (_CONTENT, self._way_to(obj), state))
 
     def _stay(self, obj: Any) -> Any:
@@ -224,12 +224,12 @@ class _Writer(pickle.Pickler):
 @by_class
 def _codec_of_layer(kind: type) -> Codec | None:
     """Return a layer's codec; ``None`` if its attributes are its whole state."""
-    how = rule_for(kind)
-    if isinstance(how, Refused):
-        raise NotRestorable(f"{kind.__name__} cannot be saved: {how.why}")
-    if not isinstance(how, Codec) and has_hidden_memory(kind):
+    rule = rule_for(kind)
+    if isinstance(rule, Refused):
+        raise NotRestorable(f"{kind.__name__} cannot be saved: {rule.why}")
+    if not isinstance(rule, Codec) and has_hidden_memory(kind):
         raise NotRestorable(f"{kind.__name__} has memory that its attributes do not show: it needs a codec")
-    return how if isinstance(how, Codec) else None
+    return rule if isinstance(rule, Codec) else None
 
 
 def _set_attributes(obj: Any, attributes: dict[str, Any]) -> None:
@@ -341,10 +341,10 @@ class _Reader(pickle.Unpickler):
             thing = self._found(way)
         except SnapshotMismatch:
             thing = None
-        how = rule_for(type(thing))
-        if isinstance(how, Codec) and self._filled.setdefault(id(thing), way) == way:
+        rule = rule_for(type(thing))
+        if isinstance(rule, Codec) and self._filled.setdefault(id(thing), way) == way:
             try:
-                self.fills.append((how, thing, how.open(thing, state)))
+                self.fills.append((rule, thing, rule.open(thing, state)))
             except SnapshotMismatch as error:
                 raise SnapshotMismatch(f"{_in_words(self._layers, way)}: {error}") from error
             return thing
@@ -374,10 +374,10 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
     try:
         for layer, (state, kept) in zip(layers, reader.load(), strict=True):
             if kept is None:
-                how = rule_for(type(layer))
-                if not isinstance(how, Codec):
+                rule = rule_for(type(layer))
+                if not isinstance(rule, Codec):
                     raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
-                fills.append((how, layer, how.open(layer, state)))
+                fills.append((rule, layer, rule.open(layer, state)))
             else:
                 attributes.append((layer.__dict__, dict(state), list(kept), len(state) + len(kept)))
     except VecEnvError:
@@ -386,13 +386,13 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
 
     def restore() -> None:
-        for own, wanted, kept, count in attributes:
-            own.update(wanted)
+        for own, saved, kept, count in attributes:
+            own.update(saved)
             if len(own) != count:
                 own.update((name, None) for name in kept if name not in own)
-                for name in own.keys() - wanted.keys() - set(kept):
+                for name in own.keys() - saved.keys() - set(kept):
                     own.pop(name, None)
-        for how, thing, state in fills:
-            how.load(thing, state)
+        for rule, thing, state in fills:
+            rule.load(thing, state)
 
     return restore

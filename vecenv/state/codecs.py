@@ -131,9 +131,9 @@ def _save_generator(generator: np.random.Generator) -> Any:
 
 
 def _open_generator(generator: np.random.Generator, state: Any) -> Any:
-    wanted, found = state[0]["bit_generator"], type(generator.bit_generator).__name__
-    if wanted != found:
-        raise SnapshotMismatch(f"its generator is a {found}, that of the snapshot a {wanted}")
+    saved, found = state[0]["bit_generator"], type(generator.bit_generator).__name__
+    if saved != found:
+        raise SnapshotMismatch(f"its generator is a {found}, that of the snapshot a {saved}")
     return state
 
 
@@ -162,10 +162,10 @@ def _save_random_state(generator: Any) -> Any:
 
 
 def _open_random_state(generator: Any, state: Any) -> Any:
-    wanted, found = state["bit_generator"], generator.get_state(legacy=False)["bit_generator"]
-    if wanted != found:
-        raise SnapshotMismatch(f"its generator is a {found}, that of the snapshot a {wanted}")
-    np.random.RandomState(getattr(np.random, wanted)(0)).set_state(state)
+    saved, found = state["bit_generator"], generator.get_state(legacy=False)["bit_generator"]
+    if saved != found:
+        raise SnapshotMismatch(f"its generator is a {found}, that of the snapshot a {saved}")
+    np.random.RandomState(getattr(np.random, saved)(0)).set_state(state)
     return state
 
 

@@ -97,17 +97,17 @@ def end_marked(tokens: Collection[int]) -> int:
     Those that are children of this process are reaped: if it adopts orphans, as the first process of a container does, no
     other process reaps them. Takes about as long for a thousand tokens as for one.
     """
-    wanted = frozenset(tokens) - {0}
+    owners = frozenset(tokens) - {0}
 
     def find(table: dict[int, _Process]) -> Iterator[_Process]:
         own = table.get(os.getpid())
         for process in table.values():
             if own is not None and process.started >= own.started:  # older processes cannot be marked
                 token = _read_token(process.pid)
-                if token in wanted or token & ~_INNER_BITS in wanted:
+                if token in owners or token & ~_INNER_BITS in owners:
                     yield process
 
-    return _end_all(find) if wanted else 0
+    return _end_all(find) if owners else 0
 
 
 def end_descendants(pids: Collection[int]) -> int:

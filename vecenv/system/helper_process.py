@@ -55,8 +55,8 @@ class HelperProcess:
         self._started: list[Any] = []
         self._token = new_token()
         self._arguments = abrupt, target, args
-        how: dict[str, Any] = {"name": name, "daemon": daemon, "variables": variables}
-        self._spawn = partial(spawn, context, _serve, token=self._token, into=self._started, **how)
+        options: dict[str, Any] = {"name": name, "daemon": daemon, "variables": variables}
+        self._spawn = partial(spawn, context, _serve, token=self._token, into=self._started, **options)
         self._owned = DescriptorOwner(self)
         self._watch: ProcessWatch | None = None
         self._owner = os.getpid()

@@ -126,8 +126,8 @@ def _text(name: str, value: Any, where: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        wanted = "a string, a number, None (remove it), or a function of the worker's index"
-        raise TypeError(f"WorkerOptions(env)[{name!r}] must be {wanted}; got {value!r}{where}")
+        expected = "a string, a number, None (remove it), or a function of the worker's index"
+        raise TypeError(f"WorkerOptions(env)[{name!r}] must be {expected}; got {value!r}{where}")
     text = str(value)
     if "\0" in text:
         raise ValueError(f"WorkerOptions(env)[{name!r}] must not contain a null character, got {value!r}{where}")

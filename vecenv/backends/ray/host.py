@@ -386,13 +386,13 @@ def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
     own = options.get("worker_options") or WorkerOptions()
     workers: Any = plan.workers
     if workers == "auto":
-        wanted = options.get("on_failure") != "raise" or options.get("step_timeout") is not None or own.env
+        needs_processes = options.get("on_failure") != "raise" or options.get("step_timeout") is not None or own.env
         probe = EnvProbe(
             env_fns, multiprocessing.get_context(options["context"]), own.start_timeout, daemon=options["daemon"],
             own_generators=options["generators"] == "own", variables=variables_of(own.env, 0),
         )  # fmt: skip
         times, found = probe.measure()
-        chosen = choose(times, len(env_fns), plan.cpus, use_caller=False if wanted else None, independence=found)
+        chosen = choose(times, len(env_fns), plan.cpus, use_caller=False if needs_processes else None, independence=found)
         workers, options["use_caller"] = chosen.num_workers, chosen.use_caller or options.get("use_caller")
     caller = bool(options.get("use_caller"))
     if workers is None and caller:

@@ -396,7 +396,7 @@ def compare(
         CliError: An engine is wrong, or the environment does not even work in ``SyncVectorEnv``; nothing was timed.
     """
     about, reference = machine(), partial(_reference, env, env_fn, num_envs)
-    wanted, checked = None, "nothing to check" if check else "not asked for"
+    wanted, checked = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
         wanted = reference(CHECK_STEPS, CHECK_SECONDS)  # before the work of starting the others

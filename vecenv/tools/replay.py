@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
         if differences := header.differences():
             print(f"Recorded with {', '.join(differences)}")
     if not arguments.yes and not _is_own(path):
-        raise CliError("nothing was replayed: the file holds a pickle, which can do anything; --yes says that it is yours")
+        raise CliError("nothing was replayed: the file contains a pickle, which can run any code: --yes if you trust it")
     begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
     if arguments.pdb:
         result = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)

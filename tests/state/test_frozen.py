@@ -359,7 +359,9 @@ def has_ended_soon(pid: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("rounds", [8, pytest.param(20, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "rounds", [8, pytest.param(20, marks=pytest.mark.long), pytest.param(10_000, marks=pytest.mark.slow)]
+)
 @pytest.mark.timeout(1800)
 def test_many_copies_leave_nothing(rounds: int) -> None:
     with hidden(2) as envs:

@@ -207,22 +207,14 @@ class Closing(Interruption):
             self._envs.close()
 
 
-@pytest.mark.sampled(
-    "in-process-moments0",
-    "multi-agent-moments0",
-    "envpool-moments0",
-    "native-moments0",
-    "native-ale-moments0",
-    "double-moments0",
-    "ray-moments0",
-)
 @call("`close()` by a signal handler in the middle of a call")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("moments", [(20,), pytest.param((3, 8, 30, 45, 60, 90), marks=pytest.mark.long)])
 def test_close_during_a_call_raises_in_the_call(
-    backend: Backend, build: Callable[..., Any], moments: tuple[int, ...]
+    backend: Backend, build: Callable[..., Any], moments: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call may have its result already."""
+    """The call may have its result already. It does not wait for the next check of the watchdog."""
+    monkeypatch.setattr("vecenv.engine.watchdog.CHECK_INTERVAL_SECONDS", [1000.0])
     calls = {"step": lambda envs: envs.step(backend.actions(ROWS)), "reset": lambda envs: envs.reset()}
     for moment in moments:
         for name, one in list(calls.items())[: len(moments)]:

@@ -438,7 +438,8 @@ class WorkerPool:
             first = self.processes[self.wait_order[0]]
             if not (first.shares_core and first.pending):
                 self._spin(poll.poll)
-        milliseconds = self._milliseconds(deadline)
+        # nothing wakes it up if a signal handler has closed the vector environment before
+        milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
         must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)
         events = poll.poll(min(milliseconds, EXIT_POLL_INTERVAL_MS) if must_poll else milliseconds)
         now = time.perf_counter()

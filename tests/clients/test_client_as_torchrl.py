@@ -220,7 +220,7 @@ def test_reset_reopens_closed_environments() -> None:
     env.close()
     assert env.is_closed
     assert "closed" in repr(env)
-    with pytest.raises(RuntimeError, match="closed already"):
+    with pytest.raises(RuntimeError, match="already closed"):
         env.close()
     env.close(raise_if_closed=False)
     assert torch.equal(random_rollout(env, 5)["observation"], one["observation"])
@@ -364,7 +364,7 @@ def test_existing_pools_and_torchrls_arguments() -> None:
     env.close()
     with pytest.raises(TypeError, match="num_threads"):
         as_torchrl("CartPole-v1", 2, "envpool", num_workers=2)
-    with pytest.raises(TypeError, match=r"a pool that envpool.make\(\) built"):
+    with pytest.raises(TypeError, match=r"a pool built by envpool.make\(\)"):
         vecenv.backends.EnvPoolVectorEnv.over(gym.make("CartPole-v1"))
 
 

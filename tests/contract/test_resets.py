@@ -216,7 +216,7 @@ def test_a_wrong_env_id_or_a_second_choice_of_rows_is_refused(envs: Any) -> None
     for wrong in ([ROWS], [-1], [1, 1], [], [0.0], ["a"], 1):
         with pytest.raises(ValueError, match="env_id"):
             envs.reset_async(env_id=wrong)
-    with pytest.raises(ValueError, match="give one"):
+    with pytest.raises(ValueError, match="pass one"):
         envs.reset_async(env_id=range(ROWS), options={"reset_mask": MASK.copy()})
     assert in_flight(envs) == 0
 

@@ -248,7 +248,7 @@ def test_arguments_that_brax_refuses_or_would_ignore_are_named(brax: Any) -> Non
 
 @pytest.mark.parametrize("thing", [object(), 3, gym.spaces.Discrete(2), None])
 def test_non_environments_are_refused(thing: Any) -> None:
-    with pytest.raises(TypeError, match="Known are Brax"):
+    with pytest.raises(TypeError, match="that vecenv supports: Brax"):
         adapt(thing)
 
 

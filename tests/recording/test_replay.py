@@ -473,7 +473,7 @@ def test_missing_file() -> None:
 def test_unpickling_needs_confirmation(file: Path) -> None:
     done = run(file)
     assert done.returncode == 2
-    assert "nothing was replayed: the file holds a pickle" in done.stderr
+    assert "nothing was replayed: the file contains a pickle" in done.stderr
 
 
 @pytest.mark.long

@@ -1,12 +1,11 @@
 """The exchange of messages with workers: submits requests, waits, applies replies, and handles failures.
 
-Signal handlers
-    A signal handler can raise between any two bytecodes. State changes only in short blocks that begin with
-    ``state.changing = True`` and end with ``state.changing = False``; none waits for a reply. If an exception
-    interrupts a *wait*, nothing is lost and the same wait can be repeated. If it interrupts a *block*, a request or a result
-    may be lost: ``changing`` stays set, every call but ``reset()`` raises ``ResetNeeded``, and ``reset()`` drops whatever
-    was pending. So a block queues messages, and they are written after it: a write can wake a worker that then takes the
-    caller's core for a whole step. The caller's own environments are stepped inside a block.
+A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
+and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can be
+repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()`` raises
+``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards, because
+a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are stepped inside
+a block.
 
 Replies and restarts are described in docs/architecture.md: *The life of a step*, *The life of a failure*.
 """
@@ -39,32 +38,32 @@ from vecenv.shm import Batch
 from vecenv.system.reporting import warn
 from vecenv.system.supervision import innermost_location
 
-_STEP, _STEP_SOME, _PLAIN = int(Op.STEP), int(Op.STEP_SOME), int(Reply.PLAIN)  # packing an enum takes longer
+_STEP, _STEP_SOME, _PLAIN = int(Op.STEP), int(Op.STEP_SOME), int(Reply.PLAIN)  # packing an enum is slower
 _FOR_ALL_ROWS: Final = {_STEP_SOME: _STEP, int(Op.RESET_SOME): int(Op.RESET)}
 _NO_REPLY: Final = 0
-"""In place of an operation: no reply has it, so a reply is never taken for one that reports nothing."""
+"""A code that no reply has: a message that is expected with it never takes the fast path of :meth:`Exchange.receive`."""
 
 
 class Exchange:
-    """The pending requests of one engine.
+    """The exchange of messages between one engine and its workers.
 
     Args:
-        state: Shared with the guard.
+        state: The state of the current call, shared with the guard.
         pool: The workers.
-        policy, failures, restarting: About failures.
-        batch, store, infos: What workers write.
-        counters: Steps and resets that were returned.
+        policy, failures, restarting: The handling of failures, their log, and the restarts.
+        batch, store, infos: The results, observations and infos that workers write.
+        counters: The numbers of steps and resets that were returned.
 
     Attributes:
-        call: The pending request, if one exists, that returns all its rows together.
-        in_flight: Rows that were sent for ``recv`` and not received.
-        ready: Those of them that ``recv`` may return, in the order in which they finished.
-        resetting: Those of them that were reset, and not stepped.
-        not_counted: Those of them that had failed before and were rebuilt, not stepped.
+        call: The pending request that returns all its rows together, or ``None``.
+        in_flight: Rows that were sent and that ``recv`` has not returned yet.
+        ready: Rows in flight that ``recv`` may return, in the order in which they finished.
+        resetting: Rows in flight that were reset, not stepped.
+        not_counted: Rows that had failed earlier: they were rebuilt instead of stepped, which is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
-        warned: Fields about which there was a warning.
-        rows_at_once: The most rows of one worker in one message of ``send``; ``None`` for no limit.
+        warned: Fields for which a warning was logged.
+        rows_at_once: The maximum number of rows in one message of ``send``; ``None`` for no limit.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class Exchange:
         self.unraised: deque[tuple[Exception, set[int]]] = deque()
         self.warned: set[str] = set()
         self.rows_at_once: int | None = None
-        self._passed_over = False  # the caller's own share was not stepped, since a worker had a reply
+        self._passed_over = False  # the last wait put off the caller's own share, because a worker had a reply
         self._seq = 0
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send_plain_step(self, *, by_row: bool) -> None:
-        """Send a step of all rows; their actions lie in shared memory."""
+        """Send a step of all rows, with the actions in shared memory."""
         pool = self.pool
         if pool.max_busy is not None:
             self.send_step(range(self.num_envs), None, by_row=by_row)
@@ -112,7 +111,7 @@ class Exchange:
         pool.write_to_all()
 
     def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, by_row: bool) -> None:
-        """Send a step of some rows; ``actions`` in their order, or ``None`` if they lie in shared memory."""
+        """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         action_of = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = sorted(self.failures.failed.keys() & set(rows)) if self.failures.failed else []
         good = sorted(set(rows).difference(failed) if failed else rows)
@@ -123,7 +122,7 @@ class Exchange:
         self.state.changing = True
         request = Request("step", 0, by_row)
         if failed:
-            if not self.policy.restart:  # an observer's call discovered the failure
+            if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
                 self.failures.refuse({row: self.failures.failed[row] for row in failed})
             if (error := self._rebuild(request, failed)) is not None:
@@ -144,7 +143,7 @@ class Exchange:
         self.flush()
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, by_row: bool) -> None:
-        """Send a reset of some rows. Unless it is by row, it drops whatever is pending. Dead workers are replaced."""
+        """Send a reset of some rows, and replace their dead workers. Unless it is by row, drop all pending requests first."""
         payloads = [
             self.pool.pickled(worker, _reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
         ]
@@ -172,14 +171,14 @@ class Exchange:
         self.flush()
 
     def split(self, rows: Sequence[int]) -> list[tuple[Worker, Sequence[int]]]:
-        """Return the workers that have some of ``rows`` (in order), each with these rows."""
+        """Return each worker that has some of ``rows`` (sorted), with these rows."""
         workers = self.pool.workers
         ends = [bisect_left(rows, worker.rows.stop) for worker in workers]
         parts = zip(workers, [0, *ends], ends, strict=False)
         return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
 
     def _split_into_messages(self, rows: Sequence[int], by_row: bool) -> Iterator[tuple[int, Worker, Sequence[int]]]:
-        """Yield (number, worker, rows) of messages of at most :attr:`rows_at_once` rows, round by round."""
+        """Yield messages (round, worker, rows): in each round one per worker, of at most :attr:`rows_at_once` rows."""
         parts = self.split(rows)
         if self.rows_at_once is None or not by_row:
             yield from ((0, *part) for part in parts)
@@ -191,7 +190,7 @@ class Exchange:
                     yield number, worker, some
 
     def next_number(self) -> None:
-        """Use another sequence number, never 0, for messages that are queued from now on."""
+        """Advance the sequence number, which is never 0, for the messages that are queued next."""
         self._seq = self._seq % 0xFFFFFFFF + 1
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
@@ -200,14 +199,14 @@ class Exchange:
         if len(rows) == len(worker.rows):
             op = _FOR_ALL_ROWS.get(op, op)
         else:
-            self.batch.requested[rows] = seq  # by which the worker knows that they are meant
+            self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        expected = _NO_REPLY if worker.rebuild_deadline else _PLAIN  # then its reply ends the deadline, in _apply
+        expected = _NO_REPLY if worker.rebuild_deadline else _PLAIN  # `_apply` ends the deadline when it handles the reply
         worker.pending.append((pack_head(expected, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
     def drop_pending(self) -> None:
-        """Drop everything that was sent and not returned. Late replies are recognised by their sequence numbers."""
+        """Drop all requests and results that were not returned. Sequence numbers identify late replies."""
         self.call = None
         for container in (
             self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals, self.unraised,
@@ -218,10 +217,10 @@ class Exchange:
         self.pool.forget_unsent()
 
     def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Refuse a call while another is pending, or rows (``None``: any) are in flight.
+        """Require that no call is pending, and that none of ``rows`` (``None``: no row at all) is in flight.
 
         Raises:
-            AlreadyPendingCallError: One is, or some are.
+            AlreadyPendingCallError: A call is pending, or such rows are in flight.
         """
         if self.call is not None and not self.drop_if_droppable():
             phase = self.call.phase
@@ -238,11 +237,11 @@ class Exchange:
 
     @property
     def is_interrupted(self) -> bool:
-        """True if the wait for the pending call was interrupted: a reset of all environments may drop it."""
+        """True if the wait for the pending call was interrupted, so that a reset of all environments may drop it."""
         return self.call is not None and self.call.interrupted
 
     def drop_if_droppable(self) -> bool:
-        """Drop the pending call if it was interrupted and no method waits for it; ``True`` if nothing is pending now."""
+        """Drop a pending call that an interrupted method left behind; return ``True`` if no call is pending now."""
         if self.call is None:
             return True
         if not self.call.droppable:
@@ -276,7 +275,7 @@ class Exchange:
         self.flush()
 
     def keep_call(self) -> None:
-        """Keep the pending call, of which the program makes the second half later."""
+        """Keep the pending call until the program fetches its result."""
         assert self.call is not None
         self.call.droppable = False
 
@@ -287,7 +286,7 @@ class Exchange:
             timeout: Seconds to wait.
 
         Raises:
-            StepTimeout: It is late; it stays pending.
+            StepTimeout: Replies are late; the call stays pending.
             Exception: What the call raised in an environment.
         """
         request = self.call
@@ -304,7 +303,7 @@ class Exchange:
         return request.results
 
     def finish_quietly(self) -> Request:
-        """Wait for the pending call, and return it with its failures, which are not recorded."""
+        """Wait for the pending call and return it, without recording its failures."""
         request = self.call
         assert request is not None
         if request.remaining:
@@ -322,7 +321,7 @@ class Exchange:
     # -- rows that are received one by one ---------------------------------------------------------------------------
 
     def put_in_flight(self, request: Request, rows: Sequence[int]) -> None:
-        """Let ``recv`` return the rows of a reset."""
+        """Put the rows of a reset in flight, so that ``recv`` returns them."""
         batch = self.batch
         batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
         self.in_flight.update(rows)
@@ -336,9 +335,9 @@ class Exchange:
             )
 
     def drain(self) -> None:
-        """Wait for all rows in flight before a reset of some rows, which drops them.
+        """Wait for all pending replies before a reset of some rows, which drops the rows in flight.
 
-        A worker reads from shared memory which rows a message is about, and only when it begins with the message.
+        A worker reads the rows of a message from shared memory only when it begins with it; until then they must stay there.
         """
         limit = self.policy.step_timeout
         deadline = deadline_after(limit)
@@ -347,10 +346,10 @@ class Exchange:
                 self._end_hanging("recv", limit)
 
     def make_by_row(self, request: Request) -> None:
-        """Let the rows of a reset as a whole be received one by one.
+        """Convert the pending reset into one with rows that ``recv`` returns one by one.
 
         Raises:
-            AlreadyPendingCallError: It is not a reset.
+            AlreadyPendingCallError: The pending call is not a reset.
         """
         if request.command != "reset":
             require_no_step(Call(request.phase, self.num_envs, by_row=False))
@@ -365,7 +364,7 @@ class Exchange:
         self.flush()
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
-        """Let ``recv`` return rows that were replied to, except for those that failed."""
+        """Make rows with a reply ready for ``recv``, except for those that failed, and settle the failures."""
         bad: set[int] = set()
         if request.has_failed:
             restart = self.policy.restart
@@ -380,7 +379,10 @@ class Exchange:
             self.unraised.append((error, bad))
 
     def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
-        """Wait until there are enough ready rows; ``False`` if the deadline passes first. Raises what is unraised."""
+        """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raise the next exception in ``unraised``.
+
+        With ``least`` (number, time), that number is enough from that time on, or if no more rows are in flight.
+        """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
         enough, moment = (count, math.inf) if least is None else least
@@ -419,7 +421,7 @@ class Exchange:
             del error
 
     def forget_rows(self, listed: list[int]) -> None:
-        """Forget the rows that ``recv`` returns."""
+        """Remove the rows that ``recv`` returns, and count them."""
         del self.ready[: len(listed)]
         self.in_flight.difference_update(listed)
         steps = len(listed)
@@ -440,13 +442,13 @@ class Exchange:
     # -- writing and waiting -----------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Drop the shared memory and all requests, after the end."""
+        """Drop the pending call and all references to shared memory, on closing."""
         self.call = None
         for name in ("batch", "store", "infos", "restarting"):
             self.__dict__.pop(name, None)
 
     def flush(self) -> None:
-        """Write queued messages, as far as pipes accept them and workers may be busy. Can be repeated if interrupted."""
+        """Write queued messages, as far as the pipes and ``max_busy`` allow. An interrupted flush can be repeated."""
         pool = self.pool
         if len(pool.accepted) < len(pool.processes) or pool.held:
             self.state.changing = True
@@ -463,12 +465,12 @@ class Exchange:
         """Wait for all replies to a request; ``False`` if the deadline passes first.
 
         Raises:
-            StepTimeout: There is no deadline, and they did not come within ``step_timeout``.
+            StepTimeout: There is no deadline, and some were missing after ``step_timeout``.
         """
         limit = self.policy.step_timeout if deadline is None and request.command in ("step", "reset") else None
         if limit is not None:
             deadline = time.monotonic() + limit
-        if self.in_flight:  # by `send`, beside a call about other rows
+        if self.in_flight:  # rows of `send`, beside a call about other rows
             while request.remaining:
                 if not self._wait_for_any(deadline):
                     return False
@@ -486,8 +488,8 @@ class Exchange:
     def _wait_for_all(self, deadline: float | None) -> bool:
         """Wait until no worker has a pending message; ``False`` if the deadline passes first.
 
-        It waits for one worker after the other. When the first one has replied, most others have too, so the caller wakes up
-        once or twice per step and not once per reply.
+        It waits for one worker after another: when the first has replied, most others have too, so the caller wakes up once or
+        twice per step and not once per reply.
         """
         pool, workers = self.pool, self.pool.processes
         local = pool.local
@@ -549,7 +551,7 @@ class Exchange:
     # -- replies -----------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Apply all replies that have arrived, also those of workers that were not waited for."""
+        """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
             while worker.pending and worker.death is None and self.receive(worker):
@@ -584,14 +586,14 @@ class Exchange:
             self._apply(worker, message[1:HEAD], outcome, word != _PLAIN)
 
     def _step_own_share(self, local: LocalWorker) -> None:
-        """Carry out a message to the caller's own share. An interrupted step leaves environments undefined."""
+        """Execute the next message to the caller's own share. An interrupted step leaves their state undefined."""
         calls = local.is_calling
         self.state.changing = not calls
         number = pack_head(_NO_REPLY, local.messages[0][1])[1:]
         try:
             outcome = local.perform()
         except BaseException:
-            if calls:  # there is no reply, so the request is dropped
+            if calls:  # there will be no reply, so the next call drops the request
                 local.pending[0][2].droppable = True
             raise
         self.state.changing = True
@@ -605,17 +607,17 @@ class Exchange:
         Args:
             worker: The worker that replied.
             number: The sequence number, as in the head of a message.
-            outcome: What did not fit into shared memory.
-            has_infos: Infos or final observations lie in shared memory, or in ``outcome``.
+            outcome: The part of the reply that is not in shared memory; ``None`` if there is none.
+            has_infos: True if infos or final observations lie in shared memory or in ``outcome``.
         """
         if outcome is not None:
-            self.infos.learn(outcome.schemas)  # each is sent only once
+            self.infos.learn(outcome.schemas)  # also of a dropped request, since each is sent only once
             for field, text in outcome.warnings:
                 if field not in self.warned:
                     self.warned.add(field)
                     warn(text)
         pending = worker.pending
-        index = 0  # nearly always
+        index = 0  # nearly always the right one
         while index < len(pending) and pending[index][0][1:] != number:
             index += 1
         if index == len(pending):  # the request was dropped
@@ -643,7 +645,7 @@ class Exchange:
             self._make_ready(request, rows)
 
     def _apply_rebuilt(self, request: Request, rows: Sequence[int]) -> None:
-        """Note which rows were rebuilt; those that failed again are rebuilt once more."""
+        """End the episodes of rows that were rebuilt. Rows that failed again are rebuilt once more."""
         failed = {failure.env for failure, _ in request.failures}
         rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
         self.failures.forget(rebuilt)
@@ -653,11 +655,11 @@ class Exchange:
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def settle(self, request: Request, bad: Collection[int] = ()) -> Exception | None:
-        """Record the failures of a request; then rebuild the rows and return ``None``, or return the error.
+        """Record the failures of a request. Then rebuild the rows and return ``None``, or return the error.
 
         Args:
-            request: The request. It is finished if there is an error, unless it is by row.
-            bad: The rows to rebuild, of a request by row.
+            request: The request. An error finishes it, unless it is by row.
+            bad: The rows to rebuild, if the request is by row.
         """
         within_block, self.state.changing = self.state.changing, True
         rebuilds = self.policy.restart and request.command in ("step", "reset")
@@ -678,7 +680,7 @@ class Exchange:
         return error
 
     def _rebuild(self, request: Request, rows: Sequence[int]) -> Exception | None:
-        """Queue messages that rebuild and reset the environments of failed rows; return the error if they cannot be."""
+        """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
         request.collect()
         error: Exception | None = self.restarting.count(rows, self.pool.workers) or self.replace_dead(rows)
         if error is None:
@@ -694,7 +696,7 @@ class Exchange:
                 try:
                     self._limit_rebuild(self.pool.replace(worker))
                 except OSError as error:
-                    if isinstance(error, TimeoutError):  # a time limit's, which interrupts
+                    if isinstance(error, TimeoutError):  # of a signal handler with a time limit, not of the start
                         raise
                     return error
         return None
@@ -717,7 +719,7 @@ class Exchange:
             self._limit_rebuild(worker)
 
     def handle_death(self, worker: WorkerProcess) -> None:
-        """Record a death, once; all messages that were pending there are lost."""
+        """Record the death of a worker, once. Its pending messages are lost."""
         if worker.death is not None:
             return
         for message in worker.channel.receive_rest():  # replies that it wrote before it ended
@@ -745,10 +747,10 @@ class Exchange:
     # -- late replies ------------------------------------------------------------------------------------------------
 
     def _end_hanging(self, method: str, limit: float | None) -> None:
-        """Kill the workers that took longer than ``step_timeout``, if they are to be restarted.
+        """Kill the workers that exceeded ``step_timeout``, if failures are restarted.
 
         Raises:
-            StepTimeout: Workers are not restarted.
+            StepTimeout: Failures are not restarted.
         """
         late = [worker for worker in self.pool.processes if worker.pending]
         if not self.policy.restart:
@@ -785,7 +787,7 @@ class Exchange:
 
 
 def _earlier(deadline: float | None, other: float) -> float | None:
-    """Return the earlier of two deadlines; ``None`` and 0.0 mean none."""
+    """Return the earlier of two deadlines; ``None`` and 0.0 mean no deadline."""
     if not other:
         return deadline
     return other if deadline is None else min(deadline, other)

@@ -1,10 +1,10 @@
-"""Failures: the log of them, the budget of restarts, and what a restarted row reports.
+"""The handling of failures: their log, the budget of restarts, and the results of restarted rows.
 
 A row that failed can only be used again after its environment has been rebuilt: by a reset, or with
 ``on_failure="restart"`` by the step in which it failed, or by its next one.
 
-A restarted row ends its episode: reward 0, truncated, ``restarted`` in its info, its last good observation as ``final_obs``,
-and then what the autoreset mode reports.
+The episode of a restarted row ends: reward 0, truncated, ``restarted`` in its info, its last good observation as
+``final_obs``. Then the row continues as the autoreset mode requires.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _KEPT_ERRORS: Final = 1000
 
 
 class FailureLog:
-    """The failures of one engine.
+    """The log of one engine's failures.
 
     Attributes:
         errors: Records, oldest first.
-        failed: Row -> what happened, for rows that have to be rebuilt.
-        counted: Those of them with a restart that the budget has counted already.
+        failed: Row -> description of the failure, for rows that have to be rebuilt.
+        counted: Failed rows with a restart that the budget has already counted.
         restarts: The number of restarts.
-        restart_log: A log line for each restart.
+        restart_log: The log lines about restarts.
         latest_death: The latest death of a worker.
         notes: Row -> the observers' notes about its latest failure.
     """
@@ -71,20 +71,20 @@ class FailureLog:
         for row in death.envs:
             self.failed.setdefault(row, death.first_line)
         pid, error, now = death.pid or 0, death.error(), time.monotonic()
-        envs = sorted(death.envs, key=lambda row: row != death.running)  # the one that was running first
+        envs = sorted(death.envs, key=lambda row: row != death.running)  # the running one comes first
         self._notify(envs, (error,), worker_died=True)
         self.errors.append(ErrorRecord(None, death.worker, pid, death.command, error, death.text, now))
 
     def record(
         self, command: str, failures: Iterable[tuple[Failure, Worker]], *, mark: str = "fatal"
     ) -> list[tuple[int, Exception]]:
-        """Record what environments raised, and return (env, exception) for each, in their order.
+        """Record exceptions of environments, and return (env, exception) for each, ordered by environment.
 
         Args:
-            command: The request.
-            failures: Each with the worker that reported it.
-            mark: Which of the rows have to be rebuilt: ``"fatal"`` (of environments that are gone), ``"all"`` (also of those
-                with an info that cannot be pickled), or ``"none"``.
+            command: The name of the request.
+            failures: The failures, each with the worker that reported it.
+            mark: The rows to mark as failed: ``"fatal"`` (the environment is gone), ``"all"`` (also those with a result that
+                cannot be pickled), or ``"none"``.
         """
         raised: list[tuple[int, Exception]] = []
         for failure, worker in sorted(failures, key=lambda pair: pair[0].env):
@@ -95,10 +95,10 @@ class FailureLog:
             if mark == "all" or (failure.fatal and mark == "fatal"):
                 place = location_in_traceback(packed.text)
                 self.failed[row] = f"{failure.text}, at {place}" if place else failure.text
-            failure.error = packed  # the exception's frames hold the failure: a cycle, with the program's frames in it
+            failure.error = packed  # breaks a cycle: the exception's frames hold the failure
             if "daemonic processes are not allowed" in summary(error):
                 note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
-            # a copy for the record, because a raised exception keeps the program's frames and all their objects
+            # a copy for the record, because a raised exception keeps the program's frames and their objects alive
             kept = unpack_error(packed, note)
             if failure.fatal:
                 self._notify((row,), (error, kept), worker_died=False)
@@ -118,10 +118,10 @@ class FailureLog:
             note_once(error, note)
 
     def record_late(self, error: StepTimeout, workers: Sequence[WorkerProcess]) -> None:
-        """Record workers that took longer than ``step_timeout`` and are left alone, one record for each.
+        """Record each worker that exceeded ``step_timeout`` and is not killed.
 
-        The observers are notified of all rows at once, those that were running first; their notes, which are about the first
-        row, go to the error and to the record of its worker.
+        The observers are notified of all rows at once, running ones first. Their notes are about the first row, and are added
+        to ``error`` and to the record of that row's worker.
         """
         rows = [(worker.running_row, row) for worker in workers for row in worker.rows]
         ordered = [row for running, row in sorted(rows, key=lambda pair: pair[0] != pair[1])]
@@ -139,7 +139,7 @@ class FailureLog:
             self.errors.append(ErrorRecord(row, worker.index, worker.pid, worker.command, kept, str(error), now))
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
-        """Return one exception for all failures of a request: that of the lowest environment, with a note for each other."""
+        """Return one exception for all failures of a request: that of the first environment, with notes about the others."""
         deaths = list({death.worker: death for death in request.deaths}.values())
         if raised:
             error = raised[0][1]
@@ -157,13 +157,13 @@ class FailureLog:
         return error
 
     def forget(self, rows: Iterable[int]) -> None:
-        """Forget that rows failed: they are being rebuilt, or were."""
+        """Forget that rows failed, because they are being rebuilt or have been."""
         for row in rows:
             self.failed.pop(row, None)
             self.counted.discard(row)
 
     def refuse(self, failed: dict[int, str]) -> NoReturn:
-        """Raise for rows that need a reset first."""
+        """Raise ``EnvFailed`` for rows that must be reset first."""
         rows = sorted(failed)
         raise EnvFailed(
             f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
@@ -206,22 +206,22 @@ def to_exception(error: Any, note: str) -> Exception:
 
 
 def note_once(error: BaseException, note: str) -> None:
-    """Add a note, unless the error has it."""
+    """Add a note, unless the error already has it."""
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The handling of failures.
+    """The options for handling failures.
 
     Attributes:
         restart: Rebuild environments that failed, and continue; otherwise raise.
         restart_limit, restart_period: See :class:`~vecenv.system.restart_budget.RestartBudget`.
-        step_timeout: Seconds until a reset or a step counts as hanging; ``None``: never.
-        start_timeout: Seconds a worker has for building its environments; ``None``: as long as it takes.
-        logs_like_gymnasium: Log what environments raise as Gymnasium's class does, before it is raised. Programs that were
-            written for that class, and its own tests, count these lines, though no worker is shut down here.
+        step_timeout: Seconds after which a reset or a step counts as hanging; ``None`` for no limit.
+        start_timeout: Seconds that a worker has for building its environments; ``None`` for no limit.
+        logs_like_gymnasium: Log exceptions of environments as Gymnasium's class does, before they are raised: programs written
+            for that class, and its own tests, count these lines. No worker is shut down here, although a line reports it.
     """
 
     restart: bool = False
@@ -247,18 +247,18 @@ class LastGoodObservations:
     """The last good observation of every environment.
 
     Args:
-        store: Where observations are.
-        tree: Structure of one, where they are of fixed size.
+        store: The current observations.
+        tree: The structure of an observation; ``None`` if they have no fixed size.
     """
 
     def __init__(self, store: Store, tree: Tree | None) -> None:
         self._store = store
         self._tree = tree
-        self._batch: Any = None  # the batch of the last good result, if observations have a fixed size ...
-        self._rows: dict[int, Any] = {}  # ... and row by row if they are pickled
+        self._batch: Any = None  # if observations have a fixed size: a batch
+        self._rows: dict[int, Any] = {}  # if they are pickled: row -> observation
 
     def keep(self, rows: Sequence[int], *, all_rows: bool) -> None:
-        """Keep the observations of these rows; ``all_rows``: these are all."""
+        """Keep the observations of these rows, which are all rows if ``all_rows`` is set."""
         if self._tree is None:
             for row in rows:
                 self._rows[row] = self._store.row(row)
@@ -270,7 +270,7 @@ class LastGoodObservations:
                 kept[list(rows)] = leaf
 
     def of(self, row: int) -> Any:
-        """Return a copy of the observation that was kept of an environment, or ``None``."""
+        """Return a copy of the last good observation of an environment, or ``None``."""
         if self._tree is None:
             return deepcopy(self._rows.get(row))
         if self._batch is None:
@@ -279,19 +279,19 @@ class LastGoodObservations:
 
 
 class Restarts:
-    """Restarts of rows with ``on_failure="restart"``: their cost, the seeds that they begin with, and what they report.
+    """Restarts of rows with ``on_failure="restart"``: their budget, their seeds and their results.
 
     Args:
-        policy: What to do about failures.
+        policy: The options for handling failures.
         failures: The log of failures.
-        batch, store, infos: What rows report.
-        tree: Structure of an observation, where it is of fixed size.
+        batch, store, infos: The results of the rows.
+        tree: The structure of an observation; ``None`` if it has no fixed size.
         mode: The autoreset mode.
-        counters: How many steps there were.
-        observers: Are notified of the resets.
+        counters: The numbers of steps and resets.
+        observers: The observers to notify of resets.
 
     Attributes:
-        seeds: Of environments that are rebuilt.
+        seeds: The source of seeds for environments that are rebuilt.
         last_good: The last good observation of every row.
     """
 
@@ -331,7 +331,7 @@ class Restarts:
         return None
 
     def _exhausted(self, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget) -> RestartsExhausted:
-        """Return the error for these rows, of all failed rows of ``workers``."""
+        """Return the error about the exhausted budget of ``rows``, which names all failed rows of ``workers``."""
         failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
         worker = next(worker for worker in workers if failed[0] in worker.rows)
         last = worker.death or self._failures.latest_death
@@ -344,9 +344,9 @@ class Restarts:
         )  # fmt: skip
 
     def prepare(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
-        """Note that rows are being rebuilt for a request; return the payload: seeds, options, whether the next step resets.
+        """Mark rows as being rebuilt for a request; return the payload: seeds, options, True if the next step resets.
 
-        Rows that failed in a reset get its options again, and its seed once; then, and in steps, the seed is a fresh one.
+        Rows that failed in a reset get its options each time, but its seed only once; all other seeds are fresh.
         """
         stepping = request.command == "step"
         for row in rows:
@@ -381,12 +381,12 @@ class Restarts:
                         self._store.set_row(row, deepcopy(last))
 
     def keep_good(self, rows: Sequence[int]) -> None:
-        """Keep the observations of these rows, if lost rows are to be restarted."""
+        """Keep the observations of these rows as the last good ones, if failures are restarted."""
         if self._restarts_rows:
             self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
 
     def show_whole(self, rows: Iterable[int]) -> None:
-        """Replace observations that failing environments may have written in part: by the last good one, or by zeros."""
+        """Replace observations that failing environments may have written in part by the last good ones, or by zeros."""
         for row in rows:
             if (last := self.last_good.of(row)) is not None:
                 self._store.set_row(row, last)

@@ -12,9 +12,9 @@ from vecenv.shm import Batch
 
 
 def measure_workers(batch: Batch) -> dict[str, float]:
-    """Return the workers' measurements: seconds per step, and the share of the time in which they were idle."""
+    """Return the mean and longest time of a step in seconds, and the share of time spent waiting for the busiest worker."""
     timed = float(batch.worker_steps.sum())
-    working = int(np.count_nonzero(batch.worker_steps))  # the caller has an entry, with or without a share
+    working = int(np.count_nonzero(batch.worker_steps))  # the caller has an entry even if it steps no environments
     spent = float(batch.worker_time.sum())
     per_worker = batch.worker_time / np.maximum(batch.worker_steps, 1.0)
     times = batch.step_time[batch.step_time > 0]
@@ -31,13 +31,13 @@ class WorkerStats:
     """The statistics of one worker since construction; see :meth:`vecenv.AsyncVectorEnv.worker_stats`.
 
     Attributes:
-        index: Its index, as in ``envs.processes``; the share of this process comes last.
-        pid: The id of its process.
-        in_this_process: True for the share of this process.
+        index: Its index in ``envs.processes``; the caller's own share comes last.
+        pid: Its process id.
+        in_this_process: True for the caller's own share, which this process steps.
         envs: The indices of its environments.
         steps: Steps of its environments, estimated from those that are timed.
         seconds: The time spent in them, estimated in the same way.
-        slowest_env: The environment with the longest latest sampled step; ``None`` before the first sample.
+        slowest_env: The environment that took longest in its latest sampled step; ``None`` before the first sample.
         slowest_seconds: The duration of that step; 0 before the first sample.
     """
 
@@ -52,7 +52,7 @@ class WorkerStats:
 
 
 def worker_stats(workers: Iterable[Any], batch: Batch) -> list[WorkerStats]:
-    """Return the statistics of these workers, which the workers keep up to date in shared memory."""
+    """Return the statistics of these workers, ordered by index. The workers update them in shared memory."""
     return sorted((_stats_of(worker, batch) for worker in workers), key=lambda worker: worker.index)
 
 

@@ -1,4 +1,4 @@
-"""Scheduling of episodes that name an environment, in an order that builds few environments; checks of the names."""
+"""Scheduling of episodes that name an environment, so that few environments are built; checks of these names."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["WaitingEpisodes", "require_offered"]
 
 
 class WaitingEpisodes:
-    """The waiting episodes, by the name of their environment.
+    """The waiting episodes, grouped by the name of their environment.
 
     A row gets the episodes of the environment that it already has, then those of an environment that no row has. If there
     are none, a row in an idle worker gets those of the environment with the most waiting episodes. Episodes without an
     environment name run in the order of the list.
 
     Args:
-        episodes: The whole list.
+        episodes: All episodes.
     """
 
     def __init__(self, episodes: Sequence[Episode]) -> None:
@@ -38,7 +38,7 @@ class WaitingEpisodes:
         return bool(self._by_env)
 
     def take(self, row: int, *, worker_is_idle: bool) -> int | None:
-        """Return the next episode for a row, or ``None`` if that would only slow down its worker's other rows."""
+        """Remove and return the next episode for a row; ``None`` if it would only slow down the other rows of the worker."""
         env = self._env_of_row.get(row)
         if row not in self._env_of_row or env not in self._by_env:
             in_use = set(self._env_of_row.values()) - {None}

@@ -1,8 +1,8 @@
-"""The guard, which admits one call at a time to a driver that marks its changes of state with ``changing``.
+"""The guard of a vector environment, which admits one call at a time.
 
-A signal handler can raise anywhere. If it interrupts a driver during a change of state, ``changing`` stays set, and every
-call but a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the result: CPython
-runs signal handlers after calls and at jumps, and that line has neither.
+A driver sets ``changing`` while it changes its state. If a signal handler raises then, ``changing`` stays set, and every call
+but a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the result: CPython runs
+signal handlers after calls and at jumps, and that line has neither.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAs
 _BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 _RESETS: Final = ("reset", "reset_async")
 _WAITS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
-"""Methods that leave a call pending only after a timeout or an exception that is neither vecenv's nor bare."""
+"""Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, or a bare TypeError or ValueError."""
 
 
 class CallState:
     """The state of the call in progress, shared by the guard and a driver.
 
     Attributes:
-        changing: The driver is changing its state; after an interrupted change it stays True.
-        caller: The thread that is inside a call; 0: none.
-        unusable: Reason for refusing calls: ``"closing"``, ``"closed"`` or ``"forked"``; empty: calls are possible.
-        owner: The process that may call.
+        changing: True while the driver changes its state, and after an interrupted change.
+        caller: The id of the thread that is inside a call; 0 for none.
+        unusable: The reason for refusing calls: ``"closing"``, ``"closed"`` or ``"forked"``; empty if calls are possible.
+        owner: The id of the process that may make calls.
     """
 
     __slots__ = ("caller", "changing", "owner", "unusable")
@@ -51,7 +51,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     Raises (the decorated method):
         ForkedError: In a child of the process that built the vector environment.
         ClosedEnvironmentError: After ``close()``.
-        BusyError: Another call is in progress, in another thread or around this one.
+        BusyError: Another call is in progress, in another thread or further up the stack of this one.
         ResetNeeded: An exception interrupted an earlier call.
     """
     name = method.__name__
@@ -84,9 +84,10 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 
 
 def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
-    """Raise ``ClosedEnvironmentError`` instead of an exception that follows from a ``close()`` during the call: one of
-    vecenv's or Gymnasium's classes, or of Python's bare ones. A signal handler's exception stays as it is, so classes
-    derived from these do not count."""
+    """Raise ``ClosedEnvironmentError`` instead of an error that ``close()`` caused during the call.
+
+    Only errors of vecenv and Gymnasium and exact classes of ``_BARE`` are replaced: others may be a signal handler's.
+    """
     driver.release()
     if driver.state.unusable != "forked" and (isinstance(error, _OURS) or type(error) in _BARE):
         try:
@@ -96,7 +97,7 @@ def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
 
 
 def raise_unusable(envs: Any, driver: Any) -> NoReturn:
-    """Raise because the vector environment is closed, or belongs to another process."""
+    """Raise the error of a vector environment that is closed or belongs to another process."""
     kind = type(envs).__name__
     if driver.state.unusable == "forked":
         raise ForkedError(
@@ -108,7 +109,7 @@ def raise_unusable(envs: Any, driver: Any) -> NoReturn:
 
 
 def _check_usable(envs: Any, driver: Any, method: str) -> None:
-    """Raise if a call cannot begin now."""
+    """Raise if no call can begin now."""
     kind, state = type(envs).__name__, driver.state
     if state.unusable:
         raise_unusable(envs, driver)
@@ -124,9 +125,9 @@ def _check_usable(envs: Any, driver: Any, method: str) -> None:
 
 
 def is_within_a_call(envs: object, depth: int = 1) -> bool:
-    """True if a call on a vector environment is on this thread's stack, from that many frames up.
+    """True if a call on ``envs`` is on this thread's stack, at least ``depth`` frames up.
 
-    ``caller`` is not sufficient: an exception at the first instruction after a failed call leaves it unchanged.
+    ``caller`` is not sufficient: an exception at the first instruction after a failed call leaves it set.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:

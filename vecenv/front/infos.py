@@ -1,4 +1,4 @@
-"""Infos of a result, by row, and merged into Gymnasium's dict of arrays.
+"""The infos of a result: by row, or merged into Gymnasium's dict of arrays.
 
 A driver returns the infos of a result as :class:`RowInfos`: one info per row, exactly as the environment returned it.
 Merging is the last step of ``step``, ``reset`` and ``recv``; :func:`vecenv.infos_by_row` skips it.
@@ -23,7 +23,7 @@ from vecenv.system.signals import contained
 
 Array = npt.NDArray[Any]
 
-_PYTHON_NUMBERS: Final = "?ld"  # bool, int64, float64: Gymnasium's columns of Python's bool, int and float
+_PYTHON_NUMBERS: Final = "?ld"  # codes of bool, int64 and float64, which Gymnasium uses for Python's bool, int, float
 _ID_KEYS: Final = ("env_id", "_env_id")
 _WIDENED_TOGETHER: Final = ("iufc", "U", "S", "M", "m")  # groups of dtype kinds: a column is widened only within its group
 _MAX_SHOWN_CHARACTERS: Final = 80
@@ -33,7 +33,7 @@ class RowInfos:
     """The infos of one result. They may lie in shared memory: use them before the rows are stepped again.
 
     Attributes:
-        env_ids: The environments of the rows, in the order of the result of ``recv``; ``None``: all, in order.
+        env_ids: The environment of each row in a result of ``recv``; ``None`` if the result has all environments, in order.
     """
 
     __slots__ = ("env_ids",)
@@ -48,7 +48,7 @@ class RowInfos:
         return self.rows()[position]
 
     def merged(self) -> dict[Any, Any]:
-        """Return Gymnasium's dict of new arrays with masks.
+        """Return Gymnasium's dict of arrays with masks. The arrays are new.
 
         Raises:
             InfoError: An info is not a dict.
@@ -68,7 +68,7 @@ class ColumnInfos(RowInfos):
 
     Args:
         columns: The dict; :meth:`merged` returns it unchanged.
-        count: Number of rows.
+        count: The number of rows.
         env_ids: The environments of the rows, if the dict has them as ``"env_id"``.
     """
 
@@ -97,7 +97,7 @@ class ColumnInfos(RowInfos):
 
 
 class ListedInfos(RowInfos):
-    """Infos in the form of a list with one info per row."""
+    """Infos in a list, one per row."""
 
     __slots__ = ("_listed",)
 
@@ -141,7 +141,7 @@ class InfoMerger:
     ) -> dict[Any, Any]:
         """Merge dicts that belong to the given positions among ``count`` rows."""
         columns: dict[Any, tuple[list[int], list[Any]]] = {}
-        names: dict[Any, dict[str, list[int]]] = {}  # for keys that are not plain strings: names of masks -> positions
+        names: dict[Any, dict[str, list[int]]] = {}  # key that is not a plain string -> name of its mask -> positions
         for position, info in zip(positions, infos, strict=True):
             for key, value in info.items() if type(info) is dict else _items(info, env_ids[position]):
                 if key in columns:
@@ -234,7 +234,7 @@ class InfoMerger:
 
 
 def _items(info: Mapping[Any, Any], env: int) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping that is not a plain dict; its class may come from the environment, and raise."""
+    """Return the items of a mapping that is not a plain dict. Reading one of an environment's own class may raise."""
 
     def fail(error: BaseException) -> list[tuple[Any, Any]]:
         raise InfoError(f"env {env}: its info, a {type(info).__name__}, cannot be read ({type(error).__name__})") from error
@@ -261,7 +261,7 @@ def object_column(where: Sequence[int], values: Sequence[Any], count: int) -> Ar
 
 
 def _widest(dtypes: Sequence[np.dtype[Any]]) -> np.dtype[Any] | None:
-    """Return a dtype for the values of all these dtypes; ``None`` if their meaning would change (bools, text, numbers)."""
+    """Return a dtype for values of all these dtypes; ``None`` for a mix of kinds, such as numbers and text."""
     if not any(all(dtype.kind in kinds for dtype in dtypes) for kinds in _WIDENED_TOGETHER):
         return None
     return np.result_type(*dtypes)
@@ -316,7 +316,7 @@ def _is_mask(key: str, infos: Mapping[Any, Any]) -> bool:
 def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
     """Split a dict of arrays with masks into one info per row.
 
-    It is for vector environments of other libraries; for those of this package see :func:`vecenv.infos_by_row`. Numbers from
+    Use it for vector environments of other libraries; for those of this package see :func:`vecenv.infos_by_row`. Numbers from
     columns of bool, int64 or float64, in which Gymnasium stores Python numbers, become Python numbers again.
     """
     rows: list[dict[Any, Any]] = [{} for _ in range(count)]
@@ -366,5 +366,5 @@ def _value_at(column: Any, row: int) -> Any:
     value = column[row]
     if isinstance(value, np.generic) and column.dtype.char in _PYTHON_NUMBERS:
         return value.item()
-    # copied, so that a row that is kept does not keep the whole column alive
+    # a copy, because a view would keep the whole column alive
     return value.copy() if isinstance(value, np.ndarray) and not column.dtype.hasobject else value

@@ -5,9 +5,9 @@ every autoreset mode; ``next_obs`` is always the true successor, never the first
 
 Brax, MuJoCo Playground, gymnax, jumanji and ``FuncEnv`` disagree on names, on the meaning of ``done`` and on resets.
 :class:`JaxEnv` is the smallest common form: one environment, no batch, no autoreset, no time limit but its own;
-:mod:`vecenv.jax.functional` adds the rest once. :func:`probe` finds a missing derivative beforehand: JAX notices it deep in
-a trace, with an error about ``lax.while_loop``, or never. The gradient of a step that only
-compares its action with zero is zero.
+:mod:`vecenv.jax.functional` adds the rest for all of them. :func:`probe` finds a missing derivative beforehand, which JAX
+reports deep in a trace, with an error about ``lax.while_loop``, or never: the gradient of a step that only compares its
+action with zero is zero.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Stepped: TypeAlias = tuple[PyTree, PyTree, Array, Array, Array, dict[str, Any]] 
 
 
 def select(mask: Array, yes: Array, no: Array) -> Array:
-    """Apply ``where`` with a mask over the leading axes of arrays of any further shape."""
+    """Choose from ``yes`` where ``mask`` holds, and from ``no`` elsewhere. The mask covers the leading axes."""
     return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - mask.ndim)), yes, no)
 
 
@@ -106,7 +106,7 @@ class EnvState:
         )  # fmt: skip
 
     def restarted(self, mask: Array, obs: PyTree, **changes: Any) -> EnvState:
-        """Put the rows under ``mask`` at the start of another episode; the results of their last episode stay."""
+        """Return a copy in which rows under ``mask`` begin a new episode; the results of their last episode stay."""
         zero, no = jnp.zeros_like(self.reward), jnp.zeros_like(self.terminated)
         begun = self.replace(
             obs=obs, next_obs=obs, reward=zero, terminated=no, truncated=no, valid=no, first=~no,
@@ -118,13 +118,13 @@ class EnvState:
         self, mode: AutoresetMode, discount: float, *, obs: PyTree, next_obs: PyTree, reward: Array, terminated: Array,
         truncated: Array, info: dict[str, Any],
     ) -> EnvState:  # fmt: skip
-        """Return the state after a step of this one; ``mode`` decides about rows that had ended, or end now.
+        """Return the state after a step; ``mode`` decides what happens in rows that had ended or end now.
 
         Args:
             mode: NEXT_STEP: rows that had ended have begun their next episode instead of stepping. SAME_STEP: in rows that
                 end, ``obs`` already belongs to the next episode. DISABLED: rows that had ended stay as they are.
             discount: For ``discounted_return``.
-            obs, next_obs, reward, terminated, truncated, info: Of the step; arbitrary in rows that did not step.
+            obs, next_obs, reward, terminated, truncated, info: The results of the step; arbitrary in rows that did not step.
         """
         no = jnp.zeros_like(self.terminated)
         idle = no if mode is AutoresetMode.SAME_STEP else self.done  # rows that did not step
@@ -231,7 +231,7 @@ class Adapter(JaxEnv):
         return self._differentiable
 
     def gradient_advice(self) -> str:
-        """Return one sentence for the error message about a missing gradient: the remedy."""
+        """Return a sentence about the remedy, for the error message about a missing gradient."""
         return "This environment computes its step in a way that JAX cannot differentiate."
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
@@ -272,11 +272,10 @@ def default_key(seed: int) -> Array:
 
 
 def probe(env: JaxEnv) -> str:
-    """Trace derivatives of one step with respect to the action and return ``"reverse"``, ``"forward"``, ``"zero"`` or
-    ``"none"``.
+    """Return the kind of derivative of a step with respect to the action, as in :attr:`JaxEnv.differentiable`.
 
-    This takes about as long as tracing the step, and compiles nothing. ``"zero"``: no derivative of the state, the
-    observation or the reward depends on the action, as where it enters by ``action > 0``.
+    This takes about as long as tracing the step, and compiles nothing. ``"zero"``: the derivatives of state,
+    observation and reward are 0 for every action, for example because only ``action > 0`` is used.
     """
     key = default_key(0)
     state, _ = jax.eval_shape(env.init, key)
@@ -323,7 +322,7 @@ class Wrapped(Adapter):
 
     def __init__(self, env: JaxEnv) -> None:
         self.env = env
-        self._more: Any = env  # its optional parts of an Adapter are not in the protocol
+        self._more: Any = env  # untyped: the optional parts of an Adapter are not in the protocol
         self.name = getattr(env, "name", type(env).__name__)
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -355,7 +354,7 @@ class Wrapped(Adapter):
 
 
 class Limited(Wrapped):
-    """An environment with another time limit than its own (-1: none)."""
+    """An environment with a different time limit (-1: none)."""
 
     def __init__(self, env: JaxEnv, max_episode_steps: int) -> None:
         super().__init__(env)
@@ -404,7 +403,7 @@ class Rescaled(Wrapped):
 
 
 class Fixed(Wrapped):
-    """An environment with fixed structure, shapes and dtypes of states, observations and flags, those of ``init``.
+    """An environment in which all states and observations have the structure, shapes and dtypes of those of ``init``.
 
     Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like. Scans and while loops refuse them,
     and silent casts elsewhere would be worse, so they are converted or refused here.

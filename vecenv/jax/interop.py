@@ -1,12 +1,12 @@
 """Conversions of spaces, seeds and arrays between Gymnasium, JAX, NumPy and torch.
 
 ``space.sample()`` draws from a Python generator. Inside ``jax.jit`` that happens once, during tracing, and silently compiles
-one constant into the program. The spaces of :func:`jax_space` draw by JAX in ``sample(key)`` and refuse ``sample()`` in a
-trace; otherwise they are the same (equal, batched and pickled in the same way).
+one constant into the program. The spaces of :func:`jax_space` draw with JAX in ``sample(key)`` and refuse ``sample()`` in a
+trace; otherwise they behave like the original ones (they compare equal, and are batched and pickled in the same way).
 
-Arrays for another library must be its own. NumPy gets a fresh, writeable copy per array in the dtype of its space, because
-Gymnasium's wrappers write to their inputs. torch may write to a buffer that DLPack shares, so it gets copies made on the
-device; compared with these, sharing costs nothing. JAX arrays cannot be written to and are passed unchanged.
+Another library gets copies if it can write to its arrays. NumPy gets a fresh, writeable copy per array in the dtype of its
+space, because Gymnasium's wrappers write to their inputs. torch can write to a buffer that DLPack shares, so it shares copies
+made on the device. JAX arrays cannot be written to and are passed unchanged.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _own(tree: PyTree) -> PyTree:
 
 
 def to_torch(tree: PyTree) -> Any:
-    """Return torch tensors on the same device, which the caller may write to."""
+    """Copy arrays to torch tensors on the same device, which the caller may write to."""
     import torch
 
     return jax.tree.map(torch.from_dlpack, _own(tree))
@@ -82,7 +82,7 @@ def from_torch(tree: Any) -> Any:
             return leaf
         leaf = leaf.detach()
         if leaf.device.type == "cpu":
-            return leaf.numpy()  # the call that uses it makes a copy
+            return leaf.numpy()  # not copied, because the call that uses it makes a copy
         return jnp.copy(jax.dlpack.from_dlpack(leaf.contiguous()))
 
     return jax.tree.map(convert, tree)
@@ -107,7 +107,7 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
 
 
 def keys_from(seed: int | None, count: int) -> np.ndarray[Any, Any]:
-    """Return raw keys of ``count`` environments for a reset: environment i has ``seed + i``; ``None``: unpredictable."""
+    """Return raw keys of ``count`` environments for a reset, from the seeds ``seed + i``; ``None``: from unpredictable ones."""
     return seed_keys(entropy_seeds(count) if seed is None else [seed + i for i in range(count)])
 
 
@@ -120,20 +120,20 @@ def entropy_seeds(count: int) -> list[int]:
 
 
 class _ForJax:
-    """A mixin that adds JAX to ``sample`` and ``contains`` of a Gymnasium space."""
+    """A mixin that adds JAX keys and arrays to ``sample`` and ``contains`` of a Gymnasium space."""
 
     def sample(self, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return a random element: drawn by JAX if ``mask`` is a JAX key, otherwise by Gymnasium.
 
         Args:
             mask: A key (``jax.random.key(0)``, or a raw ``uint32[k]``), or Gymnasium's mask.
-            *args, **kwargs: Gymnasium's own.
+            *args, **kwargs: Further arguments of Gymnasium's method.
 
         Returns:
             For a key, JAX arrays in JAX's equivalents of the space's dtypes (``int32`` for ``int64``).
 
         Raises:
-            ValueError: There is no key, and a program is being traced.
+            ValueError: A program is being traced, and there is no key.
         """
         if isinstance(mask, jax.Array) and (jnp.issubdtype(mask.dtype, jax.dtypes.prng_key) or mask.dtype == jnp.uint32):
             return _drawn(self, mask)  # Gymnasium's masks are never uint32
@@ -144,7 +144,7 @@ class _ForJax:
         return super().sample(mask, *args, **kwargs)  # type: ignore[misc]
 
     def contains(self, x: Any) -> Any:
-        """True if ``x`` is in the space; a ``bool[]`` of JAX if ``x`` contains JAX arrays."""
+        """True if ``x`` is in the space; a JAX ``bool[]`` if ``x`` contains JAX arrays."""
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
             return _holds(self, x)
         return super().contains(x)  # type: ignore[misc]
@@ -161,8 +161,8 @@ def jax_space(space: gym.Space[Any]) -> Any:
     """Return the same space with ``sample(key)`` and ``contains(x)`` for compiled programs, where ``sample()`` is refused.
 
     Args:
-        space: Any Gymnasium space; it is not changed. JAX has arrays for Box, Discrete, MultiDiscrete, MultiBinary, and Dict
-            and Tuple of those; another space, or a class derived from one of these, is returned unchanged.
+        space: Any Gymnasium space; it is not changed. JAX supports Box, Discrete, MultiDiscrete, MultiBinary, and Dict and
+            Tuple of these; any other space, also one of a derived class, is returned as it is.
 
     ``space.sample(key)`` has Gymnasium's distributions: uniform, except for a Box without bounds (normal) or with one bound
     (exponential, from the bound on). ``space.contains(x)`` is ``bool[]``; shapes and kinds of dtypes are checked while the

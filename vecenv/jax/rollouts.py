@@ -1,14 +1,15 @@
 """Rollouts over any environment with ``reset(key)`` and ``step(state, action)`` on :class:`~vecenv.jax.EnvState`.
 
-Every call of ``env.step`` counts: none is made to learn a shape, after the last transition, or for a discarded result.
+``env.step`` is called once per transition: never to learn a shape, after the last transition, or for a discarded result.
 
 A policy is ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a recurrent
-policy (``()`` for others), to be reset (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) marks that ``obs`` begins
-an episode. ``extras`` is a dict of arrays to keep with the transition. :func:`stateless` wraps a simpler function.
+policy (``()`` for others), which the policy resets (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) is True: there
+``obs`` begins an episode. ``extras`` is a dict of arrays to keep with the transition. :func:`stateless` wraps a simpler
+function.
 
-Evaluations count whole episodes, each once; steps of a row after its last one are masked. The gradient of a long rollout
-of a physical system grows exponentially with its length and its memory linearly, so :func:`truncated_bptt` cuts
-it every ``horizon`` steps.
+Evaluations count whole episodes, each once; later steps of a row are masked. The gradient through a rollout of a physical
+system can grow exponentially with its length, and the memory for it grows linearly, so :func:`truncated_bptt` cuts rollouts
+into pieces of ``horizon`` steps.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Trajectory:
         obs, action: The observation acted on, and the action.
         reward, terminated, truncated, next_obs, valid: As in :class:`~vecenv.jax.EnvState`, after the step. Bootstrap from
             ``next_obs`` where not ``terminated``; learn only where ``valid``.
-        first: ``obs`` begins an episode.
+        first: True where ``obs`` begins an episode.
         policy_extras: The policy's ``extras``.
         env_extras: The fields of the state that ``extras`` names, after the step.
     """
@@ -71,7 +72,7 @@ class Trajectory:
         return self.terminated | self.truncated
 
     def keeping(self, names: Sequence[str]) -> Trajectory:
-        """Keep only these fields, and set the others to ``None``, which are then not computed; ``"done"`` means both flags.
+        """Keep only these fields; the others become ``None`` and are not computed. ``"done"`` stands for both flags.
 
         Raises:
             ValueError: There is no such field.
@@ -105,8 +106,8 @@ def rollout(
         env: Anything with ``step(state, action)`` on ``EnvState``, or such a function itself.
         policy: See the top of this module.
         params: Passed to the policy.
-        state: The state to begin with: from ``env.reset(key)`` or an earlier rollout.
-        carry: The policy's memory to begin with; ``()`` for none.
+        state: The initial state, from ``env.reset(key)`` or an earlier rollout.
+        carry: The policy's initial memory; ``()`` for none.
         key: For the policy's randomness; step t gets ``fold_in(key, t)``.
         length: Number of steps ``T``.
         extras: Names of ``EnvState`` fields (``"steps"``, ``"last_return"``, ``"done"`` ...) or keys of its ``info`` to keep
@@ -179,8 +180,8 @@ class EpisodeMetrics:
     Attributes:
         episode_return, discounted_return: ``float``: sums of rewards, the second with the environment's ``discount``.
         episode_length: ``int32``: steps.
-        terminated, truncated: ``bool``: the flags of its end.
-        finished: ``bool``: it ended before the evaluation did. The entries of an unfinished episode cover only its
+        terminated, truncated: ``bool``: the flags at its end.
+        finished: ``bool``: the episode ended within the evaluation. The entries of an unfinished episode cover only its
             beginning.
         env_steps: ``int32[]``: the number of vector steps.
     """
@@ -204,7 +205,7 @@ def eval_rollout_episode(
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
         max_steps: Maximum number of steps, and the length of the trajectory.
         keep: The fields of the trajectory to keep, such as ``("reward", "done")``; the others are ``None``, and cost
-            neither time nor memory. Default, all.
+            neither time nor memory. Default: all.
 
     Raises:
         ValueError: ``keep`` names no field of a trajectory.
@@ -212,7 +213,8 @@ def eval_rollout_episode(
     Returns:
         The trajectory, its metrics, and the last state. After a row's first episode ``reward`` is 0, ``valid`` is False,
         and ``terminated``, ``truncated`` and ``done`` keep their values from its end: the length of the episode is the
-        number of rows up to the first ``done``. The other fields have no meaning there. Lanes of a bridge stop together.
+        number of rows up to the first ``done``. The other fields have no meaning there. Lanes of a ``vmap`` over a bridged
+        environment stop together.
     """
     whole = _counted_step(env, policy, params, key)
 
@@ -239,14 +241,14 @@ def fast_eval_rollout_episode(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
     max_steps: int, num_episodes: int | None = None,
 ) -> tuple[EpisodeMetrics, EnvState]:  # fmt: skip
-    """Evaluate whole episodes and return only their metrics; stops when the last of them has ended.
+    """Evaluate whole episodes until the last of them has ended, and return only their metrics.
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
-        max_steps: Maximum number of steps for one episode per row; for several, it is multiplied by their number per row.
-        num_episodes: Default, one episode per row. Otherwise the total number, the same share for each row, decided
-            beforehand (counting the first to end would favour short ones); entry ``r * n + i`` is episode r of row i. Rows
-            that do not reset themselves (DISABLED) are reset, by ``env.reset_mask``, while they have episodes left.
+        max_steps: Maximum number of steps per episode of a row: ``k`` episodes per row may take ``k * max_steps`` steps.
+        num_episodes: The total number of episodes; default: one per row. Each row gets an equal share in advance, because
+            counting the first to end would favour short ones. Entry ``r * n + i`` is episode r of row i. Rows that do not
+            reset themselves (DISABLED) are reset by ``env.reset_mask`` while they have episodes left.
 
     Returns:
         Metrics, and the last state. The while loop has no reverse-mode derivative, and under ``vmap`` a JAX-native
@@ -282,7 +284,7 @@ def fast_eval_rollout_episode(
 
 
 def _in_any_lane(state: EnvState, going: Array) -> Array:
-    """Return ``going`` over all lanes of a bridged environment, because its lanes can only be stepped together."""
+    """Return ``going``; for a bridged environment over all lanes of a ``vmap``, because they can only be stepped together."""
     if state.token is None:
         return going
     return _anywhere(going)  # type: ignore[no-any-return]
@@ -382,17 +384,17 @@ def _counted_step(
 def truncated_bptt(
     env: FunctionalEnv, policy: Policy, horizon: int, loss: Callable[[Trajectory], Array]
 ) -> Callable[[PyTree, EnvState, PyTree, Array, int], tuple[Array, PyTree, EnvState, PyTree]]:
-    """Return a function that rolls out and differentiates in pieces of ``horizon`` steps.
+    """Return a function that computes gradients through a rollout in pieces of ``horizon`` steps.
 
     Args:
         env: A differentiable :class:`~vecenv.jax.FunctionalVectorEnv`.
         policy: As for :func:`~vecenv.jax.rollout`.
-        horizon: Steps that a gradient reaches back.
+        horizon: The number of steps that a gradient reaches back.
         loss: Scalar of the trajectory of one piece (leaves ``[horizon, *B, ...]``).
 
     Returns:
         ``gradients(params, state, carry, key, pieces) -> (loss, grads, state, carry)``: means over ``pieces`` pieces, and
-        the end of the rollout. ``pieces`` is static under ``jit``.
+        the state and carry after them. ``pieces`` is static under ``jit``.
 
     Raises:
         ValueError: ``horizon`` is not positive, or the environment has no reverse-mode derivative; the message names the

@@ -2,9 +2,9 @@
 
 The kernel reuses the number of a closed descriptor for the next opened file. If two objects treat a number as their own,
 one eventually closes or reads the wrong file, most likely in finalizers, which run in any order when the collector finds a
-cycle. Here a :class:`Descriptor` owns a number. The number enters on opening and leaves on closing, each in one call of C
-that no signal handler and no other thread can interrupt. Open descriptors are closed when their owner is collected or the
-program ends.
+cycle. Here a :class:`Descriptor` owns its number. It stores the number on opening and drops it on closing, each in a single
+C call that neither a signal handler nor another thread can interrupt. Open descriptors are closed when their owner is
+collected or the program ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if sys.platform != "win32":
 
 
 class Descriptor:
-    """An open file number, until :meth:`close`. It can be pickled during the start of a process, which gets a copy."""
+    """A file descriptor, open until :meth:`close`. It can be pickled during the start of a process, which gets a duplicate."""
 
     __slots__ = ("_cell",)
 
@@ -46,7 +46,7 @@ class Descriptor:
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
-        while self._cell:  # holds both ends of a pipe if pipe() was interrupted
+        while self._cell:  # the cell holds both ends of a pipe if pipe() was interrupted
             with contextlib.suppress(IndexError, OSError):
                 deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
 
@@ -61,10 +61,10 @@ def _received(handle: Any) -> Descriptor:
 
 
 def take_standard_numbers() -> None:
-    """Open ``/dev/null`` for the numbers 0, 1 and 2 if they are closed, for this process and all that it starts.
+    """Open ``/dev/null`` under the numbers 0, 1 and 2 if they are closed, for this process and all that it starts.
 
-    Otherwise the next opened file would get such a number, and a library's output would be written into it: a message to a
-    worker, or the memory of observations.
+    Otherwise the next opened file, such as a pipe to a worker or the shared memory, would get such a number, and output of
+    libraries would be written into it.
     """
     for number in range(3):
         try:
@@ -78,21 +78,21 @@ def take_standard_numbers() -> None:
 
 
 def unnamed_file(folder: str | None = None) -> int:
-    """Open a new file without a name, on systems without files in memory (``memfd_create``)."""
+    """Open a new file without a name, for systems without ``memfd_create``."""
     descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir=folder)
     os.unlink(path)
     return descriptor
 
 
 def resources() -> frozenset[tuple[str, str]]:
-    """Return what this process has open and shares: (number, file), and (address range, file) of writable shared memory.
+    """Return (number, file) of each open descriptor, and (address range, file) of each writable shared mapping.
 
     Empty where there is no ``/proc``.
     """
     found = []
     with contextlib.suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # that of the listing itself
+            with contextlib.suppress(OSError):  # the listing's own descriptor, which is closed by now
                 found.append((number, os.readlink(f"/proc/self/fd/{number}")))
         with open("/proc/self/maps") as lines:
             for line in lines:
@@ -106,10 +106,10 @@ Held = TypeVar("Held", "Descriptor", "DescriptorOwner")
 
 
 class DescriptorOwner:
-    """Descriptors that are closed at the latest when ``owner`` is collected.
+    """A group of descriptors that are closed when ``owner`` is collected, if not before.
 
     Args:
-        owner: The object that they belong to; ``None`` for the child of another owner.
+        owner: The object that they belong to; ``None`` for a subgroup.
     """
 
     def __init__(self, owner: object | None) -> None:
@@ -118,12 +118,12 @@ class DescriptorOwner:
             self.go_with(owner)
 
     def go_with(self, owner: object) -> None:
-        """Close the descriptors when this object is collected."""
+        """Close the descriptors when ``owner`` is collected."""
         take_standard_numbers()
         weakref.finalize(owner, _close_all, self._held, os.getpid())
 
     def child(self) -> DescriptorOwner:
-        """Return an owner of descriptors that can be closed together, before the rest."""
+        """Return a new subgroup, which can be closed before the rest."""
         return self._kept(DescriptorOwner(None))
 
     def open(self, function: Callable[..., int], *args: Any) -> Descriptor:
@@ -154,7 +154,7 @@ class DescriptorOwner:
 
 
 def _close_all(held: list[Descriptor | DescriptorOwner], owner: int) -> None:
-    if os.getpid() != owner:  # at the end of a forked child, which holds copies
+    if os.getpid() != owner:  # a forked child is ending, and its descriptors are copies
         return
     for descriptor in held:
         descriptor.close()
@@ -163,16 +163,16 @@ def _close_all(held: list[Descriptor | DescriptorOwner], owner: int) -> None:
 # -- the limit -------------------------------------------------------------------------------------------------------
 
 DESCRIPTORS: Final = 6
-"""The caller's open files for one worker: two pipes, stack file, pidfd, sentinel and, under fork, one more."""
+"""Open files of the caller per worker: two pipes, a stack file, a pidfd, a sentinel and, under fork, one more."""
 SPARE_DESCRIPTORS: Final = 16
-"""More of them during a start."""
+"""Further open files while workers are started."""
 
 
 def require_descriptors(workers: int) -> None:
-    """Raise for more workers than open files allow. CPython loses descriptors if it meets the limit in a start.
+    """Raise if that many workers would exceed the limit on open files. CPython leaks descriptors if a start hits the limit.
 
     Raises:
-        OSError: The message names both numbers.
+        OSError: The message names the need and the limit.
     """
     if sys.platform == "win32":
         return
@@ -183,7 +183,7 @@ def require_descriptors(workers: int) -> None:
 
 
 def too_few_descriptors(error: OSError, workers: int) -> OSError:
-    """Return the error for that many workers."""
+    """Return an ``OSError`` like ``error`` that names the number of files that the workers need, the limit and remedies."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     need = DESCRIPTORS * workers + SPARE_DESCRIPTORS
     return OSError(

@@ -43,7 +43,7 @@ class Subject:
         fresh_observations: True if earlier observations stay unchanged (``copy=True`` in Gymnasium's terms).
         masks_infos: True if infos are dicts of arrays with a mask for every key.
         gives_final_observations: True if same-step autoreset reports ``final_obs`` and ``final_info``.
-        max_steps: The number of random steps within which some episode must end.
+        max_steps: The number of random steps within which an episode must end.
         wrong_action_errors: The exceptions that a wrong batch of actions may raise.
     """
 
@@ -78,7 +78,7 @@ class Subject:
     def opened(
         self, num_envs: int = 3, autoreset_mode: AutoresetMode | None = None, **kwargs: Any
     ) -> Iterator[AnyVectorEnv]:
-        """Open a vector environment with a seeded action space, and close it at the end; ``None`` is the first mode."""
+        """Open a vector environment (by default in the first mode) with a seeded action space, and close it at the end."""
         mode = self.autoreset_modes[0] if autoreset_mode is None else autoreset_mode
         if mode not in self.autoreset_modes:
             pytest.skip(f"{type(self).__name__} does not offer {mode}")
@@ -97,11 +97,11 @@ class Subject:
             yield envs
 
     def step(self, envs: AnyVectorEnv, actions: Any = None) -> Step:
-        """Take one step with the given or random actions."""
+        """Take one step with the given actions, or with random ones."""
         return envs.step(self.sample_actions(envs) if actions is None else actions)
 
     def step_until_done(self, envs: AnyVectorEnv) -> Step:
-        """Step until some environment ends its episode; return the results of that step."""
+        """Step until an episode ends in some environment; return the results of that step."""
         for _ in range(self.max_steps):
             result = self.step(envs)
             if (result[2] | result[3]).any():
@@ -504,7 +504,7 @@ def _leaves(tree: Any) -> Iterator[Any]:
 
 
 def _check_masks(infos: Mapping[Any, Any], num_envs: int, where: str = "infos") -> None:
-    """Assert that every key of a batched info has its mask, bool of shape ``(num_envs,)``, at every level."""
+    """Assert that every key of a batched info has a mask (bool, shape ``(num_envs,)``), at every level."""
     for key, value in infos.items():
         assert not (isinstance(key, str) and key.startswith("_") and key[1:] not in infos), (
             f"{where}: mask {key!r} has no value"

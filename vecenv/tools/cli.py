@@ -1,8 +1,8 @@
 """The command line: ``vecenv run | bench | plan | conform | replay | top``, and ``python -m vecenv``.
 
 A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, a description,
-and an epilog. Errors are one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes:
-0 success; 1 an engine gave wrong results, or ``top`` found no program; 2 wrong usage, or a missing library; 3 something died
+and an epilog. Errors print one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes:
+0 success; 1 an engine gave wrong results, or ``top`` found no program; 2 wrong usage, or a missing library; 3 an engine died
 while it was measured; 130 interrupted.
 """
 
@@ -35,7 +35,7 @@ Command = Callable[[argparse.Namespace], "int | Callable[[], None]"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names close matches for a mistyped option or command; options are written out, since a shortened one may be a typo."""
+    """A parser that suggests close matches for mistyped options and commands, and accepts no abbreviated options."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
@@ -58,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Begins a line for the example at the end of a help text."""
+    """A formatter that puts the example at the end of a help text on its own line."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts = re.split(r"\s+(?=Try: )", text)
@@ -82,7 +82,7 @@ _count, _number = _positive(int), _positive(float)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command and return its exit code."""
     arguments = _build_parser().parse_args(argv)
     try:
         code: int | Callable[[], None] = arguments.run(arguments)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("vecenv: interrupted", file=sys.stderr)
         return tools.INTERRUPTED
-    except BrokenPipeError:  # | head
+    except BrokenPipeError:  # such as `vecenv bench | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if callable(code):
@@ -218,7 +218,7 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[benchmark.Report]:
-    """Run one comparison; with ``--scale`` one per number of environments."""
+    """Run one comparison, or with ``--scale`` one for each number of environments."""
     if arguments.scale:
         rows_of = partial(runners.scale_candidates, env_fn, worker_counts=_doubling(arguments.workers))
         sizes, seconds, repeats = _doubling(arguments.num_envs), 0.4, 3
@@ -265,7 +265,7 @@ def _show(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> Non
 
 
 def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
-    """Return the rows of ``--engines``. Refuse those that this machine cannot hold, before anything is started."""
+    """Return the names of the engines to measure. Raise before anything is started if this machine cannot hold them."""
     if arguments.engines is not None:
         known = {candidate.name: candidate for candidate in candidates}
         wanted = [name.strip() for name in arguments.engines.split(",") if name.strip()]

@@ -1,7 +1,7 @@
-"""``vecenv conform``: which of Gymnasium's promises an engine keeps, which it breaks, and which it refuses.
+"""The command ``vecenv conform``: checks which of Gymnasium's promises an engine keeps, breaks or refuses.
 
-The checks of :mod:`vecenv.testing.conformity` run in a process of their own, which is replaced where an engine hangs or ends
-it. So an engine that is broken is a row of the table and never an error of this command.
+The checks of :mod:`vecenv.testing.conformity` run in a separate process, which is replaced if an engine hangs or ends it. So
+a broken engine is a result in the table, and never an error of this command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vecenv.tools.runners import Candidate
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
 _ONLY: Final = "its only mode is "
 _SECONDS: Final = 20.0  # for one check
-_START: Final = 120.0  # more for the first of a process: imports, and what an engine compiles
+_START: Final = 120.0  # added for the first check of a process: imports and compilation
 
 
 @dataclass
@@ -37,11 +37,11 @@ class Promise:
     """An engine's behaviour in one check.
 
     Attributes:
-        name, about, known: Of the check.
+        name, about, known: As in :class:`~vecenv.testing.conformity.Check`.
         modes: Autoreset mode -> ``"kept"``, ``"broken"`` or ``"refused"``.
         why: Autoreset mode -> the error, or the reason for the refusal.
         program: A program that shows a broken promise.
-        draws: The shared generators of its process that the engine, or its environments there, drew from.
+        draws: The shared generators that the engine, or environments in its process, drew from.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Promise:
 
     @property
     def state(self) -> str:
-        """The state over all modes."""
+        """The state over all modes: broken in any, else kept in any, else refused."""
         for state in (BROKEN, KEPT):
             if state in self.modes.values():
                 return state
@@ -67,17 +67,17 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     Args:
         engine: ``"module:name"`` of a class or function that takes functions that build environments, or their number.
         modes: Autoreset modes to check.
-        faults: Check with failing environments, too.
+        faults: Also check with failing environments.
 
     Raises:
-        CliError: There is no such module or name.
+        CliError: The engine does not exist or could not be built.
     """
     build = engine_named(engine)
     rows: dict[int, Promise] = {}
     limit = _SECONDS + _START
     with started([Candidate("engine", engine, partial(_Asked, engine))]) as (host,):
         for mode in modes:
-            only = ""  # it need not be built for the other checks of this mode
+            only = ""  # the reason, if the engine lacks this mode; it is not built again then
             for number, check in enumerate(CHECKS):
                 if mode not in check.modes or (check.fault and not faults):
                     continue
@@ -91,10 +91,10 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
                     row.program = program(check, engine, _shown(engine, build, mode))
                 if why.startswith(_ONLY):
                     only = why
-                if only or state == BROKEN or check.fault:  # what is left of it may hang when it is closed
+                if only or state == BROKEN or check.fault:  # closing the engine may hang
                     host.restart()
                     limit = _SECONDS + _START
-        host.restart()  # no time for engines that hang when they are closed
+        host.restart()  # ends the process at once, because closing the engines may hang
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))
         raise CliError(f"{engine} could not be built: {why}; it gets functions that build environments, or num_envs=")
@@ -127,7 +127,7 @@ class _Asked:
 
 
 def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any], drawn: list[str]) -> tuple[str, str]:
-    """Run a check and return its state and reason. Engines that it builds go to ``built``, draws to ``drawn``."""
+    """Run a check and return its state and reason. Append its engines to ``built``, and generators drawn from to ``drawn``."""
     states = None
     try:
         engine = engine_named(name)
@@ -157,14 +157,14 @@ def _build(engine: Any, mode: AutoresetMode) -> Any:
 
 
 def _shown(name: str, engine: Any, mode: AutoresetMode) -> str:
-    """Return the expression by which a program builds the engine as :func:`_build` does."""
+    """Return an expression that builds the engine as :func:`_build` does, for a program."""
     given = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
     opened = f"{name.partition(':')[2]}({given}{f', autoreset_mode={mode}' if _takes_mode(engine) else ''})"
     return opened if isinstance(engine, type) and issubclass(engine, VectorEnv) else f"as_gymnasium({opened})"
 
 
 def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
-    with contextlib.suppress(TypeError, ValueError):  # one that is written in C
+    with contextlib.suppress(TypeError, ValueError):  # raised for some callables written in C
         return inspect.signature(engine).parameters
     return {}
 
@@ -175,7 +175,7 @@ def _takes_mode(engine: Any) -> bool:
 
 
 def _takes_functions(engine: Any) -> bool:
-    """True if the engine takes functions that build environments, and not their number."""
+    """True if the engine takes functions that build environments instead of a number of environments."""
     return "num_envs" not in _parameters(engine)
 
 

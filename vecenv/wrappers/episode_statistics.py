@@ -1,4 +1,4 @@
-"""Returns and lengths of episodes, also for batches of some of the environments."""
+"""Returns, lengths and times of episodes, also for batches of only some environments."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ __all__ = ["RecordEpisodeStatistics"]
 
 
 class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics):
-    """Returns, lengths and times of episodes: Gymnasium's wrapper of that name, also for ``send`` and ``recv``.
+    """A recorder of episode statistics: Gymnasium's wrapper of the same name, also for ``send`` and ``recv``.
 
-    For ended episodes, ``infos["episode"]`` has ``"r"`` (float64), ``"l"`` (int64) and ``"t"`` (seconds, float64), and
-    ``infos["_episode"]`` is True: arrays with as many rows as the batch. Statistics cover ``step``, ``step_wait`` and
-    ``recv``, every autoreset mode, and resets by a mask or of single environments. The statistics of a running episode are
-    saved and loaded with its environment. Every other attribute is the vector environment's own.
+    Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
+    ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover ``step``,
+    ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. The statistics of a
+    running episode are saved and loaded with its environment. All other attributes are the vector environment's own.
 
     Args:
-        env: A vector environment of any engine with NumPy arrays as results.
-        buffer_length: The number of episodes in ``return_queue``, ``length_queue`` and ``time_queue``.
-        stats_key: The key in place of ``"episode"``.
+        env: A vector environment of any engine that returns NumPy arrays.
+        buffer_length: The maximum number of episodes in ``return_queue``, ``length_queue`` and ``time_queue``.
+        stats_key: The key in infos.
     """
 
     def __init__(self, env: VectorEnv[Any, Any, Any], buffer_length: int = 100, stats_key: str = "episode") -> None:
@@ -75,7 +75,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
 
     def _begin(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
-        """Begin the statistics of new episodes."""
+        """Reset the statistics of these rows, in which new episodes begin."""
         self.episode_start_times[rows] = time.perf_counter()
         self.episode_returns[rows] = 0
         self.episode_lengths[rows] = 0
@@ -85,7 +85,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     # -- saving and loading -----------------------------------------------------------------------------------------
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
-        """Save the vector environment; each snapshot also has the statistics of its environment's episode."""
+        """Save the vector environment; each snapshot includes the statistics of the running episode."""
         snapshots: tuple[Snapshot, ...] = self.env.save(env_id, verify=verify)  # type: ignore[attr-defined]
         statistics = self._running_statistics(parse_rows(env_id, self.num_envs))
         return Snapshots(
@@ -94,7 +94,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Load snapshots into the vector environment. Statistics begin at zero for those saved without this wrapper."""
+        """Load snapshots into the vector environment. Statistics of snapshots saved without this wrapper begin at zero."""
         rows = parse_rows(env_id, self.num_envs)
         snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return StateDict({**state, f"statistics {self._key}": statistics})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Load the state of the vector environment. Without statistics in the state, they begin at zero."""
+        """Load the state of the vector environment. Statistics that it lacks begin at zero."""
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
         rows = parse_rows(None, self.num_envs)
         running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
@@ -130,7 +130,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
     def _restore(self, rows: list[int], statistics: list[Any]) -> None:
-        """Continue with the results of :meth:`_running_statistics`; ``None``: begin at zero."""
+        """Restore the results of :meth:`_running_statistics`; rows with ``None`` begin at zero."""
         self._begin(rows)
         for row, one in zip(rows, statistics, strict=True):
             if one is not None:
@@ -141,15 +141,15 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, actions: Any) -> Any:
-        """Step the vector environment; ``infos`` has the statistics."""
+        """Step the vector environment; add the statistics of ended episodes to ``infos``."""
         return self._count(np.arange(self.num_envs), self.env.step(actions))
 
     def step_wait(self, timeout: float | None = None) -> Any:
-        """Wait for a step of the vector environment; ``infos`` has the statistics."""
+        """Wait for a step of the vector environment; add the statistics of ended episodes to ``infos``."""
         return self._count(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
 
     def recv(self, timeout: float | None = None, **options: Any) -> Any:
-        """Receive rows of the vector environment; ``infos`` has the statistics of these rows."""
+        """Receive rows of the vector environment; add the statistics of their ended episodes to ``infos``."""
         result = self.env.recv(timeout, **options)  # type: ignore[attr-defined]
         return self._count(result[4]["env_id"], result)
 
@@ -158,13 +158,13 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     step_fetch = step_wait
 
     def _count(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
-        """Count a result, add the statistics of ended episodes to its infos, and return it.
+        """Count the rewards and steps of a result, add the statistics of ended episodes to its infos, and return it.
 
         Raises:
             ValueError: The infos already have the key.
         """
         _, rewards, terminations, truncations, infos = result
-        first = self._resetting[rows]  # first results of an episode, which have no reward
+        first = self._resetting[rows]  # rows with the first result of an episode, which has no reward
         if not self._same_step:
             first = first | self.prev_dones[rows]
         self._begin(rows[first])

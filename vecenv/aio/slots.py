@@ -1,11 +1,11 @@
-"""The slots of a pool: assigns environments to episodes, and tracks requests and failures.
+"""Assigns the environments of a pool to episodes, and tracks their requests and failures.
 
-A *slot* is a row of the engine: one environment, in its current process. An episode has its own slot. A slot has at most one
-pending request, which makes the destination of its reply unique. A cancelled task leaves its request pending; no other
-episode gets the slot before the reply, or before the worker is killed for taking too long.
+A *slot* is a row of the engine: one environment, in its current process. An episode has a slot to itself. A slot has at most
+one pending request, so the destination of a reply is unique. The request of a cancelled task stays pending: no other episode
+gets the slot before the reply arrives, or the worker is killed for taking too long.
 
 Everything runs in callbacks of one event loop that do not wait: the loop watches the descriptor of the engine's
-:class:`~vecenv.engine.submissions.Submissions`, which is readable when there are replies, deaths, or new workers are ready.
+:class:`~vecenv.engine.submissions.Submissions`, which is readable when a worker has replied, has died, or is newly ready.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Slot", "Slots", "WorkerSlots", "outside_of_block"]
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """The place of one environment.
+    """One environment, and the episode and request that occupy it.
 
     Attributes:
         group: The slots of its worker.
@@ -42,10 +42,10 @@ class Slot:
         owner: The episode that uses it.
         request: Its pending request.
         reply: A future of the request's (result, error), done early if no task waits for it.
-        lost: The reason why only a reset can rebuild the environment; empty if it works.
-        unreported: The death of its worker, until the episode has received it.
+        lost: The reason why the environment cannot be used before a reset; empty if it can.
+        unreported: The death of its worker, until the episode has received its error.
         ready: The future of an episode that waits until the slot accepts requests.
-        cancel_timer: The timer that ends its worker when the request is no longer wanted.
+        cancel_timer: The timer that kills its worker if a cancelled request does not finish in time.
     """
 
     group: WorkerSlots
@@ -59,12 +59,12 @@ class Slot:
     cancel_timer: TimerHandle | None = None
 
     def finish(self, result: Any, error: Exception | None) -> None:
-        """Give the task that waits for the reply its result or error, if there is one."""
+        """Pass the result or the error to the task that waits for the reply, if any."""
         if not self.reply.done():
             self.reply.set_result((result, error))
 
     def wake(self) -> None:
-        """Resume the episode that waits for the slot, if there is one that was not just cancelled."""
+        """Resume the episode that waits for the slot, if any, unless it was just cancelled."""
         ready, self.ready = self.ready, None
         if ready is not None and not ready.done():
             ready.set_result(None)
@@ -72,18 +72,18 @@ class Slot:
 
 @dataclass(eq=False, slots=True)
 class WorkerSlots:
-    """A worker, which a restart moves to another process, and the slots of its environments.
+    """A worker, across restarts of its process, and the slots of its environments.
 
     Attributes:
         index: The index of the worker.
         slots: The slots in the order of rows.
         pending: Its pending requests, oldest first.
-        death: How its process ended; ``None`` while that is alive.
+        death: How its process ended; ``None`` while it is alive.
         changing: True while it is being killed, or while a new process is not ready.
         killed_by_cancel: True if it was killed because a task was cancelled, which the restart budget does not count.
         exhausted: The error of its slots, if it will not be restarted.
-        start_timer: The timer that kills a new process which is not ready.
-        searching: Held while searching where it hangs, so that the first request that timed out is the one to blame.
+        start_timer: The timer that kills a new process if it is not ready in time.
+        searching: A lock held while searching where it hangs, so that the first request that timed out is blamed.
     """
 
     index: int
@@ -101,9 +101,9 @@ class Slots:
     """The slots of a pool.
 
     Args:
-        envs: The environments.
+        envs: The vector environment.
         step_timeout, cancel_timeout, start_timeout: Limits in seconds; see :class:`vecenv.aio.Pool`.
-        budget: Workers that died are restarted at once, within this budget; ``None``: with the next reset.
+        budget: The budget for restarting dead workers at once; ``None``: the next reset restarts them.
         one_by_one: True if a worker steps its environments one after the other.
     """
 
@@ -119,7 +119,7 @@ class Slots:
         self.closed = False
         self.waiters: deque[tuple[Any, Future[Slot]]] = deque()
         self._slots = [slot for group in self.groups for slot in group.slots]
-        # the first slot of every worker, then the second: few episodes are spread over many workers
+        # the first slots of all workers, then the second ones, ...: few episodes use many workers
         self.free = deque(sorted(self._slots, key=lambda slot: slot.row - slot.group.slots[0].row))
         self._envs, self._budget, self._one_by_one = envs, budget, one_by_one
         self._pid = os.getpid()
@@ -138,7 +138,7 @@ class Slots:
             self._poll()
 
     def _poll(self) -> None:
-        """Collect now and then, on systems where the end of a worker may not make a descriptor readable."""
+        """Collect periodically, on systems where the end of a worker may not make a descriptor readable."""
         if self.submissions.poll_interval is not None:
             self._collect()
             self._poll_timer = asyncio.get_running_loop().call_later(self.submissions.poll_interval, self._poll)
@@ -180,7 +180,7 @@ class Slots:
         return ClosedEnvironmentError("Trying to operate on `Pool`, after a call to `close()`.")
 
     def require_usable(self, method: str, *, entered: bool = True) -> None:
-        """Raise if calls are impossible here.
+        """Raise unless calls are possible in this process and loop.
 
         Raises:
             ForkedError: In a forked child.
@@ -244,7 +244,7 @@ class Slots:
         self._update(slot)
 
     def _update(self, slot: Slot) -> None:
-        """Wake the episode that waits for its slot, or give a free slot to another one, if requests are possible."""
+        """If the slot accepts requests, wake its episode, or assign it to a waiting one if it is free."""
         if self.closed or slot.request is not None or slot.group.changing or slot.group.exhausted:
             return
         if slot.owner is not None or slot in self.free:
@@ -293,7 +293,7 @@ class Slots:
 
         Raises:
             EnvFailed, WorkerDied: The environment failed earlier, or its worker died meanwhile; nothing was sent.
-            Exception: The payload cannot be pickled; nothing was sent. Or the error of the request.
+            Exception: The error of the request. Or the payload cannot be pickled; nothing was sent.
         """
         if command == "reset":
             await self._until_ready(slot)
@@ -328,7 +328,7 @@ class Slots:
             del error  # the exception's traceback holds this frame
 
     def abandon(self, slot: Slot, request: Any) -> None:
-        """Wait for a result that no task wants only until `cancel_timeout`, and then kill the worker."""
+        """Let a request that no task waits for finish within `cancel_timeout`, or kill the worker."""
         assert self._loop is not None
         if slot.request is not request or self.closed or self.cancel_timeout is None or self._loop.is_closed():
             return
@@ -336,7 +336,7 @@ class Slots:
         slot.cancel_timer = self._loop.call_later(self.cancel_timeout, self._end_cancelled, slot, request, begun)
 
     def _end_cancelled(self, slot: Slot, request: Any, begun: bool) -> None:
-        """Kill the worker, or wait again unless it spent all that time on this request (``begun``), not on earlier ones."""
+        """Kill the worker if it spent all that time on this request (``begun``), not on earlier ones; otherwise wait again."""
         slot.cancel_timer = None
         if slot.request is not request:
             return
@@ -416,7 +416,7 @@ class Slots:
             self.submissions.kill(slot.row, f"env {slot.row} {reason}")
 
     def _withdraw(self, group: WorkerSlots) -> None:
-        """Withhold the slots of a worker that has ended, or will, from episodes until it is ready again."""
+        """Withhold the slots of a worker that has ended, or is being killed, until it is ready again."""
         group.changing = True
         self.free = deque(slot for slot in self.free if slot.group is not group)
 
@@ -438,7 +438,7 @@ class Slots:
             self._start(group, None if group.killed_by_cancel else self._budget)
         except RestartsExhausted as error:
             self._give_up(group, error)
-        except OSError:  # no resources for it at the moment
+        except OSError:  # the system lacks resources at the moment
             asyncio.get_running_loop().call_later(1.0, self._restart, group)
 
     def _start(self, group: WorkerSlots, budget: RestartBudget | None = None) -> None:
@@ -456,7 +456,7 @@ class Slots:
             let_caller_first(self._envs.processes[group.index].pid)
 
     def _ready(self, group: WorkerSlots) -> None:
-        """Make the slots of a worker available: episodes are woken or get a slot."""
+        """Make the slots of a worker available to the episodes that wait."""
         group.changing = False
         for slot in group.slots:
             self._update(slot)

@@ -1,7 +1,7 @@
 """Calls into environments: methods, attributes, functions, snapshots. Each is sequential code: send, wait, return.
 
-A call that is interrupted while it waits is dropped by the next call, whatever that is; late replies to it are ignored.
-Only ``call_async`` and ``exec_func_send``, which the program makes in two halves, stay pending.
+If a call is interrupted while it waits, the next call drops it, and late replies to it are ignored. Only ``call_async`` and
+``exec_func_send`` stay pending, because another call fetches their results.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _INTERRUPTED_LOAD: Final = "the load of its state was interrupted"
 
 
 class Calls:
-    """Calls into the environments of one engine other than steps and resets.
+    """The calls into the environments of one engine, except steps and resets.
 
     Args:
-        exchange: Sends them.
+        exchange: Sends the requests, and receives the replies.
         mode: The autoreset mode.
-        observers: Are notified of calls that may change environments.
+        observers: The observers of calls that may change environments.
     """
 
     def __init__(self, exchange: Exchange, mode: AutoresetMode, observers: Sequence[Observer]) -> None:
@@ -59,14 +59,14 @@ class Calls:
         self._exchange.begin_call("exec_func", Op.EXEC, payload_of)
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Begin to set an attribute of every environment, which then has to be verified again."""
+        """Begin to set an attribute of every environment. All must be verified again."""
         self._require_picklable(values)
         self.verified.clear()
         self.announce(range(self._exchange.num_envs), "set_attr", (name, values))
         self._exchange.begin_call("set_attr", Op.SET_ATTR, lambda worker: (name, [values[row] for row in worker.rows]))
 
     def begin_set_next(self, rows: Collection[int], given: Sequence[Any]) -> None:
-        """Begin to give some environments the seed and options of their next episode; ``given`` has an entry for all."""
+        """Begin to set the seed and options of the next episode of some environments; ``given`` has an entry for all."""
         self._require_picklable(given)
         chosen = set(rows)
 
@@ -90,7 +90,7 @@ class Calls:
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def save(self, rows: Sequence[int], verify: bool) -> Snapshots:
-        """Return the states of some rows. Those that were never verified are verified now."""
+        """Return the states of some rows; with ``verify``, verify those that were never verified."""
         return Snapshots(self._save(rows, verify))
 
     def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
@@ -101,11 +101,11 @@ class Calls:
         return [self.with_observation(row, saved[row]) for row in rows]
 
     def with_observation(self, row: int, snapshot: Snapshot) -> Snapshot:
-        """Return a worker's snapshot of a row with the row's latest observation."""
+        """Add the row's latest observation, if it has one, to a worker's snapshot."""
         return snapshot.having(observation=self._exchange.store.row(row)) if snapshot.row.used else snapshot
 
     def snapshots(self) -> list[Snapshot]:
-        """Return the states of all rows, in the middle of another call; failures are not recorded.
+        """Return the states of all rows, even in the middle of another call. Failures are not recorded.
 
         Raises:
             NotRestorable: An environment cannot be saved, or its worker has died.
@@ -148,7 +148,7 @@ class Calls:
         return exchange.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
-        """Note that a row was loaded."""
+        """Store the observation of a loaded row, and forget that it failed."""
         if snapshot.row.used:
             self._exchange.store.set_row(row, snapshot.row.observation)
         self._exchange.failures.forget([row])
@@ -158,10 +158,10 @@ class Calls:
         return self._exchange.finish_call()
 
     def require_observation(self, row: int, one: Row) -> None:
-        """Raise for a snapshot with an observation that no row of this engine can have.
+        """Raise for a snapshot with an observation outside of this engine's space.
 
         Raises:
-            SnapshotMismatch: It cannot.
+            SnapshotMismatch: The observation does not fit.
         """
         if not one.used:
             return
@@ -173,7 +173,7 @@ class Calls:
             text = f"it is of {one.kind.env_id}, and its observation does not fit this environment: {error}"
             raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
 
-    # -- all of it -----------------------------------------------------------------------------------------------------
+    # -- the whole state -----------------------------------------------------------------------------------------------
 
     def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
@@ -183,7 +183,7 @@ class Calls:
         return pack_state(snapshots, self._mode, counts, exchange.restarting.seeds, spaces)
 
     def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
-        """Continue from what :meth:`state_dict` returned."""
+        """Restore a state from :meth:`state_dict`, and return the observations."""
         exchange = self._exchange
         whole = read_state(state, exchange.num_envs, self._mode, spaces)
         observations = self._load(whole.snapshots, list(range(exchange.num_envs)))
@@ -196,6 +196,6 @@ class Calls:
 
 
 def _positions_of(rows: Collection[int]) -> Callable[[Worker], list[int] | None]:
-    """Return a function: a worker -> which of its rows are in ``rows``, counted from its first; ``None`` for none."""
+    """Return a function from a worker to the positions of those of its rows that are in ``rows``, or ``None``."""
     chosen = set(rows)
     return lambda worker: [row - worker.rows[0] for row in worker.rows if row in chosen] or None

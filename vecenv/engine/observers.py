@@ -18,14 +18,14 @@ Rows = Sequence[int] | npt.NDArray[np.intp]
 
 
 class Observer(Protocol):
-    """The base of an observer. Every method has an empty default.
+    """The base of observers. Every method does nothing by default.
 
     Arguments belong to the caller of the vector environment: copy what you keep, and change nothing except ``seeds``.
     Methods run in the thread that makes the call, and must not call the vector environment.
 
-    An exception that is raised before a request is submitted comes out of the call, and nothing was sent. One from
-    :meth:`on_result` comes out of the call as well, and the result stays pending. One from :meth:`on_failure` never replaces
-    the failure: it becomes a note of its error.
+    An exception from a method that runs before a request is submitted propagates to the caller, and nothing is sent. One
+    from :meth:`on_result` propagates too, and the result stays pending. One from :meth:`on_failure` never replaces the
+    error of the failure, but becomes a note of it.
     """
 
     def on_reset(self, rows: Rows, seeds: list[int | None], options: Any) -> None:
@@ -73,10 +73,10 @@ class Observer(Protocol):
         return
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
-        """Observe that environments failed: their next reset rebuilds them. A returned text becomes a note of the error.
+        """Observe that environments failed; their next reset rebuilds them. A returned text becomes a note of the error.
 
         Args:
-            rows: Indices of the environments: one that raised, or all of a worker that died, first the one that was running.
+            rows: Indices of the environments: one that raised, or all of a worker that died, the one that was running first.
             error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they hang and may still reply.
             worker_died: ``error`` is a :class:`~vecenv.errors.WorkerDied`.
         """
@@ -86,7 +86,7 @@ class Observer(Protocol):
 def notify_failure(observers: Sequence[Observer], rows: Sequence[int], error: Exception, *, worker_died: bool) -> list[str]:
     """Call ``on_failure`` of all observers and return the notes for the error.
 
-    What an observer raises becomes a note, so call this where no signal handler can raise.
+    An observer's exception becomes a note. Call this where no signal handler can raise, or that exception becomes one too.
     """
     notes: list[str] = []
     for observer in observers:

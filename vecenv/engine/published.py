@@ -1,8 +1,8 @@
 """Publishes the statistics of a running vector environment in a file that ``vecenv top`` reads.
 
 The small JSON file lies in a folder that only its user may enter. Readers send the program no request, so a program that
-hangs is visible too. The name of a file holds the id and the start time of the process that wrote it; the next program or
-reader removes files of processes that have ended.
+hangs is visible too. A file's name contains the id and the start time of the process that wrote it, so that the next program
+or reader can remove the files of processes that have ended.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from vecenv.engine.stats import WorkerStats
 
 _FORMAT: Final = 2
 _PERIOD: Final = 0.5  # seconds between two writes
-_LONGEST: Final = 64 << 20  # the most bytes that a reader reads: 100,000 workers have less
+_LONGEST: Final = 64 << 20  # the most bytes that a reader reads: 100,000 workers need fewer
 _NUMBERS: Final = itertools.count()
 
 
 def available() -> bool:
-    """True on Linux, where the kernel has the start time of a process."""
+    """True on Linux, where the kernel reports the start time of a process."""
     return process_state(os.getpid()) is not None
 
 
 def is_wanted() -> bool:
-    """True if the environment variable ``VECENV_TOP`` is set, and this system can have such files."""
+    """True if the environment variable ``VECENV_TOP`` is set, and this system supports these files."""
     return os.environ.get("VECENV_TOP", "0") not in ("", "0") and available()
 
 
@@ -54,9 +54,9 @@ class PublishedWorker:
 
     Attributes:
         index: Its index.
-        kind: ``"process"``, or ``"caller"``: the program's own share.
+        kind: ``"process"``, or ``"caller"``: the environments that the program steps itself.
         pid, started: The process, and its start time in the kernel's ticks; -1 if it has ended already.
-        first, last: Its environments.
+        first, last: The first and the last of its environments.
         restarts: The number of times its process was replaced.
         steps, seconds: Steps of its environments, and the seconds spent in them.
         slowest_env, slowest_seconds: The environment with the longest latest sampled step; -1 and 0 before the first.
@@ -82,8 +82,8 @@ class PublishedStats:
     Attributes:
         format: The version of the format.
         name, pid, num_envs: The vector environment and its program.
-        began, at: ``time.monotonic()`` when the program began to publish, and of the latest progress. It is the same clock
-            in all processes of a machine.
+        began, at: ``time.monotonic()`` when publishing began, and at the latest progress. All processes of a machine have
+            the same clock.
         time_waiting: Seconds for which the program has waited for workers.
         resets, restarts, errors: Counts.
         workers: One entry per worker.
@@ -130,7 +130,7 @@ class BadFile(ValueError):
 
 
 def _parse(kind: type[Any], found: dict[str, Any], **done: Any) -> Any:
-    """Build an object of this class from JSON; its numbers have to be finite and at least -1, other names are ignored."""
+    """Build an object of this class from JSON. Numbers must be finite and at least -1; unknown names are ignored."""
     values = {}
     for field in fields(kind):
         values[field.name] = value = found[field.name]
@@ -190,7 +190,7 @@ def published() -> Iterator[Path]:
 
 
 class StatsFile(Observer):
-    """The file of one vector environment, until :meth:`close`: an observer that writes it when results are returned.
+    """An observer that writes the file of one vector environment when results are returned, until :meth:`close`.
 
     Args:
         envs: The vector environment. Its ``stats()`` and ``worker_stats()`` are written.
@@ -220,7 +220,7 @@ class StatsFile(Observer):
                 self._write(now)
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
-        """Let the next result write the file: a process is going to be replaced."""
+        """Make the next result write the file, because a process will be replaced."""
         self._due = 0.0
         return None
 
@@ -249,7 +249,7 @@ class StatsFile(Observer):
         )  # fmt: skip
 
     def close(self) -> None:
-        """Remove the file; a forked child leaves it to the program. Idempotent."""
+        """Remove the file, unless this is a forked child. Idempotent."""
         if os.getpid() == self._pid:
             with contextlib.suppress(OSError):
                 self._path.unlink(missing_ok=True)

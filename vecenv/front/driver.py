@@ -1,7 +1,7 @@
 """The interface between a vector environment (:mod:`vecenv.front.vector_env`) and a backend.
 
-The vector environment has Gymnasium's methods; a driver has the environments: worker processes
-(:mod:`vecenv.engine.process_engine`), hosts, EnvPool's threads, a device, a library's own vector environment.
+The vector environment has Gymnasium's methods; a driver runs the environments: in worker processes
+(:mod:`vecenv.engine.process_engine`), on hosts, in EnvPool's threads, on a device, or in a library's own vector environment.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from vecenv.system.signals import by_handler, watched_handlers
 
 # -- the order of calls ------------------------------------------------------------------------------------------------
 #
-# One table, :data:`NEXT`: method -> the phase that it needs and the next one. Every other call is illegal, and
-# :func:`advance` alone raises for it, with Gymnasium's classes and texts.
+# One table, :data:`NEXT`: method -> (required phase, next phase). Every other call is illegal; only :func:`advance` raises
+# for it, with Gymnasium's classes and texts.
 
 R = TypeVar("R")
 
@@ -64,7 +64,7 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
         phase: The current phase.
         method: One of the names in :data:`NEXT`.
         owner: The vector environment. The message after ``close()`` names its class.
-        name: The name of the called method, if that differs (``save``).
+        name: The name of the called method, if it is not ``method`` (``save``).
 
     Raises:
         ClosedEnvironmentError: After ``close()``.
@@ -83,13 +83,13 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
 
 
 def still_pending(name: str, phase: Phase) -> str:
-    """Return the text for a method that has to wait. Gymnasium's methods have Gymnasium's, which differ by a full stop."""
+    """Return the error text for a method called too early. Gymnasium's methods have its texts, some without a full stop."""
     end = "" if name == "reset_async" else "." if name in NEXT else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
 
 
 def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
-    """Call ``begin``, a reset of all environments, after fetching and dropping the result of a pending call.
+    """Call ``begin``, a reset of all environments. If a call is pending, fetch and drop its result first.
 
     A step that timed out, or was interrupted by Ctrl-C, is still pending. Interfaces of other libraries have no method that
     fetches its result, so otherwise every later reset would raise.
@@ -102,21 +102,21 @@ def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
         return begin()
     except AlreadyPendingCallError as error:
         kind = error.name
-    inner = getattr(envs, "unwrapped", envs)  # vector wrappers have no such methods
+    inner = getattr(envs, "unwrapped", envs)  # wrappers have no `step_wait` or `recv`
     wait = getattr(inner, f"{kind}_wait" if kind in ("reset", "step", "call") else "recv")
     with watched_handlers():
         try:
             wait()
         except StepTimeout:
             raise
-        except Exception as error:  # the dropped result itself, which `errors` records
+        except Exception as error:  # the dropped result is an error, which `errors` has recorded
             if by_handler(error):
                 raise
     return begin()
 
 
 Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
-"""A driver's result: the values of ``step``, with unmerged infos, or a library's own dict of arrays."""
+"""A driver's result: the five values of ``step``. Infos are still unmerged, or a library's own dict of arrays."""
 
 
 class Call(NamedTuple):
@@ -146,11 +146,11 @@ if hasattr(os, "register_at_fork"):
 
 @dataclass(slots=True)
 class Counters:
-    """Steps and resets of environments with results that were returned.
+    """Counts of environment steps and resets, increased when their results are returned.
 
     Attributes:
-        steps, resets: Their numbers.
-        steps_loaded: How many of the steps came with a state that was loaded.
+        steps, resets: The counts.
+        steps_loaded: The part of ``steps`` that comes from loaded states.
     """
 
     steps: int = 0
@@ -161,25 +161,25 @@ class Counters:
 class Driver:
     """The interface of backends.
 
-    A call is pending until its result has been returned. A driver changes its state by single stores, or sets
-    ``state.changing`` while it makes several changes that belong together; it never waits then. The change with which a
-    result is returned (:meth:`finish`) ends in the guard. See :mod:`vecenv.front.guard`.
+    A call is pending until its result has been returned. A driver changes its state by a single store, or sets
+    ``state.changing`` during several changes that belong together, and never waits meanwhile. After the change that returns
+    a result (:meth:`finish`), the guard clears ``changing``. See :mod:`vecenv.front.guard`.
 
     Attributes:
         capabilities: The backend's capabilities.
         why_not: Capability -> reason why it is missing.
         num_envs: Number of environments.
         batch_size: Default number of rows that :meth:`recv` returns.
-        copies: Each result has its own observations.
+        copies: True if each result has its own observations.
         name: The class of the vector environment, for error texts.
         owned_resource: The resources that a forked child lacks, for error texts.
-        yields: Another thread may close it in the middle of a call.
+        yields: True if another thread may close the driver in the middle of a call.
         waited: Seconds spent waiting.
         began: The ``time.monotonic()`` of the start.
-        state: Shared with the guard: whether a call can begin.
+        state: The state shared with the guard, which decides if a call can begin.
         counters: Steps and resets that were returned.
         pending_error: The exception that is the result of the current call; any other leaves the result pending.
-        is_interrupted: An exception interrupted the wait for the pending call, which a reset of all environments may drop.
+        is_interrupted: True if an exception interrupted the wait for a call, which a reset of all environments may drop.
     """
 
     why_not: ClassVar[Mapping[str, str]] = {
@@ -203,7 +203,7 @@ class Driver:
         self.state, self.counters = CallState(), Counters()
 
     def open(self, name: str) -> None:
-        """Admit calls from this process, for the vector environment of this name."""
+        """Admit calls from this process. ``name`` is the class of the vector environment."""
         self.name, self.state.owner, self.began = name, os.getpid(), time.monotonic()
         left_in_a_fork.add(self)
 
@@ -223,7 +223,7 @@ class Driver:
         return False
 
     def finish(self, returned: Any, steps: int, resets: int) -> None:
-        """Mark the call of a result as returned, with these numbers of steps and resets. The guard ends this change."""
+        """Mark the call as returned, and count its steps and resets. The guard ends this change of state."""
         self.state.changing = True
         self.returned = returned
         self.counters.steps += steps
@@ -248,13 +248,13 @@ class Driver:
 
     @property
     def phase(self) -> Phase:
-        """The pending operation on all environments, not counting rows that :meth:`recv` returns."""
+        """The pending operation on all environments; one with results for :meth:`recv` does not count."""
         call = self.outstanding
         return Phase.DEFAULT if call.by_row or self.state.changing else call.kind
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments that are in flight until ``recv`` returns their rows, in no order."""
+        """The environments with rows that ``recv`` has yet to return, in no particular order."""
         call = self.outstanding
         if call.by_row and 0 < call.rows < self.num_envs:
             unable(self.name, "`in_flight`", f"its library reports only their number, {call.rows}")
@@ -271,23 +271,23 @@ class Driver:
     # -- calls ----------------------------------------------------------------------------------------------------------
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
-        """Begin to reset these rows (``None``: all). Check first, and raise before any request is submitted.
+        """Begin to reset the rows ``ids`` (``None``: all). Invalid arguments raise before any request is submitted.
 
         Args:
-            seeds: One or ``None`` for every environment, of which only those of ``ids`` count.
-            ids: Distinct and in range.
+            seeds: A seed or ``None`` for every environment; only those of ``ids`` are used.
+            ids: Distinct indices in range.
             options: Options other than ``reset_mask``; a list has an entry for every environment.
-            by_row: Only :meth:`recv` can fetch the results.
+            by_row: True if only :meth:`recv` can fetch the results.
         """
 
     def step(self, actions: Any) -> None:
-        """Begin a step of all rows. Check first, and raise before any request is submitted."""
+        """Begin a step of all rows. Invalid actions raise before any request is submitted."""
 
     def send(self, actions: Any, env_id: Any) -> None:
-        """Begin a step of some rows (``None``: those of the latest :meth:`recv`), for :meth:`recv`. Check first."""
+        """Begin a step of some rows (``None``: those of the latest :meth:`recv`), to be fetched with :meth:`recv`."""
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        """Wait for the result of the step, or of the reset, of which only observations and infos are valid.
+        """Wait for the result of the pending step or reset. Of a reset, only observations and infos are valid.
 
         Args:
             kind: The phase of the pending call, which is not by row.
@@ -298,18 +298,18 @@ class Driver:
         """
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        """Wait for the next ``count`` rows (``None``: :attr:`batch_size`), with the arguments of :meth:`wait_for_result`.
+        """Wait for the next ``count`` rows (``None``: :attr:`batch_size`) until ``deadline``, like :meth:`wait_for_result`.
 
         Raises:
-            NoAsyncCallError: Fewer are in flight.
+            NoAsyncCallError: Fewer rows are in flight.
             AlreadyPendingCallError: A step that is not by row is pending.
             NotImplementedError: The backend returns only all rows.
         """
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
-        """Wait for the next ``count`` rows, or from ``enough_from`` (``time.monotonic()``) on for only ``enough`` of them.
+        """Wait for the next ``count`` rows; from ``enough_from`` (``time.monotonic()``) on, ``enough`` of them suffice.
 
-        Reading a result changes nothing, so this tries decreasing numbers until that many rows are ready.
+        A wait that times out changes nothing, so this tries decreasing numbers until that many rows are ready.
 
         Raises:
             NotImplementedError: The backend does not finish rows one by one.
@@ -326,7 +326,7 @@ class Driver:
         return results or self.recv(enough, deadline)
 
     def _recv_some(self, count: int, deadline: float | None) -> Stepped | None:
-        """Return that many rows, or ``None``, also if that many can never be ready without further requests."""
+        """Return ``count`` rows, or ``None`` if they are not ready by the deadline or fewer are in flight."""
         try:
             return self.recv(count, deadline)
         except NoAsyncCallError:
@@ -337,7 +337,7 @@ class Driver:
         return step_timeout(method, timeout, self._lateness)
 
     def _lateness(self, seconds: float | None) -> str:
-        """Describe the late workers after that many seconds, one per line."""
+        """Describe the workers that are late after this many seconds, one per line."""
         return ""
 
     # -- statistics and the end -----------------------------------------------------------------------------------------
@@ -370,7 +370,7 @@ class Driver:
 
 
 def step_timeout(method: str, timeout: Any, describe: Callable[[float | None], str]) -> StepTimeout:
-    """Return the exception for a call without a result in time; ``describe`` lists the late workers, one per line."""
+    """Return the exception for a call that has timed out; ``describe`` lists the late workers, one per line."""
     seconds = parse_timeout(timeout)
     return StepTimeout(
         f"The call to `{method}` has timed out after {seconds} second(s)."
@@ -399,7 +399,7 @@ def require_idle(outstanding: Call, method: str) -> None:
 
 
 def require_no_step(outstanding: Call) -> None:
-    """Raise for ``recv`` while a step is pending that ``step_wait`` fetches."""
+    """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
     if outstanding.kind is Phase.WAITING_STEP and not outstanding.by_row:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
@@ -407,14 +407,14 @@ def require_no_step(outstanding: Call) -> None:
 
 
 class LockstepDriver(Driver):
-    """A driver of environments that step together: each call has one result, about all of them.
+    """A driver of environments that step together: each call has one result for all of them.
 
-    It serves JAX on a device, a library's own vector environment, and the double of :mod:`vecenv.testing`. A subclass
-    implements :attr:`capabilities`, ``close``, and the five methods below. ``latest_call`` is ``None`` before the first
-    call; it is pending if it is not ``returned``.
+    It is the base for JAX on a device, a library's own vector environment, and the test double of :mod:`vecenv.testing`. A
+    subclass implements :attr:`capabilities`, ``close``, and the five abstract members. ``latest_call`` is ``None`` before
+    the first call, and pending until it is ``returned``.
 
     Attributes:
-        why: Reason why calls are about all environments or none.
+        why: The reason why a call must be about all environments.
         returned: The latest call that has returned its result.
     """
 

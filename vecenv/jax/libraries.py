@@ -1,12 +1,12 @@
 """Environments of Brax, MuJoCo Playground, gymnax, jumanji and Gymnasium's ``FuncEnv`` as :class:`~vecenv.jax.JaxEnv`.
 
-Names in Brax and Playground do not overlap, so ``make_env`` needs no library. The adapters hide these traits:
+No name is in both Brax and Playground, so ``make_env`` needs only a name. The adapters hide these peculiarities:
 
 * Brax and Playground: actions are in [-1, 1], even where the actuators' range differs (``humanoid`` 0.4,
-  ``inverted_pendulum`` 3, ``pusher`` 2 rescale in ``step``). ``done`` is termination; wrappers apply the time limit.
+  ``inverted_pendulum`` 3 and ``pusher`` 2 rescale in ``step``). ``done`` is termination; wrappers apply the time limit.
   ``info["time_out"]`` equals ``done`` in some environments and implies no limit. Some wrappers modify the ``info`` dict of
   their input state, so the adapter copies it.
-* gymnax: ``step`` resets and computes a reset at every step; ``step_env`` does neither.
+* gymnax: ``step`` autoresets, and so computes a reset at every step; ``step_env`` does not.
 * jumanji: ``last`` with a discount of 0 is termination, any other ``last`` is truncation.
 """
 
@@ -47,7 +47,7 @@ def adapt(
         env: The environment; or a name in Brax or Playground; or a pair ``(env, params)`` of gymnax or a
             ``FuncEnv``; or a ``JaxEnv``, which is returned unchanged. Brax's and Playground's training wrappers around an
             environment are recognised: an ``AutoResetWrapper`` is removed (autoreset is better done outside), the limit
-            of an ``EpisodeWrapper`` is adopted, wrappers that batch are refused.
+            of an ``EpisodeWrapper`` is adopted, and wrappers that batch are refused.
         rescale: ``(low, high)`` declares ``Box(low, high)`` and maps actions linearly onto the native bounds;
             ``"actuator"`` uses the control range of the physics model's actuators for ``low`` and ``high``.
         max_episode_steps: Replaces the time limit in steps; -1 for none.
@@ -55,8 +55,8 @@ def adapt(
 
     Raises:
         gymnasium.error.NameNotFound: No installed library has the name; close matches are listed.
-        TypeError: The object is of no known kind, or keyword arguments came with an environment that exists already.
-        ValueError: A wrapped environment that cannot be unwrapped, or a rescaling of unbounded actions.
+        TypeError: The object is of no known kind, or keyword arguments were given without a name.
+        ValueError: The environment cannot be unwrapped, or its actions have no bounds and cannot be rescaled.
     """
     if isinstance(env, str):
         env = make_env(env, **env_kwargs)
@@ -79,7 +79,7 @@ def differentiability(env: Any) -> str:
 
     Returns:
         ``"reverse"``: ``jax.grad`` and everything else; ``"forward"``: ``jax.jvp`` only; ``"zero"``: it is 0 for every
-        action; ``"none"``: no derivative.
+        action; ``"none"``: there is none.
     """
     return adapt(getattr(env, "single_env", env)).differentiable
 
@@ -103,10 +103,10 @@ _MODULES = {"brax": "brax.envs", "playground": "mujoco_playground"}
 
 
 def available_envs(library: str | None = None) -> dict[str, tuple[str, ...]]:
-    """Return the names that :func:`make_env` and ``JaxVectorEnv`` accept, by library; only installed libraries.
+    """Return the names that :func:`make_env` and ``JaxVectorEnv`` accept, by installed library.
 
     Args:
-        library: ``"brax"`` or ``"playground"`` for one of them; default, all.
+        library: ``"brax"`` or ``"playground"``; ``None``: all that are installed.
 
     Raises:
         ValueError: An unknown library.
@@ -123,8 +123,8 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
 
     Args:
         name: Such as ``"ant"`` (Brax) or ``"CartpoleBalance"`` (Playground).
-        library: ``"brax"`` or ``"playground"``; default, the one that has the name.
-        **kwargs: For Brax, of the environment's class (``backend="spring"``); for Playground, ``config`` and
+        library: ``"brax"`` or ``"playground"``; ``None``: the one that has the name.
+        **kwargs: For Brax, arguments of the environment's class (``backend="spring"``); for Playground, ``config`` and
             ``config_overrides``. Playground runs on MJX's JAX implementation unless ``config_overrides`` selects another:
             its own default, warp, compiles for half a minute on a CPU and has no gradient.
 
@@ -214,7 +214,7 @@ def recognise(env: Any) -> JaxEnv:
     """Return the adapter for an environment object, chosen by its methods.
 
     Raises:
-        TypeError: The object matches no known kind; the message lists those.
+        TypeError: The object matches no known kind; the message lists all of them.
     """
     env, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
     if hasattr(env, "step_env") and hasattr(env, "reset_env"):
@@ -234,7 +234,7 @@ def recognise(env: Any) -> JaxEnv:
 
 
 def _unwrap(env: Any) -> JaxEnv:
-    """Remove Brax's and Playground's training wrappers from the outside; adopt the limit of an episode wrapper."""
+    """Remove the outer training wrappers of Brax and Playground, and adopt the time limit of an episode wrapper."""
     limit, skip, layer = None, 1, env
     while type(layer).__name__ in _AUTORESET | _EPISODE:
         if type(layer).__name__ in _EPISODE:
@@ -433,7 +433,7 @@ def space_like(obs: PyTree) -> gym.Space[Any]:
 
 
 def _numeric(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the entries of an info dict that are arrays, at any depth; random keys and other objects are left out."""
+    """Select the arrays and numbers of an info dict, at any depth. Random keys and other objects are left out."""
     kept: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""The checks of the options of vector environments, by one table: option -> check and description of the accepted values."""
+"""The options of vector environments, and a table of their checks."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Restart:
     """A budget of restarts, for ``on_failure=`` of :class:`vecenv.AsyncVectorEnv`.
 
     Args:
-        limit: At most this many restarts of all environments within ``period``. ``None``: each environment, and each worker
+        limit: Maximum number of restarts of all environments within ``period``. ``None``: each environment, and each worker
             that dies, has 5 restarts in that time, and one more for every 1,000 steps that it made.
-        period: Seconds.
+        period: Length of the period in seconds.
 
     Raises:
         ValueError: ``limit`` is negative or not an int, or ``period`` is not a positive number.
@@ -38,7 +38,7 @@ class Restart:
 
     @classmethod
     def of(cls, on_failure: OnFailure) -> Restart:
-        """Return the budget of an ``on_failure`` option, the default one for a name."""
+        """Return ``on_failure`` if it is a budget, or the default budget for a name."""
         return on_failure if isinstance(on_failure, cls) else cls()
 
     def __post_init__(self) -> None:
@@ -51,20 +51,20 @@ class WorkerOptions:
     """Rarely needed options of worker processes, for ``worker_options=`` of :class:`vecenv.AsyncVectorEnv`.
 
     Args:
-        threads: Limit of BLAS, OpenMP and torch threads in a worker; ``None``: the usable cores divided by the workers.
-        cores: The cores of each worker: a list with a core, or a list of cores, for each process. ``None``: the system's
+        threads: Maximum number of BLAS, OpenMP and torch threads in a worker; ``None``: usable cores divided by workers.
+        cores: The cores of each worker: a list with one entry per worker, a core or a list of cores. ``None``: the system's
             scheduler decides, and workers that have a core to themselves stay on it.
         env: Environment variables of the workers: name -> value, or a function of the worker's index that returns it
-            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); ``None`` removes one. Under ``spawn`` they are set
-            before anything is imported; under ``fork`` modules that this process has imported have read theirs already.
-            With variables no environment is built in this process, unless ``dummy_env=True``.
+            (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); the value ``None`` removes a variable. ``spawn`` sets
+            them before any import; under ``fork``, modules already imported here have read the old values.
+            If any are given, no environment is built in this process unless ``dummy_env=True``.
         preload: With ``context="forkserver"``, modules that the fork server imports once for all workers of the program.
-        start_timeout: Seconds that a worker has to build its environments.
+        start_timeout: Time limit, in seconds, for a worker to build its environments.
         dummy_env: The source of metadata and spaces. ``True``: an environment that is built and closed in this process, as
-            in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: as ``True``, but as ``False``
-            where a process tries an environment anyway (``num_workers="auto"``, ``use_caller=True``). Or an object with
-            the ``observation_space``, ``action_space``, ``metadata`` and ``render_mode`` of all environments, such as an
-            environment: then none is built.
+            in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: like ``True``, or like
+            ``False`` where a process tries one out anyway (``num_workers="auto"``, ``use_caller=True``). Or an
+            object, such as an environment, that has the ``observation_space``, ``action_space``, ``metadata`` and
+            ``render_mode`` of all environments: then none is built.
 
     Raises:
         TypeError, ValueError: A value of a wrong type or out of range.
@@ -97,7 +97,7 @@ OnFailure: TypeAlias = Literal["raise", "restart"] | Restart
 
 
 class EngineOptions(TypedDict, total=False):
-    """Options that classes over :class:`vecenv.AsyncVectorEnv` pass on to it, which documents them."""
+    """Options that other classes pass on to :class:`vecenv.AsyncVectorEnv`, where they are documented."""
 
     shared_memory: bool
     copy: bool
@@ -118,10 +118,10 @@ class EngineOptions(TypedDict, total=False):
 def require_processes_for(
     name: str, num_workers: int | str | None, use_caller: bool | None, dummy_env: bool | None
 ) -> None:
-    """Raise if options need processes where none are possible. ``"auto"`` needs none: there, it means this process.
+    """Raise if options need worker processes, and none are possible. ``"auto"`` needs none: it then means this process.
 
     Raises:
-        NotImplementedError: With an alternative, before anything is built.
+        NotImplementedError: They do. The text names an alternative, and nothing has been built.
     """
     if dummy_env is False:
         require_processes(f"{name} with dummy_env=False")
@@ -134,10 +134,10 @@ def require_processes_for(
 
 
 def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **others: Any) -> int:
-    """Return the number of spare workers. ``others`` are the other options.
+    """Check the number of spare workers and return it. ``others`` are the other options.
 
     Raises:
-        ValueError: It is not a number, or cannot be combined with another option; the text has the reason.
+        ValueError: It is not a number, or cannot be combined with another option; the text gives the reason.
     """
     check_option("spare_workers", spare_workers)
     workers = others["num_workers"]
@@ -167,7 +167,7 @@ def _seconds(value: Any) -> bool:
 
 
 def one_of(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
-    """Return a check that accepts a few constants and all values of another check. 0 is not ``False``, 1 not ``True``."""
+    """Return a check that accepts these constants and what ``or_`` accepts. 0 is not ``False``, and 1 is not ``True``."""
     return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in accepted) or or_(value)
 
 
@@ -189,7 +189,7 @@ _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
         one_of(None, or_=lambda value: isinstance(value, WorkerOptions)), "None or a vecenv.WorkerOptions(...)"
     ),
 }
-"""Option -> check and description of the accepted values. :func:`check_options` has those that depend on other options."""
+"""Option -> (check, accepted values). Checks that depend on other options are in :func:`check_options`."""
 
 _NEED_PROCESSES: Final[dict[str, tuple[_Check, str]]] = {
     "step_timeout": (lambda value: value is not None, "can be killed"),
@@ -198,16 +198,16 @@ _NEED_PROCESSES: Final[dict[str, tuple[_Check, str]]] = {
     ),
     "env_threads": (lambda value: value != 1, "are the ones that have these threads"),
 }
-"""Option -> check for values that need worker processes, and the reason."""
+"""Option -> (check for values that need worker processes, what only those can do)."""
 
 
 def check_option(name: str, value: Any, check: tuple[_Check, str] | None = None) -> None:
-    """Raise for a value that no backend accepts for an option.
+    """Raise if no backend accepts this value of an option.
 
     Args:
         name: The option.
         value: Its value.
-        check: A check and a description of the accepted values; ``None``: the ones in the table of all options.
+        check: A check and a description of the accepted values; ``None``: those in the table of all options.
 
     Raises:
         ValueError: The text names the accepted values.
@@ -222,11 +222,11 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
 
     Args:
         num_envs: Number of environments.
-        batch_size: Number of them that :meth:`recv` returns.
+        batch_size: Number of environments that :meth:`recv` returns.
         options: Any of the options in :class:`EngineOptions`.
 
     Raises:
-        TypeError, ValueError: Before anything is built.
+        TypeError, ValueError: An option is invalid. Nothing has been built.
     """
     for name in ("use_caller", "worker_options"):
         check_option(name, options.get(name))

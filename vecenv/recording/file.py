@@ -1,4 +1,4 @@
-"""The file about an environment that failed.
+"""Reads and writes flight records, the files about environments that failed.
 
 A file consists of a header that can be read safely, and a pickle. The header is a line of JSON: the environment, the
 failure, the versions of packages, and the length and checksum of the rest. Nothing is unpickled before its checksum is
@@ -43,7 +43,7 @@ _RUNNING: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])"
 
 
 class Unreadable(VecEnvError, ValueError):
-    """A file is no valid flight record of this version, or cannot be replayed here. The text gives the reason."""
+    """A file that is not a valid flight record of this version, or cannot be replayed here. The text gives the reason."""
 
 
 class Message(NamedTuple):
@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
     Attributes:
         place: Index of the step that follows.
-        name: ``"reset"``, or a name of :meth:`vecenv.Observer.on_call`.
+        name: ``"reset"``, or a ``name`` of :meth:`vecenv.Observer.on_call`.
         arguments: Arguments for this environment; ``None``: they cannot be pickled.
     """
 
@@ -62,12 +62,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The failure.
+    """The failure of an environment.
 
     Attributes:
         how: ``"raised"``, ``"died"`` or ``"hung"``.
-        text: The exception, or the end of the process, in one line.
-        in_step: It occurred in the last step, not in a reset or another call.
+        text: The exception, or how the process ended, in one line.
+        in_step: True if it occurred in the last step, not in a reset or another call.
         exitcode: Exit code of the process, if it died; negative: the signal.
         seconds: The time limit, if it hung.
     """
@@ -86,15 +86,15 @@ class Record:
     Attributes:
         row: Index of the environment.
         plan: The settings of its worker.
-        env_fn: The pickled function that builds it; or the reason why it cannot be pickled.
-        requests: A pickle of its :class:`Message` list in order, and of the actions that have no column, by step.
-        columns: By name, the actions, rewards (nan if the result was not returned) and flags of each step, the latest last;
-            in a small dtype that holds them exactly.
+        env_fn: The pickled function that builds the environment, or the reason why it cannot be pickled.
+        requests: A pickle of its list of :class:`Message` and, by step, a dict of the actions without a column.
+        columns: Name -> the actions, rewards (nan if the result was not returned) or flags of all steps, the latest last, in
+            a small dtype that holds them exactly.
         failed: The failure; ``None``: the file was written on request.
-        steps_before: Offset from the index of a step to its number in the latest episode, which counts from 1.
+        steps_before: The number of a step in the latest episode minus its number in this record.
         snapshot: (index of the next step, index of the next message, state); ``None``: there is none.
         why_no_snapshot: The reason, if environments cannot be saved.
-        restarted: It replaced a failed environment within a step: in next-step mode its first step begins with a reset.
+        restarted: True if it replaced a failed one within a step: in next-step mode, its first step begins with a reset.
         path: ``sys.path`` of the program.
         spec: The registration of the environment, if it has one.
     """
@@ -120,10 +120,10 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The readable part of a file.
+    """The header of a file, which is read without unpickling.
 
     Attributes:
-        env_id, env, episode, step: The environment, and the time of its failure.
+        env_id, env, episode, step: The environment, and the episode and step of its failure.
         failed: The failure in one line.
         written: The local time of the machine that wrote it.
         versions: Package -> version.
@@ -142,7 +142,7 @@ class Header:
     format: int = _FORMAT
 
     def differences(self) -> list[str]:
-        """List the packages with other versions installed here."""
+        """List the packages that have another version here, or are missing."""
         here = {name: platform.python_version() if name == "python" else package_version(name) for name in self.versions}
         return [f"{name} {was} (here {here[name] or 'none'})" for name, was in self.versions.items() if was != here[name]]
 
@@ -163,7 +163,7 @@ def _versions(env_id: str) -> dict[str, str]:
 
 
 def pack(record: Record, env_id: str, episode: int, step: int) -> bytes:
-    """Return the bytes of a file."""
+    """Return the content of the file for a record."""
     record.spec = gymnasium.registry.get(env_id)
     body: bytes = cloudpickle.dumps(record)
     failed = "nothing: it was written on request" if record.failed is None else record.failed.text
@@ -174,7 +174,7 @@ def pack(record: Record, env_id: str, episode: int, step: int) -> bytes:
 
 
 def unused_path(path: Path) -> Path:
-    """Return ``path``, or the first free one with ``-2``, ``-3``, ... in its name if an earlier run left a file there."""
+    """Return ``path``, or if it exists, the first free one with ``-2``, ``-3``, ... in its name."""
     number, candidate = 1, path
     while os.path.lexists(candidate):
         number += 1
@@ -183,7 +183,7 @@ def unused_path(path: Path) -> Path:
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, whole or not at all. Replaces a link at its path, without following it."""
+    """Write a file atomically, readable only by its owner. A link at ``path`` is replaced, not followed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, unfinished = tempfile.mkstemp(prefix=".vecenv-", dir=path.parent)
     try:
@@ -196,11 +196,11 @@ def write(path: Path, content: bytes) -> None:
 
 
 def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> None:
-    """Remove the oldest files of a folder, except ``latest``. Files that cannot be removed stay."""
+    """Remove the oldest files of a folder beyond ``keep``, but none of ``latest``. Files that cannot be removed stay."""
     found: list[tuple[int, str]] = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # another program has removed it meanwhile
+            with contextlib.suppress(OSError):  # another program may have removed it
                 if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False) and Path(entry) not in latest:
                     found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
     for _, path in sorted(found)[: max(len(found) + len(latest) - max(keep, len(latest)), 0)]:
@@ -209,10 +209,10 @@ def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> None:
 
 
 def running_env(text: str, env: int) -> tuple[int, list[int]] | None:
-    """Return the environment that was running in the worker of ``env``, and all environments there, if a failure names them.
+    """Return the environment that was running in the worker of ``env``, and all of that worker, if the text names them.
 
     Args:
-        text: The failure: that of a worker that died, or a hang.
+        text: The message of a worker's death, or of a hang.
         env: Index of an environment.
     """
     for running, first, last, listed in _RUNNING.findall(text):
@@ -235,7 +235,7 @@ def read_header(path: Path) -> tuple[Header, bytes]:
     """Return the header of a file and the rest of its bytes, after verifying their checksum.
 
     Raises:
-        Unreadable: It is not a flight record, of another format, or damaged.
+        Unreadable: It is not a flight record, has another format, or is damaged.
         OSError: It cannot be read.
     """
     with path.open("rb") as file:

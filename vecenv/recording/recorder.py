@@ -1,12 +1,12 @@
 """The flight recorder: an observer that keeps the latest requests and results, and writes a file about each failure.
 
-A *tick* is a step of all environments or of some. Its actions are copied when it is submitted, its rewards and flags when
-its result is returned, into a ring of arrays. A *message* is any other request: a reset, or a call that may change
-environments. It is pickled when it is submitted. Positions count ticks. A whole step is *open* between its submission and
-its result. If it is announced again meanwhile, it was never submitted (a signal handler raised in between), unless a failure
-or a reset came after it. A row's history begins at its *birth*: the tick in which its predecessor failed. Ticks that are
-steps of all environments, with actions of the space's own dtype and no other event, go to a *log*, a list of bytes, in very
-few instructions; anything else moves the log into the ring first.
+A *tick* is a step of all environments or of some. Its actions are copied into a ring of arrays when it is submitted, its
+rewards and flags when its result is returned. A *message* is any other request, a reset or a call that may change
+environments, pickled when it is submitted. Positions count ticks. A step of all environments is *open* from its announcement
+to its result. If another is announced meanwhile, the first was never submitted, because a signal handler raised in between,
+unless a failure or a reset came after it. A row's history begins after its *birth*, the tick in which its predecessor failed.
+The *log*, a list of bytes, stores steps of all environments, with actions of the space's own dtype, in very few
+instructions. Any other event first moves the log into the ring.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from vecenv.state.snapshots import Snapshot
 from vecenv.system.signals import deferred_signals
 
 _MEMORY: Final = 128 * 2**20
-"""Bytes of the ring."""
+"""The size of the ring in bytes."""
 _BLOCK: Final = 512
-"""A number of ticks. The capacity of the ring is a multiple of it."""
+"""The ticks of a block. The ring has a whole number of blocks."""
 _PICKLED_ACTION_BYTES: Final = 100
 """An estimate, for actions without a fixed size."""
 _MAX_MESSAGES: Final = 10_000
@@ -164,7 +164,7 @@ class Recorder:
         self._messages: list[_Announced] = []
         self._next_message = 0  # the next message's number
         # by row
-        self._in_flight = np.full(n, -1)  # the tick of a step by `send` that was not received
+        self._in_flight = np.full(n, -1)  # the tick of a step by `send` without a result so far
         self._sent = False  # some row's step was sent and is in flight
         self._birth = np.full(n, -1)  # the tick before its history
         self._birth_message = np.zeros(n, np.int64)  # number of the first message of its history
@@ -175,7 +175,7 @@ class Recorder:
         self._why_not_saved = "" if options.snapshot_every else "snapshot_every is None"
         self._save_at = options.snapshot_every or 1 << 62
         self._not_before = 0.0
-        self._latest_files: tuple[int, list[Path]] = (-1, [])  # those of the latest tick with a failure
+        self._latest_files: tuple[int, list[Path]] = (-1, [])  # the latest tick with a failure, and its files
 
     def _make_ring(self) -> None:
         n, tree = self._num_envs, self._plan.layout.actions
@@ -234,7 +234,7 @@ class Recorder:
             self._open, self._staged = True, None
 
     def _begin_whole(self) -> int:
-        """Return the tick of a step of all environments."""
+        """Begin a step of all environments, and return its tick."""
         if self._made:
             self._next, self._open, self._made = self._next + 1, False, False
         if self._next >= self._save_at:
@@ -254,7 +254,7 @@ class Recorder:
         return tick
 
     def _begin_some(self, rows: Sequence[int]) -> int:
-        """Return the tick of a step of some environments, which are in flight from now on."""
+        """Begin a step of some environments, which are in flight from now on, and return its tick."""
         if self._made:
             self._next, self._open, self._made = self._next + 1, False, False
         tick, slot = self._next, self._next % self._capacity
@@ -282,7 +282,7 @@ class Recorder:
             self._birth[row] = self._failed_in[row] = tick
 
     def _mark_made(self) -> None:
-        """Note that the open step was submitted, though it may have no result."""
+        """Mark the open step as submitted, even without a result."""
         if self._open and not self._made:
             slot = self._next % self._capacity
             self._rewards[slot], self._terminations[slot], self._truncations[slot] = np.nan, False, False
@@ -298,7 +298,7 @@ class Recorder:
                 seeds[at] = random_seed()
             if seeds[at] is not None:
                 self._seeded[row] = self._position
-            if self._failed_in[row] != self._in_flight[row]:  # the reset drops what was in flight
+            if self._failed_in[row] != self._in_flight[row]:  # the reset drops the step in flight
                 self._in_flight[row] = -1
         self._failed.difference_update(rows)
         each = options if isinstance(options, list) else [options] * len(rows)
@@ -372,7 +372,7 @@ class Recorder:
         try:
             return self._write_files(rows, failed, str(error) if hung else "")
         finally:
-            if not isinstance(error, StepTimeout):  # after a timeout they may continue
+            if not isinstance(error, StepTimeout):  # after a timeout, the environments may continue
                 for row in rows:
                     self._failed_in[row] = self._step_of(row)
                 self._begin_history(rows)
@@ -384,7 +384,7 @@ class Recorder:
         return tick if tick != self._failed_in[row] else -1
 
     def _begin_history(self, rows: Sequence[int]) -> None:
-        """Discard the records of rows."""
+        """Begin a new history for some rows, without earlier records."""
         for row in rows:
             self._birth[row] = max(self._next - (not self._open), int(self._in_flight[row]))
             self._birth_message[row] = self._next_message
@@ -435,12 +435,12 @@ class Recorder:
             del self._pickled[old]
 
     def _count(self, before: Array, first: int, end: int, rows: Sequence[int], ends: Array, stepped: Array) -> Array:
-        """Return int ``(2, rows)``: the numbers of episodes, and of steps in the latest.
+        """Return int ``(2, rows)``: the number of episodes of each row, and of steps in the latest one.
 
         Args:
-            before: The same before tick ``first``.
+            before: The same numbers before tick ``first``.
             first: The first tick.
-            end: The tick before which resets are counted, from ``first`` on.
+            end: Resets are counted from ``first`` to before this tick.
             rows: Indices of the environments.
             ends, stepped: bool ``(ticks, rows)``: ticks that end an episode, and ticks that step the row.
         """
@@ -481,7 +481,7 @@ class Recorder:
     def _write_files(self, rows: Sequence[int], failed: Failed, message: str) -> str:
         """Write the files about rows that failed together, and return a note that names them.
 
-        ``message`` is that of a hang, which names the environments that were running.
+        ``message`` is the text of a hang, which names the running environments; or empty.
         """
         written, problems = [], []
         kept = self._read(rows)
@@ -540,7 +540,7 @@ class Recorder:
         return Path(path)
 
     def _record(self, kept: _Kept, row: int, failed: Failed | None, step: int) -> Record:
-        """Return the history of a row. ``step`` is the number of its step."""
+        """Return the record of a row. ``step`` is the number of the latest step in its episode."""
         at, failed_in = kept.rows.index(row), int(self._failed_in[row])
         history = kept.stepped[at] & (kept.ticks > self._birth[row])
         if failed is None and (in_flight := self._in_flight[row]) >= 0:

@@ -1,6 +1,6 @@
-"""Defers Python's signal handlers while state changes that must not stop half-way.
+"""Defers Python's signal handlers during changes of state that must not be interrupted.
 
-A handler runs between any two bytecodes of the main thread and may raise there: Ctrl-C does, and so do time limits made of
+A handler can run between any two bytecodes of the main thread, and can raise there: Ctrl-C does, and so do time limits with
 ``SIGALRM``. Blocking signals does not help: the kernel then delivers them to another thread, and Python runs the handler in
 the main thread all the same. So the handlers themselves are replaced during a block; this costs 7 us per block.
 
@@ -30,7 +30,7 @@ _watched: list[deque[BaseException]] = []  # the latest exceptions of handlers, 
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[None]:
-    """Defer signal handlers until the block ends, where the first exception of a handler is raised.
+    """Defer signal handlers to the end of the block, and raise the first of their exceptions there.
 
     If a handler raises while the block is being entered, the block does not run. Handlers run only in the main thread, so
     nothing is deferred in other threads. Blocks may be nested.

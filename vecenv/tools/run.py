@@ -1,4 +1,4 @@
-"""``vecenv run``: an unchanged program with vecenv in place of Gymnasium's engines."""
+"""``vecenv run``: runs an unchanged program with vecenv in place of Gymnasium's engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "gen
 
 
 def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
-    """Check everything, install vecenv, and return a function that runs the program.
+    """Check the command line, install vecenv, and return a function that runs the program.
 
     The function raises the program's own exceptions, including ``SystemExit``, with tracebacks that begin in the program.
 
@@ -70,7 +70,7 @@ def _workers(text: str) -> int | str:
 
 def _file(name: str) -> Callable[[], None]:
     """Return a function that runs a file like ``python NAME``: source, bytecode, or a folder or zip with ``__main__``."""
-    path = os.path.join(os.getcwd(), name)  # `__file__` keeps links, `sys.path[0]` follows them
+    path = os.path.join(os.getcwd(), name)  # Python keeps links in `__file__`, and follows them in `sys.path[0]`
     if os.path.isdir(path) or zipfile.is_zipfile(path):
         return _container(name, path)
     if not os.path.isfile(path):
@@ -103,7 +103,7 @@ def _container(name: str, path: str) -> Callable[[], None]:
         raise CliError(f"no such program: {name} is {kind} without __main__.py")
 
     def run() -> None:
-        if sys.flags.safe_path:  # Python searches a folder or archive that it runs, even then
+        if sys.flags.safe_path:  # even under -P, Python searches the folder or archive that it runs
             sys.path.insert(0, path)
         _search_first(path)
         _execute_spec(found)
@@ -112,7 +112,7 @@ def _container(name: str, path: str) -> Callable[[], None]:
 
 
 def _module(name: str) -> Callable[[], None]:
-    """Return a function that runs a module like ``python -m NAME``; of a package its ``__main__``."""
+    """Return a function that runs a module, or the ``__main__`` of a package, like ``python -m NAME``."""
     _search_first(os.getcwd())
     try:
         found = importlib.util.find_spec(name)
@@ -133,7 +133,7 @@ def _module(name: str) -> Callable[[], None]:
 
 
 def _search_first(folder: str) -> None:
-    """Replace Python's own first entry of ``sys.path``, for ``vecenv`` or ``python -m vecenv``, unless under ``-P``."""
+    """Replace the first entry of ``sys.path``, which Python made for vecenv's own command; under ``-P`` it made none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -147,7 +147,7 @@ def _execute_spec(spec: ModuleSpec) -> None:
 
 
 def _execute(code: Callable[[], CodeType], **names: Any) -> None:
-    """Run code as ``__main__``, permanently: threads and exit handlers of the program may outlive its last line.
+    """Run code as ``__main__``, and keep that module: the program's threads and exit handlers may use it after the last line.
 
     ``runpy`` would remove the module afterwards.
     """
@@ -178,7 +178,7 @@ def _without_us(
 
 
 def add_options(option: Callable[..., Any]) -> None:
-    """Declare the options before the program; all arguments after its name are its own.
+    """Declare the options, which come before the program; all arguments after its name are the program's.
 
     Args:
         option: ``ArgumentParser.add_argument``.

@@ -1,14 +1,14 @@
-"""Drivers of one vector environment's pools, which track the pending call and the ended episodes.
+"""The drivers of EnvPool's pools, which track the pending call and the ended episodes.
 
 :class:`WholeBatchDriver` returns all environments at once; :class:`FirstReadyDriver` returns smaller batches, or has several
 players per environment. A pool cannot be seeded again, so a reset with seeds builds a new one.
 
-An interrupted wait can continue, because ``wire`` keeps the replies to a call so far: Ctrl-C and timeouts lose nothing.
-Python runs signal handlers between two instructions, where the result of a C++ function could be lost before it is stored,
-and runs none during a wait in C++. So:
+An interrupted wait can continue, because ``wire`` keeps the replies that have arrived: Ctrl-C and timeouts lose nothing.
+Python runs signal handlers between bytecode instructions, so one could raise after a C++ function has returned and before
+its result is stored. During a wait in C++, Python runs none. Therefore:
 
 * changes that belong together are made by C code in one instruction (:func:`_together`, ``list.extend`` over a ``starmap``);
-* a helper thread (:class:`Receiver`) does waits with a limit, and stores the result where the direct call would.
+* waits with a limit run in a helper thread (:class:`Receiver`), which stores the result where the direct call would.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _together(*calls: tuple[Any, ...]) -> None:
     """Call C functions one after the other, without a signal handler in between.
 
     Args:
-        *calls: Function and arguments, each a tuple. The functions must be implemented in C.
+        *calls: Tuples of a function and its arguments. The functions must be implemented in C.
     """
     list(starmap(call, calls))
 
@@ -57,8 +57,8 @@ def _together(*calls: tuple[Any, ...]) -> None:
 class Receiver:
     """A receiver of one pool's replies, with or without a time limit.
 
-    Without a limit, ``recv`` is called directly. With a limit, a helper thread calls it. If the wait ends first, the helper
-    still stores the result, and later waits are for that call.
+    Without a limit, ``recv`` is called directly. With a limit, a helper thread calls it. If the limit expires first, the
+    helper still stores the result, and later waits continue that call.
 
     Args:
         recv: The pool's ``_recv``.
@@ -71,7 +71,7 @@ class Receiver:
         self._requests: SimpleQueue[list[Any] | None] = SimpleQueue()
         self._received: SimpleQueue[bool] = SimpleQueue()
         self._thread: Thread | None = None
-        self._helper: Thread | None = None  # the latest thread, kept even after close() has left it behind
+        self._helper: Thread | None = None  # the latest thread, kept even if close() has left it behind
         self.waited = waited
         """Seconds spent waiting in :meth:`receive`."""
 
@@ -84,10 +84,10 @@ class Receiver:
             deadline: A time of ``time.monotonic()``; ``None``: no limit.
 
         Returns:
-            True if it has that length.
+            True if it has that length before the deadline.
         """
         while True:
-            receiving = bool(self._receiving)  # read before the wire: the helper writes to the wire first
+            receiving = bool(self._receiving)  # read before `wire`: the helper extends `wire`, then clears this
             if len(wire) >= length:
                 return True
             started = time.perf_counter()
@@ -196,11 +196,11 @@ class PoolDriver(Driver):
     """The base of the drivers of EnvPool's pools.
 
     Attributes:
-        pool: ``None`` before the first reset, after :meth:`xla` and after :meth:`close`.
+        pool: EnvPool's pool; ``None`` before the first reset, after :meth:`xla` and after :meth:`close`.
         compiled_pool: A pool that compiled code steps, or ``None``.
         seeding: The seeds of the latest pool, or of the first one before it is built.
         wire: The replies of the pool to the pending requests.
-        all_ids: The indices of all environments, int32. A call of all is recognized by identity.
+        all_ids: The indices of all environments, int32. A call on all of them passes this same array.
         ended: True for environments with an ended episode and no reset since, bool ``(num_envs,)``.
     """
 
@@ -343,7 +343,7 @@ class WholeBatchDriver(PoolDriver):
     """A driver that steps all environments at once, one call at a time.
 
     A call may take several round trips: a step, then the resets of rows that it ended; or resets by an action, then resets
-    by a command. The plan lists these requests, and the length of ``wire`` alone tracks the progress through it.
+    by a command. The plan lists these requests, and the length of ``wire`` is the only record of the progress through it.
 
     Attributes:
         wire: The progress of the latest call: ``None`` for each request that was sent, followed by the states of its reply.
@@ -362,7 +362,7 @@ class WholeBatchDriver(PoolDriver):
         self._kind, self._by_row = Phase.DEFAULT, False
         self._ids = self.all_ids
         self._plan: list[_Request] = []
-        self._final: tuple[Array, Array, Infos] | None = None  # flags and last rows of a step, before resets overwrite them
+        self._final: tuple[Array, Array, Infos] | None = None  # flags and final infos of a step, before resets overwrite it
         self._last: list[Array] = []
 
     @property
@@ -495,7 +495,7 @@ class WholeBatchDriver(PoolDriver):
         return states, leaves, terminated, truncated, final
 
     def _merge_replies(self) -> States:
-        """Merge the replies of several round trips, which are about disjoint rows."""
+        """Merge the replies of several round trips, which have no rows in common."""
         merged = []
         for parts in zip(*self.wire[1::2], strict=True):
             whole = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
@@ -537,13 +537,13 @@ class FirstReadyDriver(PoolDriver):
     EnvPool waits forever if fewer environments are in flight than a batch has, and aborts if one receives two requests. So
     every send and receive also records, in the same instruction, which environments are in flight.
 
-    An environment is in flight until its row is returned, and then in ``idle``. The environments of the latest rows are
-    ``held`` instead, until another call: the next send nearly always has the same ones, and then neither set changes.
+    An environment is in flight until its row is returned, and then in ``idle``. Those of the latest rows are first *held*,
+    until the next call: that is nearly always a send to the same ones, which then need not enter and leave ``idle``.
 
     Attributes:
-        returned: ``(latest, held, count, offset)``: the environments of the latest rows; the held ones, as one entry or
-            none; the number of returned batches of this pool, and of returned rows of the next one. ``wire`` has all
-            batches but the first ``_gone``.
+        returned: ``(latest, held, count, offset)``: the environments of the latest rows; a list with the held ones as its
+            only entry, or empty; the number of returned batches of this pool, and of returned rows of the next batch.
+            ``wire`` has all batches but the first ``_gone``.
     """
 
     capabilities = Capabilities(
@@ -558,7 +558,7 @@ class FirstReadyDriver(PoolDriver):
         self.returned: tuple[Latest, list[Any], int, int] = self._all, [], 0, 0
         self._gone = 0
         self._call = Phase.DEFAULT  # the phase of a call on all environments; DEFAULT after one on some
-        self._resets: set[int] = set()  # the environments with a reset as their latest call
+        self._resets: set[int] = set()  # environments that were reset by their latest call
         self._rows.begin()
 
     # -- what is in flight --------------------------------------------------------------------------------------------
@@ -632,7 +632,7 @@ class FirstReadyDriver(PoolDriver):
             self._release_held()
             mark_in_flight = self.idle.difference_update, ids.tolist()
         payload = self._rows.payload(ids, actions)
-        calls = [(self._pool_send, payload)]  # read here: raises if a signal handler has closed the pool meanwhile
+        calls = [(self._pool_send, payload)]  # read last: after a close by a signal handler, it raises
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
@@ -701,7 +701,7 @@ class FirstReadyDriver(PoolDriver):
             raise _too_few(count, in_flight, f" EnvPool returns whole batches of {size}, and {ready} rows are ready.")
 
     def _collect_rows(self, count: int, offset: int) -> tuple[int, int, States]:
-        """Return the next ``count`` rows, from several batches, after the number of used-up batches and the new offset."""
+        """Return the number of batches used up, the new offset, and the next ``count`` rows, which may span batches."""
         parts, missing, used = [], count, 0
         while missing:
             taken = min(missing, self.batch_size - offset)

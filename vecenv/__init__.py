@@ -1,7 +1,7 @@
 """vecenv: a fast, fault-tolerant engine for vectors of Gymnasium environments.
 
-The names below are the public interface. Each is loaded when it is first touched, so that ``import vecenv`` costs next to
-nothing, and an interruption while libraries are loaded finds the command line ready for it.
+The names below are the public interface. Each is loaded on first use, so that ``import vecenv`` takes almost no time, and
+the command line can handle an interruption while libraries are loaded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 _MODULES = ("adapters", "aio", "backends", "errors", "jax", "state", "testing", "torch", "wrappers")
 _HOMES = {
-    # module -> the public names that it holds
+    # module -> its public names
     "freezing": ("Frozen",),
     "engine.vector_env": ("AsyncVectorEnv", "Observer"),
     "evaluating": ("evaluate",),

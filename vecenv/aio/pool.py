@@ -1,4 +1,4 @@
-"""``Pool``: environments in worker processes, each used by one task of an asyncio program at a time, for an episode.
+"""``Pool``: environments in worker processes, each used by one asyncio task at a time, for an episode.
 
 :class:`EpisodeEnv` is one episode of one environment, with coroutines as methods.
 """
@@ -46,10 +46,10 @@ class Pool:
         make_env: Builds an environment; called in workers.
         size: The number of environments, and so of simultaneous episodes; further episodes wait.
         num_workers: The number of processes over which environments are spread; ``None``: one per environment.
-        env_threads: Up to this many environments of a worker run at the same time, one per thread: for environments that
-            wait and compute little.
+        env_threads: The number of environments of a worker that run at the same time, one per thread: for environments
+            that mostly wait.
         step_timeout: The limit of a step or a reset in seconds, after which its worker is killed. If a worker has several
-            environments, the limit includes the time that one waits for the others.
+            environments, the limit includes the time that one environment waits for the others.
         cancel_timeout: The seconds that a cancelled call may still take before its worker is killed.
         on_failure: ``"raise"``: a worker that died is restarted when the next episode begins in one of its slots;
             ``"restart"``, or a :class:`vecenv.Restart`: it is restarted at once, within a budget. A worker that exceeds the
@@ -194,7 +194,7 @@ class Pool:
     # -- episodes -------------------------------------------------------------------------------------------------------
 
     def episode(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> EpisodeEnv:
-        """Return an episode to be entered: ``async with pool.episode(seed=7) as env``.
+        """Return an episode, to be entered by ``async with pool.episode(seed=7) as env``.
 
         Entering waits for a slot, first come, first served, and resets the environment. Leaving always frees the slot.
 
@@ -252,7 +252,7 @@ class Pool:
         return EpisodeResults(todo.results[index] for index in range(len(listed_episodes)))
 
     async def _attempt(self, todo: Episodes, index: int, policy: Callable[[Any], Awaitable[Any]]) -> EpisodeResult | None:
-        """Run an episode once, and return ``None`` if it failed and has to be repeated."""
+        """Run an episode once. Return its result, or ``None`` if it failed and has to be repeated."""
         episode = todo.episodes[index]
         env = self.episode(seed=episode.seed, options=episode.options)
         attempt: Attempt = todo.begin(index, -1)
@@ -333,18 +333,18 @@ class EpisodeEnv:
     # -- calls ----------------------------------------------------------------------------------------------------------
 
     async def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[Any, Any]]:
-        """Step the environment; it gets the action unchanged.
+        """Step the environment, which receives the action unchanged.
 
         Returns:
             ``(observation, reward, terminated, truncated, info)``.
 
         Raises:
-            EnvFailed: The environment raised ``__cause__``, or failed earlier.
+            EnvFailed: The environment raised an exception, the ``__cause__``, or failed earlier.
             WorkerDied: Its worker died.
             StepTimeout: The step took longer than ``step_timeout``; its worker was killed.
             gymnasium.error.ResetNeeded: The episode has ended.
             BusyError: Another task's call is pending.
-            gymnasium.error.ClosedEnvironmentError: The block has been left, or the pool is closed.
+            gymnasium.error.ClosedEnvironmentError: The ``async with`` block has been left, or the pool is closed.
         """
         with self._calling("step") as slot:
             if self.over and not slot.lost:

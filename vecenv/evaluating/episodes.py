@@ -1,7 +1,7 @@
-"""Episodes, their seeds and generators, attempts at them, and results.
+"""The episodes of an evaluation: their seeds and generators, the attempts to run them, and the results.
 
 An episode depends only on its index in the list and the seed of the evaluation, never on the environment that runs it, so
-that results are the same for every number of environments.
+results are the same for every number of environments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vecenv.state.snapshots import Snapshot
 
 __all__ = ["Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "parse_episodes"]
 
-_BASE_SEEDS: Final = 2**30  # with the index of an episode added, seeds stay within the range of every engine
+_BASE_SEEDS: Final = 2**30  # random seeds are below it, so that the sum with an episode's index suits every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Episode:
     Args:
         seed: The seed of its reset; ``None``: the seed of the evaluation plus its index in the list.
         options: The options of its reset.
-        snapshot: The state that it begins with, instead of a reset; ``seed``, ``options`` and ``env`` must then be ``None``.
+        snapshot: The state to begin with, instead of a reset; ``seed``, ``options`` and ``env`` must then be ``None``.
         env: The name of an environment that :class:`vecenv.EnvChoice` offers.
     """
 
@@ -44,7 +44,7 @@ class Episode:
 
     @property
     def reset_options(self) -> dict[str, Any] | None:
-        """The options of its reset, with the name of the environment."""
+        """The options of its reset, including the name of the environment."""
         named = {} if self.env is None else {"env": self.env}
         return None if self.options is None and not named else {**(self.options or {}), **named}
 
@@ -89,7 +89,7 @@ class EpisodeResults(list[EpisodeResult]):
     Attributes:
         returns: float64 ``(episodes,)``; nan for failed episodes.
         lengths: int64 ``(episodes,)``.
-        mean, std: Of the returns of all episodes that did not fail, as float; nan if all failed.
+        mean, std: The mean and standard deviation of the returns of episodes that did not fail; nan if all failed.
     """
 
     @property
@@ -233,8 +233,8 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
     """Parse a list of episodes. Returns the episodes, each with a seed, and the seed of the evaluation.
 
     Raises:
-        TypeError: Neither a number nor a list of episodes; a seed that is not an integer; options that are not a dict.
-        ValueError: An empty list; a negative seed; a snapshot of an episode that has ended.
+        TypeError: ``episodes`` is neither a number nor a list of episodes, or a field of an episode has a wrong type.
+        ValueError: There is no episode, a seed is negative, or an episode cannot begin with its snapshot.
         SnapshotMismatch: The bytes of a snapshot are damaged.
     """
     base = secrets.randbelow(_BASE_SEEDS) if seed is None else _parse_natural(seed, "seed")
@@ -264,7 +264,7 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
 
 
 def _require_beginning(index: int, episode: Episode) -> None:
-    """Raise for a snapshot that no episode can begin with."""
+    """Raise if an episode cannot begin with its snapshot."""
     snapshot, name = episode.snapshot, f"episodes[{index}].snapshot"
     if not isinstance(snapshot, Snapshot):
         raise TypeError(f"{name} must be a snapshot from envs.save(), got {snapshot!r}")

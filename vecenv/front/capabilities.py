@@ -10,25 +10,25 @@ from typing import Any, Final, NoReturn
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The capabilities of a backend. Calls that need a ``False`` one raise :class:`NotImplementedError`.
+    """The capabilities of a backend. Calls that need a missing one raise :class:`NotImplementedError`.
 
     Attributes:
-        backend: ``"process"``, ``"ray"``, ``"envpool"``, ``"jax"``, ``"native"``.
-        attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``, ``set_next_options``: there are Python environments.
-        first_ready: ``send`` to some environments, ``recv`` of those that finish first.
-        timeouts: ``step_wait(timeout)`` and the like.
-        row_seeds: A seed for each row, in any order; otherwise one for all.
+        backend: ``"process"``, ``"ray"``, ``"envpool"``, ``"jax"`` or ``"native"``.
+        attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``, ``set_next_options``, which need Python environments.
+        first_ready: ``send`` to some environments, and ``recv`` from those that finish first.
+        timeouts: Timeouts, as in ``step_wait(timeout)``.
+        row_seeds: Arbitrary seeds, one per row; without it, a single seed for all.
         reset_mask: ``reset(options={"reset_mask": ...})``.
         masked_seeds: Seeds together with a reset mask.
-        reset_options: Options other than the mask reach the environments.
+        reset_options: Options other than the mask, which are passed to the environments.
         row_options: A sequence of options, one for each row.
         restarts: ``on_failure="restart"``.
         snapshots: ``save``, ``load``, ``state_dict``, ``load_state_dict``.
         freezing: ``freeze``, ``thaw``.
-        recording: ``record``; failures leave files (``record_failures=``).
-        spare_workers: The next episodes of rows begin ahead of time.
-        in_this_process: Environments are stepped by the calling process.
-        runs_jax: They run as JAX programs of the calling process.
+        recording: ``record``, and files about failures (``record_failures=``).
+        spare_workers: Spare workers, which begin the next episodes of rows ahead of time.
+        in_this_process: The calling process steps the environments.
+        runs_jax: The environments are JAX programs that run in the calling process.
     """
 
     backend: str
@@ -60,13 +60,13 @@ def capabilities_of(envs: object) -> Capabilities | None:
 
 
 def unable(envs: object, what: str, reason: str) -> NoReturn:
-    """Raise for a missing capability, with the same text everywhere. ``envs`` is the vector environment or its name."""
+    """Raise ``NotImplementedError`` for a missing capability. ``envs`` is the vector environment or its name."""
     name = envs if isinstance(envs, str) else type(envs).__name__
     raise NotImplementedError(f"{name} cannot {what}: {reason}")
 
 
 def overridden(cls: type[Any], base: type[Any]) -> set[str]:
-    """Return the names of the guarded methods of ``base`` that a subclass has overridden, not just guarded otherwise."""
+    """Return the names of the guarded methods of ``base`` that ``cls`` overrides; another guard alone does not count."""
     bodies = {name: method.__wrapped__ for name, method in vars(base).items() if hasattr(method, "__wrapped__")}
     return {name for name, body in bodies.items() if getattr(getattr(cls, name), "__wrapped__", None) is not body}
 
@@ -101,5 +101,5 @@ FIGURES: Final = (
 
 
 def figures(known: Mapping[str, float]) -> dict[str, float]:
-    """Return all statistics: nan for those that a backend does not know, and those that only this backend has."""
+    """Return the statistics in ``known``, and nan for each key of :data:`FIGURES` that it lacks."""
     return {**dict.fromkeys(FIGURES, math.nan), **known}

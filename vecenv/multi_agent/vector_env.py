@@ -1,8 +1,8 @@
 """``MultiAgentVecEnv``: PettingZoo parallel environments on the engine, with an axis of agents and masks.
 
-It has no engine of its own: every environment is adapted to an ordinary one with one observation for all agents
-(:mod:`vecenv.multi_agent.adapter`), and :class:`~vecenv.AsyncVectorEnv` runs these. This class unpacks their batches, and
-records for each environment which agents are alive and whether its episode has ended.
+:mod:`vecenv.multi_agent.adapter` turns every environment into an ordinary one with a single observation for all agents, and
+:class:`~vecenv.AsyncVectorEnv` runs these. ``MultiAgentVecEnv`` unpacks their batches, and records for each environment
+which agents are alive and whether its episode has ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Step: TypeAlias = tuple[Any, Array, Bools, Bools, dict[str, Any]]
 
 
 class AgentRows(AsyncVectorEnv[Any, Any]):
-    """The engine over adapted environments, with the spaces of the roster."""
+    """An engine that runs adapted environments, with the spaces of the roster."""
 
     @classmethod
     def of(cls, env_fns: Sequence[EnvFn], roster: Roster, template: Any, options: dict[str, Any]) -> AgentRows:
@@ -55,8 +55,8 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
 
         Args:
             env_fns: Functions that build adapted environments.
-            roster: Its spaces are those of all environments.
-            template: An environment with the metadata and the render mode of all.
+            roster: The agents and spaces of every environment.
+            template: The environment that supplies the metadata and the render mode for all.
             options: See :class:`vecenv.AsyncVectorEnv`.
         """
         space, metadata = roster.observation_space(), getattr(template, "metadata", None) or {}
@@ -68,7 +68,7 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
         return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": own})
 
     def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
-        """Return the environments of a ``send``."""
+        """Return the rows that ``send(actions, env_id)`` steps."""
         return self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
 
 
@@ -88,32 +88,32 @@ class MultiAgentVecEnv:
 
     With n environments and A agents (an agent's index is always its position in ``possible_agents`` of env 0), ``step``
     returns ``(observations, rewards [n, A], terminations [n, A], truncations [n, A], infos)`` and ``reset`` returns
-    ``(observations, infos)``. It is no ``gymnasium.vector.VectorEnv``, which has rewards ``(num_envs,)``;
+    ``(observations, infos)``. It is not a ``gymnasium.vector.VectorEnv``, which has rewards ``(num_envs,)``;
     :meth:`flatten_agents` returns one.
 
-    ``infos`` always has ``agent_mask``, bool ``[n, A]``: the agent is present and must act next; and ``transition_mask``,
+    ``infos`` always contains ``agent_mask``, bool ``[n, A]``: the agent is present and must act next; and ``transition_mask``,
     bool ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a reset). After a step it
-    also has ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no agent was truncated. An agent
-    that dies has its last observation, reward and flags in the step of its death; afterwards its row is padding: observation
+    also contains ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no agent was truncated. The step
+    in which an agent dies returns its last observation, reward and flags; later, its row is padding: observation
     ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` describes the rest.
 
     Args:
         env_fns: Functions that build the environments: PettingZoo's parallel ones, RLlib's ``MultiAgentEnv``, or ones with
             ``agent_num`` (:class:`vecenv.multi_agent.StackedAgents`).
-        layout: ``"stack"``: observations and actions ``[n, A, ...]``, for equal spaces. ``"agents"``: a dict of agents,
-            ``[n, ...]`` each. A dict ``{group: [agents]}``: a dict of groups, ``[n, k, ...]`` each, with equal spaces within
-            a group. ``"auto"``: stack if the spaces are equal, else agents.
-        autoreset_mode: The mode of whole environments: ``AutoresetMode`` or its string value.
+        layout: ``"stack"``: observations and actions are arrays ``[n, A, ...]``; all spaces must be equal. ``"agents"``: a
+            dict with an array ``[n, ...]`` per agent. ``{group: [agents]}``: a dict with an array ``[n, k, ...]`` per group;
+            spaces must be equal within a group. ``"auto"``: stack if all spaces are equal, else agents.
+        autoreset_mode: The autoreset mode of whole environments: ``AutoresetMode`` or its string value.
         reward_dtype: The dtype of rewards.
         episode_end: An episode ends when no agent is left (``"all"``), or as soon as one agent ends (``"any"``; the others
             are truncated).
         state: Return ``env.state()`` as ``infos["state"]``, ``[n, *state]``.
-        action_mask: ``"auto"``: action masks of observations or infos are returned as ``infos["action_mask"]``, bool
-            ``[n, A, k]``, all True for agents that do not act; a dict of agents if k differs. ``None``: infos stay
+        action_mask: ``"auto"``: return the action masks of observations or infos as ``infos["action_mask"]``, bool
+            ``[n, A, k]`` (a dict of agents if k differs), all True for agents that do not act. ``None``: leave infos
             unchanged.
         pad_value: The observation of missing agents.
         seed_stride: ``reset(seed=s)`` seeds environment i with ``s + i * seed_stride``.
-        **engine: All other keyword arguments of :class:`~vecenv.AsyncVectorEnv`: ``num_workers``, ``batch_size``,
+        **engine: Other keyword arguments of :class:`~vecenv.AsyncVectorEnv`: ``num_workers``, ``batch_size``,
             ``on_failure``, ``step_timeout``, ``copy``, ``context`` and so on.
 
     Raises:
@@ -168,7 +168,7 @@ class MultiAgentVecEnv:
     ) -> MultiAgentVecEnv:  # fmt: skip
         """Build an EnvPool pool with several players per environment, such as ``"TicTacToe-v1"``; players are the agents.
 
-        It always has ``layout="stack"`` and next-step autoreset; turn-based games have the masks of
+        It always has ``layout="stack"`` and next-step autoreset; turn-based games have masks like
         :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and frames raise
         :class:`NotImplementedError`, and reset options raise :class:`ValueError`.
 
@@ -176,8 +176,8 @@ class MultiAgentVecEnv:
             task_id: EnvPool's name of the task.
             num_envs: The number of environments.
             reward_dtype, seed_stride: See the class.
-            batch_size: The rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
-            num_threads: The number of threads that step; ``None``: EnvPool's choice.
+            batch_size: The number of rows that :meth:`recv` returns, which must divide ``num_envs``; ``None``: all.
+            num_threads: The number of EnvPool's threads; ``None``: EnvPool's choice.
             **config: Options of the task.
 
         Raises:
@@ -290,7 +290,7 @@ class MultiAgentVecEnv:
         self._begun[begun] = True
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
-        """Return the result of :meth:`reset_async`; raises the errors of ``AsyncVectorEnv.reset_wait``."""
+        """Wait for the result of :meth:`reset_async` and return it. Errors are those of ``AsyncVectorEnv.reset_wait``."""
         return self._after_reset(*self._rows.reset_wait(timeout))
 
     def _after_reset(self, batch: Any, infos: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -307,13 +307,13 @@ class MultiAgentVecEnv:
         """Step all environments.
 
         Args:
-            actions: Actions in the layout of observations: ``[n, A, *a]`` (``[n, A, 1]`` too for ``Discrete``), or a dict of
-                agents ``[n, *a]`` or groups ``[n, k, *a]``. Only entries of agents with ``agent_mask`` are used; an agent
-                that acts in no environment may be omitted from a dict.
+            actions: Actions in the layout of observations: ``[n, A, *a]`` (for ``Discrete`` also ``[n, A, 1]``), or a dict
+                with ``[n, *a]`` per agent or ``[n, k, *a]`` per group. Only the entries that ``agent_mask`` marks are used;
+                an agent that acts in no environment may be omitted from a dict.
 
         Raises:
             ResetNeeded: An environment was not reset yet, or its episode has ended under ``AutoresetMode.DISABLED``.
-            ValueError, TypeError: Wrong shape or dtype, or the action of a live agent is missing; nothing was sent.
+            ValueError, TypeError: A shape or dtype is wrong, or the action of a live agent is missing; nothing was sent.
             Exception: The errors of ``AsyncVectorEnv.step``.
         """
         self.step_async(actions)
@@ -325,7 +325,7 @@ class MultiAgentVecEnv:
         self._rows.step_async(self._actions.checked(actions, self._all_rows, self._alive))
 
     def step_wait(self, timeout: float | None = None) -> Step:
-        """Return the result of :meth:`step_async`."""
+        """Wait for the result of :meth:`step_async` and return it."""
         batch, _, terminated, truncated, infos = self._rows.step_wait(timeout)
         return self._unpack(batch, terminated, truncated, infos, self._all_rows)
 
@@ -339,25 +339,25 @@ class MultiAgentVecEnv:
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
         within: float | None = None,
     ) -> Step:  # fmt: skip
-        """Return the results of ``step`` of the next ``count`` environments to finish (default ``batch_size``).
+        """Return the results of the next ``count`` environments that finish (default ``batch_size``), as from ``step``.
 
-        With ``at_least``, return at least that many, see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` are their
-        indices.
+        With ``at_least``, return at least that many; see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` contains
+        their indices.
         """
         batch, _, terminated, truncated, infos = self._rows.recv(timeout, count=count, at_least=at_least, within=within)
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
 
     def results_by_row(self, name: str, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
-        """Receive a result with the infos of single environments, for views.
+        """Wait for a result and return it with the infos of each environment, for views.
 
         Args:
             name: ``"reset_wait"`` or ``"step_wait"``.
             timeout: The timeout of that method.
 
         Returns:
-            The result of the method, with vecenv's infos but not the environments' own; and the latter, one dict per
-            environment: ``{"agents": {index: info}, "common": info}`` without empty entries, and ``"final_info"`` in the
-            same format.
+            The result of the method, in which ``infos`` has only the keys that vecenv adds; and the environments' own infos,
+            one dict per environment: ``{"agents": {index: info}, "common": info}`` without empty entries, and
+            ``"final_info"`` in the same format.
         """
         *results, infos = infos_by_row(self._rows).results(name, timeout)
         listed = infos.rows()
@@ -375,7 +375,7 @@ class MultiAgentVecEnv:
 
     def _require_begun(self, rows: Array) -> None:
         if self._rows.closed:
-            return  # (the engine raises its own error)
+            return  # the engine raises the error
         if new := rows[~self._begun[rows]].tolist():
             raise ResetNeeded(f"envs {new} have to be reset before their first step")
         if self.autoreset_mode is AutoresetMode.DISABLED and (over := rows[self._ended[rows]].tolist()):
@@ -390,7 +390,7 @@ class MultiAgentVecEnv:
         self, batch: Any, terminated: Bools, truncated: Bools, infos: dict[str, Any], rows: Array,
         untouched: Bools | None = None,
     ) -> Step:  # fmt: skip
-        """Convert the engine's batch to the caller's results; ``untouched``: environments that a reset left out."""
+        """Convert a batch of the engine to the results of a step. ``untouched`` marks environments that were not reset."""
         signals = batch["signals"]
         rewards = signals[:, 0].astype(self.reward_dtype)
         flags = dict(zip(FLAGS, np.not_equal(signals[:, 1:].swapaxes(0, 1), 0.0, order="C"), strict=True))
@@ -414,7 +414,7 @@ class MultiAgentVecEnv:
         return obs, rewards, flags["terminations"], flags["truncations"], out
 
     def _final(self, ends: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
-        """Return the infos of episodes that ended; writes their last rewards and flags, which belong to this step."""
+        """Return the infos of episodes that ended, and write their last rewards and flags into ``rewards`` and ``flags``."""
         ended = np.array([end is not None for end in ends])
         whole = zeros(self._tree, len(ends))
         for row in np.flatnonzero(ended).tolist():
@@ -430,7 +430,7 @@ class MultiAgentVecEnv:
         return found
 
     def _truncate_lost(self, lost: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
-        """Truncate all agents that were alive in environments that were restarted in this step."""
+        """Truncate the agents that were alive in environments that were restarted in this step."""
         rewards[lost] = 0.0
         flags["terminations"][lost] = False
         flags["truncations"][lost] = flags["transition_mask"][lost] = before[lost]
@@ -439,7 +439,7 @@ class MultiAgentVecEnv:
 
     reset_send, reset_fetch, step_send, step_fetch = reset_async, reset_wait, step_async, step_wait
 
-    if TYPE_CHECKING:  # for the forwarded attributes
+    if TYPE_CHECKING:  # the attributes that `forwarding` adds
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -448,8 +448,8 @@ class MultiAgentVecEnv:
     def exec_func(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Return ``func(env, *args, **kwargs)`` for the environments ``indices``, and ``None`` for the others.
 
-        ``env`` is the result of the ``env_fn``, so that changes by ``func`` persist; for :class:`StackedAgents`,
-        :class:`TurnBased` and RLlib's environments, it is the environment inside the adapter.
+        ``env`` is the object that the ``env_fn`` returned, so changes that ``func`` makes persist; for
+        :class:`StackedAgents`, :class:`TurnBased` and RLlib's environments, it is the environment inside the adapter.
         """
         self.exec_func_send(func, indices, *args, **kwargs)
         results: tuple[Any, ...] = self.exec_func_fetch()
@@ -495,14 +495,14 @@ class MultiAgentVecEnv:
         return made
 
     def thaw(self, frozen: Frozen, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Continue environments from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. There are no infos."""
+        """Continue environments from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. Infos are empty."""
         batch, _ = self._rows.thaw(frozen, into, reseed=reseed)
         rows = parse_rows(into, self.num_envs)
         self._set_agents(rows, [frozen.beside] * len(rows))
         return batch["obs"], {}
 
     def _known_of(self, row: int) -> Any:
-        """Return the state of an environment's agents on the caller's side, which its own state does not include."""
+        """Return the caller's records of an environment's agents, which the environment's own state does not include."""
         return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
 
     def _with_agents(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
@@ -510,7 +510,7 @@ class MultiAgentVecEnv:
         return Snapshots(one.having(beside=self._known_of(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _loaded(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
-        """Return the observations from ``load``; the engine refuses values that are not snapshots."""
+        """Call ``load``, restore the agents' state and return the observations. The engine rejects values of other types."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
             known = one.beside
@@ -555,7 +555,7 @@ class MultiAgentVecEnv:
 
 
 class DifferentEnvs(ValueError):
-    """Environments with other agents or spaces than the first one."""
+    """An error about environments that differ from the first one in their agents or spaces."""
 
 
 def _of_inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -568,19 +568,19 @@ def make_openrl(
     context: StartMethod | None = None, daemon: bool = True, worker: None = None, render_mode: str | None = None,
     auto_reset: bool = True, **engine: Any,
 ) -> OpenRLView:  # fmt: skip
-    """Build the equivalent of OpenRL's ``AsyncVectorEnv(env_fns, ...)``, with its arguments in its order.
+    """Build the equivalent of OpenRL's ``AsyncVectorEnv(env_fns, ...)``, with the same arguments in the same order.
 
     Args:
-        env_fns: Functions that build environments: with ``agent_num``, PettingZoo's parallel ones, or Gymnasium's.
-        observation_space, action_space: The spaces of one agent; those of the environments must be equal.
+        env_fns: Functions that build environments with ``agent_num``, parallel ones of PettingZoo, or Gymnasium's.
+        observation_space, action_space: The spaces of one agent; those of the environments must equal them.
         shared_memory, copy, context, daemon: See :class:`~vecenv.AsyncVectorEnv`.
-        worker: Must be ``None``: a worker function of OpenRL's uses its own protocol.
-        render_mode: The mode of the view.
+        worker: Must be ``None``: OpenRL's worker functions use their own protocol.
+        render_mode: The render mode of the view.
         auto_reset: ``False``: environments are reset only by ``reset(options={"reset_mask": ...})``.
         **engine: Options of :class:`~vecenv.MultiAgentVecEnv`: ``num_workers``, ``on_failure``, ``step_timeout`` ...
 
     Raises:
-        RuntimeError: The environments have other spaces.
+        RuntimeError: The spaces of an environment differ from the first one's, or from those given.
         TypeError: ``worker`` is given.
         Exception: The errors of :class:`~vecenv.MultiAgentVecEnv`.
     """
@@ -588,7 +588,7 @@ def make_openrl(
         raise TypeError("make_openrl takes no worker function: one of OpenRL's speaks to OpenRL's own pipes")
     mode = AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
     own: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
-    if shared_memory is not True:  # the default here, so not passed on
+    if shared_memory is not True:  # passed on, True would raise for spaces that cannot be shared
         own["shared_memory"] = shared_memory
     try:
         envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**own, **engine})

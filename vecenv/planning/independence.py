@@ -1,19 +1,18 @@
 """Checks if environments may share a process, by trying two of them in temporary processes.
 
-Every run is a fork of the probe's process, which has built no environment, so all runs start from the same state.
+Every run happens in a fork of the probe's process, which has built no environment, so all runs start from the same state.
 
 1. The first environment runs alone, in a process named like its worker. It is also described and timed there.
-2. Another one runs alone; the first is built beside it, their calls are interleaved with the same seeds and actions, the
-   other is closed, and the first runs again.
-3. If a value that an environment returned differs from the one that it returned alone, it runs alone twice more, with delays
-   and other addresses. Values that differ then as well (clocks, process ids) are ignored.
-4. Settings of the process that the two leave behind are compared with each other and with those at the start.
+2. In another process, a second environment runs alone; the first is built beside it, their calls alternate, with the same
+   seeds and actions as before; the second is closed, and the first runs again.
+3. If an environment returned other values than alone, it runs alone twice more, with delays and at other addresses. Values
+   that differ even then (clocks, process ids) are ignored.
+4. The process settings after these runs are compared with each other and with those at the start.
 
-A repeated run makes exactly the same calls. An environment makes two phases of three steps per run, and all runs together
-make at most `MAX_STEPS` steps.
+Repeated runs make exactly the same calls: two phases of up to three steps per environment; `MAX_STEPS` limits all together.
 
-What the probe does not find: effects that need more steps, or the end of a long episode; state of C libraries that affects
-no returned value; one object for two environments other than the pair (a worker compares the objects that it has built).
+The probe misses effects that need more steps or the end of a long episode, state of C libraries that affects no returned
+value, and one object built for two environments other than the pair (which a worker finds among those that it builds).
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ NOT_CHECKED: Final = "not checked"
 MAX_STEPS: Final = 64
 PHASE_STEPS: Final = 3
 _PHASE_SECONDS: Final = 0.02
-_MIN_SECONDS: Final = 5.0  # for all further runs, in addition to ten times the time of the first run
-_DELAYS: Final = (0.002, 0.003)  # two runs, because values may agree by chance
+_MIN_SECONDS: Final = 5.0  # limit of all further runs together, plus ten times the duration of the first run
+_DELAYS: Final = (0.002, 0.003)  # in two runs, because the values of one may agree by chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +59,9 @@ class Independence:
     Attributes:
         verdict: ``"independent"``, ``"shares state"``, ``"cannot tell"`` or ``"not checked"``.
         reason: The first reason for a verdict other than independent.
-        changes: Settings of the process that all of them change in the same way: they may share a worker, but not your
+        changes: Process settings that all environments change in the same way: they may share a worker, but not your
             program's process.
-        steps, builds: The numbers of steps and of environments that the probe made.
+        steps, builds: The number of steps that the probe made, and of environments that it built.
     """
 
     verdict: str = NOT_CHECKED
@@ -81,7 +80,7 @@ class Independence:
 
 
 def choose_pairs(env_fns: Sequence[Callable[[], Any]]) -> list[int]:
-    """Return the indices of the environments to try together with the first: the next one, and the first of another kind."""
+    """Return the indices of the environments to pair with env 0: env 1, and the first one of a kind different from both."""
     kinds = [getattr(env_fn, "__code__", env_fn) for env_fn in env_fns]
     others = [index for index, kind in enumerate(kinds) if index > 1 and all(kind is not known for known in kinds[:2])]
     return [*range(1, min(len(kinds), 2)), *others[:1]]
@@ -93,14 +92,14 @@ class Run:
 
     Attributes:
         record: The calls.
-        plan: The phase that repeats them.
+        plan: The arguments of :meth:`TriedEnv.phase` that repeat them.
         end: The number of the first call after the first phase.
         settings: Settings of the process after the run.
         modules: Modules imported during the run.
         steps, builds: The numbers of steps and of environments in that child.
         times: The times of the timed steps.
         other_record: In a shared process: the record of the other environment.
-        other_plan: In a shared process: the phase that repeats the other environment's calls.
+        other_plan: In a shared process: the arguments that repeat the other environment's calls.
         before, during: The other environment's calls before and after the first was built.
         other_settings: Settings of the process before the first was built.
     """
@@ -121,16 +120,16 @@ class Run:
 
 
 class _Undecided(Exception):
-    """A run is not possible."""
+    """A run that was not possible; the text gives the reason."""
 
 
 class IndependenceCheck:
-    """A comparison of environments in children of this process, which must not have built any.
+    """A comparison of environments in children of this process, which must not have built any environment.
 
     Args:
         env_fns: Functions that build the first environment and those to try together with it.
         indices: The environments' indices.
-        own_generators: Each environment has generators of its own.
+        own_generators: True if each environment has generators of its own.
         close_seconds: Time limit for the first environment's ``close()``.
     """
 
@@ -152,7 +151,7 @@ class IndependenceCheck:
         )
 
     def try_first(self, describe: Callable[[Any], None] | None, seconds: float) -> Run | PackedError | ChildEnd:
-        """Run the first environment alone and time its steps. ``describe`` is called with it before its first reset."""
+        """Run the first environment alone and time its steps. Call ``describe(env)`` before its first reset."""
         opened: list[Any] = []
 
         def close() -> None:
@@ -168,10 +167,10 @@ class IndependenceCheck:
         return run
 
     def compare(self, alone: Run) -> PackedError | None:
-        """Determine if the first environment may share a process with the others.
+        """Determine whether the first environment may share a process with the others.
 
         Returns:
-            An error if two functions returned the same object.
+            An error if two functions returned the same object, else ``None``.
         """
         if len(self._env_fns) == 1:
             self._compare_settings(alone, alone, alone.settings, alone.settings)
@@ -198,7 +197,7 @@ class IndependenceCheck:
         return run
 
     def _run_alone(self, place: int, name: int, plan: tuple[int, int], delay: float = 0.0) -> Run:
-        """Run one environment alone again, under the process name of the environment ``name``."""
+        """Run one environment alone again, under the process name of environment ``name``."""
         function = partial(_run_alone, self._env_fns[place], self._indices[name], min(place, 1), plan, delay)
         run = self._run(function, 2 * plan[0])
         if not isinstance(run, Run):
@@ -215,7 +214,7 @@ class IndependenceCheck:
             shares = died or (isinstance(both, PackedError) and _BESIDE in both.summary)
             self._add_reason(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
             return None
-        if _find_difference(both.before, both.during):  # otherwise it may merely count its resets
+        if _find_difference(both.before, both.during):  # the first affects it, or it just counts resets: run it alone
             first = self._run_alone(place, place, both.other_plan)
             self._compare_records(place, 0, first, both.other_record)
         if self._verdict != SHARES_STATE:
@@ -259,7 +258,7 @@ class IndependenceCheck:
         for name in names:
             old, theirs, ours, together = (each.get(name, (None,)) for each in (start, other, own, shared))
             if imported.get(name, (None,)) != old or (self._own and name in GENERATORS.values()):
-                continue  # the import of a module changes it, once per process
+                continue  # importing a module changes it, which happens once per process
             if name in GENERATORS.values():
                 advice = "which all environments of a process share; generators='own' gives each its own"
                 self._add_reason(SHARES_STATE, f"they draw from {name}, {advice}")
@@ -286,7 +285,7 @@ def _describe_failure(failure: PackedError | ChildEnd) -> str:
 
 
 def _find_difference(one: Record, other: Record, ignored: set[str] | frozenset[str] = frozenset()) -> Any:
-    """Return number, name and value of the first call that returned something else, or ``None``."""
+    """Return the number and name of the first call with different results, and the name of a differing value; or ``None``."""
     for number, ((call, values), (_, others)) in enumerate(zip(one, other, strict=False)):
         for name in {**values, **others}:
             if name not in ignored and values.get(name) != others.get(name):
@@ -298,7 +297,7 @@ def _find_difference(one: Record, other: Record, ignored: set[str] | frozenset[s
 
 
 def _name_process(index: int) -> set[str]:
-    """Name this process like a worker of its own; return the modules that are loaded."""
+    """Name this process like the worker of one environment, and return the names of loaded modules."""
     process: Any = multiprocessing.current_process()
     process.name, process._identity = f"Worker<AsyncVectorEnv>-{index}", (index + 1,)
     return set(sys.modules)
@@ -308,7 +307,7 @@ def _run_alone(
     env_fn: Callable[[], Any], index: int, place: int, plan: tuple[int, int] | None = None, delay: float = 0.0,
     *, describe: Callable[[Any], None] | None = None, opened: list[Any] | None = None,
 ) -> Run:  # fmt: skip
-    """Run an environment alone; the first time, ``plan`` is ``None`` and its steps are timed."""
+    """Run an environment alone. In the first run, ``plan`` is ``None`` and steps are timed."""
     modules = _name_process(index)
     tried = TriedEnv(env_fn, index, place, junk=int(delay * 2e6))
     states = read_states()
@@ -341,7 +340,7 @@ def _run_alone(
 def _run_together(
     env_fns: tuple[Callable[[], Any], Callable[[], Any]], indices: tuple[int, int], plan: tuple[int, int]
 ) -> Run:
-    """Run the second environment alone, then the first together with it, then the first when the second is closed."""
+    """Run the second environment alone, then both together, then the first alone after the second is closed."""
     modules = _name_process(indices[1])
     other = TriedEnv(env_fns[1], indices[1], 1)
     play(other.phase(PHASE_STEPS, PHASE_STEPS // 2, _PHASE_SECONDS))

@@ -1,4 +1,4 @@
-"""The replay of a record, which repeats the requests to its environment in this process."""
+"""Replays a flight record: repeats the requests to its environment in this process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _NUMBERS: Final = ("rewards", "terminations", "truncations")
 
 
 class ReplayResult(NamedTuple):
-    """The result of a replay: one of three verdicts, and a sentence.
+    """The result of a replay.
 
     Attributes:
-        which: The verdict.
-        text: The sentence.
+        which: The verdict: ``AGAIN``, ``DIFFERENT`` or ``CANNOT``.
+        text: A sentence that explains it.
         step: Number of the step that failed; ``None``: no step failed.
-        location: ``file:line in function`` of the failure; empty if it is not known or in this package.
+        location: ``file:line in function`` of the failure; empty if it is unknown or in this package.
         stack: The traceback of the exception, or the last Python stack of the process; empty if there is none.
     """
 
@@ -42,7 +42,7 @@ class ReplayResult(NamedTuple):
     def from_failure(
         cls, recorded: Failed | None, where: str, what: str, *, same: bool, more: str = "", **found: Any
     ) -> ReplayResult:
-        """Return the result of a replay that ended in a failure. ``same``: it is the recorded failure."""
+        """Return the result of a replay that ended in a failure. ``same``: the failure is the recorded one."""
         if same:
             return cls(AGAIN, f"happened again {where}: {what}{more}", **found)
         was = "nothing had failed" if recorded is None else f"recorded was: {recorded.text}"
@@ -54,15 +54,15 @@ class Replay:
 
     Args:
         header, record: The content of a file.
-        begin: Begin with the ``"latest"`` reset that has a seed, with the ``"first"`` one, or with the ``"snapshot"``.
-        change: A function that is applied to the environment before any request.
+        begin: ``"latest"`` or ``"first"``: begin with that reset among those with a seed; ``"snapshot"``: with the snapshot.
+        change: A function that replaces the built environment, such as a wrapper.
 
     Attributes:
         place: Index of the next step of the record.
         at: Number of the next step in the latest episode; negative: in an earlier one.
         env: The environment.
-        failure: The exception that it raised.
-        result: The result, at the end of :meth:`run`.
+        failure: The exception that the environment raised.
+        result: The result; ``None`` until :meth:`run` has ended.
 
     Raises:
         Unreadable: The record cannot be replayed. The text gives the reason.
@@ -105,7 +105,7 @@ class Replay:
     # -- where to begin -----------------------------------------------------------------------------------------------
 
     def _find_start(self, messages: list[Message], begin: str) -> tuple[list[Message], list[Message], int]:
-        """Return the messages to repeat first, those that follow, and the index of the first step."""
+        """Return the messages to repeat first, those to repeat later, and the index of the first step."""
         record = self.record
         starts = [start for number in range(len(messages)) if (start := self._start_at(messages, number)) is not None]
         if begin == "snapshot" or not starts:
@@ -130,12 +130,12 @@ class Replay:
         if name == "set_next_options":
             if not self._resets_itself(messages, place):
                 return None
-            begin, first = Message(place, "reset", arguments), place + 1  # the automatic reset is this step
+            begin, first = Message(place, "reset", arguments), place + 1  # step `place` is the automatic reset
         before = [one for one in messages[:number] if one.name in LASTING or self._waits(messages, one, place)]
         return before, [begin, *follows], first
 
     def _resets_itself(self, messages: list[Message], place: int) -> bool:
-        """True if a step is an automatic reset."""
+        """True if the step at ``place`` is an automatic reset."""
         if any(one.place == place and one.name in ("reset", "load") for one in messages):
             return False
         ends = self.record.columns["terminations"] | self.record.columns["truncations"]
@@ -180,11 +180,11 @@ class Replay:
         return self._rows.actions(None)[0]
 
     def run(self, until: int | None = None) -> Iterator[int]:
-        """Replay the record. Yield the number of each step before it is made, and 0 before each message; then set
-        :attr:`result`.
+        """Replay the record and set :attr:`result`. Yield the number of each step before it is made, and 0 before each
+        message.
 
         Args:
-            until: Number of the step in the latest episode before which to stop.
+            until: Number of the step in the latest episode before which the replay stops.
         """
         record = self.record
         failures, _ = self._rows.build()

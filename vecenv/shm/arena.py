@@ -1,17 +1,15 @@
-"""Anonymous shared memory: the block of a batch, and read-only arrays of which all processes use one copy.
+"""Anonymous shared memory: the block that holds a batch, and read-only arrays of which all processes use one copy.
 
-A memfd can be reached only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and
-is freed with the last process that holds it, however that process ends. All of it is allocated at once, so that a lack of
-memory is an error at the start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it while the
-caller uses it. Systems without memfds use an unlinked file, which has no seals; on systems without worker processes the
-block is private memory and has no file.
+A memfd is accessible only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is
+freed when the last process that holds it ends. All of it is allocated at once, so that a lack of memory is an error at the
+start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds use an
+unlinked file, which has no seals; on systems without worker processes, the block is private memory without a file.
 
-The kernel may grant an allocation for which there is not enough memory; the OOM killer then ends a process, and no error is
-returned. So the size is compared with what the machine and the control group have left, before anything is allocated.
+The kernel may grant an allocation that exceeds the available memory; the OOM killer then ends a process, and no error is
+returned. So the size is first compared with the memory that the machine and the control group have left.
 
-Without :func:`share`, each worker would have its own copy of a table that all environments read. It copies the table once,
-into memory that no process can write to any more, and returns plain NumPy arrays over that memory. :func:`place_of` finds
-the memory under such an array, and :mod:`vecenv.link.messages` sends its descriptor in place of the data.
+:func:`share` copies a table that all environments read into memory that no process can write to any more, and returns plain
+arrays over it. For such an array, :mod:`vecenv.link.messages` sends the descriptor from :func:`place_of`, not the data.
 """
 
 from __future__ import annotations
@@ -63,7 +61,7 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that can be allocated before the machine or its cgroup runs out of memory; ``None`` if unknown."""
+    """Return the number of bytes that the machine and its cgroup have left; ``None`` if it is unknown."""
     lines = [line.split() for line in kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
@@ -71,7 +69,7 @@ def available_memory() -> int | None:
 
 
 def _memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
-    """Create a file in memory with ``size`` zero bytes, fully allocated; -1 on systems without worker processes.
+    """Create a fully allocated file in memory with ``size`` zero bytes; no file (-1) on systems without worker processes.
 
     Args:
         size: Bytes.
@@ -79,7 +77,7 @@ def _memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: 
         message_start, advice: The beginning and the end of the error message.
 
     Raises:
-        ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
+        ArenaError: ``size`` exceeds the memory that the machine or its cgroup has left; the message gives both.
     """
     free = available_memory()
     if free is not None and size > free:
@@ -123,13 +121,13 @@ def _fill(descriptor: int, size: int) -> None:
 
 
 class Arena:
-    """A block of zeroed memory, shared with the processes that get it when they start.
+    """A block of zeroed memory, shared with processes that receive it when they start.
 
     Args:
         size: Bytes.
 
     Raises:
-        ArenaError: ``size`` is more than the machine or its cgroup has; both numbers are in the message.
+        ArenaError: ``size`` exceeds the memory that the machine or its cgroup has left; the message gives both.
     """
 
     def __init__(self, size: int) -> None:
@@ -154,7 +152,7 @@ class Arena:
         return self._file.number
 
     def close(self) -> None:
-        """Close the descriptor. In each process, the mapping remains as long as a NumPy view of it."""
+        """Close the descriptor. In each process, the mapping lives as long as a NumPy view of it."""
         self._file.close()
 
 
@@ -178,12 +176,12 @@ class Place(NamedTuple):
     strides: tuple[int, ...] | None
 
     def array(self, memory: Any) -> Array:
-        """Return the array, as a view of ``memory``, the block."""
+        """Return the array, as a view of the block ``memory``."""
         return np.ndarray(self.shape, self.dtype, memory, self.offset, self.strides)
 
 
 class SharedBlock(mmap.mmap):
-    """Read-only memory, with the descriptor by which other processes can map it."""
+    """Read-only memory, with a descriptor from which other processes can map it."""
 
     file: Descriptor
 
@@ -197,7 +195,7 @@ class SharedBlock(mmap.mmap):
 
     @classmethod
     def of(cls, size: int, places: Sequence[Place], arrays: Sequence[Array]) -> SharedBlock:
-        """Create a block on this machine that contains copies of ``arrays`` at ``places``.
+        """Create a block on this machine, with copies of ``arrays`` at ``places``.
 
         Raises:
             ArenaError: There is not enough memory.
@@ -231,7 +229,7 @@ def _copied(data: Any) -> SharedBlock:
 
 
 def place_of(array: Any) -> tuple[SharedBlock, Place] | None:
-    """Return the block that contains the data of an array, and the location there; ``None`` if no block does."""
+    """Return the block that contains the data of an array, and the location in it; ``None`` if there is no such block."""
     root = array
     while isinstance(root, np.ndarray):
         root = root.base
@@ -246,11 +244,11 @@ def share(data: _Data) -> _Data:
     """Copy an array, or the arrays of a dict, into memory that all worker processes share.
 
     Args:
-        data: An array, or a dict of arrays, of any dtype without objects. It is copied once, here.
+        data: An array or a dict of arrays, without Python objects. It is copied once, in this call.
 
     Returns:
         The same data in plain, read-only arrays. Functions that build environments may refer to them, or to views of them:
-        all workers read the same memory, with every start method, after restarts, and as spares. A Ray host gets one copy,
+        all workers, restarted and spare ones too, read the same memory, with every start method. A Ray host gets one copy,
         which its workers share. The memory is freed when no process has an array over it. An array that is pickled in
         another way, by ``set_attr`` for example, is copied.
 
@@ -272,7 +270,7 @@ def share(data: _Data) -> _Data:
     if not places:
         return data.copy()
     shared: list[Array]
-    if why_no_processes():  # there is only this process
+    if why_no_processes():  # this process is the only one
         shared = [array.copy() for array in named.values()]
         for array in shared:
             array.flags.writeable = False

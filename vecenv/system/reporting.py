@@ -1,9 +1,9 @@
-"""Warnings and log messages that cannot end a call.
+"""Warnings and log messages that cannot interrupt a call.
 
-A filter may turn warnings into exceptions: ``python -W error``, or a package of environments that sets one when it is
-imported. Raised in the middle of a call, such an exception would lose the call's result or leave workers running. So the
-engine uses :func:`warn` while a result is pending; if warnings are exceptions, it logs instead. A warning about arguments,
-before anything has changed, may raise.
+A filter may turn warnings into exceptions: that of ``python -W error``, or one that a package sets when it is imported.
+Raised in the middle of a call, such an exception would lose the call's result or leave workers running. So while a result is
+pending, the engine uses :func:`warn`, which then logs instead. A warning about arguments, before anything has changed, may
+raise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _log = logging.getLogger("vecenv")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn like Gymnasium; log as ``vecenv`` if a filter turns warnings into exceptions."""
+    """Warn through Gymnasium's logger, or log as ``vecenv`` if a filter turns warnings into exceptions."""
     try:
         gymnasium.logger.warn("%s", text, category=category)
     except Warning:
@@ -26,7 +26,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_error(text: str) -> None:
-    """Report an error like Gymnasium, which warns for that; log as ``vecenv`` if a filter turns warnings into exceptions."""
+    """Report an error through Gymnasium's logger, which warns; log as ``vecenv`` if a filter turns warnings into exceptions."""
     try:
         gymnasium.logger.error("%s", text)
     except Warning:
@@ -34,12 +34,12 @@ def log_error(text: str) -> None:
 
 
 class RestartLog:
-    """A log line for each restart and its cause, as ``vecenv``, up to a number of lines per period.
+    """A log of restarts and their causes, as ``vecenv``, with a limited number of lines per period.
 
     Args:
-        most: Lines within ``period``. Further restarts are counted, and the next line gives their number.
+        most: The maximum number of lines per ``period``. Further restarts are counted; the next line gives their number.
         period: Seconds.
-        clock: For tests.
+        clock: Returns the time; tests replace it.
     """
 
     def __init__(self, most: int = 5, period: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -52,7 +52,7 @@ class RestartLog:
         self._latest_cause = ""
 
     def log(self, cause: str) -> None:
-        """Report a restart before it happens."""
+        """Log a restart that is about to happen, or count it if the limit is reached."""
         now = self._clock()
         if now - self._began >= self._period:
             self._began, self._lines = now, 0
@@ -64,7 +64,7 @@ class RestartLog:
         _log.warning("vecenv restarts what failed: %s%s", cause, more)
 
     def close(self) -> None:
-        """Report the restarts that were counted since the last line."""
+        """Log the number of restarts since the last line."""
         held_back, self._held_back = self._held_back, 0
         if held_back:
             times = f"{held_back} more times" if held_back > 1 else "once more"

@@ -26,13 +26,13 @@ __all__ = ["assert_isolated"]
 def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0) -> None:
     """Assert that environments of one kind do not affect each other, and draw only from their own generators.
 
-    An environment that passes returns the same results for the same seeds, independent of the rest of its process. The check
+    An environment that passes returns the same results for the same seeds, independently of the rest of its process. The check
     misses draws that do not occur within ``steps`` steps with random actions. The shared generators are restored.
 
     Args:
         env_fn: Builds the environment; called several times.
-        steps: The number of steps, including resets at the ends of episodes.
-        seed: For the first reset, and for the actions.
+        steps: The number of steps; ended episodes are followed by resets.
+        seed: The seed of the first reset, and of the actions.
 
     Raises:
         AssertionError: The results depend on something outside the environment. The message names the generator, the
@@ -64,7 +64,7 @@ def _find_causes(runs: _Comparison) -> list[str]:
 
 
 class _Comparison:
-    """Runs of environments that should give the same results."""
+    """Runs of environments of one kind, which should all return the same results."""
 
     def __init__(self, env_fn: Callable[[], Any], steps: int, seed: int) -> None:
         self._env_fn, self._steps, self._seed = env_fn, steps, seed
@@ -95,7 +95,7 @@ class _Comparison:
                 env.close()
 
     def _run(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
-        """Step ``env``, and between its steps disturb it; return all its results by name."""
+        """Step ``env``, with ``disturbances`` between its steps, and return all its results by name."""
         results: dict[str, Any] = {}
         to_reseed = tuple(name for name in GENERATORS if name in disturbances)
         ended = True
@@ -150,7 +150,7 @@ class _Comparison:
 
 
 def _reseed(names: tuple[str, ...], seed: int) -> None:
-    """Seed the shared generators of these names."""
+    """Seed the shared generators with these names."""
     torch = torch_generator()
     seed_functions = random.seed, np.random.seed, None if torch is None else torch.manual_seed
     for name, seed_generator in zip(GENERATORS, seed_functions, strict=True):

@@ -1,8 +1,8 @@
 """``vecenv top``: the workers of running programs, as a live table or as one snapshot.
 
-Rates come from two states of the file that a program writes (:mod:`vecenv.engine.published`), and a worker's state from the
-kernel's data about its process. The programs themselves receive no request, so a program that hangs is visible too.
-Drawing is a function of the rows, the view and the height, so that tests need no terminal.
+Rates are computed from two readings of the file that a program writes (:mod:`vecenv.engine.published`); a worker's state
+comes from the kernel. The programs receive no requests, so a program that hangs is visible too. Drawing depends only on the
+rows, the view and the height, so that tests need no terminal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _LONGEST_NAME: Final = 80
-_LATE: Final = 1.5  # seconds without a reply after which a note is shown, and old rates are no longer valid
+_LATE: Final = 1.5  # seconds without a result, after which a note is shown and earlier steps no longer count
 _WAITS: Final = 0.95  # share of the time outside environments above which a stepping worker counts as waiting
 _HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
@@ -36,19 +36,19 @@ _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dea
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """One worker between two readings.
+    """The activity of one worker between two readings.
 
     Attributes:
-        index, pid: The worker and its process; the caller's own share has the program's pid.
+        index, pid: The worker's index and process id; for the caller's own share, the program's id.
         kind: ``"process"`` or ``"caller"``.
-        state: ``"stepping"``: it made steps; ``"waiting"``: it made steps in under a twentieth of the time; ``"busy"``: it
+        state: ``"stepping"``: it made steps; ``"waiting"``: they took less than a twentieth of the time; ``"busy"``: it
             computes, but made none; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
-        envs: (first, last) of its environments.
+        envs: The indices of its first and last environments.
         steps_per_second: The steps of all its environments.
         waiting: The share of the time that it was not inside an environment, 0 to 1.
         slowest_env: The environment with the longest latest sampled step, ``None`` before the first sample.
         slowest_env_seconds: The duration of that step.
-        restarts: The number of times its process was replaced since the program began to publish.
+        restarts: How often its process was replaced since the program began to publish.
     """
 
     index: int
@@ -71,7 +71,7 @@ class ProgramRow:
         name, pid, num_envs: The program, and its number of environments.
         steps_per_second: The steps of all workers.
         waiting: The share of the time that the program waited for its workers, 0 to 1.
-        since_answer: Seconds since the program received a result, up to half a second too many.
+        since_answer: Seconds since the program received a result, overestimated by up to half a second.
         resets, restarts, errors: Counts, as in ``envs.stats()``.
         workers: One row per worker.
     """
@@ -89,10 +89,10 @@ class ProgramRow:
 
 
 class Watcher:
-    """A reader of all programs; each :meth:`read` covers the time since the previous one.
+    """A reader of the statistics of running programs; each :meth:`read` covers the time since the previous one.
 
     Args:
-        pid: Only this program.
+        pid: Read only this program; ``None``: all.
 
     Attributes:
         left_out: The reason for each file that cannot be read.
@@ -101,12 +101,12 @@ class Watcher:
     def __init__(self, pid: int | None = None) -> None:
         self.left_out: list[str] = []
         self._pid = pid
-        self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the previous state, and the latest one
+        self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the two latest distinct states
 
     def read(self) -> list[ProgramRow]:
         """Return the running programs, sorted by process id and age.
 
-        A program that is new since the last reading is shown over the time since it began to publish.
+        The rates of a program that the previous reading lacks cover the time since it began to publish.
         """
         now: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}
         self.left_out = []
@@ -186,7 +186,7 @@ _PAGES: Final = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
 
 @dataclass
 class View:
-    """The choices made with keys: the order of the workers, and the first visible one."""
+    """The user's choices: the order of the workers, and the first visible one."""
 
     order: str = "worker"
     first: int = 0
@@ -211,14 +211,14 @@ def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None 
     Args:
         rows: The programs.
         left_out: The reason for each file that cannot be read.
-        view: The choices made with keys, limited here to existing workers; ``None``: all workers.
+        view: The user's choices, corrected to fit the existing workers; ``None``: draw all workers.
         height: The number of available lines.
     """
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    def line(text: str, style: str = "") -> Text:  # without markup: names come from the programs
+    def line(text: str, style: str = "") -> Text:  # no markup, because names come from the programs
         return Text(text, style, no_wrap=True, overflow="ellipsis")
 
     words = [line(f"Left out: {word}.", "dim") for word in left_out]
@@ -251,7 +251,7 @@ def _plain(name: str) -> str:
 
 
 def _summary(program: ProgramRow) -> tuple[str, str]:
-    """Summarize a program in two lines of a narrow terminal."""
+    """Summarize a program in two lines that fit a narrow terminal."""
     late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
     return (
         f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}",
@@ -318,7 +318,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _show(watcher: Watcher, interval: float) -> int:
-    """Show the workers and renew them every ``interval`` seconds, until ``q`` or Ctrl-C."""
+    """Show a table, updated every ``interval`` seconds, until ``q`` or Ctrl-C."""
     from rich.console import Console
     from rich.live import Live
 
@@ -343,14 +343,14 @@ def _show(watcher: Watcher, interval: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Yield a function that waits some seconds and returns the keys typed; restores the terminal afterwards."""
+    """Yield a function that waits up to some seconds and returns the keys typed; restore the terminal afterwards."""
     import termios
     import tty
 
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     try:
-        tty.setcbreak(terminal, termios.TCSADRAIN)  # keeps keys typed during the start
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # unlike the default, keeps keys typed before
         yield lambda seconds: os.read(terminal, 64) if select.select([terminal], [], [], seconds)[0] else b""
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)

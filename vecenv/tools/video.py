@@ -1,4 +1,4 @@
-"""Images and videos of environments: the frames of all of them as one image, and such images as a GIF or an MP4."""
+"""Tiles the frames of all environments into one image, and writes such images as an animated GIF or an MP4."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, g
     """Tile the frames of all environments into one image, row by row in the order of the environments.
 
     Args:
-        envs: Any vector environment made with ``render_mode="rgb_array"``, reset before.
-        columns: How many environments side by side; default: as many as make the image about as wide as high.
-        gap: Black pixels between them.
+        envs: Any vector environment with ``render_mode="rgb_array"`` that has been reset.
+        columns: The number of frames per line; default: the one that makes the image closest to a square.
+        gap: The number of black pixels between frames.
 
     Returns:
-        uint8 ``(rows * height + gaps, columns * width + gaps, 3)``. Grey frames become RGB; those smaller than the largest
-        are centred; of a list of frames (``"rgb_array_list"``) the last is taken.
+        uint8 ``(rows * height + gaps, columns * width + gaps, 3)``. Grey frames become RGB, frames smaller than the
+        largest are centred, and of a list of frames (``"rgb_array_list"``) the last is used.
 
     Raises:
-        ValueError: They were not built with a suitable ``render_mode``, or a frame is not an image; the error names the env.
+        ValueError: ``envs`` have another ``render_mode``, or a frame is not an image; the error names the environment.
     """
     mode = getattr(envs, "render_mode", None)
     if mode not in ("rgb_array", "rgb_array_list"):
@@ -80,7 +80,7 @@ def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -
 
 
 def _squarest(count: int, height: int, width: int) -> int:
-    """Return the number of columns with the squarest image; of two equal ones, the one with fewer empty places."""
+    """Return the number of columns that makes the image squarest; of two equal ones, the one with fewer empty places."""
 
     def oddness(columns: int) -> tuple[float, int]:
         rows = -(-count // columns)
@@ -93,7 +93,7 @@ def _squarest(count: int, height: int, width: int) -> int:
 
 
 def require_writer(path: Path) -> None:
-    """Raise unless videos of this name can be written: ValueError for the name, ImportError for a missing library."""
+    """Raise if no video can be written to ``path``: ValueError for its suffix, ImportError for a missing library."""
     needs = VIDEO_SUFFIXES.get(path.suffix.lower())
     if needs is None:
         raise ValueError(f"a video is written as {' or '.join(VIDEO_SUFFIXES)}, got {path.name!r}")
@@ -103,7 +103,7 @@ def require_writer(path: Path) -> None:
 
 
 def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0) -> int:
-    """Write images of one size as an animated GIF or an MP4, by the suffix of the file, and return their number.
+    """Write images of one size as an animated GIF or an MP4, depending on the suffix, and return their number.
 
     Args:
         images: Frames ``uint8 (height, width, 3)`` of one size, such as those of :func:`vecenv.render_grid`.
@@ -111,8 +111,8 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
         fps: Frames per second.
 
     Raises:
-        ValueError: The suffix is neither; there are no images.
-        ImportError: The library for it is missing; the error names the command that installs it.
+        ValueError: The file has another suffix, or there are no images.
+        ImportError: The library for this format is missing; the error names the command that installs it.
         OSError: The file cannot be written.
     """
     path = Path(path)
@@ -131,7 +131,7 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
 def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
     from PIL import Image
 
-    # one palette for all: no flicker, and frames that differ by little are small
+    # a common palette avoids flicker, and keeps frames that differ little small
     some = images[:: -(-len(images) // 8)]
     palette = Image.fromarray(np.concatenate(some)).quantize(256)
     first, *rest = [Image.fromarray(image).quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
@@ -141,6 +141,6 @@ def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
 def _write_mp4(images: list[Frame], path: Path, fps: float) -> None:
     from moviepy.video.io.ImageSequenceClip import ImageSequenceClip
 
-    # H.264 wants even sizes
+    # H.264 requires even widths and heights
     even = [np.pad(image, ((0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0))) for image in images]
     ImageSequenceClip(even, fps=fps).write_videofile(str(path), logger=None, audio=False)

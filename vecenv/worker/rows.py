@@ -1,12 +1,12 @@
-"""The environments of one worker, in their rows of the batch: built, stepped, reset, called and closed.
+"""Builds, steps, resets, calls and closes the environments of one worker, which are rows of the batch.
 
-:class:`EnvRows` is independent of processes and messages; the same object works in a worker process, in the caller's own
+:class:`EnvRows` is independent of processes and messages; the same class works in a worker process, in the caller's own
 process (``num_workers=0``, ``use_caller=True``) or on another machine. Results that do not fit into shared memory are
 returned in an :class:`Outcome`, which is empty for a plain step. A failure of one environment is recorded in the outcome and
 does not affect the others; a failed environment is closed at once and rebuilt by its next reset.
 
-The step loop is the hot path of the whole package: it uses local names for everything, and a table maps the autoreset mode
-to the function that is called at the end of an episode, and only there.
+The step loop is the hot path of the whole package. It uses only local variables, and the autoreset mode costs nothing until
+an episode ends: a table maps it to the function that is called then.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class EnvRows:
         worker: Index into the per-worker counters.
         plan: The settings that all workers share.
         batch: Views of the whole shared block.
-        interrupts: It is the caller's own process. Steps and resets raise ``KeyboardInterrupt``, and calls all exceptions of
-            signal handlers; in a worker these are an environment's own.
+        interrupts: True in the caller's own process: steps and resets raise ``KeyboardInterrupt``, and calls raise all
+            exceptions of signal handlers. In a worker, these are failures of an environment.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EnvRows:
         self.first, self.count, self.plan = first, len(env_fns), plan
         self.env_fns = list(env_fns)
         self.envs: list[gymnasium.Env[Any, Any] | None] = [None] * self.count
-        self.forked: list[bool] = []  # not empty in a copy of the worker that an environment forked; see leave_if_forked()
+        self.forked: list[bool] = []  # not empty if this process is a fork of the worker; see leave_if_forked()
         self.warnings: list[tuple[str, str]] = []
         self._returned_none = False
         self._warned_of_finished = False
@@ -69,7 +69,7 @@ class EnvRows:
         self._steps: list[Callable[[Any], Any]] = [partial(self._step_failed, k) for k in range(self.count)]
         self._used = [False] * self.count
         self._next: dict[int, tuple[Any, Any]] = {}  # row -> seed and options of the next episode that autoreset begins
-        self._offered: list[Any] = [None] * self.count  # the buffer for an environment with an observation_buffer
+        self._offered: list[Any] = [None] * self.count  # buffers of environments that write observations in place
         self._at_end = {
             AutoresetMode.NEXT_STEP: self._reset_next_step,
             AutoresetMode.SAME_STEP: self._reset_same_step,
@@ -84,7 +84,7 @@ class EnvRows:
             finals = [leaf[mine] for leaf in batch.final_observations]
             self._put_final = make_row_writer(self._tree, finals, first, self._warn)
         leaf = self._tree.leaf if self._tree is not None else None
-        # targets for observations that are one array, the common case; ``None`` refuses all
+        # fast targets for observations that are one array, the common case; assignment to `None[:]` raises
         self._direct_rows: list[Any] = [None] * self.count
         if leaf is not None and self._leaves:
             self._direct_rows = make_exact_rows(leaf, self._leaves[0])
@@ -105,7 +105,7 @@ class EnvRows:
         self._dirty = True  # info columns or final flags of some rows are set, perhaps by a previous worker that died
 
     def _writer(self, batch: Batch) -> RowWriter:
-        """Return the function that writes an observation of row k, or returns it for the outcome."""
+        """Return a function that writes an observation into row k, or returns it to be sent in the outcome."""
         tree, first = self._tree, self.first
         if tree is not None and batch.observations is not None:
             return make_row_writer(tree, self._leaves, first, self._warn)
@@ -135,11 +135,11 @@ class EnvRows:
         return f"{self.first}-{self.first + self.count - 1}"
 
     def note_running(self, k: int) -> None:
-        """Record the environment that is about to be called, for the caller if this worker dies in it; -1: none."""
+        """Record the environment that is about to be called (-1: none), so that the caller can name it if this worker dies."""
         self._running_cell[0] = k
 
     def guard_settings(self) -> None:
-        """Prepare a warning for several environments that change settings of the process. Called before they are built."""
+        """If there are several environments, watch for changes of process settings. Called before they are built."""
         if self.count > 1:
             self.guard = SettingsGuard(self._name_running)
             self.guard.watch_calls()
@@ -161,7 +161,7 @@ class EnvRows:
             self.warnings.append(("settings: generators", describe_draws("an environment", guard.draws)))
 
     def _check_clients(self) -> None:
-        """Report several environments that use one client of a physics library, when all of them have been reset."""
+        """Warn once all environments have been reset, if several use the same client of a physics library."""
         if self._clients_checked or not all(self._used):
             return
         self._clients_checked = True
@@ -173,13 +173,13 @@ class EnvRows:
             ))  # fmt: skip
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
-        """Build all environments. Return the failures, and (env, name of the space, its repr) for mismatching spaces."""
+        """Build all environments. Return the failures, and (env, name of the space, its repr) for each mismatching space."""
         failures: list[Failure] = []
         mismatches: list[tuple[int, str, str]] = []
         rows: dict[int, int] = {}
         for k in range(self.count):
             self.note_running(k)
-            if k == 1 and self.guard is not None:  # now with the settings of the first, and of the modules that it imported
+            if k == 1 and self.guard is not None:  # ignore changes by the first one, and by its imports
                 self.guard.restart()
             try:
                 env = self._build(k)
@@ -226,7 +226,7 @@ class EnvRows:
         return self._env(k)
 
     def _step_by_reset(self, k: int, _: Any) -> Any:
-        """Reset, ignoring the action: the step after an episode's end in next-step mode."""
+        """Reset the environment and ignore the action: the step after an episode's end in next-step mode."""
         self._steps[k] = self._env(k).step
         observation, info = self._begin_next(k)
         return observation, 0.0, False, False, info
@@ -270,20 +270,20 @@ class EnvRows:
         return getattr(self._steps[k], "func", None) == self._step_by_reset
 
     def leave_if_forked(self) -> None:
-        """End a copy of the worker that an environment forked and that has returned into this code.
+        """End this process if it is a fork of the worker: an environment called ``fork()``, and its child returned to here.
 
-        It is not the worker, so its results must never be written into the rows.
+        Its results must never be written into the rows, which belong to the worker.
         """
         if self.forked:
             os._exit(0)
 
     def _let_through(self, error: BaseException) -> None:
-        """Raise the user's interruption, in the caller's own process."""
+        """Raise ``KeyboardInterrupt`` again if this is the caller's own process."""
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
 
     def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
-        """Convert a reward or flag that is no plain Python number, like Gymnasium; an array of size 1 is squeezed."""
+        """Convert a reward or flag that is not a plain Python number, as Gymnasium does; an array of size 1 is squeezed."""
         if isinstance(value, (np.bool_, np.floating, np.integer, int)):
             return kind(value)
         try:
@@ -311,18 +311,18 @@ class EnvRows:
         return out
 
     def forget(self) -> None:
-        """Release everything, beginning with the shared memory. The object is unusable afterwards."""
+        """Release everything, including the shared memory. The object is unusable afterwards."""
         self.__dict__.clear()
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
     def chosen(self, seq: int) -> Array:
-        """Return the rows that message ``seq`` is about, in order."""
+        """Return the rows that message ``seq`` selects, in order."""
         rows: Array = (self._requested == seq).nonzero()[0]  # 3x faster than `flatnonzero`
         return rows
 
     def _begin(self, ks: Sequence[int] | None) -> None:
-        """Begin a step or a reset of some rows (``None``: all): clear what the latest one left behind."""
+        """Begin a step or a reset of some rows (``None``: all) by clearing the results of the previous one."""
         if not self._out.is_plain():
             self._out = Outcome()
         if self._dirty:
@@ -380,7 +380,7 @@ class EnvRows:
             self._times.count(clock() - began, len(steps))
         return self._finish()
 
-    # The ends of episodes, one function per autoreset mode, from (observation, info) to (observation, info).
+    # Called at the end of an episode, one function per autoreset mode; they return the observation and info of the step.
 
     def _reset_next_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
         self._steps[k] = partial(self._step_by_reset, k)
@@ -391,7 +391,7 @@ class EnvRows:
         return observation, info
 
     def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
-        # Both are copied before the reset: an environment may reuse the objects that it returned.
+        # Info and observation are copied before the reset: an environment may reuse the objects that it returned.
         if isinstance(info, dict):
             info = deepcopy(info)
         kept = self._kept_final(k, observation)
@@ -441,7 +441,7 @@ class EnvRows:
                 self.note_running(k)
                 observation, info = self._reset(k, seed, own)
                 self.leave_if_forked()
-                if self.guard is not None and self.guard.first_reset:  # the others should leave the same settings
+                if self.guard is not None and self.guard.first_reset:  # later resets should change no more settings
                     self.guard.restart()
                     self.guard.first_reset, self.guard.due = False, True
                 self._steps[k] = self._first_step(k, pending)
@@ -457,7 +457,7 @@ class EnvRows:
         return self._finish()
 
     def rebuild(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool) -> Outcome:
-        """Replace the environments of rows ``ks`` by new ones (unless they are new already), and reset those."""
+        """Replace the environments of rows ``ks`` by new ones, unless they are unused, and reset them."""
         for k in range(self.count) if ks is None else ks:
             if self._used[k]:
                 self._drop(k)
@@ -494,12 +494,12 @@ class EnvRows:
         return self._each(ks, lambda k: function(self._env(k), *args, **kwargs))
 
     def _each(self, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
-        """Call a function of a row for each of the rows ``ks``, and return the results.
+        """Call ``function(k)`` for each of the rows ``ks``, and return the results.
 
         Args:
             ks: The rows.
             function: The function.
-            fatal: Close an environment for which it fails, because its state is unknown.
+            fatal: True: close an environment if its call fails, because its state is then unknown.
         """
         out = Outcome()
         for k in ks:
@@ -570,7 +570,7 @@ class EnvRows:
         self._close_env(k)
 
     def _close_env(self, k: int) -> BaseException | None:
-        """Close an environment, and return its exception. Its row may belong to another worker by now."""
+        """Close an environment, and return its exception. Its row is not changed: it may belong to another worker by now."""
         env, self.envs[k] = self.envs[k], None
         self._steps[k] = partial(self._step_failed, k)
         self._used[k] = False
@@ -585,7 +585,7 @@ class EnvRows:
 
 
 def _cause_of(error: BaseException) -> BaseException:
-    """Return the exception from which one of vecenv's was raised, at any depth."""
+    """Return the original exception behind one of vecenv's, at any depth."""
     while isinstance(error, VecEnvError) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -595,7 +595,7 @@ def _action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) -> Ca
     """Return a function that reads actions of some rows (``None``: all) from shared memory: scalars or writeable arrays."""
 
     def copies(leaf: Array, ks: Array | None) -> Sequence[Any]:
-        """Return rows of a copy made at once, never views of the shared block."""
+        """Return rows of one copy, never views of the shared block."""
         return list(leaf.copy() if ks is None else leaf[ks])
 
     def scalars(ks: Array | None) -> Sequence[Any]:
@@ -613,7 +613,7 @@ def _action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) -> Ca
 
 
 class StepClock:
-    """A clock for a worker's environments, which samples: reading the time twice takes a tenth of a CartPole step.
+    """A sampling clock for the steps of a worker, as reading the time twice takes a tenth of a CartPole step.
 
     The shorter messages are, the fewer of them are timed, but at least one in 32, so that a single long one cannot represent
     very many.
@@ -623,7 +623,7 @@ class StepClock:
         seconds, steps: Cells of shared memory: this worker's time in steps, and the number of steps.
 
     Attributes:
-        untimed: Number of coming messages that are not timed.
+        untimed: The number of messages to come that are not timed.
     """
 
     def __init__(self, each: Array, seconds: Any, steps: Any) -> None:
@@ -639,7 +639,7 @@ class StepClock:
         return [self._timed(k, step) for k, step in enumerate(steps)]
 
     def count(self, elapsed: float, steps: int) -> None:
-        """Count a timed message, for itself and for the untimed ones before it."""
+        """Count a timed message, also on behalf of the untimed ones before it."""
         self._seconds[0] += self._weight * elapsed
         self._steps[0] += self._weight * steps
         self.untimed = min(_UNTIMED_MOST, int(_LONG / max(elapsed, 1e-9)))
@@ -647,7 +647,7 @@ class StepClock:
         self._counted += 1
 
     def add(self, elapsed: float, each: Iterable[tuple[int, float]]) -> None:
-        """Add time spent outside of the counted messages, and the times of single rows in it."""
+        """Add time that was spent outside of counted messages, and the step times of single rows in it."""
         self._seconds[0] += elapsed
         for k, seconds in each:
             self._each[k] = seconds

@@ -1,4 +1,4 @@
-"""Identical environments, including those built after an attribute of all of them was set."""
+"""Environments that are all equal, including those that are built after ``set_attr``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cloudpickle
 
 
 def require_equal(env_fns: Sequence[Callable[[], Any]]) -> None:
-    """Raise if functions build different environments: any environment may run the episodes of any row."""
+    """Raise if functions build different environments; with spare workers, any of them may run the episodes of any row."""
     first = env_fns[0]
     blob: bytes | None = None
     for row, env_fn in enumerate(env_fns):
@@ -28,7 +28,7 @@ def require_equal(env_fns: Sequence[Callable[[], Any]]) -> None:
 
 
 class EqualEnvBuilder:
-    """A function that builds an environment with the attributes that ``set_attr`` set in all of them.
+    """A function that builds an environment and sets the attributes that ``set_attr`` has set in all others.
 
     Args:
         env_fn: Builds the environment, which may run the episodes of any row.
@@ -47,7 +47,7 @@ class EqualEnvBuilder:
         return env
 
     def __getstate__(self) -> dict[str, Any]:
-        # without attributes for a flight record: it begins before they were set, and contains the calls that set them
+        # a flight record gets no attributes: it begins before they were set, and contains the calls that set them
         starts_process = get_spawning_popen() is not None
         return vars(self) if starts_process else {**vars(self), "_attributes": {}}
 
@@ -62,9 +62,9 @@ class EqualEnvBuilder:
 
 
 _BUILDERS: Final[weakref.WeakValueDictionary[str, EqualEnvBuilder]] = weakref.WeakValueDictionary()
-"""The builder of each process, by its token."""
+"""The builders of this process, by token."""
 
 
 def keep_attribute(env: Any, token: str, name: str, value: Any) -> None:
-    """Set an attribute in the environment that is built if ``env`` fails; runs in a worker."""
+    """Set an attribute in the environments that replace ``env`` after a failure. Runs in a worker, by ``exec_func``."""
     _BUILDERS[token].keep(name, value)

@@ -336,7 +336,7 @@ class Slots:
         slot.cancel_timer = self._loop.call_later(self.cancel_timeout, self._end_cancelled, slot, request, begun)
 
     def _end_cancelled(self, slot: Slot, request: Any, begun: bool) -> None:
-        """Kill the worker if it spent all that time on this request (``begun``), not on earlier ones; otherwise wait again."""
+        """Kill the worker if it spent all that time on this request (``begun``), not on earlier ones; otherwise wait on."""
         slot.cancel_timer = None
         if slot.request is not request:
             return

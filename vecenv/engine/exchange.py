@@ -1,11 +1,11 @@
 """The exchange of messages with workers: submits requests, waits, applies replies, and handles failures.
 
 A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
-and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can be
-repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()`` raises
-``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards, because
-a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are stepped inside
-a block.
+and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can
+be repeated. An exception in a *block* may lose a request or a result: ``changing`` stays set, every call but ``reset()``
+raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only queue messages, which are written afterwards,
+because a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are
+stepped inside a block.
 
 Replies and restarts are described in docs/architecture.md: *The life of a step*, *The life of a failure*.
 """
@@ -143,7 +143,7 @@ class Exchange:
         self.flush()
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, by_row: bool) -> None:
-        """Send a reset of some rows, and replace their dead workers. Unless it is by row, drop all pending requests first."""
+        """Send a reset of some rows, and replace their dead workers. Unless it is by row, first drop all pending requests."""
         payloads = [
             self.pool.pickled(worker, _reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
         ]
@@ -379,7 +379,7 @@ class Exchange:
             self.unraised.append((error, bad))
 
     def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
-        """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raise the next exception in ``unraised``.
+        """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises what is ``unraised``.
 
         With ``least`` (number, time), that number is enough from that time on, or if no more rows are in flight.
         """
@@ -488,8 +488,8 @@ class Exchange:
     def _wait_for_all(self, deadline: float | None) -> bool:
         """Wait until no worker has a pending message; ``False`` if the deadline passes first.
 
-        It waits for one worker after another: when the first has replied, most others have too, so the caller wakes up once or
-        twice per step and not once per reply.
+        It waits for one worker after another: when the first has replied, most others have too, so the caller wakes up once
+        or twice per step and not once per reply.
         """
         pool, workers = self.pool, self.pool.processes
         local = pool.local

@@ -120,8 +120,8 @@ class FailureLog:
     def record_late(self, error: StepTimeout, workers: Sequence[WorkerProcess]) -> None:
         """Record each worker that exceeded ``step_timeout`` and is not killed.
 
-        The observers are notified of all rows at once, running ones first. Their notes are about the first row, and are added
-        to ``error`` and to the record of that row's worker.
+        The observers are notified of all rows at once, running ones first. Their notes are about the first row, and are
+        added to ``error`` and to the record of that row's worker.
         """
         rows = [(worker.running_row, row) for worker in workers for row in worker.rows]
         ordered = [row for running, row in sorted(rows, key=lambda pair: pair[0] != pair[1])]
@@ -220,8 +220,9 @@ class Policy:
         restart_limit, restart_period: See :class:`~vecenv.system.restart_budget.RestartBudget`.
         step_timeout: Seconds after which a reset or a step counts as hanging; ``None`` for no limit.
         start_timeout: Seconds that a worker has for building its environments; ``None`` for no limit.
-        logs_like_gymnasium: Log exceptions of environments as Gymnasium's class does, before they are raised: programs written
-            for that class, and its own tests, count these lines. No worker is shut down here, although a line reports it.
+        logs_like_gymnasium: Log exceptions of environments as Gymnasium's class does, before they are raised: programs
+            written for that class, and its own tests, count these lines. No worker is shut down here, although a line
+            reports it.
     """
 
     restart: bool = False

@@ -14,7 +14,8 @@ class Capabilities:
 
     Attributes:
         backend: ``"process"``, ``"ray"``, ``"envpool"``, ``"jax"`` or ``"native"``.
-        attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``, ``set_next_options``, which need Python environments.
+        attributes: ``call``, ``get_attr``, ``set_attr``, ``exec_func``, ``set_next_options``, which need Python
+            environments.
         first_ready: ``send`` to some environments, and ``recv`` from those that finish first.
         timeouts: Timeouts, as in ``step_wait(timeout)``.
         row_seeds: Arbitrary seeds, one per row; without it, a single seed for all.

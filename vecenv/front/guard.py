@@ -1,8 +1,8 @@
 """The guard of a vector environment, which admits one call at a time.
 
-A driver sets ``changing`` while it changes its state. If a signal handler raises then, ``changing`` stays set, and every call
-but a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the result: CPython runs
-signal handlers after calls and at jumps, and that line has neither.
+A driver sets ``changing`` while it changes its state. If a signal handler raises then, ``changing`` stays set, and every
+call but a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the result: CPython
+runs signal handlers after calls and at jumps, and that line has neither.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAs
 _BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 _RESETS: Final = ("reset", "reset_async")
 _WAITS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
-"""Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, or a bare TypeError or ValueError."""
+"""Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, a TypeError or a ValueError."""
 
 
 class CallState:

@@ -316,8 +316,8 @@ def _is_mask(key: str, infos: Mapping[Any, Any]) -> bool:
 def info_rows(infos: Mapping[Any, Any], count: int) -> list[dict[Any, Any]]:
     """Split a dict of arrays with masks into one info per row.
 
-    Use it for vector environments of other libraries; for those of this package see :func:`vecenv.infos_by_row`. Numbers from
-    columns of bool, int64 or float64, in which Gymnasium stores Python numbers, become Python numbers again.
+    Use it for vector environments of other libraries; for those of this package see :func:`vecenv.infos_by_row`. Numbers
+    from columns of bool, int64 or float64, in which Gymnasium stores Python numbers, become Python numbers again.
     """
     rows: list[dict[Any, Any]] = [{} for _ in range(count)]
     for key in own_keys(infos):

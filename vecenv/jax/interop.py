@@ -5,8 +5,8 @@ one constant into the program. The spaces of :func:`jax_space` draw with JAX in 
 trace; otherwise they behave like the original ones (they compare equal, and are batched and pickled in the same way).
 
 Another library gets copies if it can write to its arrays. NumPy gets a fresh, writeable copy per array in the dtype of its
-space, because Gymnasium's wrappers write to their inputs. torch can write to a buffer that DLPack shares, so it shares copies
-made on the device. JAX arrays cannot be written to and are passed unchanged.
+space, because Gymnasium's wrappers write to their inputs. torch can write to a buffer that DLPack shares, so it shares
+copies made on the device. JAX arrays cannot be written to and are passed unchanged.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
 
 
 def keys_from(seed: int | None, count: int) -> np.ndarray[Any, Any]:
-    """Return raw keys of ``count`` environments for a reset, from the seeds ``seed + i``; ``None``: from unpredictable ones."""
+    """Return raw keys of ``count`` environments for a reset, from the seeds ``seed + i``, or random ones for ``None``."""
     return seed_keys(entropy_seeds(count) if seed is None else [seed + i for i in range(count)])
 
 

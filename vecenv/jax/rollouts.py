@@ -3,9 +3,9 @@
 ``env.step`` is called once per transition: never to learn a shape, after the last transition, or for a discarded result.
 
 A policy is ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a recurrent
-policy (``()`` for others), which the policy resets (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) is True: there
-``obs`` begins an episode. ``extras`` is a dict of arrays to keep with the transition. :func:`stateless` wraps a simpler
-function.
+policy (``()`` for others), which the policy resets (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) is True:
+there ``obs`` begins an episode. ``extras`` is a dict of arrays to keep with the transition. :func:`stateless` wraps a
+simpler function.
 
 Evaluations count whole episodes, each once; later steps of a row are masked. The gradient through a rollout of a physical
 system can grow exponentially with its length, and the memory for it grows linearly, so :func:`truncated_bptt` cuts rollouts
@@ -284,7 +284,7 @@ def fast_eval_rollout_episode(
 
 
 def _in_any_lane(state: EnvState, going: Array) -> Array:
-    """Return ``going``; for a bridged environment over all lanes of a ``vmap``, because they can only be stepped together."""
+    """Return ``going``; for a bridged environment over all lanes of a ``vmap``, which can only be stepped together."""
     if state.token is None:
         return going
     return _anywhere(going)  # type: ignore[no-any-return]

@@ -91,11 +91,11 @@ class MultiAgentVecEnv:
     ``(observations, infos)``. It is not a ``gymnasium.vector.VectorEnv``, which has rewards ``(num_envs,)``;
     :meth:`flatten_agents` returns one.
 
-    ``infos`` always contains ``agent_mask``, bool ``[n, A]``: the agent is present and must act next; and ``transition_mask``,
-    bool ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a reset). After a step it
-    also contains ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no agent was truncated. The step
-    in which an agent dies returns its last observation, reward and flags; later, its row is padding: observation
-    ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` describes the rest.
+    ``infos`` always contains ``agent_mask``, bool ``[n, A]``: the agent is present and must act next; and
+    ``transition_mask``, bool ``[n, A]``: the agent acted, so its reward and flags belong to a transition (False after a
+    reset). After a step it also contains ``env_done``, bool ``[n]``, and ``env_terminated``, bool ``[n]``: done, and no
+    agent was truncated. The step in which an agent dies returns its last observation, reward and flags; later, its row is
+    padding: observation ``pad_value``, reward 0, flags and masks False. ``docs/multi_agent.md`` describes the rest.
 
     Args:
         env_fns: Functions that build the environments: PettingZoo's parallel ones, RLlib's ``MultiAgentEnv``, or ones with

@@ -285,7 +285,7 @@ def _describe_failure(failure: PackedError | ChildEnd) -> str:
 
 
 def _find_difference(one: Record, other: Record, ignored: set[str] | frozenset[str] = frozenset()) -> Any:
-    """Return the number and name of the first call with different results, and the name of a differing value; or ``None``."""
+    """Return number and name of the first call with different results, and the name of a differing value; or ``None``."""
     for number, ((call, values), (_, others)) in enumerate(zip(one, other, strict=False)):
         for name in {**values, **others}:
             if name not in ignored and values.get(name) != others.get(name):

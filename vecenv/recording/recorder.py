@@ -4,8 +4,8 @@ A *tick* is a step of all environments or of some. Its actions are copied into a
 rewards and flags when its result is returned. A *message* is any other request, a reset or a call that may change
 environments, pickled when it is submitted. Positions count ticks. A step of all environments is *open* from its announcement
 to its result. If another is announced meanwhile, the first was never submitted, because a signal handler raised in between,
-unless a failure or a reset came after it. A row's history begins after its *birth*, the tick in which its predecessor failed.
-The *log*, a list of bytes, stores steps of all environments, with actions of the space's own dtype, in very few
+unless a failure or a reset came after it. A row's history begins after its *birth*, the tick in which its predecessor
+failed. The *log*, a list of bytes, stores steps of all environments, with actions of the space's own dtype, in very few
 instructions. Any other event first moves the log into the ring.
 """
 

@@ -26,7 +26,7 @@ if sys.platform != "win32":
 
 
 class Descriptor:
-    """A file descriptor, open until :meth:`close`. It can be pickled during the start of a process, which gets a duplicate."""
+    """A file descriptor, open until :meth:`close`. Pickled during the start of a process, it gives that a duplicate."""
 
     __slots__ = ("_cell",)
 

@@ -26,8 +26,8 @@ __all__ = ["assert_isolated"]
 def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0) -> None:
     """Assert that environments of one kind do not affect each other, and draw only from their own generators.
 
-    An environment that passes returns the same results for the same seeds, independently of the rest of its process. The check
-    misses draws that do not occur within ``steps`` steps with random actions. The shared generators are restored.
+    An environment that passes returns the same results for the same seeds, independently of the rest of its process. The
+    check misses draws that do not occur within ``steps`` steps with random actions. The shared generators are restored.
 
     Args:
         env_fn: Builds the environment; called several times.

@@ -23,9 +23,10 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     """A recorder of episode statistics: Gymnasium's wrapper of the same name, also for ``send`` and ``recv``.
 
     Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
-    ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover ``step``,
-    ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. The statistics of a
-    running episode are saved and loaded with its environment. All other attributes are the vector environment's own.
+    ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover
+    ``step``, ``step_wait`` and ``recv``, every autoreset mode, and resets by a mask or of single environments. The
+    statistics of a running episode are saved and loaded with its environment. All other attributes are the vector
+    environment's own.
 
     Args:
         env: A vector environment of any engine that returns NumPy arrays.

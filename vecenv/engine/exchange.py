@@ -143,7 +143,7 @@ class Exchange:
         self.flush()
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, by_row: bool) -> None:
-        """Send a reset of some rows, and replace their dead workers. Unless it is by row, first drop all pending requests."""
+        """Send a reset of some rows, and replace their dead workers. Unless ``by_row``, first drop all pending requests."""
         payloads = [
             self.pool.pickled(worker, _reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
         ]

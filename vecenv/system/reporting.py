@@ -18,7 +18,7 @@ _log = logging.getLogger("vecenv")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn through Gymnasium's logger, or log as ``vecenv`` if a filter turns warnings into exceptions."""
+    """Warn through Gymnasium's logger, or log as ``vecenv`` if warnings are turned into exceptions."""
     try:
         gymnasium.logger.warn("%s", text, category=category)
     except Warning:
@@ -26,7 +26,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_error(text: str) -> None:
-    """Report an error through Gymnasium's logger, which warns; log as ``vecenv`` if a filter turns warnings into exceptions."""
+    """Report an error through Gymnasium's logger, which warns; log as ``vecenv`` if warnings are turned into exceptions."""
     try:
         gymnasium.logger.error("%s", text)
     except Warning:

@@ -127,7 +127,7 @@ class _Asked:
 
 
 def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any], drawn: list[str]) -> tuple[str, str]:
-    """Run a check and return its state and reason. Append its engines to ``built``, and generators drawn from to ``drawn``."""
+    """Run a check; return its state and reason. Append its engines to ``built``, and generators drawn from to ``drawn``."""
     states = None
     try:
         engine = engine_named(name)

@@ -147,7 +147,7 @@ def _execute_spec(spec: ModuleSpec) -> None:
 
 
 def _execute(code: Callable[[], CodeType], **names: Any) -> None:
-    """Run code as ``__main__``, and keep that module: the program's threads and exit handlers may use it after the last line.
+    """Run code as ``__main__``, and keep that module, which the program's threads and exit handlers may use later.
 
     ``runpy`` would remove the module afterwards.
     """

@@ -135,7 +135,7 @@ class EnvRows:
         return f"{self.first}-{self.first + self.count - 1}"
 
     def note_running(self, k: int) -> None:
-        """Record the environment that is about to be called (-1: none), so that the caller can name it if this worker dies."""
+        """Record the environment about to be called (-1: none), so that the caller can name it if this worker dies."""
         self._running_cell[0] = k
 
     def guard_settings(self) -> None:

@@ -26,7 +26,7 @@ _OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAs
 _BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 _RESETS: Final = ("reset", "reset_async")
 _WAITS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
-"""Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, or a plain TypeError or ValueError."""
+"""Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, a bare TypeError or ValueError."""
 
 
 class CallState:

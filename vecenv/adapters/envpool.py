@@ -27,7 +27,7 @@ Step = tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], npt.NDArray[np
 def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
     """Wrap a vector environment in the interface of ``envpool.make_gymnasium``; closing the wrapper closes ``envs``.
 
-    ``as_envpool(vecenv.make_vec("CartPole-v1", 8, vector_kwargs={"batch_size": 4}))`` replaces
+    ``as_envpool(vecenv.make_vec("CartPole-v1", 8, batch_size=4))`` replaces
     ``envpool.make_gymnasium("CartPole-v1", num_envs=8, batch_size=4)``.
 
     Args:

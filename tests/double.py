@@ -57,7 +57,9 @@ class DoubleVectorEnv(VectorEnvBase[Any, Any, Any]):
 class _Memory(LockstepDriver):
     """A :class:`vecenv.front.driver.Driver` that computes a result when it is requested, and returns it when it is ready."""
 
-    why_not: ClassVar[Mapping[str, str]] = {**LockstepDriver.why_not, "attributes": "its environments are rows of arrays"}
+    missing_reasons: ClassVar[Mapping[str, str]] = {
+        **LockstepDriver.missing_reasons, "attributes": "its environments are rows of arrays"
+    }  # fmt: skip
     capabilities = Capabilities(
         "double", attributes=False, first_ready=False, reset_options=False, row_options=False, in_this_process=True
     )

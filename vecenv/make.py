@@ -27,7 +27,7 @@ from gymnasium.vector import VectorEnv
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import how_to_install
 from vecenv.front.arguments import check_option_names, parse_autoreset_mode
-from vecenv.front.capabilities import unable
+from vecenv.front.capabilities import raise_unsupported
 from vecenv.planning.options import EngineOptions, check_option
 from vecenv.wrappers.prefetch import EpisodePrefetcher
 
@@ -219,7 +219,7 @@ def make_vec(
     _sort_options(options, given, kwargs, row.options(), _own_parameters(found or id_or_env_fn))
     if {**options, **given}.get("spare_workers") and backend not in ("process", "serial"):
         reason = "only worker processes of this machine go from row to row, those of backend='process'"
-        unable(f"backend {backend!r}", "have spare workers", reason)
+        raise_unsupported(f"backend {backend!r}", "have spare workers", reason)
     if isinstance(id_or_env_fn, EnvSpec):
         num_envs, given, wrappers, kwargs = _as_recorded(id_or_env_fn, num_envs, given, wrappers, kwargs)
     check_option("num_envs", num_envs)

@@ -28,7 +28,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import NOTHING, Call, LockstepDriver, Phase, Stepped
+from vecenv.front.driver import NO_CALL, Call, LockstepDriver, Phase, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
@@ -236,8 +236,8 @@ class JaxDriver(LockstepDriver):
         latest: The state, with its seeds and call.
     """
 
-    why_not: ClassVar[Mapping[str, str]] = {
-        **LockstepDriver.why_not,
+    missing_reasons: ClassVar[Mapping[str, str]] = {
+        **LockstepDriver.missing_reasons,
         "attributes": "its environments are rows of one compiled function, without methods or attributes of their own",
     }
     capabilities = _CAPABILITIES
@@ -517,8 +517,8 @@ def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
     """Compile reset and step, and ``chunk`` steps in one program; return seconds by name. The state does not change."""
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), driver.functional.action_space.sample())
     stages: dict[str, Callable[[], object]] = {
-        "reset": partial(driver.begin_reset, NOTHING, list(range(driver.num_envs)), None),  # does not donate the state
-        "step": partial(driver.begin_step, NOTHING, zeros),
+        "reset": partial(driver.begin_reset, NO_CALL, list(range(driver.num_envs)), None),  # does not donate the state
+        "step": partial(driver.begin_step, NO_CALL, zeros),
     }
     if chunk:
         many = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (chunk, *leaf.shape)), zeros)

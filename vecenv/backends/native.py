@@ -92,12 +92,12 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
 class _Library(LockstepDriver):
     """A library's vector environment as a :class:`vecenv.front.driver.Driver`."""
 
-    yields = False
+    can_be_closed_during_call = False
 
     def __init__(self, library: VectorEnv[Any, Any, Any], copy: bool) -> None:
         super().__init__(library.num_envs)
         self.title = f"{type(library).__module__}.{type(library).__qualname__}"
-        self.why = f"{self.title} answers for all of them at once"
+        self.all_or_none_reason = f"{self.title} answers for all of them at once"
         self.features = _LIBRARIES.get(self.title, ())
         self.library: Any = library
         self._call: Call | None = None

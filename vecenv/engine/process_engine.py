@@ -26,8 +26,8 @@ from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
-from vecenv.front.capabilities import Capabilities, figures
-from vecenv.front.driver import Driver, Phase, Stepped, advance, left_in_a_fork
+from vecenv.front.capabilities import Capabilities, complete_stats
+from vecenv.front.driver import Driver, Phase, Stepped, abandoned_after_fork, advance
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -64,7 +64,7 @@ class Engine(Driver):
 
     backend: ClassVar[str] = "process"
     owned_resource = "its workers"
-    why_not: ClassVar[Mapping[str, str]] = {**Driver.why_not, "recording": "record_failures= was not given"}
+    missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}
     stage: ActionStage
 
     def __init__(
@@ -421,7 +421,7 @@ class Engine(Driver):
         pending = self.num_envs if self.exchange.call is not None and self.exchange.call.command in ("step", "reset") else 0
         if self.exchange.call is not None and self.exchange.call.rows is not None:
             pending = len(self.exchange.call.rows)
-        return figures({
+        return complete_stats({
             "steps": float(counters.steps),
             "steps_per_second": (counters.steps - counters.steps_loaded) / elapsed,
             "seconds": elapsed,
@@ -455,7 +455,7 @@ class Engine(Driver):
         self.pool.release()
         self.exchange.release()
         self.observers.clear()
-        left_in_a_fork.discard(self)
+        abandoned_after_fork.discard(self)
         for name in ("arena", "batch", "store", "infos", "restarting", "calls", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped when no array over it is held outside
 

@@ -51,7 +51,7 @@ from vecenv.front.arguments import (
     parse_rows,
     parse_timeout,
 )
-from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import Phase, advance
 from vecenv.front.guard import exclusive, is_within_a_call, raise_unusable
 from vecenv.front.vector_env import VectorEnvBase
@@ -521,7 +521,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
             OSError: The file cannot be written.
         """
         if self._recorder is None:
-            unable(self, "`record`", self._driver.reason("recording"))
+            raise_unsupported(self, "`record`", self._driver.reason("recording"))
         return self._recorder.record(parse_rows([env_id], self.num_envs)[0], path)
 
     def add_observer(self, observer: Observer) -> None:

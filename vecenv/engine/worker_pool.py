@@ -28,7 +28,7 @@ from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, envs_text
 from vecenv.front.arguments import deadline_after, milliseconds_until
-from vecenv.front.driver import left_in_a_fork
+from vecenv.front.driver import abandoned_after_fork
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import OVERLAPS, EnvFnsToStart, Failure, Op, decode, dumps, dumps_by_value, encode, pack_head
@@ -139,7 +139,7 @@ class WorkerPool:
         self.seconds_waited = 0.0
         self.watchdog = Watchdog(bounded)
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
-        left_in_a_fork.add(self)  # before any worker is forked
+        abandoned_after_fork.add(self)  # before any worker is forked
 
     def __repr__(self) -> str:
         return f"WorkerPool({self.workers})"
@@ -543,7 +543,7 @@ class WorkerPool:
         end_unclosed(self._lifeline, self.started, os.getpid())
         self._poll = self._running = None
         self._spin_policy.forget()
-        left_in_a_fork.discard(self)
+        abandoned_after_fork.discard(self)
         self.released = True
 
     def end_unclosed(self) -> None:

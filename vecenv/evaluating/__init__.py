@@ -26,7 +26,7 @@ from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
 from vecenv.evaluating.tasks import WaitingEpisodes, require_offered
 from vecenv.front.arguments import parse_timeout
 from vecenv.front.by_row import infos_by_row
-from vecenv.front.capabilities import Capabilities, capabilities_of, unable
+from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsupported
 from vecenv.front.infos import RowInfos
 from vecenv.state.snapshots import Kind, Snapshot
 from vecenv.system.reporting import warn
@@ -139,7 +139,7 @@ def _open_journal(folder: Any, name: str | None, todo: Episodes, with_frames: fr
 
 def _require_vector_env(envs: Any, policy: Any) -> None:
     if hasattr(envs, "possible_agents"):
-        unable(envs, "evaluate episodes of several agents", "a result has one return")
+        raise_unsupported(envs, "evaluate episodes of several agents", "a result has one return")
     if not isinstance(envs, VectorEnv):
         problem = f" needs a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}"
         if isinstance(policy, VectorEnv):
@@ -159,12 +159,13 @@ def _make_runner(
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
         capabilities = None  # the engine would step single rows without calling the wrapper
     if (snapshots := _first_snapshot_per_kind(todo)) and (capabilities is None or not capabilities.snapshots):
-        unable(envs, "begin episodes with snapshots", "they cannot be loaded")
+        raise_unsupported(envs, "begin episodes with snapshots", "they cannot be loaded")
     if capabilities is not None and capabilities.first_ready and capabilities.masked_seeds and hasattr(envs, "abandon"):
         if with_frames and envs.render_mode != "rgb_array":
             raise ValueError(f"frames need render_mode='rgb_array', got {envs.render_mode!r}")
         if limit is not None and capabilities.in_this_process:
-            unable(envs, "end environments that hang", "the calling process steps some: use_caller=False, or num_workers=")
+            reason = "the calling process steps some: use_caller=False, or num_workers="
+            raise_unsupported(envs, "end environments that hang", reason)
         if in_flight := sorted(envs.in_flight.tolist()):
             text = f"Calling `evaluate` while envs {in_flight} are in flight: call `recv` first."
             raise AlreadyPendingCallError(text, "send")
@@ -174,9 +175,9 @@ def _make_runner(
         _require_loadable(envs, snapshots)
         return FirstReadyRunner(envs, todo, act, report, limit, with_frames)
     if with_frames:
-        unable(envs, "render single environments", "they step together")
+        raise_unsupported(envs, "render single environments", "they step together")
     if limit is not None:
-        unable(envs, "end environments that hang", "vecenv does not run them in processes")
+        raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
     in_waves = _in_waves(envs, capabilities, todo)
     require_offered(envs, capabilities, todo.episodes)
     _require_loadable(envs, snapshots)
@@ -213,15 +214,15 @@ def _in_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> b
     """
     if capabilities is None:
         if envs.metadata.get("autoreset_mode") not in AutoresetMode:
-            unable(envs, "be evaluated", "its metadata do not have its autoreset mode")
+            raise_unsupported(envs, "be evaluated", "its metadata do not have its autoreset mode")
         return False
     if not capabilities.row_seeds:
-        unable(envs, "evaluate episodes with a seed each", "its environments share one generator")
+        raise_unsupported(envs, "evaluate episodes with a seed each", "its environments share one generator")
     if any(episode.reset_options for episode in todo.episodes) and not capabilities.reset_options:
-        unable(envs, "evaluate episodes with options", "its environments take none")
+        raise_unsupported(envs, "evaluate episodes with options", "its environments take none")
     largest = max(episode.seed or 0 for episode in todo.episodes)
     if capabilities.backend == "envpool" and largest >= _ENVPOOL_SEED_LIMIT:
-        unable(envs, f"give an episode the seed {largest}", "EnvPool's seeds are below 2**31")
+        raise_unsupported(envs, f"give an episode the seed {largest}", "EnvPool's seeds are below 2**31")
     return not (capabilities.reset_mask and capabilities.masked_seeds)
 
 

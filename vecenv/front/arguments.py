@@ -21,7 +21,7 @@ from gymnasium.vector import AsyncVectorEnv as GymnasiumAsync
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector import SyncVectorEnv as GymnasiumSync
 
-from vecenv.front.capabilities import unable
+from vecenv.front.capabilities import raise_unsupported
 
 __all__ = [
     "HAS_MAX_CONCURRENCY", "MASK_MUST_SELECT", "MAX_TIMEOUT_SECONDS", "RESET_MASK_NAME", "CompatTypeError",
@@ -362,7 +362,7 @@ def reject_options(envs: object, options: ResetOptions, reason: str) -> None:
         ValueError: There are options for all environments.
     """
     if isinstance(options, list):
-        unable(envs, "reset each environment with its own options", reason)
+        raise_unsupported(envs, "reset each environment with its own options", reason)
     if options:
         keys = sorted(map(str, options))
         raise ValueError(f"{type(envs).__name__} takes no reset options except 'reset_mask', got {keys}; nothing was sent")

@@ -60,23 +60,23 @@ def capabilities_of(envs: object) -> Capabilities | None:
     return declared if isinstance(declared, Capabilities) else None
 
 
-def unable(envs: object, what: str, reason: str) -> NoReturn:
+def raise_unsupported(envs: object, action: str, reason: str) -> NoReturn:
     """Raise ``NotImplementedError`` for a missing capability. ``envs`` is the vector environment or its name."""
     name = envs if isinstance(envs, str) else type(envs).__name__
-    raise NotImplementedError(f"{name} cannot {what}: {reason}")
+    raise NotImplementedError(f"{name} cannot {action}: {reason}")
 
 
-def overridden(cls: type[Any], base: type[Any]) -> set[str]:
+def overridden_methods(cls: type[Any], base: type[Any]) -> set[str]:
     """Return the names of the guarded methods of ``base`` that ``cls`` overrides; another guard alone does not count."""
     bodies = {name: method.__wrapped__ for name, method in vars(base).items() if hasattr(method, "__wrapped__")}
     return {name for name, body in bodies.items() if getattr(getattr(cls, name), "__wrapped__", None) is not body}
 
 
-class _Unable(NotImplementedError, AttributeError):
+class _UnsupportedAttribute(NotImplementedError, AttributeError):
     """An error that ``hasattr``, and ``getattr`` with a default, treat as a missing attribute."""
 
 
-class OfWorkers:
+class WorkerOnlyAttribute:
     """An attribute of backends with workers. Reading it on another backend raises ``NotImplementedError``."""
 
     def __init__(self, capability: str = "workers") -> None:
@@ -91,16 +91,16 @@ class OfWorkers:
         try:
             instance._need(self._capability, self._name)
         except NotImplementedError as error:
-            raise _Unable(*error.args) from None
+            raise _UnsupportedAttribute(*error.args) from None
 
 
-FIGURES: Final = (
+STATS_KEYS: Final = (
     "steps", "steps_per_second", "seconds", "wait_fraction", "step_time_mean", "step_time_slowest_env", "straggler_share",
     "resets", "restarts", "errors", "bytes_pickled", "in_flight",
 )  # fmt: skip
 """The keys of ``stats()`` on every backend; see :meth:`vecenv.AsyncVectorEnv.stats`."""
 
 
-def figures(known: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics in ``known``, and nan for each key of :data:`FIGURES` that it lacks."""
-    return {**dict.fromkeys(FIGURES, math.nan), **known}
+def complete_stats(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return the statistics in ``stats``, and nan for each key of :data:`STATS_KEYS` that it lacks."""
+    return {**dict.fromkeys(STATS_KEYS, math.nan), **stats}

@@ -22,7 +22,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout
-from vecenv.front.capabilities import Capabilities, figures, unable
+from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
 from vecenv.front.guard import CallState
 from vecenv.front.infos import RowInfos
 from vecenv.system.signals import by_handler, watched_handlers
@@ -127,16 +127,16 @@ class Call(NamedTuple):
     by_row: bool
 
 
-NOTHING: Final = Call(Phase.DEFAULT, 0, by_row=True)
+NO_CALL: Final = Call(Phase.DEFAULT, 0, by_row=True)
 """The absence of a pending call."""
 
 
-left_in_a_fork: weakref.WeakSet[Any] = weakref.WeakSet()
+abandoned_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
 """Objects with an ``abandon()`` to call in each forked child of this process."""
 
 
 def _abandon_all() -> None:
-    for owned in list(left_in_a_fork):
+    for owned in list(abandoned_after_fork):
         owned.abandon()
 
 
@@ -167,13 +167,13 @@ class Driver:
 
     Attributes:
         capabilities: The backend's capabilities.
-        why_not: Capability -> reason why it is missing.
+        missing_reasons: Capability -> reason why it is missing.
         num_envs: Number of environments.
         batch_size: Default number of rows that :meth:`recv` returns.
         copies: True if each result has its own observations.
         name: The class of the vector environment, for error texts.
         owned_resource: The resources that a forked child lacks, for error texts.
-        yields: True if another thread may close the driver in the middle of a call.
+        can_be_closed_during_call: True if another thread may close the driver in the middle of a call.
         waited: Seconds spent waiting.
         began: The ``time.monotonic()`` of the start.
         state: The state shared with the guard, which decides if a call can begin.
@@ -182,17 +182,17 @@ class Driver:
         is_interrupted: True if an exception interrupted the wait for a call, which a reset of all environments may drop.
     """
 
-    why_not: ClassVar[Mapping[str, str]] = {
-        "attributes": "its environments are no Python objects",
+    missing_reasons: ClassVar[Mapping[str, str]] = {
+        "attributes": "its environments are not Python objects",
         "snapshots": "its environments are a library's own, which does not expose their state",
-        "workers": "its environments are stepped by no worker processes",
-        "freezing": "its environments are stepped by no worker processes",
+        "workers": "it has no worker processes",
+        "freezing": "it has no worker processes",
         "recording": "calls of its environments are not recorded",
     }
     name = ""
     owned_resource = "its threads"
     copies = True
-    yields = True
+    can_be_closed_during_call = True
     began = 0.0
     pending_error: BaseException | None = None
     num_envs: int
@@ -205,7 +205,7 @@ class Driver:
     def open(self, name: str) -> None:
         """Admit calls from this process. ``name`` is the class of the vector environment."""
         self.name, self.state.owner, self.began = name, os.getpid(), time.monotonic()
-        left_in_a_fork.add(self)
+        abandoned_after_fork.add(self)
 
     def release(self) -> None:
         """Release the resources of a call during which the driver was closed. Idempotent."""
@@ -235,7 +235,7 @@ class Driver:
 
     def reason(self, capability: str) -> str:
         """Return the reason why a capability is missing."""
-        return self.why_not[capability]
+        return self.missing_reasons[capability]
 
     @property
     def waited(self) -> float:
@@ -257,7 +257,7 @@ class Driver:
         """The environments with rows that ``recv`` has yet to return, in no particular order."""
         call = self.outstanding
         if call.by_row and 0 < call.rows < self.num_envs:
-            unable(self.name, "`in_flight`", f"its library reports only their number, {call.rows}")
+            raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {call.rows}")
         return np.arange(call.rows if call.by_row else 0, dtype=np.intp)
 
     def require_idle(self, method: str) -> None:
@@ -315,7 +315,7 @@ class Driver:
             NotImplementedError: The backend does not finish rows one by one.
         """
         if not self.capabilities.first_ready:
-            unable(self.name, f"recv at least {enough} environments", "all of them are done at the same time")
+            raise_unsupported(self.name, f"recv at least {enough} environments", "all of them are done at the same time")
         most = max(min(self.batch_size if count is None else count, self.outstanding.rows), enough)
         until = enough_from if deadline is None else min(enough_from, deadline)
         results = self._recv_some(most, None if until == math.inf else until)
@@ -353,7 +353,7 @@ class Driver:
     def _figures(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
         steps = self.counters.steps
-        return figures({
+        return complete_stats({
             "steps": float(steps),
             "steps_per_second": steps / elapsed,
             "seconds": elapsed,
@@ -414,7 +414,7 @@ class LockstepDriver(Driver):
     the first call, and pending until it is ``returned``.
 
     Attributes:
-        why: The reason why a call must be about all environments.
+        all_or_none_reason: The reason why a call must be about all environments.
         returned: The latest call that has returned its result.
     """
 
@@ -422,7 +422,7 @@ class LockstepDriver(Driver):
         super().__init__()
         self.returned: Call | None = None
         self.num_envs = self.batch_size = num_envs
-        self.why = "they step together"
+        self.all_or_none_reason = "they step together"
         self._waited = 0.0
 
     @property
@@ -452,7 +452,7 @@ class LockstepDriver(Driver):
     @property
     def outstanding(self) -> Call:
         call = self.latest_call
-        return NOTHING if call is None or call is self.returned or self.state.changing else call
+        return NO_CALL if call is None or call is self.returned or self.state.changing else call
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:
@@ -461,7 +461,7 @@ class LockstepDriver(Driver):
             ids = None
         rows = self.batch_size if ids is None else len(ids)
         if rows < self.batch_size and not self.capabilities.reset_mask:
-            unable(self.name, f"reset {rows} of {self.batch_size} environments", self.why)
+            raise_unsupported(self.name, f"reset {rows} of {self.batch_size} environments", self.all_or_none_reason)
         mask = None if ids is None else np.isin(np.arange(self.batch_size), ids)
         self.begin_reset(Call(Phase.WAITING_RESET, rows, by_row), seeds, mask, options)
         self.state.changing = False  # this reset has replaced a call that an exception interrupted
@@ -493,7 +493,7 @@ class LockstepDriver(Driver):
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
         total, outstanding = self.batch_size, self.outstanding
         if count not in (None, total):
-            unable(self.name, f"recv {count} of {total} environments", "all of them are done at the same time")
+            raise_unsupported(self.name, f"recv {count} of {total} environments", "all of them are done at the same time")
         require_no_step(outstanding)
         if outstanding.rows < total:
             raise too_few_in_flight(total, outstanding.rows, 0)
@@ -505,4 +505,5 @@ class LockstepDriver(Driver):
 
     def _require_all(self, ids: npt.NDArray[np.intp] | None, method: str) -> None:
         if not np.array_equal(ids, np.arange(self.batch_size)):  # type: ignore[arg-type]
-            unable(self.name, f"{method} to some environments", f"{self.why}: name all of them, in order, or none")
+            reason = f"{self.all_or_none_reason}: name all of them, in order, or none"
+            raise_unsupported(self.name, f"{method} to some environments", reason)

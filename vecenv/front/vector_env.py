@@ -35,7 +35,7 @@ from vecenv.front.arguments import (
     reject_options,
     split_reset_mask,
 )
-from vecenv.front.capabilities import Capabilities, OfWorkers, overridden, unable
+from vecenv.front.capabilities import Capabilities, WorkerOnlyAttribute, overridden_methods, raise_unsupported
 from vecenv.front.driver import Driver, Phase, advance
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import RowInfos
@@ -67,7 +67,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = overridden(cls, VectorEnvBase)
+        own = overridden_methods(cls, VectorEnvBase)
         cls._gives_rows = own.isdisjoint(_WITH_INFOS)
         cls._in_halves = frozenset(whole for whole, halves in HALVES.items() if not own.isdisjoint(halves))
 
@@ -316,7 +316,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._need("attributes", method)
         self._driver.require_idle("exec_func")
         if not callable(func):
-            raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
+            raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
         named = [indices] if isinstance(indices, (int, np.integer)) else indices
         self._driver.begin_exec(func, parse_rows(named if named is None else list(named), self.num_envs), args, kwargs)
 
@@ -514,7 +514,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
         """Write a file for ``vecenv replay``; see :meth:`vecenv.AsyncVectorEnv.record`."""
-        unable(self, "`record`", self._driver.reason("recording"))
+        raise_unsupported(self, "`record`", self._driver.reason("recording"))
 
     reset_send, reset_fetch = reset_async, reset_wait
     step_send, step_fetch = step_async, step_wait
@@ -546,9 +546,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
         "generators", "last_received", "processes", "parent_pipes", "worker_rows",
     ):  # fmt: skip
-        locals()[_name] = OfWorkers()
+        locals()[_name] = WorkerOnlyAttribute()
     del _name
-    local_envs: Any = OfWorkers("attributes")
+    local_envs: Any = WorkerOnlyAttribute("attributes")
 
     # -- attributes ------------------------------------------------------------------------------------------------
 
@@ -631,9 +631,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             return
         state.unusable = "closed"  # before anything is released, so that a call in progress raises the right error
         outside = 0, get_ident()
-        while state.caller not in outside and not driver.yields and (until is None or time.monotonic() < until):
+        closable = driver.can_be_closed_during_call
+        while state.caller not in outside and not closable and (until is None or time.monotonic() < until):
             time.sleep(0.001)
-        if state.caller in outside or driver.yields:
+        if state.caller in outside or closable:
             driver.close(terminate=terminate)
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -665,7 +666,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             NotImplementedError: The text names the backend and the reason.
         """
         if not getattr(self.capabilities, capability, False):
-            unable(self, f"`{name}`", self._driver.reason(capability))
+            raise_unsupported(self, f"`{name}`", self._driver.reason(capability))
 
     @property
     def _phase(self) -> Phase:

@@ -21,7 +21,7 @@ from vecenv.backends.envpool.rows import Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, check_options, spread_seeds
 from vecenv.backends.envpool.vector_env import PoolVectorEnv
 from vecenv.front.arguments import parse_env_ids
-from vecenv.front.capabilities import unable
+from vecenv.front.capabilities import raise_unsupported
 from vecenv.front.driver import Stepped
 from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster
 from vecenv.shm.layout import Array
@@ -82,7 +82,7 @@ class PlayerPool(PoolVectorEnv):
 
     def render(self) -> Any:
         """Raise: EnvPool cannot render these tasks."""
-        unable(self, "`render`", "EnvPool draws no environments of several players")
+        raise_unsupported(self, "`render`", "EnvPool draws no environments of several players")
 
 
 PlayerPool.__name__ = "MultiAgentVecEnv"  # messages name the class that the caller uses

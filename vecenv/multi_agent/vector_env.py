@@ -27,7 +27,7 @@ from vecenv.errors import SnapshotMismatch
 from vecenv.freezing import Frozen
 from vecenv.front.arguments import ResetOptions, check_env_fns, check_option_names, parse_env_ids, parse_rows
 from vecenv.front.by_row import infos_by_row
-from vecenv.front.capabilities import unable
+from vecenv.front.capabilities import raise_unsupported
 from vecenv.front.infos import InfoMerger, object_column
 from vecenv.link.observations import flatten
 from vecenv.multi_agent.adapter import AgentsEnv, EnvFn, as_parallel
@@ -129,7 +129,8 @@ class MultiAgentVecEnv:
         seed_stride: int = 1, **engine: Unpack[EngineOptions],
     ) -> None:  # fmt: skip
         if "spare_workers" in engine:
-            unable(self, "have spare workers", "an environment stays in its row, together with the state of its agents")
+            reason = "an environment stays in its row, together with the state of its agents"
+            raise_unsupported(self, "have spare workers", reason)
         own = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
         check_option_names(engine, [*sorted(own), *EngineOptions.__annotations__], "MultiAgentVecEnv")
         check_env_fns(env_fns, "MultiAgentVecEnv", "simple_spread_v3.parallel_env()")

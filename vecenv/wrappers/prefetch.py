@@ -45,7 +45,7 @@ from vecenv.front.arguments import (
     split_reset_mask,
 )
 from vecenv.front.by_row import infos_by_row
-from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.infos import InfoMerger
 from vecenv.planning.options import parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
@@ -719,7 +719,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
 
 def _refuse(what: str, reason: str) -> NoReturn:
-    unable("EpisodePrefetcher", what, reason)
+    raise_unsupported("EpisodePrefetcher", what, reason)
 
 
 def _call(env: Any, name: str, args: Any, kwargs: Any) -> Any:

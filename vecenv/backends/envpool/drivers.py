@@ -36,8 +36,8 @@ from gymnasium.vector import AutoresetMode
 from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread_seeds
 from vecenv.front.arguments import ResetOptions, parse_env_ids
-from vecenv.front.capabilities import Capabilities, unable
-from vecenv.front.driver import NOTHING, Call, Driver, Phase, Stepped, require_idle, require_no_step
+from vecenv.front.capabilities import Capabilities, raise_unsupported
+from vecenv.front.driver import NO_CALL, Call, Driver, Phase, Stepped, require_idle, require_no_step
 
 _INTP = np.dtype(np.intp)
 
@@ -204,8 +204,8 @@ class PoolDriver(Driver):
         ended: True for environments with an ended episode and no reset since, bool ``(num_envs,)``.
     """
 
-    why_not: ClassVar[Mapping[str, str]] = {
-        **Driver.why_not, "attributes": "EnvPool's environments are C++ objects without Python attributes"
+    missing_reasons: ClassVar[Mapping[str, str]] = {
+        **Driver.missing_reasons, "attributes": "EnvPool's environments are C++ objects without Python attributes"
     }
     capabilities: Capabilities
 
@@ -253,10 +253,10 @@ class PoolDriver(Driver):
         if ids is not None:
             if seeded:
                 why = "EnvPool seeds its environments when it builds them, all at once"
-                unable(self.name, "seed some environments only", why)
+                raise_unsupported(self.name, "seed some environments only", why)
             if not by_row and not self.capabilities.reset_mask:
                 why = "EnvPool returns whole batches only; use reset_async(env_id=...) and recv()"
-                unable(self.name, "use options['reset_mask'] with this batch_size", why)
+                raise_unsupported(self.name, "use options['reset_mask'] with this batch_size", why)
             if self.pool is None:
                 raise ResetNeeded("the first reset must be of all environments")
             self._begin_reset(ids.astype(np.int32), force=False, by_row=by_row)
@@ -368,7 +368,7 @@ class WholeBatchDriver(PoolDriver):
     @property
     def outstanding(self) -> Call:
         if self.pool is None or not self.wire or self.returned[0] is self.wire or self.state.changing:
-            return NOTHING
+            return NO_CALL
         return Call(self._kind, len(self._ids), self._by_row)
 
     # -- sending ------------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class WholeBatchDriver(PoolDriver):
             require_no_step(self.outstanding)
         if count is not None and count < in_flight:
             why = "with batch_size=num_envs, EnvPool returns all rows of a call at once"
-            unable(self.name, f"`recv` {count} of {in_flight} environments", why)
+            raise_unsupported(self.name, f"`recv` {count} of {in_flight} environments", why)
         return self._finish(deadline, self._ids, self._rows.infos)
 
     def _finish(
@@ -573,7 +573,7 @@ class FirstReadyDriver(PoolDriver):
     def outstanding(self) -> Call:
         in_flight = self._count_in_flight()
         if self.pool is None or not in_flight:
-            return NOTHING
+            return NO_CALL
         on_all = in_flight == self.num_envs and self._call is not Phase.DEFAULT
         return Call(self._call, in_flight, by_row=not on_all)
 

@@ -17,7 +17,7 @@ from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.front.arguments import ResetOptions, deadline_after, parse_env_ids, select_options
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, Driver, Phase, Stepped, advance, left_in_a_fork, still_pending
+from vecenv.front.driver import Call, Driver, Phase, Stepped, abandoned_after_fork, advance, still_pending
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore
@@ -50,8 +50,9 @@ class HostsDriver(Driver):
     """
 
     owned_resource = "its hosts"
-    why_not: ClassVar[Mapping[str, str]] = {
-        **Driver.why_not, "recording": "record_failures= was not given", "freezing": "its environments are stepped by hosts",
+    missing_reasons: ClassVar[Mapping[str, str]] = {
+        **Driver.missing_reasons, "recording": "record_failures= was not given",
+        "freezing": "its environments are stepped by hosts",
         "workers": "its workers are on other machines; stats() is there everywhere",
     }  # fmt: skip
     overdue = False
@@ -483,7 +484,7 @@ class HostsDriver(Driver):
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.observers.clear()
-            left_in_a_fork.discard(self)
+            abandoned_after_fork.discard(self)
 
 
 def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:

@@ -39,7 +39,7 @@ from vecenv.front.arguments import (
     parse_rows,
     parse_timeout,
 )
-from vecenv.front.capabilities import Capabilities, unable
+from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import Phase, advance
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
@@ -248,7 +248,7 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
     def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
         """Write a file for ``vecenv replay``; see :meth:`vecenv.AsyncVectorEnv.record`."""
         if self._recorder is None:
-            unable(self, "`record`", self._driver.reason("recording"))
+            raise_unsupported(self, "`record`", self._driver.reason("recording"))
         return self._recorder.record(parse_rows([env_id], self.num_envs)[0], path)
 
     def add_observer(self, observer: Observer) -> None:

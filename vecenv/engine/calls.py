@@ -51,12 +51,12 @@ class Calls:
         self._require_picklable((func, args, kwargs))
         positions = _positions_of(rows)
 
-        def payload_of(worker: Worker) -> Any:
+        def build_payload(worker: Worker) -> Any:
             mine = positions(worker)
             return (mine, func, args, kwargs) if mine else None
 
         self.announce(list(rows), "exec_func", (func, args, kwargs))
-        self._exchange.begin_call("exec_func", Op.EXEC, payload_of)
+        self._exchange.begin_call("exec_func", Op.EXEC, build_payload)
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Begin to set an attribute of every environment. All must be verified again."""
@@ -70,12 +70,12 @@ class Calls:
         self._require_picklable(given)
         chosen = set(rows)
 
-        def payload_of(worker: Worker) -> Any:
+        def build_payload(worker: Worker) -> Any:
             mine = [given[row] if row in chosen else None for row in worker.rows]
             return mine if any(item is not None for item in mine) else None
 
         self.announce(list(rows), "set_next_options", ([given[row] for row in rows],))
-        self._exchange.begin_call("set_next_options", Op.SET_NEXT, payload_of)
+        self._exchange.begin_call("set_next_options", Op.SET_NEXT, build_payload)
 
     def announce(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
         """Notify the observers of a call that may change environments."""
@@ -124,16 +124,16 @@ class Calls:
     def _load(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Any:
         exchange, failed = self._exchange, self._exchange.failures.failed
         snapshot_of = dict(zip(rows, snapshots, strict=True))
-        known = {row: snapshot.row for row, snapshot in snapshot_of.items()}
-        for row, one in known.items():
-            self.require_observation(row, one)
+        row_states = {row: snapshot.row for row, snapshot in snapshot_of.items()}
+        for row, row_state in row_states.items():
+            self.require_observation(row, row_state)
 
-        def chosen(worker: Worker) -> Any:
+        def build_payload(worker: Worker) -> Any:
             first = worker.rows[0]
             return [(row - first, snapshot_of[row]) for row in worker.rows if row in snapshot_of] or None
 
         self.announce(rows, "load", (list(snapshots),))
-        self._call("load", Op.CHECK, chosen)
+        self._call("load", Op.CHECK, build_payload)
         for row in rows:  # an interrupted load may have changed any of these environments
             failed[row] = _INTERRUPTED_LOAD
         try:
@@ -145,7 +145,8 @@ class Calls:
         for row, snapshot in snapshot_of.items():
             self.accept_loaded(row, snapshot)
         exchange.restarting.keep_good(rows)
-        return exchange.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
+        all_used = all(row_state.used for row_state in row_states.values())
+        return exchange.store.take(np.array(rows, np.intp)) if all_used else None
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""
@@ -153,24 +154,24 @@ class Calls:
             self._exchange.store.set_row(row, snapshot.row.observation)
         self._exchange.failures.forget([row])
 
-    def _call(self, command: str, op: Op, payload_of: Callable[[Worker], Any]) -> dict[int, Any]:
-        self._exchange.begin_call(command, op, payload_of)
+    def _call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> dict[int, Any]:
+        self._exchange.begin_call(command, op, build_payload)
         return self._exchange.finish_call()
 
-    def require_observation(self, row: int, one: Row) -> None:
+    def require_observation(self, row: int, row_state: Row) -> None:
         """Raise for a snapshot with an observation outside of this engine's space.
 
         Raises:
             SnapshotMismatch: The observation does not fit.
         """
-        if not one.used:
+        if not row_state.used:
             return
         try:
-            self._exchange.store.validate(one.observation)
+            self._exchange.store.validate(row_state.observation)
         except Exception as error:
-            if succeeds_when_repeated(partial(self._exchange.store.validate, one.observation)):
+            if succeeds_when_repeated(partial(self._exchange.store.validate, row_state.observation)):
                 raise  # a signal handler raised it
-            text = f"it is of {one.kind.env_id}, and its observation does not fit this environment: {error}"
+            text = f"it is of {row_state.kind.env_id}, and its observation does not fit this environment: {error}"
             raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
 
     # -- the whole state -----------------------------------------------------------------------------------------------

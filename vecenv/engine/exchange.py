@@ -84,7 +84,7 @@ class Exchange:
         self.unraised: deque[tuple[Exception, set[int]]] = deque()
         self.warned: set[str] = set()
         self.rows_at_once: int | None = None
-        self._passed_over = False  # the last wait put off the caller's own share, because a worker had a reply
+        self._own_share_deferred = False  # the last wait put off the caller's own share, because a worker had a reply
         self._seq = 0
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -112,12 +112,13 @@ class Exchange:
 
     def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, by_row: bool) -> None:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
-        action_of = None if actions is None else dict(zip(rows, actions, strict=True))
+        action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = sorted(self.failures.failed.keys() & set(rows)) if self.failures.failed else []
         good = sorted(set(rows).difference(failed) if failed else rows)
         pickled, messages = self.pool.pickled, list(self._split_into_messages(good, by_row))
         payloads = [
-            pickled(worker, action_of and [action_of[row] for row in mine]) for _, worker, mine in messages  # may raise
+            pickled(worker, action_by_row and [action_by_row[row] for row in mine])  # may raise
+            for _, worker, mine in messages
         ]
         self.state.changing = True
         request = Request("step", 0, by_row)
@@ -153,7 +154,7 @@ class Exchange:
         if not by_row and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
             self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
-            self.restarting.show_whole(self.failures.failed.keys() - set(rows))
+            self.restarting.restore_observations(self.failures.failed.keys() - set(rows))
         if (error := self.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error
@@ -258,9 +259,9 @@ class Exchange:
         self.state.changing = False
         return True
 
-    def begin_call(self, command: str, op: Op, payload_of: Callable[[Worker], Any]) -> None:
-        """Submit a request to each worker for which ``payload_of`` returns a payload."""
-        parts = [(worker, payload) for worker in self.pool.workers if (payload := payload_of(worker)) is not None]
+    def begin_call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> None:
+        """Submit a request to each worker for which ``build_payload`` returns a payload."""
+        parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickled(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
             self.failures.refuse({row: self.failures.failed.get(row, "its worker died") for row in dead})
@@ -311,7 +312,7 @@ class Exchange:
         self.call = None
         return request
 
-    def count(self, request: Request) -> None:
+    def count_results(self, request: Request) -> None:
         if request.command == "step":
             self.counters.steps += self.num_envs - len(self.not_counted)
             self.not_counted.clear()
@@ -345,7 +346,7 @@ class Exchange:
             if not self._wait_for_any(deadline):
                 self._end_hanging("recv", limit)
 
-    def make_by_row(self, request: Request) -> None:
+    def receive_by_row(self, request: Request) -> None:
         """Convert the pending reset into one with rows that ``recv`` returns one by one.
 
         Raises:
@@ -365,18 +366,18 @@ class Exchange:
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
         """Make rows with a reply ready for ``recv``, except for those that failed, and settle the failures."""
-        bad: set[int] = set()
+        failed: set[int] = set()
         if request.has_failed:
             restart = self.policy.restart
-            bad = {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
-        if bad:
-            rows = [row for row in rows if row not in bad]
+            failed = {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
+        if failed:
+            rows = [row for row in rows if row not in failed]
         if request.infos or request.finals:
             self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
             self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
         self.ready += rows
-        if request.has_failed and (error := self.settle(request, bad)) is not None:
-            self.unraised.append((error, bad))
+        if request.has_failed and (error := self.settle(request, failed)) is not None:
+            self.unraised.append((error, failed))
 
     def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
         """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises what is ``unraised``.
@@ -420,7 +421,7 @@ class Exchange:
         finally:
             del error
 
-    def forget_rows(self, listed: list[int]) -> None:
+    def remove_received(self, listed: list[int]) -> None:
         """Remove the rows that ``recv`` returns, and count them."""
         del self.ready[: len(listed)]
         self.in_flight.difference_update(listed)
@@ -525,11 +526,11 @@ class Exchange:
         pool = self.pool
         local = pool.local
         if local is not None and local.messages:
-            if self._passed_over or not (pool.processes and pool.has_reply()):
-                self._passed_over = False
+            if self._own_share_deferred or not (pool.processes and pool.has_reply()):
+                self._own_share_deferred = False
                 self._step_own_share(local)
                 return True
-            self._passed_over = True  # workers that always have a reply would starve the caller's own share
+            self._own_share_deferred = True  # workers that always have a reply would starve the caller's own share
         if not pool.processes:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
@@ -654,20 +655,20 @@ class Exchange:
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
-    def settle(self, request: Request, bad: Collection[int] = ()) -> Exception | None:
+    def settle(self, request: Request, rows_to_rebuild: Collection[int] = ()) -> Exception | None:
         """Record the failures of a request. Then rebuild the rows and return ``None``, or return the error.
 
         Args:
             request: The request. An error finishes it, unless it is by row.
-            bad: The rows to rebuild, if the request is by row.
+            rows_to_rebuild: The rows to rebuild, if the request is by row.
         """
         within_block, self.state.changing = self.state.changing, True
         rebuilds = self.policy.restart and request.command in ("step", "reset")
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:
-            rows = set(bad) if request.by_row else {failure.env for failure, _ in request.failures} | request.lost
-            error = self._rebuild(request, sorted(rows))
+            failed = {failure.env for failure, _ in request.failures} | request.lost
+            error = self._rebuild(request, sorted(rows_to_rebuild if request.by_row else failed))
         else:
             error = self.failures.combine(request, raised)
         request.failures.clear()
@@ -675,7 +676,7 @@ class Exchange:
         request.lost.clear()
         if error is not None and not request.by_row:
             self.call = None
-            self.count(request)
+            self.count_results(request)
         self.state.changing = within_block
         return error
 
@@ -779,7 +780,7 @@ class Exchange:
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers that have pending messages and some of these rows."""
         late = [worker for worker in self.pool.processes if worker.pending and not set(rows).isdisjoint(worker.rows)]
-        self._kill(late, "its answer was no longer wanted")
+        self._kill(late, "its reply was no longer needed")
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception of a call that got no reply in time."""

@@ -233,7 +233,7 @@ class Policy:
     logs_like_gymnasium: bool = False
 
     @classmethod
-    def of(
+    def from_options(
         cls, on_failure: OnFailure, step_timeout: Any, start_timeout: Any, *, logs_like_gymnasium: bool = False
     ) -> Policy:
         """Return the policy of a vector environment with these options."""
@@ -270,7 +270,7 @@ class LastGoodObservations:
             for kept, leaf in zip(flatten(self._tree, self._batch), fresh, strict=True):
                 kept[list(rows)] = leaf
 
-    def of(self, row: int) -> Any:
+    def copy_row(self, row: int) -> Any:
         """Return a copy of the last good observation of an environment, or ``None``."""
         if self._tree is None:
             return deepcopy(self._rows.get(row))
@@ -351,7 +351,7 @@ class Restarts:
         """
         stepping = request.command == "step"
         for row in rows:
-            request.rebuilding[row] = self.last_good.of(row) if stepping else None
+            request.rebuilding[row] = self.last_good.copy_row(row) if stepping else None
         seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
             again = set(rows if request.rows is None else request.rows) - request.repeated
@@ -386,10 +386,10 @@ class Restarts:
         if self._restarts_rows:
             self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
 
-    def show_whole(self, rows: Iterable[int]) -> None:
+    def restore_observations(self, rows: Iterable[int]) -> None:
         """Replace observations that failing environments may have written in part by the last good ones, or by zeros."""
         for row in rows:
-            if (last := self.last_good.of(row)) is not None:
+            if (last := self.last_good.copy_row(row)) is not None:
                 self._store.set_row(row, last)
             elif isinstance(self._store, SharedStore):
                 self._store.clear_row(row)

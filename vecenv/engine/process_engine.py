@@ -207,7 +207,7 @@ class Engine(Driver):
         if request.command == "step" and not exchange.not_counted:  # nearly always
             self.counters.steps += self.num_envs
         else:
-            exchange.count(request)
+            exchange.count_results(request)
         if self.policy.restart:
             self.restarting.keep_good(range(self.num_envs))
         return result
@@ -262,7 +262,7 @@ class Engine(Driver):
         """
         exchange = self.exchange
         if exchange.call is not None and not exchange.drop_if_droppable():
-            exchange.make_by_row(exchange.call)
+            exchange.receive_by_row(exchange.call)
         if count is None:
             count = self.batch_size
         if (exchange.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, least):
@@ -275,14 +275,14 @@ class Engine(Driver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
-            self.exchange.forget_rows(listed)
+            self.exchange.remove_received(listed)
             raise
         infos = self._read_infos_of(listed, rows)
         result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        self.exchange.forget_rows(listed)
+        self.exchange.remove_received(listed)
         self.last_received = rows
         if self.policy.restart:
             self.restarting.keep_good(listed)

@@ -25,8 +25,8 @@ from vecenv.engine.observers import Observer, Rows
 from vecenv.engine.stats import WorkerStats
 
 _FORMAT: Final = 2
-_PERIOD: Final = 0.5  # seconds between two writes
-_LONGEST: Final = 64 << 20  # the most bytes that a reader reads: 100,000 workers need fewer
+_PERIOD_SECONDS: Final = 0.5  # between two writes
+_MAX_FILE_BYTES: Final = 64 << 20  # a reader stops there: 100,000 workers need fewer
 _NUMBERS: Final = itertools.count()
 
 
@@ -112,7 +112,7 @@ class PublishedStats:
         if not stat.S_ISREG(path.lstat().st_mode):  # opening a pipe would wait for a writer
             raise BadFile("it is not a file")
         with path.open("rb") as file:
-            text = file.read(_LONGEST)
+            text = file.read(_MAX_FILE_BYTES)
         try:
             found = json.loads(text)
             if found["format"] != _FORMAT:
@@ -136,7 +136,7 @@ def _parse(kind: type[Any], found: dict[str, Any], **done: Any) -> Any:
         values[field.name] = value = found[field.name]
         wanted = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(field.type), (list,))
         if type(value) not in wanted or (wanted[0] is int and not (-1 <= value < 1 << 63 and math.isfinite(value))):
-            raise BadFile(f"its {field.name} is none")
+            raise BadFile(f"its {field.name} is invalid")
     return kind(**values | done)
 
 
@@ -203,7 +203,7 @@ class StatsFile(Observer):
 
     def __init__(self, envs: Any, name: str) -> None:
         if not available():
-            raise NotImplementedError("publish_stats() needs Linux; stats() is there everywhere")
+            raise NotImplementedError("publish_stats() needs Linux; stats() works everywhere")
         list(published())  # removes the files of programs that have ended
         self._envs, self._name, self._pid = weakref.proxy(envs), name, os.getpid()
         state = process_state(self._pid)
@@ -225,7 +225,7 @@ class StatsFile(Observer):
         return None
 
     def _write(self, now: float) -> None:
-        self._due = now + _PERIOD
+        self._due = now + _PERIOD_SECONDS
         stats = self._envs.stats()
         self._workers = {worker.index: self._entry(worker) for worker in self._envs.worker_stats()}
         published_stats = PublishedStats(

@@ -201,7 +201,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
             on_failure=on_failure, step_timeout=step_timeout, generators=generators, worker_options=worker_options,
         )  # fmt: skip
         workers = worker_options or WorkerOptions()
-        policy = Policy.of(
+        policy = Policy.from_options(
             on_failure, step_timeout, workers.start_timeout, logs_like_gymnasium=num_workers is None and not use_caller
         )
         if use_caller is None and (policy.restart or step_timeout is not None or workers.env):

@@ -53,7 +53,7 @@ class HostsDriver(Driver):
     missing_reasons: ClassVar[Mapping[str, str]] = {
         **Driver.missing_reasons, "recording": "record_failures= was not given",
         "freezing": "its environments are stepped by hosts",
-        "workers": "its workers are on other machines; stats() is there everywhere",
+        "workers": "its workers are on other machines; stats() works everywhere",
     }  # fmt: skip
     overdue = False
 
@@ -218,14 +218,14 @@ class HostsDriver(Driver):
         exchange = self.exchange
         listed = list(exchange.ready)[:count]
         rows = np.array(listed, np.intp)
-        observations = _read(lambda: exchange.store.take(rows), lambda: exchange.forget_rows(listed))
+        observations = _read(lambda: exchange.store.take(rows), lambda: exchange.remove_received(listed))
         own = {row: exchange.infos[row] for row in listed if row in exchange.infos}
         infos = WorkerInfos(self._reader, rows, len(rows), own, {})
         result = observations, exchange.rewards[rows], exchange.terminations[rows], exchange.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        exchange.forget_rows(listed)
+        exchange.remove_received(listed)
         self.last_received = rows
         return result
 
@@ -411,7 +411,7 @@ class HostsDriver(Driver):
         late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
         with self.exchange.changing():
             for host in late:
-                self.exchange.bury(host, "its answer was no longer wanted")
+                self.exchange.bury(host, "its reply was no longer needed")
 
     def record_interruption(self) -> None:
         """Let a reset of all environments drop the pending call: an exception has interrupted the wait for it."""

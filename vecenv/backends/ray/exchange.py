@@ -189,7 +189,7 @@ class Exchange:
         self.counters.resets += len(request.rows) if request.command == "reset" else 0
         self.drop_pending()
 
-    def forget_rows(self, rows: Sequence[int]) -> None:
+    def remove_received(self, rows: Sequence[int]) -> None:
         """Forget the rows that ``recv`` returns, and count their steps and resets."""
         commands = [self.ready.pop(row) for row in rows]
         self.counters.resets += commands.count("reset")

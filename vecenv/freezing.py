@@ -43,7 +43,7 @@ from vecenv.link.own_generators import OwnGenerators
 from vecenv.state.capture import layers_of, reachable_objects
 from vecenv.system.cores import Placement, SpinPolicy, kernel_file
 from vecenv.system.descendants import new_token
-from vecenv.system.descriptors import Descriptor, DescriptorOwner, resources
+from vecenv.system.descriptors import Descriptor, DescriptorOwner, list_open_resources
 from vecenv.system.shared_generators import seed_process
 from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import adopt
@@ -138,7 +138,7 @@ def _serve_row(process: Serving, plan: Plan) -> None:
     process.rows.follow(before)
     if plan.seed is not None:
         _reseed(process.rows.envs[0], plan.seed)
-    process.inherited = resources()
+    process.inherited = list_open_resources()
     process.leave = os._exit  # the clean-up at an interpreter's exit belongs to the original
     _report_ready(process.channel)
 
@@ -202,7 +202,7 @@ def _fork(token: int) -> bool:
 def _opened_again() -> list[tuple[int, list[int]]]:
     """Reopen all files that are open for reading, at their positions. Return (new number, numbers with that position)."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
-    for number in sorted(int(name) for name, _ in resources() if name.isdigit()):
+    for number in sorted(int(name) for name, _ in list_open_resources() if name.isdigit()):
         with contextlib.suppress(OSError):
             about, flags = os.fstat(number), _flags_of(number)
             seekable = stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)
@@ -239,7 +239,7 @@ def _reason_against_fork(process: Serving) -> str:
         _stop_library_threads()
     if (threads := _threads()) > 1:
         return f"it has {threads} threads, and a copy has one"
-    opened = resources() - process.inherited
+    opened = list_open_resources() - process.inherited
     for _, file in opened:
         if file.startswith(_DEVICES):
             return f"it uses a GPU ({file}), and a copy of its memory lacks the GPU's state"

@@ -122,7 +122,7 @@ def test_a_thousand_restarts_do_not_fill_the_log(caplog: pytest.LogCaptureFixtur
     log.log("env 1000")
     lines = [record.getMessage() for record in caplog.records]
     assert lines[:5] == [f"vecenv restarts what failed: env {index}" for index in range(5)]
-    assert lines[5:] == ["vecenv restarts what failed: env 1000 (and 995 restarts more since the last of these lines)"]
+    assert lines[5:] == ["vecenv restarts what failed: env 1000 (and 995 more restarts since the last such line)"]
 
 
 @pytest.mark.parametrize(("restarts", "last_line"), [(5, None), (6, "once more"), (8, "3 more times")])
@@ -135,7 +135,7 @@ def test_closing_the_log_reports_unlogged_restarts(
     log.close()
     log.close()
     lines = [record.getMessage() for record in caplog.records][5:]
-    latest = f" since the last of these lines; the latest: env {restarts - 1}"
+    latest = f" since the last such line; the latest: env {restarts - 1}"
     assert lines == ([] if last_line is None else [f"vecenv restarted what failed {last_line}{latest}"])
 
 
@@ -144,7 +144,7 @@ def test_closing_the_engine_reports_unlogged_restarts(caplog: pytest.LogCaptureF
         envs.step(np.zeros(6, int))
         assert len(caplog.records) == 5
         envs.close()
-    assert "once more since the last of these lines; the latest: env 5: " in caplog.records[-1].getMessage()
+    assert "once more since the last such line; the latest: env 5: " in caplog.records[-1].getMessage()
 
 
 def test_record_is_readable() -> None:

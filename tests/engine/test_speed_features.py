@@ -683,11 +683,11 @@ def test_shared_data_is_freed_with_its_last_array(prices: np.ndarray) -> None:
 
 
 def test_unshareable_values_are_named() -> None:
-    with pytest.raises(TypeError, match=r"share\(\): 'x' got list, wanted a NumPy array or a dict of arrays"):
+    with pytest.raises(TypeError, match=r"share\(\): 'x': expected a NumPy array or a dict of arrays, got list"):
         vecenv.share({"x": [1, 2]})
-    with pytest.raises(TypeError, match=r"share\(\) got int, wanted a NumPy array"):
+    with pytest.raises(TypeError, match=r"share\(\): expected a NumPy array or a dict of arrays, got int"):
         vecenv.share(3)  # type: ignore[type-var]
-    with pytest.raises(TypeError, match=r"share\(\) got an array of dtype object"):
+    with pytest.raises(TypeError, match=r"share\(\): expected an array without Python objects, got dtype object"):
         vecenv.share(np.array([object()]))
     assert vecenv.share({}) == {}
     shared = vecenv.share(np.zeros(3))

@@ -32,7 +32,7 @@ import cloudpickle
 
 from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback
 from vecenv.front.infos import shown
-from vecenv.shm.arena import Place, SharedBlock, place_of
+from vecenv.shm.arena import Place, SharedBlock, find_place
 from vecenv.system.signals import contained
 
 # -- operations and their bytes ----------------------------------------------------------------------------------------
@@ -507,7 +507,7 @@ class _FunctionPickler(_CodePickler):
         self._blocks = blocks
 
     def persistent_id(self, value: Any) -> tuple[int, Place] | None:
-        if (found := place_of(value)) is None:
+        if (found := find_place(value)) is None:
             return None
         block, place = found
         number = next((number for number, known in enumerate(self._blocks) if known is block), len(self._blocks))

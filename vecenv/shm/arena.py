@@ -9,7 +9,7 @@ The kernel may grant an allocation that exceeds the available memory; the OOM ki
 returned. So the size is first compared with the memory that the machine and the control group have left.
 
 :func:`share` copies a table that all environments read into memory that no process can write to any more, and returns plain
-arrays over it. For such an array, :mod:`vecenv.link.messages` sends the descriptor from :func:`place_of`, not the data.
+arrays over it. For such an array, :mod:`vecenv.link.messages` sends the descriptor from :func:`find_place`, not the data.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import numpy as np
 from vecenv.errors import ArenaError
 from vecenv.shm.layout import ALIGNMENT, Array
 from vecenv.system.cores import kernel_file
-from vecenv.system.descriptors import Descriptor, DescriptorOwner, unnamed_file
+from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
 from vecenv.system.spawning import why_no_processes
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Arena", "Place", "SharedBlock", "available_memory", "memory_limits", "place_of", "share"]
+__all__ = ["Arena", "Place", "SharedBlock", "available_memory", "find_place", "memory_limits", "share"]
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a huge number
 _CHUNK_BYTES = 1 << 20
@@ -88,7 +88,7 @@ def _memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: 
     if hasattr(os, "memfd_create"):
         file = owner.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     elif why_no_processes() is None:
-        file = owner.open(unnamed_file, "/dev/shm" if os.path.isdir("/dev/shm") else None)
+        file = owner.open(open_unnamed_file, "/dev/shm" if os.path.isdir("/dev/shm") else None)
     else:
         return Descriptor()
     try:
@@ -190,11 +190,11 @@ class SharedBlock(mmap.mmap):
         """Map the memory of a file. The file is closed when the block is collected."""
         block = cls(file.number, size, access=mmap.ACCESS_READ)
         block.file = file
-        owner.go_with(block)
+        owner.close_with(block)
         return block
 
     @classmethod
-    def of(cls, size: int, places: Sequence[Place], arrays: Sequence[Array]) -> SharedBlock:
+    def from_arrays(cls, size: int, places: Sequence[Place], arrays: Sequence[Array]) -> SharedBlock:
         """Create a block on this machine, with copies of ``arrays`` at ``places``.
 
         Raises:
@@ -225,10 +225,10 @@ def _attached(size: int, handle: Any) -> SharedBlock:
 
 def _copied(data: Any) -> SharedBlock:
     contents = np.frombuffer(data, np.uint8)
-    return SharedBlock.of(len(contents), [Place(0, contents.dtype, contents.shape, contents.strides)], [contents])
+    return SharedBlock.from_arrays(len(contents), [Place(0, contents.dtype, contents.shape, contents.strides)], [contents])
 
 
-def place_of(array: Any) -> tuple[SharedBlock, Place] | None:
+def find_place(array: Any) -> tuple[SharedBlock, Place] | None:
     """Return the block that contains the data of an array, and the location in it; ``None`` if there is no such block."""
     root = array
     while isinstance(root, np.ndarray):
@@ -261,9 +261,9 @@ def share(data: _Data) -> _Data:
     for name, array in named.items():
         what = "share()" if name is None else f"share(): {name!r}"
         if not isinstance(array, np.ndarray):
-            raise TypeError(f"{what} got {type(array).__name__}, wanted a NumPy array or a dict of arrays")
+            raise TypeError(f"{what}: expected a NumPy array or a dict of arrays, got {type(array).__name__}")
         if array.dtype.hasobject:
-            raise TypeError(f"{what} got an array of dtype {array.dtype}, wanted one without Python objects")
+            raise TypeError(f"{what}: expected an array without Python objects, got dtype {array.dtype}")
         contiguous = array.flags.c_contiguous or array.flags.f_contiguous
         places.append(Place(size, array.dtype, array.shape, array.strides if contiguous else None))
         size += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
@@ -275,6 +275,6 @@ def share(data: _Data) -> _Data:
         for array in shared:
             array.flags.writeable = False
     else:
-        block = SharedBlock.of(size, places, list(named.values()))
+        block = SharedBlock.from_arrays(size, places, list(named.values()))
         shared = [place.array(block) for place in places]
     return dict(zip(named, shared, strict=True)) if isinstance(data, dict) else shared[0]  # type: ignore[return-value]

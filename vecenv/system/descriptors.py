@@ -60,7 +60,7 @@ def _received(handle: Any) -> Descriptor:
     return descriptor
 
 
-def take_standard_numbers() -> None:
+def occupy_standard_descriptors() -> None:
     """Open ``/dev/null`` under the numbers 0, 1 and 2 if they are closed, for this process and all that it starts.
 
     Otherwise the next opened file, such as a pipe to a worker or the shared memory, would get such a number, and output of
@@ -77,14 +77,14 @@ def take_standard_numbers() -> None:
                 os.set_inheritable(opened, True)
 
 
-def unnamed_file(folder: str | None = None) -> int:
+def open_unnamed_file(folder: str | None = None) -> int:
     """Open a new file without a name, for systems without ``memfd_create``."""
     descriptor, path = tempfile.mkstemp(prefix="vecenv-", dir=folder)
     os.unlink(path)
     return descriptor
 
 
-def resources() -> frozenset[tuple[str, str]]:
+def list_open_resources() -> frozenset[tuple[str, str]]:
     """Return (number, file) of each open descriptor, and (address range, file) of each writable shared mapping.
 
     Empty where there is no ``/proc``.
@@ -115,31 +115,31 @@ class DescriptorOwner:
     def __init__(self, owner: object | None) -> None:
         self._held: list[Descriptor | DescriptorOwner] = []
         if owner is not None:
-            self.go_with(owner)
+            self.close_with(owner)
 
-    def go_with(self, owner: object) -> None:
+    def close_with(self, owner: object) -> None:
         """Close the descriptors when ``owner`` is collected."""
-        take_standard_numbers()
+        occupy_standard_descriptors()
         weakref.finalize(owner, _close_all, self._held, os.getpid())
 
     def child(self) -> DescriptorOwner:
         """Return a new subgroup, which can be closed before the rest."""
-        return self._kept(DescriptorOwner(None))
+        return self._register(DescriptorOwner(None))
 
     def open(self, function: Callable[..., int], *args: Any) -> Descriptor:
         """Return the descriptor that ``function(*args)`` opens."""
-        descriptor = self._kept(Descriptor())
+        descriptor = self._register(Descriptor())
         descriptor._cell.extend(starmap(function, (args,)))
         return descriptor
 
     def pipe(self) -> tuple[Descriptor, Descriptor]:
         """Return the reading and the writing end of a new pipe."""
-        reader, writer = self._kept(Descriptor()), self._kept(Descriptor())
+        reader, writer = self._register(Descriptor()), self._register(Descriptor())
         reader._cell.extend(chain.from_iterable(starmap(os.pipe, ((),))))
         writer._cell.extend(map(reader._cell.pop, (-1,)))
         return reader, writer
 
-    def _kept(self, held: Held) -> Held:
+    def _register(self, held: Held) -> Held:
         if len(self._held) > 64:
             self._held[:] = filter(None, self._held)
         self._held.append(held)
@@ -162,7 +162,7 @@ def _close_all(held: list[Descriptor | DescriptorOwner], owner: int) -> None:
 
 # -- the limit -------------------------------------------------------------------------------------------------------
 
-DESCRIPTORS: Final = 6
+DESCRIPTORS_PER_WORKER: Final = 6
 """Open files of the caller per worker: two pipes, a stack file, a pidfd, a sentinel and, under fork, one more."""
 SPARE_DESCRIPTORS: Final = 16
 """Further open files while workers are started."""
@@ -178,14 +178,14 @@ def require_descriptors(workers: int) -> None:
         return
     with contextlib.suppress(FileNotFoundError):
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
-        if free < DESCRIPTORS * workers + SPARE_DESCRIPTORS:
+        if free < DESCRIPTORS_PER_WORKER * workers + SPARE_DESCRIPTORS:
             raise too_few_descriptors(OSError(errno.EMFILE, ""), workers)
 
 
 def too_few_descriptors(error: OSError, workers: int) -> OSError:
     """Return an ``OSError`` like ``error`` that names the number of files that the workers need, the limit and remedies."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    need = DESCRIPTORS * workers + SPARE_DESCRIPTORS
+    need = DESCRIPTORS_PER_WORKER * workers + SPARE_DESCRIPTORS
     return OSError(
         error.errno,
         f"{os.strerror(error.errno or 0)}: {workers} workers need {need} more open files, and RLIMIT_NOFILE is {soft}; "

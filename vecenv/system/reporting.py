@@ -60,7 +60,7 @@ class RestartLog:
             self._held_back, self._latest_cause = self._held_back + 1, cause
             return
         held_back, self._held_back, self._lines = self._held_back, 0, self._lines + 1
-        more = f" (and {held_back} restarts more since the last of these lines)" if held_back else ""
+        more = f" (and {held_back} more restarts since the last such line)" if held_back else ""
         _log.warning("vecenv restarts what failed: %s%s", cause, more)
 
     def close(self) -> None:
@@ -68,5 +68,5 @@ class RestartLog:
         held_back, self._held_back = self._held_back, 0
         if held_back:
             times = f"{held_back} more times" if held_back > 1 else "once more"
-            text = f"vecenv restarted what failed {times} since the last of these lines; the latest: {self._latest_cause}"
+            text = f"vecenv restarted what failed {times} since the last such line; the latest: {self._latest_cause}"
             _log.warning("%s", text)

@@ -47,7 +47,7 @@ from types import FrameType
 from typing import Any, Final
 
 from vecenv.system.cores import kernel_file
-from vecenv.system.descriptors import Descriptor, DescriptorOwner, unnamed_file
+from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
 from vecenv.system.signals import deferred_signals
 
 if sys.platform != "win32":
@@ -152,7 +152,7 @@ class StackFile:
         if hasattr(os, "memfd_create"):
             self._file = owner.open(os.memfd_create, "vecenv-stack", os.MFD_CLOEXEC)
         else:
-            self._file = owner.open(unnamed_file)
+            self._file = owner.open(open_unnamed_file)
         if _LINUX:  # with O_APPEND, the next stack starts at offset 0 after the caller has truncated the file
             fcntl.fcntl(self._file.number, fcntl.F_SETFL, fcntl.fcntl(self._file.number, fcntl.F_GETFL) | os.O_APPEND)
 

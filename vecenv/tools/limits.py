@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from vecenv.shm.arena import available_memory, memory_limits
-from vecenv.system.descriptors import DESCRIPTORS, SPARE_DESCRIPTORS
+from vecenv.system.descriptors import DESCRIPTORS_PER_WORKER, SPARE_DESCRIPTORS
 
 if sys.platform != "win32":
     import resource
@@ -67,7 +67,7 @@ def _free_memory() -> int | None:
 
 def _open_files_for(workers: int) -> int:
     """Return the number of open files this process needs with that many workers, including those open now."""
-    return len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS + SPARE_DESCRIPTORS
+    return len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS_PER_WORKER + SPARE_DESCRIPTORS
 
 
 def _read(path: str) -> str:

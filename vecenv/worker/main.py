@@ -38,7 +38,7 @@ from vecenv.link.messages import (
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_own
-from vecenv.system.descriptors import resources
+from vecenv.system.descriptors import list_open_resources
 from vecenv.system.generators import begin_worker
 from vecenv.system.supervision import StackFile, flush_output
 from vecenv.worker.keeping import SnapshotRows
@@ -72,7 +72,7 @@ class Serving:
         start: The arguments of the process.
         channel: The connection to the caller.
         rows: Its environments; ``None`` if they could not be built.
-        inherited: Resources that were open and shared before, see :func:`~vecenv.system.descriptors.resources`.
+        inherited: Resources that were open and shared before, see :func:`~vecenv.system.descriptors.list_open_resources`.
         cpus: The cores that it may use while it does not spin.
         leave: Ends the process, with its exit code.
     """
@@ -232,7 +232,7 @@ def main(start: Start) -> None:
         batch = start.plan.layout.view(start.arena.buffer)
         if hasattr(os, "sched_getaffinity"):
             process.cpus = os.sched_getaffinity(0)
-        process.inherited = resources()
+        process.inherited = list_open_resources()
         rows = make_rows(env_fns, start.first, start.index, start.plan, batch)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(rows.forked.append, True))

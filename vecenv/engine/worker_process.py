@@ -110,7 +110,7 @@ class LocalWorker:
         """Drop the closed environments, and the shared memory."""
         rows = self.__dict__.pop("env_rows", None)
         if rows is not None:
-            rows.forget()
+            rows.release()
 
 
 class WorkerProcess:

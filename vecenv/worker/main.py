@@ -107,16 +107,16 @@ def make_rows(
 def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     """Execute one request on ``rows``. Its payload may be ``None``."""
     if op == Op.STEP or op == Op.STEP_SOME:
-        where = None if op == Op.STEP else rows.chosen(seq)
+        where = None if op == Op.STEP else rows.requested_rows(seq)
         actions = rows.actions(where) if payload is None else payload
         return rows.step(None if where is None else where.tolist(), actions)
     if op == Op.RESET or op == Op.RESET_SOME:
-        ks = None if op == Op.RESET else rows.chosen(seq).tolist()
+        ks = None if op == Op.RESET else rows.requested_rows(seq).tolist()
         seeds, options = payload or ([None] * (rows.count if ks is None else len(ks)), None)
         return rows.reset(ks, seeds, options)
     if op == Op.REBUILD_SOME:
         seeds, options, pending = payload
-        return rows.rebuild(rows.chosen(seq).tolist(), seeds, options, pending=pending)
+        return rows.rebuild(rows.requested_rows(seq).tolist(), seeds, options, pending=pending)
     arguments = payload if op in (Op.CALL, Op.SET_ATTR, Op.EXEC) else (payload,)
     outcome: Outcome = getattr(rows, Op(op).name.lower())(*arguments)  # the other methods are named like operations
     return outcome

@@ -33,8 +33,8 @@ from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import by_handler
 from vecenv.worker.row_writer import make_compiled_rows
 
-_LONG: Final = 1e-3  # seconds; a message that takes this long is followed by another timed one
-_UNTIMED_MOST: Final = 31
+_LONG_MESSAGE_SECONDS: Final = 1e-3  # a message that takes this long is followed by another timed one
+_MAX_UNTIMED: Final = 31
 _SAMPLE_EVERY: Final = 64  # out of this many timed messages, one times each environment separately
 clock: Final = time.perf_counter
 
@@ -188,7 +188,7 @@ class EnvRows:
                     raise same_object_error((self.first + same, self.first + k), env)
                 wrong = self.plan.expected.find_mismatch(env)
             except BaseException as error:
-                self._let_through(error)
+                self._reraise_interrupt(error)
                 failures.append(Failure(self.first + k, error))
                 continue
             if wrong is not None:
@@ -277,7 +277,7 @@ class EnvRows:
         if self.forked:
             os._exit(0)
 
-    def _let_through(self, error: BaseException) -> None:
+    def _reraise_interrupt(self, error: BaseException) -> None:
         """Raise ``KeyboardInterrupt`` again if this is the caller's own process."""
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
@@ -310,13 +310,13 @@ class EnvRows:
                 out.failures.append(Failure(self.first + k, error))
         return out
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release everything, including the shared memory. The object is unusable afterwards."""
         self.__dict__.clear()
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
-    def chosen(self, seq: int) -> Array:
+    def requested_rows(self, seq: int) -> Array:
         """Return the rows that message ``seq`` selects, in order."""
         rows: Array = (self._requested == seq).nonzero()[0]  # 3x faster than `flatnonzero`
         return rows
@@ -335,7 +335,7 @@ class EnvRows:
         if times.untimed:
             times.untimed -= 1
         else:
-            steps, began = times.of_each(steps), clock()
+            steps, began = times.step_functions(steps), clock()
         where: Sequence[int] = range(self.count)
         rows, writers = self._direct_rows, self._write_results
         if ks is not None:
@@ -558,7 +558,7 @@ class EnvRows:
             out.failures.append(Failure(row, error, fatal=False))
             return
         self._drop(k)
-        self._let_through(error)
+        self._reraise_interrupt(error)
         out.failures.append(Failure(row, explain_bad_step(error, row) or error))
         out.observations.pop(row, None)
         out.infos.pop(row, None)
@@ -579,7 +579,7 @@ class EnvRows:
             if env is not None:
                 env.close()
         except BaseException as error:
-            self._let_through(error)
+            self._reraise_interrupt(error)
             return error
         return None
 
@@ -632,7 +632,7 @@ class StepClock:
         self._counted = 0  # number of timed messages
         self._weight = 1  # number of messages that the next timed one represents
 
-    def of_each(self, steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
+    def step_functions(self, steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
         """Return the rows' step functions for a timed message, occasionally timing each of them separately."""
         if self._counted % _SAMPLE_EVERY < _SAMPLE_EVERY - 1:
             return steps
@@ -642,7 +642,7 @@ class StepClock:
         """Count a timed message, also on behalf of the untimed ones before it."""
         self._seconds[0] += self._weight * elapsed
         self._steps[0] += self._weight * steps
-        self.untimed = min(_UNTIMED_MOST, int(_LONG / max(elapsed, 1e-9)))
+        self.untimed = min(_MAX_UNTIMED, int(_LONG_MESSAGE_SECONDS / max(elapsed, 1e-9)))
         self._weight = self.untimed + 1
         self._counted += 1
 

@@ -68,10 +68,10 @@ class ThreadedRows(SnapshotRows):
     def run(self, op: int, seq: int, payload: Any) -> None:
         """Run the environment that a request is about, and keep the outcome."""
         if op == Op.STEP_SOME:
-            (k,), (action,) = self.chosen(seq).tolist(), payload
+            (k,), (action,) = self.requested_rows(seq).tolist(), payload
             self._run_step(k, action)
         elif op == Op.RESET_SOME:
-            (k,), ((seed,), options) = self.chosen(seq).tolist(), payload or ((None,), None)
+            (k,), ((seed,), options) = self.requested_rows(seq).tolist(), payload or ((None,), None)
             self._run_reset(k, seed, options[0] if isinstance(options, list) else options)
         elif op == Op.EXEC:
             (k,), function, args, kwargs = payload

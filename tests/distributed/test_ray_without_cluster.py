@@ -658,7 +658,7 @@ def test_files_of_hosts_are_written_by_the_caller(fault: str, on_failure: str, t
                 break
     file = next(tmp_path.glob("*-env3-*.vecenv"))
     assert on_failure == "restart" or any(str(tmp_path) in name for name in names)
-    assert replay(file).which == "happened again"
+    assert replay(file).verdict == "happened again"
 
 
 def test_record_by_hand_on_a_host(tmp_path: Path) -> None:
@@ -667,4 +667,4 @@ def test_record_by_hand_on_a_host(tmp_path: Path) -> None:
         envs.step(envs.action_space.sample())
         assert envs.capabilities.recording
         path = envs.record(2, tmp_path / "by hand.vecenv")
-    assert replay(path).text == "nothing had failed, and its one step gave what was recorded"
+    assert replay(path).text == "nothing had failed, and its one step matched the record"

@@ -51,8 +51,8 @@ def require_all_repeat(envs: Any, folder: Path, *begins: str) -> None:
     for row in range(envs.num_envs):
         for begin in begins or ("latest", "first"):
             result, _ = replay_file(envs.record(row, folder / f"{row}.vecenv"), begin)
-            assert result.which == AGAIN, (row, begin, result.text)
-            assert "gave what was recorded" in result.text
+            assert result.verdict == AGAIN, (row, begin, result.text)
+            assert "matched the record" in result.text
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ def require_calls_repeat(
         held: list[Any] = []
         envs.reset(seed=9)
         for call, number in calls:
-            recorder._not_before = 0.0
+            recorder._next_snapshot_time = 0.0
             make_call(envs, call, number, held)
         require_all_repeat(envs, folder)
         if read(*read_header(folder / "0.vecenv")).snapshot is not None:
@@ -214,14 +214,14 @@ def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Pat
         begun, over = np.ones(4, int), np.zeros(4, bool)
         steps = np.zeros(4, int)
         for _ in range(500):
-            envs._recorder._not_before = 0.0
+            envs._recorder._next_snapshot_time = 0.0
             _, _, terminated, truncated, _ = envs.step(envs.action_space.sample())
             begun, steps = begun + over, np.where(over, 0, steps + 1)
             over = terminated | truncated
         assert envs._recorder._capacity == 32
         for row in range(4):
             result, made = replay_file(path := envs.record(row))
-            assert result.which == AGAIN, result.text
+            assert result.verdict == AGAIN, result.text
             assert made <= 26, "from the snapshot on"
             episode, step = (begun[row] + 1, 0) if over[row] else (begun[row], steps[row])
             assert path.name == f"HistoryEnv-env{row}-episode{episode}-step{step}.vecenv"
@@ -291,7 +291,7 @@ def test_interruptions_record_every_call_once(seconds: float, tmp_path: Path) ->
         envs.reset(seed=1)
         interrupted, until = 0, time.monotonic() + seconds
         while time.monotonic() < until:
-            envs._recorder._not_before = 0.0
+            envs._recorder._next_snapshot_time = 0.0
             actions = rng.integers(0, 5, 4)
             try:
                 armed[0] = True
@@ -394,7 +394,7 @@ def test_obstacles_in_the_folder_do_not_replace_the_failure(obstacle: Any, on_fa
             fail(envs)
         else:
             assert [envs.step([1, 2])[3].all() for _ in range(5)] == [False] * 4 + [True]
-        assert replay_file(Path(envs.errors[0].recorded))[0].which == AGAIN
+        assert replay_file(Path(envs.errors[0].recorded))[0].verdict == AGAIN
         envs.reset()
     assert (tmp_path / "old.vecenv").is_symlink() or (tmp_path / "old.vecenv").is_dir()
 
@@ -468,7 +468,7 @@ def test_failure_after_a_recovery_repeats_from_the_recovery(how: str, tmp_path: 
                 kept = path.rename(path.with_suffix(f".{life}"))
                 for begin in ("latest", "first"):
                     result, steps = replay_file(kept, begin)
-                    assert result.which == AGAIN, (life, begin, result.text)
+                    assert result.verdict == AGAIN, (life, begin, result.text)
                     assert steps == 5 + (how == "restart" and life > 0)
 
 

@@ -42,7 +42,7 @@ _MAX_HEADER_BYTES: Final = 2**20
 _RUNNING: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
 
 
-class Unreadable(VecEnvError, ValueError):
+class UnreadableRecord(VecEnvError, ValueError):
     """A file that is not a valid flight record of this version, or cannot be replayed here. The text gives the reason."""
 
 
@@ -226,7 +226,7 @@ def newest_files(folder: Path) -> list[tuple[Path, Header]]:
     """Return the readable files of a folder with their headers, the newest first."""
     found: list[tuple[int, Path, Header]] = []
     for path in folder.glob(f"*{SUFFIX}"):
-        with contextlib.suppress(OSError, Unreadable):
+        with contextlib.suppress(OSError, UnreadableRecord):
             found.append((path.stat().st_mtime_ns, path, read_header(path)[0]))
     return [(path, header) for _, path, header in sorted(found, key=lambda each: each[0], reverse=True)]
 
@@ -235,27 +235,27 @@ def read_header(path: Path) -> tuple[Header, bytes]:
     """Return the header of a file and the rest of its bytes, after verifying their checksum.
 
     Raises:
-        Unreadable: It is not a flight record, has another format, or is damaged.
+        UnreadableRecord: It is not a flight record, has another format, or is damaged.
         OSError: It cannot be read.
     """
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise Unreadable(f"{path} is not a flight record of vecenv")
+            raise UnreadableRecord(f"{path} is not a flight record of vecenv")
         line = file.readline(_MAX_HEADER_BYTES)
         body = file.read()
     try:
         known = json.loads(line)
         if known.get("format") != _FORMAT:
-            raise Unreadable(f"{path} has format {known.get('format')!r}, and this version of vecenv reads {_FORMAT}")
+            raise UnreadableRecord(f"{path} has format {known.get('format')!r}, and this version of vecenv reads {_FORMAT}")
         header = Header(**known)
-    except Unreadable:
+    except UnreadableRecord:
         raise
     except (ValueError, TypeError, AttributeError):
-        raise Unreadable(f"{path} is damaged: its header cannot be read") from None
+        raise UnreadableRecord(f"{path} is damaged: its header cannot be read") from None
     if len(body) != header.length:
-        raise Unreadable(f"{path} is cut short: {len(body)} of {header.length} bytes are there")
+        raise UnreadableRecord(f"{path} is cut short: {len(body)} of {header.length} bytes are there")
     if hashlib.sha256(body).hexdigest() != header.checksum:
-        raise Unreadable(f"{path} is damaged: its bytes are not those that were written")
+        raise UnreadableRecord(f"{path} is damaged: its bytes are not those that were written")
     return header, body
 
 
@@ -263,14 +263,15 @@ def read(header: Header, body: bytes) -> Record:
     """Unpickle the content of a file, which can run code.
 
     Raises:
-        Unreadable: It needs a module or an object that cannot be imported here.
+        UnreadableRecord: It needs a module or an object that cannot be imported here.
     """
     try:
         record = pickle.loads(body)
         assert isinstance(record, Record)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise Unreadable(f"cannot be replayed, because {header.env_id} needs what is not here: {why}") from error
+        need = f"{header.env_id} needs something that cannot be imported here"
+        raise UnreadableRecord(f"cannot be replayed, because {need}: {why}") from error
     if record.spec is not None:
         gymnasium.registry.setdefault(record.spec.id, record.spec)
     sys.path += [entry for entry in record.path if entry not in sys.path and os.path.exists(entry)]

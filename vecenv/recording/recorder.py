@@ -100,7 +100,7 @@ class FlightRecorder:
         raise ValueError(f"`record_failures` must be None, a folder or a vecenv.FlightRecorder, got {option!r}.")
 
 
-class _Announced(NamedTuple):
+class _RecordedMessage(NamedTuple):
     """A message: its number, the next tick, its rows, and its pickled arguments (empty if they cannot be pickled)."""
 
     number: int
@@ -118,7 +118,7 @@ class _Saved(NamedTuple):
     snapshots: Sequence[Snapshot]
 
 
-class _Kept(NamedTuple):
+class _CopiedRows(NamedTuple):
     """A copy of the records of some rows.
 
     Attributes:
@@ -133,7 +133,7 @@ class _Kept(NamedTuple):
     ticks: Array
     columns: dict[str, Array]
     stepped: Array
-    messages: list[tuple[_Announced, Any]]
+    messages: list[tuple[_RecordedMessage, Any]]
 
 
 class Recorder:
@@ -157,11 +157,11 @@ class Recorder:
         self._folder = Path(options.folder).absolute()
         n = self._num_envs = len(env_fns)
         self._make_ring()
-        self._next, self._open, self._made = 0, False, False
+        self._next, self._open, self._open_is_submitted = 0, False, False
         self._first = 0  # the oldest tick in the ring
         self._dropped = np.zeros((2, n), np.int64)  # numbers of episodes, and of steps in the latest, before the ring begins
         self._pickled: dict[int, tuple[Sequence[int], bytes]] = {}  # by tick, actions that are not in the ring
-        self._messages: list[_Announced] = []
+        self._messages: list[_RecordedMessage] = []
         self._next_message = 0  # the next message's number
         # by row
         self._in_flight = np.full(n, -1)  # the tick of a step by `send` without a result so far
@@ -174,7 +174,7 @@ class Recorder:
         self._saved: _Saved | None = None
         self._why_not_saved = "" if options.snapshot_every else "snapshot_every is None"
         self._save_at = options.snapshot_every or 1 << 62
-        self._not_before = 0.0
+        self._next_snapshot_time = 0.0
         self._latest_files: tuple[int, list[Path]] = (-1, [])  # the latest tick with a failure, and its files
 
     def _make_ring(self) -> None:
@@ -235,8 +235,8 @@ class Recorder:
 
     def _begin_whole(self) -> int:
         """Begin a step of all environments, and return its tick."""
-        if self._made:
-            self._next, self._open, self._made = self._next + 1, False, False
+        if self._open_is_submitted:
+            self._next, self._open, self._open_is_submitted = self._next + 1, False, False
         if self._next >= self._save_at:
             self._take_snapshot()
         tick = self._next
@@ -255,8 +255,8 @@ class Recorder:
 
     def _begin_some(self, rows: Sequence[int]) -> int:
         """Begin a step of some environments, which are in flight from now on, and return its tick."""
-        if self._made:
-            self._next, self._open, self._made = self._next + 1, False, False
+        if self._open_is_submitted:
+            self._next, self._open, self._open_is_submitted = self._next + 1, False, False
         tick, slot = self._next, self._next % self._capacity
         if tick % _BLOCK == 0:
             self._drop_old(tick)
@@ -281,17 +281,17 @@ class Recorder:
         for row in rows:
             self._birth[row] = self._failed_in[row] = tick
 
-    def _mark_made(self) -> None:
+    def _mark_submitted(self) -> None:
         """Mark the open step as submitted, even without a result."""
-        if self._open and not self._made:
+        if self._open and not self._open_is_submitted:
             slot = self._next % self._capacity
             self._rewards[slot], self._terminations[slot], self._truncations[slot] = np.nan, False, False
-            self._made = True
+            self._open_is_submitted = True
 
     def on_reset(self, rows: Any, seeds: list[Any], options: Any) -> None:
         """Record a reset. A row that never had a seed receives one, so that its episodes can be repeated."""
         self._move_log()
-        self._mark_made()
+        self._mark_submitted()
         rows = list(rows)
         for at, row in enumerate(rows):
             if seeds[at] is None and self._seeded[row] < 0:
@@ -302,7 +302,7 @@ class Recorder:
                 self._in_flight[row] = -1
         self._failed.difference_update(rows)
         each = options if isinstance(options, list) else [options] * len(rows)
-        self._keep(rows, "reset", list(zip(seeds, each, strict=True)))
+        self._add_message(rows, "reset", list(zip(seeds, each, strict=True)))
 
     def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
         """Record a call. After a thaw, rows continue from a state that is not recorded."""
@@ -312,19 +312,19 @@ class Recorder:
             self._begin_history(rows)
             self._failed_in[rows] = -1
         elif name == "set_attr":
-            self._keep(rows, name, [(arguments[0], value) for value in arguments[1]])
+            self._add_message(rows, name, [(arguments[0], value) for value in arguments[1]])
         elif name == "load":
-            self._keep(rows, name, [(snapshot,) for snapshot in arguments[0]])
+            self._add_message(rows, name, [(snapshot,) for snapshot in arguments[0]])
         else:
-            self._keep(rows, name, arguments[0] if name == "set_next_options" else arguments)
+            self._add_message(rows, name, arguments[0] if name == "set_next_options" else arguments)
 
     @property
     def _position(self) -> int:
         """The tick after the message that is being submitted."""
-        return self._next + self._made
+        return self._next + self._open_is_submitted
 
-    def _keep(self, rows: list[int], name: str, arguments: Sequence[Any]) -> None:
-        self._messages.append(_Announced(self._next_message, self._position, rows, name, _pickle(arguments)))
+    def _add_message(self, rows: list[int], name: str, arguments: Sequence[Any]) -> None:
+        self._messages.append(_RecordedMessage(self._next_message, self._position, rows, name, _pickle(arguments)))
         self._next_message += 1
         if len(self._messages) > _MAX_MESSAGES:
             self._messages = self._messages[_MAX_MESSAGES // 2 :]
@@ -345,7 +345,7 @@ class Recorder:
                 tick = self._next
                 at = tick % self._capacity * self._size
                 self._bytes[at + self._actions_size : at + self._size] = b"".join(result[1:4])
-                self._next, self._open, self._made = tick + 1, False, False
+                self._next, self._open, self._open_is_submitted = tick + 1, False, False
                 self._last = min(tick - tick % _BLOCK + _BLOCK, self._save_at) - tick - 2
                 self._is_logging = self._single and self._stepped is None and not self._pickled and self._last >= 0
         else:
@@ -359,7 +359,7 @@ class Recorder:
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
         """Write a file about each of the rows."""
         self._move_log()
-        self._mark_made()
+        self._mark_submitted()
         seconds = error.timeout if isinstance(error, (StepTimeout, WorkerDied)) else None
         hung, text = isinstance(error, StepTimeout) or seconds is not None, original_summary(error)
         if hung and seconds is not None:
@@ -397,7 +397,7 @@ class Recorder:
         began, every = time.monotonic(), self._options.snapshot_every
         assert every is not None
         self._save_at = self._next + every
-        if began < self._not_before or self._why_not_saved or self._failed or not self._needs_snapshot():
+        if began < self._next_snapshot_time or self._why_not_saved or self._failed or not self._needs_snapshot():
             return
         save = self._save()
         assert save is not None
@@ -409,7 +409,7 @@ class Recorder:
         except VecEnvError:  # a worker has died: the step reports it
             return
         now = time.monotonic()
-        self._not_before = now + (now - began) / _SNAPSHOT_TIME_SHARE
+        self._next_snapshot_time = now + (now - began) / _SNAPSHOT_TIME_SHARE
 
     def _needs_snapshot(self) -> bool:
         since = max(int(self._seeded.min()), 0 if self._saved is None else self._saved.tick)
@@ -502,7 +502,7 @@ class Recorder:
             lines.append(f"and {len(written) - 1} more in {self._folder}")
         return "\n".join(lines + problems[:1])
 
-    def _read(self, rows: Sequence[int]) -> _Kept:
+    def _read(self, rows: Sequence[int]) -> _CopiedRows:
         """Copy the records of some rows."""
         first, last, chosen = self._first, self._position, list(rows)
 
@@ -523,9 +523,9 @@ class Recorder:
             for one in self._messages
             if one.number >= oldest and not wanted.isdisjoint(one.rows)
         ]
-        return _Kept(chosen, np.arange(first, last), columns, stepped, messages)
+        return _CopiedRows(chosen, np.arange(first, last), columns, stepped, messages)
 
-    def _write(self, kept: _Kept, row: int, path: str | os.PathLike[str] | None, failed: Failed | None) -> Path:
+    def _write(self, kept: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None) -> Path:
         at, first = kept.rows.index(row), self._first
         ends = kept.columns["terminations"][at] | kept.columns["truncations"][at]
         counted = self._count(
@@ -539,7 +539,7 @@ class Recorder:
         write(Path(path), pack(record, self._env_id, episode, step))
         return Path(path)
 
-    def _record(self, kept: _Kept, row: int, failed: Failed | None, step: int) -> Record:
+    def _record(self, kept: _CopiedRows, row: int, failed: Failed | None, step: int) -> Record:
         """Return the record of a row. ``step`` is the number of the latest step in its episode."""
         at, failed_in = kept.rows.index(row), int(self._failed_in[row])
         history = kept.stepped[at] & (kept.ticks > self._birth[row])
@@ -570,7 +570,7 @@ class Recorder:
         )  # fmt: skip
 
 
-def recorder_of(
+def recorder_for_hosts(
     envs: Any, options: FlightRecorder, env_id: str,
     save: weakref.WeakMethod[Callable[[], list[Snapshot]]], stats: weakref.WeakMethod[Callable[[], dict[str, float]]],
 ) -> Recorder:  # fmt: skip
@@ -594,7 +594,7 @@ def _compact(values: Array) -> Array:
     return values
 
 
-def _own_part(message: _Announced, arguments: Any, row: int) -> tuple[Any, ...] | None:
+def _own_part(message: _RecordedMessage, arguments: Any, row: int) -> tuple[Any, ...] | None:
     """Return the arguments of a message for one row, or ``None`` if they cannot be pickled."""
     if arguments is None:
         return None

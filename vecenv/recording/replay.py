@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Failure, PackedError, original_summary, pack_error, unpack_error
-from vecenv.recording.file import LASTING, Failed, Header, Message, Record, Unreadable
+from vecenv.recording.file import LASTING, Failed, Header, Message, Record, UnreadableRecord
 from vecenv.shm.layout import Layout
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.supervision import location_in_traceback
@@ -25,14 +25,14 @@ class ReplayResult(NamedTuple):
     """The result of a replay.
 
     Attributes:
-        which: The verdict: ``AGAIN``, ``DIFFERENT`` or ``CANNOT``.
+        verdict: ``AGAIN``, ``DIFFERENT`` or ``CANNOT``.
         text: A sentence that explains it.
         step: Number of the step that failed; ``None``: no step failed.
         location: ``file:line in function`` of the failure; empty if it is unknown or in this package.
         stack: The traceback of the exception, or the last Python stack of the process; empty if there is none.
     """
 
-    which: str
+    verdict: str
     text: str
     step: int | None = None
     location: str = ""
@@ -45,7 +45,7 @@ class ReplayResult(NamedTuple):
         """Return the result of a replay that ended in a failure. ``same``: the failure is the recorded one."""
         if same:
             return cls(AGAIN, f"happened again {where}: {what}{more}", **found)
-        was = "nothing had failed" if recorded is None else f"recorded was: {recorded.text}"
+        was = "nothing had failed" if recorded is None else f"the record has: {recorded.text}"
         return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({was}){more}", **found)
 
 
@@ -59,13 +59,13 @@ class Replay:
 
     Attributes:
         place: Index of the next step of the record.
-        at: Number of the next step in the latest episode; negative: in an earlier one.
+        step_number: Number of the next step in the latest episode; negative: in an earlier one.
         env: The environment.
         failure: The exception that the environment raised.
         result: The result; ``None`` until :meth:`run` has ended.
 
     Raises:
-        Unreadable: The record cannot be replayed. The text gives the reason.
+        UnreadableRecord: The record cannot be replayed. The text gives the reason.
     """
 
     def __init__(
@@ -86,20 +86,20 @@ class Replay:
     def _load_env_fn(self) -> Callable[[], Any]:
         blob = self.record.env_fn
         if isinstance(blob, str):
-            raise Unreadable(f"cannot be replayed, because {blob}")
+            raise UnreadableRecord(f"cannot be replayed, because {blob}")
         try:
             env_fn: Callable[[], Any] = pickle.loads(blob)
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            raise Unreadable(f"cannot be replayed, because what builds {self.header.env_id} is not here: {text}") from error
+            text = f"the function that builds {self.header.env_id} cannot be loaded: {type(error).__name__}: {error}"
+            raise UnreadableRecord(f"cannot be replayed, because {text}") from error
         return env_fn
 
     def _load_requests(self) -> tuple[list[Message], dict[int, Any]]:
         try:
             messages, actions = pickle.loads(self.record.requests)
         except Exception as error:
-            text = f"what {self.header.env_id} was given is not here: {type(error).__name__}: {error}"
-            raise Unreadable(f"cannot be replayed, because {text}") from error
+            text = f"the requests to {self.header.env_id} cannot be loaded: {type(error).__name__}: {error}"
+            raise UnreadableRecord(f"cannot be replayed, because {text}") from error
         return messages, actions
 
     # -- where to begin -----------------------------------------------------------------------------------------------
@@ -114,11 +114,11 @@ class Replay:
                 return [], messages[number:], place
             why = f" ({record.why_no_snapshot})" if record.why_no_snapshot else ""
             if begin != "snapshot":
-                raise Unreadable(
+                raise UnreadableRecord(
                     f"cannot be replayed, because the record holds no reset with a seed any more, and no snapshot{why}"
                 )
             why = record.why_no_snapshot or "a replay from the reset takes less than five seconds"
-            raise Unreadable(f"cannot be replayed from a snapshot, because there is none: {why}")
+            raise UnreadableRecord(f"cannot be replayed from a snapshot, because there is none: {why}")
         return starts[0 if begin == "first" else -1]
 
     def _start_at(self, messages: list[Message], number: int) -> tuple[list[Message], list[Message], int] | None:
@@ -131,7 +131,7 @@ class Replay:
             if not self._resets_itself(messages, place):
                 return None
             begin, first = Message(place, "reset", arguments), place + 1  # step `place` is the automatic reset
-        before = [one for one in messages[:number] if one.name in LASTING or self._waits(messages, one, place)]
+        before = [one for one in messages[:number] if one.name in LASTING or self._applies_at(messages, one, place)]
         return before, [begin, *follows], first
 
     def _resets_itself(self, messages: list[Message], place: int) -> bool:
@@ -141,7 +141,7 @@ class Replay:
         ends = self.record.columns["terminations"] | self.record.columns["truncations"]
         return self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP and 0 < place < len(ends) and bool(ends[place - 1])
 
-    def _waits(self, messages: list[Message], message: Message, until: int) -> bool:
+    def _applies_at(self, messages: list[Message], message: Message, until: int) -> bool:
         """True if a message applies to an automatic reset that has not happened before step ``until``."""
         if message.name != "set_next_options":
             return False
@@ -165,7 +165,7 @@ class Replay:
         return self._rows.envs[0]
 
     @property
-    def at(self) -> int:
+    def step_number(self) -> int:
         return self.place + 1 + self.record.steps_before
 
     @property
@@ -174,7 +174,7 @@ class Replay:
         if self.place in self._pickled_actions:
             return self._pickled_actions[self.place]
         if self._batch.actions is None or "actions/0" not in self.record.columns:
-            raise Unreadable("cannot be replayed, because the action of a step cannot be pickled")
+            raise UnreadableRecord("cannot be replayed, because the action of a step cannot be pickled")
         for index, leaf in enumerate(self._batch.actions):
             leaf[self.record.row] = self.record.columns[f"actions/{index}"][self.place]
         return self._rows.actions(None)[0]
@@ -189,7 +189,7 @@ class Replay:
         record = self.record
         failures, _ = self._rows.build()
         if failures:
-            if isinstance(failures[0].error, Unreadable):
+            if isinstance(failures[0].error, UnreadableRecord):
                 raise failures[0].error
             self._end_with_failure(failures, "while it was built")
             return
@@ -197,7 +197,7 @@ class Replay:
             yield 0
             if failures := self._load(self._snapshot):
                 text = failures[0].text
-                raise Unreadable(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
+                raise UnreadableRecord(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
         for message in self._before:
             yield 0
             self._repeat(message)
@@ -208,14 +208,14 @@ class Replay:
                 last = len(messages) == 1 and self.place == record.steps
                 failures = self._repeat(messages.pop(0))
                 if failures and (last or any(failure.fatal for failure in failures)):
-                    self._end_with_failure(failures, "in the last call" if last else f"before step {self.at}")
+                    self._end_with_failure(failures, "in the last call" if last else f"before step {self.step_number}")
                     return
-            if self.place == record.steps or (until is not None and 0 < until <= self.at):
+            if self.place == record.steps or (until is not None and 0 < until <= self.step_number):
                 break
-            yield self.at
+            yield self.step_number
             failures = self._step()
             if failures:
-                self._end_with_failure(failures, f"at step {self.at}", self.at)
+                self._end_with_failure(failures, f"at step {self.step_number}", self.step_number)
                 return
             self.place += 1
         self._end_without_failure(until)
@@ -227,7 +227,7 @@ class Replay:
     def _repeat(self, message: Message) -> list[Failure]:
         rows, name, given = self._rows, message.name, message.arguments
         if given is None:
-            raise Unreadable(f"cannot be replayed, because what a {name} was given cannot be pickled")
+            raise UnreadableRecord(f"cannot be replayed, because the arguments of {name} could not be pickled")
         if name == "load":
             return self._load(given[0])
         if name == "reset":
@@ -247,7 +247,7 @@ class Replay:
         for name in _NUMBERS:
             came, wanted = getattr(self._batch, name), record.columns[name][place]
             if came[row].tobytes() != wanted.tobytes() and not self._different:
-                self._different = f"step {self.at}: {name[:-1]} {came[row]!s}, recorded was {wanted!s}"
+                self._different = f"step {self.step_number}: {name[:-1]} {came[row]!s}, but the record has {wanted!s}"
         return []
 
     # -- the result ---------------------------------------------------------------------------------------------------
@@ -266,18 +266,18 @@ class Replay:
 
     def _end_without_failure(self, until: int | None) -> None:
         record, different = self.record, f"first difference from the record at {self._different}"
-        which = DIFFERENT if self._different or record.failed is not None else AGAIN
+        verdict = DIFFERENT if self._different or record.failed is not None else AGAIN
         steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
         if until is not None and self.place < record.steps:
-            which = DIFFERENT if self._different else AGAIN
-            text = f"stopped before step {self.at}: {different if self._different else 'all as recorded'}"
+            verdict = DIFFERENT if self._different else AGAIN
+            text = f"stopped before step {self.step_number}: {different if self._different else 'all as recorded'}"
         elif self._different:
             text = f"did not happen again; {different}"
         elif record.failed is None:
-            text = f"nothing had failed, and {steps} gave what was recorded"
+            text = f"nothing had failed, and {steps} matched the record"
         else:
-            text = f"did not happen again, though {steps} gave what was recorded"
-        self.result = ReplayResult(which, text)
+            text = f"did not happen again, though {steps} matched the record"
+        self.result = ReplayResult(verdict, text)
 
     def close(self) -> None:
         """Close the environment."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import gymnasium
 
-from vecenv.recording.file import SUFFIX, Failed, Header, Unreadable, newest_files, read, read_header, running_env
+from vecenv.recording.file import SUFFIX, Failed, Header, UnreadableRecord, newest_files, read, read_header, running_env
 from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.helper_process import HelperProcess
@@ -58,7 +58,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise CliError(_describe_folder(path))
     try:
         header, _ = read_header(path)
-    except (OSError, Unreadable) as error:
+    except (OSError, UnreadableRecord) as error:
         raise CliError(str(error)) from None
     if not arguments.json:
         print(f"{header.env_id}, env {header.env}, episode {header.episode}, step {header.step}, {header.written}")
@@ -72,19 +72,19 @@ def main(arguments: argparse.Namespace) -> int:
         result = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
     else:
         result = replay(path, begins, until=arguments.until, frames=arguments.frames)
-    running, instead = _find_running(path, header) if result.which == DIFFERENT else (None, None)
+    running, instead = _find_running(path, header) if result.verdict == DIFFERENT else (None, None)
     if arguments.json:
         print(json.dumps({
-            "result": result.which, "text": result.text, "env_id": header.env_id, "env": header.env,
+            "result": result.verdict, "text": result.text, "env_id": header.env_id, "env": header.env,
             "episode": header.episode, "step": result.step, "location": result.location, "traceback": result.stack,
             "recorded": header.failed, "recorded_step": header.step, "instead": instead and str(instead),
         }))  # fmt: skip
-    elif not arguments.pdb or result.which == CANNOT:  # with --pdb it was printed before the debugger
+    elif not arguments.pdb or result.verdict == CANNOT:  # with --pdb it was printed before the debugger
         _print_result(result)
     if running is not None and not arguments.json:
         advice = f"replay {instead}" if instead else f"replay a file of env {running}"
         print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
-    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.which]
+    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.verdict]
 
 
 def _print_result(result: ReplayResult) -> None:
@@ -151,9 +151,9 @@ def replay(
     results: list[ReplayResult] = []
     for begin in begins:
         results.append(_replay(path, begin=begin, until=until, frames=frames))
-        if results[-1].which != DIFFERENT:
+        if results[-1].verdict != DIFFERENT:
             break
-    return results[-1] if results[-1].which == AGAIN else results[0]
+    return results[-1] if results[-1].verdict == AGAIN else results[0]
 
 
 def _replay(path: Path, **options: Any) -> ReplayResult:
@@ -247,7 +247,7 @@ def _in_this_process(
         assert result is not None
         playing.close()
         return result
-    except Unreadable as error:
+    except UnreadableRecord as error:
         return ReplayResult(CANNOT, str(error))
 
 
@@ -266,7 +266,8 @@ def _drawable(env: Any) -> Any:
     if env.render_mode == "rgb_array":
         return env
     if env.spec is None:
-        raise Unreadable("cannot be drawn, because the environment is not registered: build it with render_mode='rgb_array'")
+        advice = "build it with render_mode='rgb_array'"
+        raise UnreadableRecord(f"cannot be drawn, because the environment is not registered: {advice}")
     env.close()
     return gymnasium.make(env.spec, render_mode="rgb_array")
 
@@ -277,5 +278,5 @@ def _write(drawn: deque[Any], env: Any, path: Path) -> None:
     if env is not None:
         drawn.append(env.render())
     if not drawn:
-        raise Unreadable("cannot be drawn, because it failed before the first step")
+        raise UnreadableRecord("cannot be drawn, because it failed before the first step")
     write_video(list(drawn), path, fps=int(getattr(env, "metadata", {}).get("render_fps", 30)))

@@ -45,7 +45,7 @@ from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.link.messages import PackedEnvFns
 from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, one_of, whole
-from vecenv.recording.recorder import FlightRecorder, recorder_of
+from vecenv.recording.recorder import FlightRecorder, recorder_for_hosts
 from vecenv.system.reporting import warn
 from vecenv.system.spawning import end_if_importing_main
 
@@ -156,7 +156,7 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
             self._recorder = None
             if recording is not None:
                 save, stats = weakref.WeakMethod(driver.snapshots), weakref.WeakMethod(driver.stats)
-                self._recorder = recorder_of(self, recording, self._env_id, save, stats)  # type: ignore[arg-type]
+                self._recorder = recorder_for_hosts(self, recording, self._env_id, save, stats)  # type: ignore[arg-type]
                 driver.observers.append(self._recorder)
             self._finalizer = weakref.finalize(self, _close_here, os.getpid(), self._cluster)
             self._open(driver)

@@ -206,7 +206,7 @@ def test_auto_reset_and_render_modes_are_arguments(closes: Any) -> None:
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(RuntimeError, match=r"observation space different from `Discrete\(3\)`"):
         make_openrl([Identity], spaces.Discrete(3), num_workers=0)
-    with pytest.raises(TypeError, match="no worker function"):
+    with pytest.raises(TypeError, match="`worker` must be None"):
         make_openrl([Identity], worker=print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="make_openrl"):
         vecenv.AsyncVectorEnv([Identity], spaces.Discrete(2))  # type: ignore[arg-type, list-item]

@@ -76,7 +76,7 @@ class PlayerPool(PoolVectorEnv):
         seeding = Seeding(spread_seeds(None, num_envs, self.np_random), self.np_random)
         self._open(FirstReadyDriver(task, batch_size, seeding, self.autoreset_mode, rows))
 
-    def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
+    def parse_rows(self, env_id: Any) -> npt.NDArray[np.intp]:
         """Return the environments of a ``send``."""
         return self._driver.latest.astype(np.intp) if env_id is None else parse_env_ids(env_id, self.num_envs)
 

@@ -50,7 +50,7 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
     """An engine that runs adapted environments, with the spaces of the roster."""
 
     @classmethod
-    def of(cls, env_fns: Sequence[EnvFn], roster: Roster, template: Any, options: dict[str, Any]) -> AgentRows:
+    def build(cls, env_fns: Sequence[EnvFn], roster: Roster, template: Any, options: dict[str, Any]) -> AgentRows:
         """Build the engine.
 
         Args:
@@ -67,7 +67,7 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
         own = replace(options.get("worker_options") or WorkerOptions(), dummy_env=example)
         return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": own})
 
-    def rows(self, env_id: Any) -> npt.NDArray[np.intp]:
+    def parse_rows(self, env_id: Any) -> npt.NDArray[np.intp]:
         """Return the rows that ``send(actions, env_id)`` steps."""
         return self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
 
@@ -152,15 +152,15 @@ class MultiAgentVecEnv:
             if hasattr(template, "close"):
                 template.close()
         wrapped = [EnvFn(env_fn, index, roster) for index, env_fn in enumerate(env_fns)]
-        self._rows: AgentRows | PlayerPool = AgentRows.of(
+        self._rows: AgentRows | PlayerPool = AgentRows.build(
             wrapped, roster, template, {"autoreset_mode": autoreset_mode, **engine}
         )
         try:
-            self._require_alike()
+            self._require_equal_spaces()
         except BaseException:
             self._rows.close(terminate=True)
             raise
-        self._adopt(roster, int(seed_stride), action_mask is not None)
+        self._set_up(roster, int(seed_stride), action_mask is not None)
 
     @classmethod
     def from_envpool(
@@ -191,10 +191,10 @@ class MultiAgentVecEnv:
         self.env_name = task_id
         pool = PlayerPool(task_id, num_envs, batch_size=batch_size, num_threads=num_threads, **config)
         self._rows = pool
-        self._adopt(pool.roster, seed_stride, True)
+        self._set_up(pool.roster, seed_stride, True)
         return self
 
-    def _adopt(self, roster: Roster, seed_stride: int, masks: bool) -> None:
+    def _set_up(self, roster: Roster, seed_stride: int, masks: bool) -> None:
         """Set the attributes that depend on the rows and their agents."""
         self._roster = roster
         self.num_envs = self._rows.num_envs
@@ -217,7 +217,7 @@ class MultiAgentVecEnv:
         self._all_rows = np.arange(self.num_envs)
         self._merger = InfoMerger()  # merges action masks
 
-    def _require_alike(self) -> None:
+    def _require_equal_spaces(self) -> None:
         problems = enumerate(self._rows.exec_func(attrgetter("problems")))
         texts = [f"env {index}: {problem}" for index, found in problems for problem in found]
         if texts:
@@ -332,7 +332,7 @@ class MultiAgentVecEnv:
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some environments without waiting; ``actions`` are those of :meth:`step`, with one row per ``env_id``."""
-        rows = self._rows.rows(env_id)
+        rows = self._rows.parse_rows(env_id)
         self._require_begun(rows)
         self._rows.send(self._actions.checked(actions, rows, self._alive), rows)
 
@@ -459,8 +459,8 @@ class MultiAgentVecEnv:
     def exec_func_send(self, func: Callable[..., Any], indices: Any = None, *args: Any, **kwargs: Any) -> None:
         """Begin an :meth:`exec_func`."""
         if not callable(func):
-            raise TypeError(f"exec_func wants a function of an environment, got {func!r}")
-        self._rows.exec_func_send(_of_inside, indices, func, args, kwargs)
+            raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
+        self._rows.exec_func_send(_call_inside_adapter, indices, func, args, kwargs)
 
     # -- snapshots --------------------------------------------------------------------------------------------------
 
@@ -476,7 +476,7 @@ class MultiAgentVecEnv:
         """
         rows = parse_rows(env_id, self.num_envs)
         each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
-        return self._loaded(rows, each, lambda: self._rows.load(snapshots, env_id))
+        return self._load_with_agents(rows, each, lambda: self._rows.load(snapshots, env_id))
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
@@ -486,13 +486,13 @@ class MultiAgentVecEnv:
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from the result of :meth:`state_dict`; returns and raises like :meth:`load`."""
         snapshots = state.get("snapshots") if isinstance(state, Mapping) else None
-        return self._loaded(parse_rows(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
+        return self._load_with_agents(parse_rows(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
 
     def freeze(self, env_id: Any = None) -> list[Frozen]:
         """Copy the processes of environments; see :meth:`vecenv.AsyncVectorEnv.freeze`."""
         made: list[Frozen] = self._rows.freeze(env_id)
         for frozen, row in zip(made, parse_rows(env_id, self.num_envs), strict=True):
-            frozen.beside = self._known_of(row)
+            frozen.beside = self._agent_state(row)
         return made
 
     def thaw(self, frozen: Frozen, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
@@ -502,15 +502,15 @@ class MultiAgentVecEnv:
         self._set_agents(rows, [frozen.beside] * len(rows))
         return batch["obs"], {}
 
-    def _known_of(self, row: int) -> Any:
+    def _agent_state(self, row: int) -> Any:
         """Return the caller's records of an environment's agents, which the environment's own state does not include."""
         return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
 
     def _with_agents(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
         rows = parse_rows(env_id, self.num_envs)
-        return Snapshots(one.having(beside=self._known_of(row)) for one, row in zip(snapshots, rows, strict=True))
+        return Snapshots(one.having(beside=self._agent_state(row)) for one, row in zip(snapshots, rows, strict=True))
 
-    def _loaded(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
+    def _load_with_agents(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
         """Call ``load``, restore the agents' state and return the observations. The engine rejects values of other types."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
@@ -559,7 +559,7 @@ class DifferentEnvs(ValueError):
     """An error about environments that differ from the first one in their agents or spaces."""
 
 
-def _of_inside(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _call_inside_adapter(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(env.inside, *args, **kwargs)
 
 
@@ -586,7 +586,7 @@ def make_openrl(
         Exception: The errors of :class:`~vecenv.MultiAgentVecEnv`.
     """
     if worker is not None:
-        raise TypeError("make_openrl takes no worker function: one of OpenRL's speaks to OpenRL's own pipes")
+        raise TypeError("make_openrl: `worker` must be None, because OpenRL's worker functions use another protocol")
     mode = AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
     own: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
     if shared_memory is not True:  # passed on, True would raise for spaces that cannot be shared

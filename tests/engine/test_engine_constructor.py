@@ -284,7 +284,7 @@ def preloads(modules: Any) -> Options:
         (
             {"num_workers": 1, "env_threads": 2, "generators": "own"},
             ValueError,
-            "`generators` must be 'shared' beside env_threads",
+            "`generators` must be 'shared' with env_threads",
         ),
         ({"worker": print, "generators": "own"}, ValueError, "`generators`"),
     ],

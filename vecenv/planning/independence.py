@@ -256,7 +256,7 @@ class IndependenceCheck:
         ), PackedError | ChildEnd):  # fmt: skip
             imported = found
         for name in names:
-            old, theirs, ours, together = (each.get(name, (None,)) for each in (start, other, own, shared))
+            old, other_value, first_value, shared_value = (each.get(name, (None,)) for each in (start, other, own, shared))
             if imported.get(name, (None,)) != old or (self._own and name in GENERATORS.values()):
                 continue  # importing a module changes it, which happens once per process
             if name in GENERATORS.values():
@@ -264,12 +264,14 @@ class IndependenceCheck:
                 self._add_reason(SHARES_STATE, f"they draw from {name}, {advice}")
             elif name in ONE_PER_PROCESS:
                 self._add_reason(SHARES_STATE, f"they use {name}, and a process has only one")
-            elif theirs[0] != ours[0]:
-                self._add_reason(SHARES_STATE, f"they set {name} to different values: {theirs[0]}, {ours[0]}")
-            elif together[1:] != theirs[1:] or (name == "pyplot's figures" and together == theirs and both is not alone):
+            elif other_value[0] != first_value[0]:
+                self._add_reason(SHARES_STATE, f"they set {name} to different values: {other_value[0]}, {first_value[0]}")
+            elif shared_value[1:] != other_value[1:] or (
+                name == "pyplot's figures" and shared_value == other_value and both is not alone
+            ):
                 self._add_reason(SHARES_STATE, f"they replace each other's {name}")
             else:
-                self._changes.append(f"they change {name} from {old[0]} to {theirs[0]}")
+                self._changes.append(f"they change {name} from {old[0]} to {other_value[0]}")
 
 
 _SAME_OBJECT: Final = "the same object"

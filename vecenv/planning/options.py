@@ -42,7 +42,7 @@ class Restart:
         return on_failure if isinstance(on_failure, cls) else cls()
 
     def __post_init__(self) -> None:
-        check_option("Restart(limit)", self.limit, (one_of(None, or_=whole(0)), "None or an int from 0 on"))
+        check_option("Restart(limit)", self.limit, (choice_check(None, or_=int_check(0)), "None or an int from 0 on"))
         check_option("Restart(period)", self.period, _DURATION)
 
 
@@ -78,12 +78,13 @@ class WorkerOptions:
     dummy_env: Any = None
 
     def __post_init__(self) -> None:
-        check_option("WorkerOptions(threads)", self.threads, (one_of(None, or_=whole(1)), "None or an int from 1 on"))
+        threads = choice_check(None, or_=int_check(1)), "None or an int from 1 on"
+        check_option("WorkerOptions(threads)", self.threads, threads)
         check_option("WorkerOptions(start_timeout)", self.start_timeout, _DURATION)
         check_option(
             "WorkerOptions(dummy_env)", self.dummy_env,
             (
-                one_of(None, True, False, or_=lambda value: all(hasattr(value, name) for name in _DUMMY_ENV_ATTRIBUTES)),
+                choice_check(None, True, False, or_=lambda env: all(hasattr(env, name) for name in _DUMMY_ENV_ATTRIBUTES)),
                 f"None, True, False or an object with {', '.join(_DUMMY_ENV_ATTRIBUTES)}",
             ),
         )  # fmt: skip
@@ -157,7 +158,7 @@ def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **other
 _Check: TypeAlias = Callable[[Any], bool]
 
 
-def whole(low: int, high: float = math.inf) -> _Check:
+def int_check(low: int, high: float = math.inf) -> _Check:
     """Return a check that accepts ints from ``low`` to ``high``, but not bools."""
     return lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
 
@@ -166,27 +167,29 @@ def _seconds(value: Any) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
 
 
-def one_of(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
+def choice_check(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
     """Return a check that accepts these constants and what ``or_`` accepts. 0 is not ``False``, and 1 is not ``True``."""
     return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in accepted) or or_(value)
 
 
-_SWITCH_OR_NONE: Final = one_of(None, True, False), "None, True or False"
+_SWITCH_OR_NONE: Final = choice_check(None, True, False), "None, True or False"
 _DURATION: Final = _seconds, "a number of seconds above 0"
 _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
-    "num_envs": (whole(1), "an int from 1 on"),
-    "num_workers": (one_of(None, "auto", or_=whole(0)), "None (one process per environment), 'auto', or an int from 0 on"),
-    "spare_workers": (whole(0), "an int from 0 on"),
+    "num_envs": (int_check(1), "an int from 1 on"),
+    "num_workers": (
+        choice_check(None, "auto", or_=int_check(0)), "None (one process per environment), 'auto', or an int from 0 on"
+    ),
+    "spare_workers": (int_check(0), "an int from 0 on"),
     "on_failure": (
-        one_of("raise", "restart", or_=lambda value: isinstance(value, Restart)),
+        choice_check("raise", "restart", or_=lambda value: isinstance(value, Restart)),
         "'raise', 'restart' or a vecenv.Restart(limit=, period=)",
     ),
-    "step_timeout": (one_of(None, or_=_seconds), "None or a number of seconds above 0"),
-    "env_threads": (whole(1), "an int from 1 on"),
-    "generators": (one_of("shared", "own"), "'shared' or 'own'"),
+    "step_timeout": (choice_check(None, or_=_seconds), "None or a number of seconds above 0"),
+    "env_threads": (int_check(1), "an int from 1 on"),
+    "generators": (choice_check("shared", "own"), "'shared' or 'own'"),
     "use_caller": _SWITCH_OR_NONE,
     "worker_options": (
-        one_of(None, or_=lambda value: isinstance(value, WorkerOptions)), "None or a vecenv.WorkerOptions(...)"
+        choice_check(None, or_=lambda value: isinstance(value, WorkerOptions)), "None or a vecenv.WorkerOptions(...)"
     ),
 }
 """Option -> (check, accepted values). Checks that depend on other options are in :func:`check_options`."""
@@ -196,7 +199,7 @@ _NEED_PROCESSES: Final[dict[str, tuple[_Check, str]]] = {
     "worker_options": (
         lambda value: value is not None and bool(value.env), "have the environment variables of WorkerOptions(env)"
     ),
-    "env_threads": (lambda value: value != 1, "are the ones that have these threads"),
+    "env_threads": (lambda value: value != 1, "run these threads"),
 }
 """Option -> (check for values that need worker processes, what only those can do)."""
 
@@ -237,13 +240,13 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
                     f"`{name}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
                     "or `num_workers=0`"
                 )
-    sizes = one_of(None, "auto", or_=whole(1, num_envs)), f"None, 'auto' or an int within 1..{num_envs}"
+    sizes = choice_check(None, "auto", or_=int_check(1, num_envs)), f"None, 'auto' or an int within 1..{num_envs}"
     check_option("batch_size", batch_size, sizes)
     for name, value in options.items():
         if name in _CHECKS:
             check_option(name, value)
     if options.get("env_threads", 1) != 1:
-        shared = "'shared' beside env_threads: threads of one process share its generators"
-        check_option("generators", options.get("generators", "shared"), (one_of("shared"), shared))
-        counted = "None or an int from 1 on, beside env_threads: what waits cannot be measured"
-        check_option("num_workers", options.get("num_workers"), (one_of(None, or_=whole(1)), counted))
+        shared = "'shared' with env_threads, because threads of one process share its generators"
+        check_option("generators", options.get("generators", "shared"), (choice_check("shared"), shared))
+        counted = "None or an int from 1 on with env_threads, because waiting environments cannot be measured"
+        check_option("num_workers", options.get("num_workers"), (choice_check(None, or_=int_check(1)), counted))

@@ -44,7 +44,7 @@ from vecenv.front.driver import Phase, advance
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.link.messages import PackedEnvFns
-from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, one_of, whole
+from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, choice_check, int_check
 from vecenv.recording.recorder import FlightRecorder, recorder_for_hosts
 from vecenv.system.reporting import warn
 from vecenv.system.spawning import end_if_importing_main
@@ -173,7 +173,7 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
             raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
         if isinstance(mode, str) and mode not in ("same", "different"):
             raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
-        check_option("max_concurrency", most, (one_of(None, or_=whole(1)), "a positive integer or None"))
+        check_option("max_concurrency", most, (choice_check(None, or_=int_check(1)), "a positive integer or None"))
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement
     check_option_names(engine_options, _HOST_OPTIONS, "RayVectorEnv")
     accepted = f"one of {', '.join(map(repr, _PLACEMENTS))} or None"
     check_option("placement", placement, (lambda value: value is None or value in _PLACEMENTS, accepted))
-    hosts = one_of(None, or_=whole(1, len(env_fns))), f"None or an int within 1..{len(env_fns)}"
+    hosts = choice_check(None, or_=int_check(1, len(env_fns))), f"None or an int within 1..{len(env_fns)}"
     check_option("num_hosts", num_hosts, hosts)
     check_option("envs_per_host", envs_per_host, hosts)
     if num_hosts is not None and envs_per_host is not None and num_hosts != -(-len(env_fns) // envs_per_host):

@@ -559,8 +559,8 @@ async def test_cancelled_reset_leaves_other_resets_of_its_worker_running(
             await other.step("x")
         first, second = (asyncio.create_task(env.reset(seed=5)) for env in (one, other))
         await asyncio.sleep(0)  # both wait for the new worker
-        ready = pool._slots._ready
-        monkeypatch.setattr(pool._slots, "_ready", lambda group: first.cancel() and ready(group))
+        ready = pool._slots._make_available
+        monkeypatch.setattr(pool._slots, "_make_available", lambda group: first.cancel() and ready(group))
         with pytest.raises(asyncio.CancelledError):
             await first
         observation, _ = await asyncio.wait_for(second, 20)

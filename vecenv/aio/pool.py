@@ -146,7 +146,7 @@ class Pool:
         restarts = f", restarted={count}" if count else ""
         lost = sum(len(group.slots) for group in slots.groups if group.exhausted is not None)
         return (
-            f"Pool(size={self.size}, workers={len(slots.groups)}, episodes={slots.taken()}, free={len(slots.free)}, "
+            f"Pool(size={self.size}, workers={len(slots.groups)}, episodes={slots.num_occupied()}, free={len(slots.free)}, "
             f"waiting={len(slots.waiters)}{restarts}{f', given_up={lost}' if lost else ''})"
         )
 
@@ -318,14 +318,14 @@ class EpisodeEnv:
             seed, options = self._begins_with
             await self.reset(seed=seed, options=options)
         except BaseException:
-            self._leave()
+            self._release_slot()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._leave()
+        self._release_slot()
 
-    def _leave(self) -> None:
+    def _release_slot(self) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:
             self._slots.release(slot)

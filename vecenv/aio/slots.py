@@ -148,7 +148,7 @@ class Slots:
         """True if a request is pending."""
         return any(group.pending for group in self.groups)
 
-    def taken(self) -> int:
+    def num_occupied(self) -> int:
         """Return the number of slots with an episode."""
         return sum(slot.owner is not None for slot in self._slots)
 
@@ -344,7 +344,7 @@ class Slots:
             self.abandon(slot, request)
         else:
             slot.group.killed_by_cancel = True
-            late = f"{self.cancel_timeout} seconds after that was cancelled"
+            late = f"{self.cancel_timeout} seconds after its cancellation"
             self._kill(slot, f"was still in `{request.command}` {late}, and was killed")
 
     def _collect(self) -> None:
@@ -363,9 +363,9 @@ class Slots:
             if slot.group.start_timer is not None:
                 slot.group.start_timer.cancel()
             if error is None:
-                self._ready(slot.group)
+                self._make_available(slot.group)
         for death in deaths:
-            self._died(self.groups[death.worker])
+            self._handle_death(self.groups[death.worker])
 
     def _finish(self, slot: Slot, request: Any, result: Any, error: Exception | None) -> None:
         slot.request = None
@@ -376,7 +376,7 @@ class Slots:
         if error is not None and not slot.lost:
             slot.lost = self.submissions.failed.get(slot.row, "")
         slot.finish(result, error)
-        if slot.group.death is None:  # otherwise :meth:`_died` updates the slot
+        if slot.group.death is None:  # otherwise :meth:`_handle_death` updates the slot
             self._update(slot)
 
     # -- workers that hang or die -----------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ class Slots:
         group.changing = True
         self.free = deque(slot for slot in self.free if slot.group is not group)
 
-    def _died(self, group: WorkerSlots) -> None:
+    def _handle_death(self, group: WorkerSlots) -> None:
         """Process the death of a worker, after its requests are finished."""
         for slot in group.slots:
             if slot.owner is not None and not slot.lost:
@@ -429,7 +429,7 @@ class Slots:
             self._withdraw(group)
             asyncio.get_running_loop().call_soon(self._restart, group)
         else:
-            self._ready(group)  # a reset restarts the worker
+            self._make_available(group)  # a reset restarts the worker
 
     def _restart(self, group: WorkerSlots) -> None:
         if self.closed:
@@ -455,7 +455,7 @@ class Slots:
         if len(self.groups) > usable_cores():
             let_caller_first(self._envs.processes[group.index].pid)
 
-    def _ready(self, group: WorkerSlots) -> None:
+    def _make_available(self, group: WorkerSlots) -> None:
         """Make the slots of a worker available to the episodes that wait."""
         group.changing = False
         for slot in group.slots:

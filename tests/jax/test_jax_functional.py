@@ -431,7 +431,7 @@ def test_jax_space_behaves_like_the_original(space: Any) -> None:
 def test_a_sample_without_a_key_inside_a_program_is_refused() -> None:
     env = FunctionalVectorEnv(Counter(), 3)
     for space in (env.single_action_space, env.action_space, env.single_observation_space["place"]):
-        with pytest.raises(ValueError, match="one constant for ever"):
+        with pytest.raises(ValueError, match="would become a constant"):
             jax.jit(lambda key, space=space: space.sample())(jax.random.key(0))
     draw: Any = jax.jit(env.action_space.sample)
     assert not np.array_equal(draw(jax.random.key(0)), draw(jax.random.PRNGKey(1)))
@@ -442,7 +442,7 @@ def test_bridge_has_jax_spaces(closes: Any) -> None:
     env = closes(bridge(gym.vector.SyncVectorEnv([lambda: gym.make("CartPole-v1")] * 2)))
     drawn = jax.jit(env.action_space.sample)(jax.random.key(0))
     env.step(env.reset(jax.random.key(0)), drawn)
-    with pytest.raises(ValueError, match="give it a key"):
+    with pytest.raises(ValueError, match="pass a key"):
         jax.jit(env.single_action_space.sample)()
 
 

@@ -423,7 +423,7 @@ class Fixed(Wrapped):
         flags = [jnp.asarray(flag, bool) for flag in (terminated, truncated)]
         for what, value in (("reward", reward), ("terminated", flags[0]), ("truncated", flags[1])):
             if value.shape != ():
-                raise ValueError(f"{self.name} returned a {what} of shape {value.shape}; one number is wanted.")
+                raise ValueError(f"{self.name} returned a {what} of shape {value.shape}; expected a scalar.")
         return state, obs, reward, flags[0], flags[1], jax.tree.map(fixed, info)
 
     def _like(self, value: Any, where: str) -> Any:

@@ -139,7 +139,7 @@ class _ForJax:
             return _drawn(self, mask)  # Gymnasium's masks are never uint32
         if isinstance(jax.lax.stop_gradient(0.0), jax.core.Tracer):  # a program is being traced
             raise ValueError(
-                f"{self}.sample() inside a compiled program would be one constant for ever: give it a key, sample(key)."
+                f"{self}.sample() inside a compiled program would become a constant: pass a key, sample(key)."
             )
         return super().sample(mask, *args, **kwargs)  # type: ignore[misc]
 

@@ -168,7 +168,7 @@ def _build_brax(name: str, **kwargs: Any) -> Any:
     try:
         return envs.get_environment(name, **kwargs)
     except ValueError as error:
-        raise ValueError(f"Brax's {name} refuses {_shown(kwargs)}: {error}") from error
+        raise ValueError(f"Brax's {name} refuses {_format_kwargs(kwargs)}: {error}") from error
 
 
 def _build_playground(name: str, *, config: Any = None, config_overrides: Any = None, **unknown: Any) -> Any:
@@ -186,7 +186,7 @@ def _build_playground(name: str, *, config: Any = None, config_overrides: Any = 
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
         raise FileNotFoundError(_missing_files(name, playground, error)) from error
     except (KeyError, AttributeError) as error:
-        raise ValueError(f"Playground's {name} refuses {_shown(overrides)}: {error}.") from error
+        raise ValueError(f"Playground's {name} refuses {_format_kwargs(overrides)}: {error}.") from error
 
 
 def _missing_files(name: str, playground: Any, error: Exception) -> str:
@@ -198,7 +198,7 @@ def _missing_files(name: str, playground: Any, error: Exception) -> str:
     )
 
 
-def _shown(kwargs: dict[str, Any]) -> str:
+def _format_kwargs(kwargs: dict[str, Any]) -> str:
     return ", ".join(f"{key}={value!r}" for key, value in kwargs.items()) or "its arguments"
 
 
@@ -365,7 +365,7 @@ class JumanjiAdapter(Adapter):
         state, timestep = self.env.step(state, action)
         if timestep.reward.shape != ():
             raise ValueError(
-                f"{self.name} pays a reward of shape {timestep.reward.shape}, one number an agent. Wrap it in "
+                f"{self.name} returns a reward of shape {timestep.reward.shape}, one number per agent. Wrap it in "
                 "jumanji.wrappers.MultiToSingleWrapper, which adds them up."
             )
         last, dead = timestep.last(), timestep.discount == 0

@@ -230,7 +230,7 @@ def test_library_with_one_generator_accepts_consecutive_seeds(counters: Any) -> 
     for refused, text in (
         ({"seed": [1, 5, 2]}, r"backend 'native': .*Counters resets all by one seed"),
         ({"seed": [1, None, None]}, r"backend 'native': .*Counters resets all by one seed"),
-        ({"options": {"reset_mask": mask}}, r"NativeVectorEnv cannot reset 2 of 3 environments: .*Counters answers for all"),
+        ({"options": {"reset_mask": mask}}, r"NativeVectorEnv cannot reset 2 of 3 environments: .*Counters returns all"),
     ):
         with pytest.raises(NotImplementedError, match=text):
             envs.reset(**refused)

@@ -97,7 +97,7 @@ class _Library(LockstepDriver):
     def __init__(self, library: VectorEnv[Any, Any, Any], copy: bool) -> None:
         super().__init__(library.num_envs)
         self.title = f"{type(library).__module__}.{type(library).__qualname__}"
-        self.all_or_none_reason = f"{self.title} answers for all of them at once"
+        self.all_or_none_reason = f"{self.title} returns all of them at once"
         self.features = _LIBRARIES.get(self.title, ())
         self.library: Any = library
         self._call: Call | None = None

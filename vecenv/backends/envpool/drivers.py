@@ -7,7 +7,8 @@ An interrupted wait can continue, because ``wire`` keeps the replies that have a
 Python runs signal handlers between bytecode instructions, so one could raise after a C++ function has returned and before
 its result is stored. During a wait in C++, Python runs none. Therefore:
 
-* changes that belong together are made by C code in one instruction (:func:`_together`, ``list.extend`` over a ``starmap``);
+* changes that belong together are made by C code in one instruction (:func:`_call_uninterrupted`, or ``list.extend`` over a
+  ``starmap``);
 * waits with a limit run in a helper thread (:class:`Receiver`), which stores the result where the direct call would.
 """
 
@@ -41,11 +42,11 @@ from vecenv.front.driver import NO_CALL, Call, Driver, Phase, Stepped, require_i
 
 _INTP = np.dtype(np.intp)
 
-_ONCE: tuple[tuple[()]] = ((),)
-"""``list.extend(starmap(f, _ONCE))`` calls ``f()`` once and keeps the result, in one instruction."""
+_NO_ARGS_ONCE: tuple[tuple[()]] = ((),)
+"""``list.extend(starmap(f, _NO_ARGS_ONCE))`` calls ``f()`` once and keeps the result, in one instruction."""
 
 
-def _together(*calls: tuple[Any, ...]) -> None:
+def _call_uninterrupted(*calls: tuple[Any, ...]) -> None:
     """Call C functions one after the other, without a signal handler in between.
 
     Args:
@@ -93,11 +94,11 @@ class Receiver:
             started = time.perf_counter()
             try:
                 if not receiving and deadline is None:
-                    wire.extend(starmap(self._recv, _ONCE))
+                    wire.extend(starmap(self._recv, _NO_ARGS_ONCE))
                     return True
                 if not receiving:
                     self._start()
-                    _together((self._receiving.append, None), (self._requests.put, wire))
+                    _call_uninterrupted((self._receiving.append, None), (self._requests.put, wire))
                 # the token may belong to an earlier reply, so the loop checks the wire again
                 self._received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
@@ -127,7 +128,7 @@ class Receiver:
     def _receive_on_request(self) -> None:
         """Serve requests until ``None`` arrives: the body of the helper thread."""
         while (wire := self._requests.get()) is not None:
-            wire.extend(starmap(self._recv, _ONCE))
+            wire.extend(starmap(self._recv, _NO_ARGS_ONCE))
             self._receiving.clear()
             self._received.put(True)
 
@@ -543,7 +544,7 @@ class FirstReadyDriver(PoolDriver):
     Attributes:
         returned: ``(latest, held, count, offset)``: the environments of the latest rows; a list with the held ones as its
             only entry, or empty; the number of returned batches of this pool, and of returned rows of the next batch.
-            ``wire`` has all batches but the first ``_gone``.
+            ``wire`` has all batches but the first ``_num_dropped``.
     """
 
     capabilities = Capabilities(
@@ -556,7 +557,7 @@ class FirstReadyDriver(PoolDriver):
         self.idle = set(range(self.num_envs))
         self._all: Latest = self.all_ids, self.all_ids.astype(np.intp).tobytes()
         self.returned: tuple[Latest, list[Any], int, int] = self._all, [], 0, 0
-        self._gone = 0
+        self._num_dropped = 0
         self._call = Phase.DEFAULT  # the phase of a call on all environments; DEFAULT after one on some
         self._resets: set[int] = set()  # environments that were reset by their latest call
         self._rows.begin()
@@ -584,7 +585,7 @@ class FirstReadyDriver(PoolDriver):
         """Mark the held environments as idle."""
         if held := self.returned[1]:
             self._rows.keep(held[0])
-            _together((self.idle.update, held[0][0].tolist()), (held.clear,))
+            _call_uninterrupted((self.idle.update, held[0][0].tolist()), (held.clear,))
 
     def _require_idle(self, ids: Array, name: str) -> None:
         self._release_held()
@@ -636,7 +637,7 @@ class FirstReadyDriver(PoolDriver):
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
-        _together(*calls, mark_in_flight)
+        _call_uninterrupted(*calls, mark_in_flight)
 
     def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
         if not by_row:
@@ -644,7 +645,7 @@ class FirstReadyDriver(PoolDriver):
         self._require_idle(ids, "reset_async")
         calls, envs = [request[:2] for request in self._reset_requests(ids, force)], ids.tolist()
         self._call = Phase.DEFAULT if by_row else Phase.WAITING_RESET
-        _together(*calls, (self._resets.update, envs), (self.idle.difference_update, envs))
+        _call_uninterrupted(*calls, (self._resets.update, envs), (self.idle.difference_update, envs))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -658,7 +659,7 @@ class FirstReadyDriver(PoolDriver):
         latest, counts = self.returned[0], (self.num_envs, 0)
         if kind is Phase.WAITING_RESET:
             latest, counts = self._all, (0, self.num_envs)
-        self.finish((latest, [held], self._gone + received, 0), *counts)
+        self.finish((latest, [held], self._num_dropped + received, 0), *counts)
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
@@ -670,7 +671,7 @@ class FirstReadyDriver(PoolDriver):
         if self._call is Phase.WAITING_STEP:
             require_no_step(self.outstanding)
         wire, size = self.wire, self.batch_size
-        if batches != self._gone:
+        if batches != self._num_dropped:
             self._trim()
         if count is None:
             count = size
@@ -690,7 +691,7 @@ class FirstReadyDriver(PoolDriver):
     def _trim(self) -> None:
         """Remove the batches that have been returned."""
         batches = self.returned[2]
-        del self.wire[: batches - self._gone]; self._gone = batches  # noqa: E702 - together: no call and no jump on this line
+        del self.wire[: batches - self._num_dropped]; self._num_dropped = batches  # noqa: E702 - no call or jump between
 
     def _require_enough(self, count: int, ready: int) -> None:
         """Raise if a wait would never end, since the pool returns whole batches only."""
@@ -725,9 +726,10 @@ class FirstReadyDriver(PoolDriver):
         if missing:
             filler = sorted(self.idle)[:missing]
             payload = self._rows.filler(np.array(filler, dtype=np.int32))
-            _together((self._pool_send, payload), (self.idle.difference_update, filler))
+            _call_uninterrupted((self._pool_send, payload), (self.idle.difference_update, filler))
         batches = (self._count_in_flight() + offset) // size
         while (received := len(self.wire)) < batches:
             self.receiver.receive(self.wire, received + 1, None)
         drained = latest, held, count, 0
-        _together((self.wire.clear,), (setattr, self, "returned", drained), (self.idle.update, range(self.num_envs)))
+        all_envs = range(self.num_envs)
+        _call_uninterrupted((self.wire.clear,), (setattr, self, "returned", drained), (self.idle.update, all_envs))

@@ -222,7 +222,7 @@ def test_names_of_other_libraries_and_swapped_arguments() -> None:
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "serial")) as envs:
         with pytest.raises(TypeError, match=r"evaluate\(envs, policy, episodes\).* are the first two swapped"):
             vecenv.evaluate(lambda observations: [0, 0], envs, 3)  # type: ignore[call-overload]
-        with pytest.raises(TypeError, match="write_video wants images"):
+        with pytest.raises(TypeError, match="`images` must be an iterable of frames"):
             vecenv.write_video(envs, "video.gif")  # type: ignore[arg-type]
 
 

@@ -187,12 +187,12 @@ def test_wrong_names_list_the_valid_ones(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["bench", "--num-envs", "0"], "wants a positive integer, got '0'"),
-        (["bench", "--seconds", "inf"], "wants a positive number, got 'inf'"),
+        (["bench", "--num-envs", "0"], "must be a positive integer, got '0'"),
+        (["bench", "--seconds", "inf"], "must be a positive number, got 'inf'"),
         (["bench", "--num_envs=3"], "did you mean --num-envs"),
         (["bench", "--num-env", "3"], "did you mean --num-envs"),
         (["benhc"], "did you mean bench?"),
-        (["top", "--interval", "0"], "wants a positive number, got '0'"),
+        (["top", "--interval", "0"], "must be a positive number, got '0'"),
         ([], "required: COMMAND"),
     ],
 )

@@ -95,15 +95,15 @@ def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
 
 @pytest.mark.long
 def test_the_first_check_of_a_process_has_time_for_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vecenv.tools.conform, "_SECONDS", 1.0)
+    monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
     found = conform("broken_engines:slow_to_import", [AutoresetMode.DISABLED])
     assert "gave no answer" not in str([row.why for row in found])
 
 
 @pytest.mark.long
 def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vecenv.tools.conform, "_SECONDS", 1.0)
-    monkeypatch.setattr(vecenv.tools.conform, "_START", 5.0)
+    monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(vecenv.tools.conform, "_START_SECONDS", 5.0)
     rows = conform("broken_engines:Hangs", [AutoresetMode.NEXT_STEP])
     assert {row.name: row.state for row in rows}["reset: observations and infos"] == "kept"
     assert any("gave no answer within 1 s" in why for row in rows for why in row.why.values())
@@ -140,7 +140,7 @@ def test_the_command_warns_of_an_engine_that_draws_from_shared_generators(capsys
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["gymnasium.vector"], "is no MODULE:NAME"),
+        (["gymnasium.vector"], "is not of the form MODULE:NAME"),
         (["no_such_module_here:X"], "cannot import 'no_such_module_here'"),
         (["gymnasium.vector:SyncVectorEn"], "did you mean SyncVectorEnv"),
         (["broken_engines:needs_an_argument"], "could not be built: TypeError"),

@@ -89,7 +89,7 @@ def test_the_image_is_about_square(count: int, shape: tuple[int, int], wanted: t
 def test_environments_without_frames_are_refused(make: Any) -> None:
     blind = make((4, 6, 3), render_mode=None)
     blind.reset()
-    with pytest.raises(ValueError, match="render_mode='rgb_array', these have None"):
+    with pytest.raises(ValueError, match="render_mode='rgb_array', got None"):
         render_grid(blind)
     odd = make((4, 6, 3), (4, 6, 3), dtype="float32")
     odd.reset()

@@ -93,7 +93,7 @@ def test_counts_equal_those_of_the_program(folder: Path) -> None:
     (still,) = watcher.read()
     assert [worker.state for worker in still.workers if worker.state != "busy"] == ["idle"] * 2
     assert still.steps_per_second == 0.0
-    assert still.since_answer > 1.5
+    assert still.seconds_since_result > 1.5
     envs.close()
     assert rows() == []
     assert list(folder.iterdir()) == []

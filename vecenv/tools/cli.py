@@ -72,7 +72,7 @@ def _positive(kind: type[Any]) -> Callable[[str], Any]:
         except ValueError:
             value = 0
         if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"wants a positive {'number' if kind is float else 'integer'}, got {text!r}")
+            raise argparse.ArgumentTypeError(f"must be a positive {'number' if kind is float else 'integer'}, got {text!r}")
         return value
 
     return parse

@@ -27,9 +27,9 @@ from vecenv.tools.benchmark import started
 from vecenv.tools.runners import Candidate
 
 KEPT, BROKEN, REFUSED = "kept", "broken", "refused"
-_ONLY: Final = "its only mode is "
-_SECONDS: Final = 20.0  # for one check
-_START: Final = 120.0  # added for the first check of a process: imports and compilation
+_ONLY_MODE_PREFIX: Final = "its only mode is "
+_CHECK_SECONDS: Final = 20.0  # for one check
+_START_SECONDS: Final = 120.0  # added for the first check of a process: imports and compilation
 
 
 @dataclass
@@ -74,51 +74,51 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     """
     build = engine_named(engine)
     rows: dict[int, Promise] = {}
-    limit = _SECONDS + _START
-    with started([Candidate("engine", engine, partial(_Asked, engine))]) as (host,):
+    limit = _CHECK_SECONDS + _START_SECONDS
+    with started([Candidate("engine", engine, partial(CheckRunner, engine))]) as (host,):
         for mode in modes:
             only = ""  # the reason, if the engine lacks this mode; it is not built again then
             for number, check in enumerate(CHECKS):
                 if mode not in check.modes or (check.fault and not faults):
                     continue
                 row = rows.setdefault(number, Promise(check.name, check.about, check.known))
-                answer = (REFUSED, only, []) if only else host.ask("about", number, mode, timeout=limit)
-                limit = _SECONDS
+                answer = (REFUSED, only, []) if only else host.ask("run_check", number, mode, timeout=limit)
+                limit = _CHECK_SECONDS
                 state, why, draws = answer or (BROKEN, str(host.failed), [])
                 row.draws += [name for name in draws if name not in row.draws]
                 row.modes[mode.name], row.why[mode.name] = state, why
                 if state == BROKEN and not row.program:
-                    row.program = program(check, engine, _shown(engine, build, mode))
-                if why.startswith(_ONLY):
+                    row.program = program(check, engine, _build_expression(engine, build, mode))
+                if why.startswith(_ONLY_MODE_PREFIX):
                     only = why
                 if only or state == BROKEN or check.fault:  # closing the engine may hang
                     host.restart()
-                    limit = _SECONDS + _START
+                    limit = _CHECK_SECONDS + _START_SECONDS
         host.restart()  # ends the process at once, because closing the engines may hang
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))
-        raise CliError(f"{engine} could not be built: {why}; it gets functions that build environments, or num_envs=")
+        raise CliError(f"{engine} could not be built: {why}; it must accept functions that build environments, or num_envs=")
     return list(rows.values())
 
 
 # -- in the process -------------------------------------------------------------------------------------------------------
 
 
-class _Asked:
+class CheckRunner:
     """The checks of :func:`conform`, in a process that is replaced if an engine hangs or ends it."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
         self._built: list[Any] = []
 
-    def about(self, number: int, mode: AutoresetMode) -> tuple[str, str, list[str]]:
+    def run_check(self, number: int, mode: AutoresetMode) -> tuple[str, str, list[str]]:
         """Run a check and return its state, the reason, and the shared generators that were drawn from.
 
         The engines of the previous check are closed first.
         """
         self.close()
         drawn: list[str] = []
-        return *_ask(CHECKS[number], self._engine, mode, self._built, drawn), drawn
+        return *_run_check(CHECKS[number], self._engine, mode, self._built, drawn), drawn
 
     def close(self) -> None:
         while self._built:
@@ -126,7 +126,7 @@ class _Asked:
                 self._built.pop().close()
 
 
-def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any], drawn: list[str]) -> tuple[str, str]:
+def _run_check(check: Check, name: str, mode: AutoresetMode, built: list[Any], drawn: list[str]) -> tuple[str, str]:
     """Run a check; return its state and reason. Append its engines to ``built``, and generators drawn from to ``drawn``."""
     states = None
     try:
@@ -137,15 +137,15 @@ def _ask(check: Check, name: str, mode: AutoresetMode, built: list[Any], drawn: 
             while len(built) < check.engines:
                 built.append(_build(engine, mode))
         except (NotImplementedError, TypeError, ValueError) as error:
-            return REFUSED, _said(error)
+            return REFUSED, _describe_error(error)
         if built[0].metadata.get("autoreset_mode", mode) != mode:
-            return REFUSED, f"{_ONLY}{built[0].metadata['autoreset_mode']}"
+            return REFUSED, f"{_ONLY_MODE_PREFIX}{built[0].metadata['autoreset_mode']}"
         states = read_states()
         check.run(*built)
     except NotImplementedError as error:
-        return REFUSED, _said(error)
+        return REFUSED, _describe_error(error)
     except BaseException as error:
-        return BROKEN, _said(error)
+        return BROKEN, _describe_error(error)
     finally:
         drawn += find_draws(states or {})
     return KEPT, ""
@@ -156,7 +156,7 @@ def _build(engine: Any, mode: AutoresetMode) -> Any:
     return as_gymnasium(engine(makers(), **options) if _takes_functions(engine) else engine(num_envs=COUNT, **options))
 
 
-def _shown(name: str, engine: Any, mode: AutoresetMode) -> str:
+def _build_expression(name: str, engine: Any, mode: AutoresetMode) -> str:
     """Return an expression that builds the engine as :func:`_build` does, for a program."""
     given = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
     opened = f"{name.partition(':')[2]}({given}{f', autoreset_mode={mode}' if _takes_mode(engine) else ''})"
@@ -179,7 +179,7 @@ def _takes_functions(engine: Any) -> bool:
     return "num_envs" not in _parameters(engine)
 
 
-def _said(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Format an error in one line; for an assertion without a message, its source line."""
     text = " ".join(str(error).split())
     if isinstance(error, AssertionError) and not text:
@@ -216,15 +216,17 @@ def main(arguments: argparse.Namespace) -> int:
 def _print_table(rows: Sequence[Promise]) -> None:
     width = max(len(row.name) for row in rows)
     for row in rows:
-        states = {state: [mode for mode, its in row.modes.items() if its == state] for state in row.modes.values()}
-        of = "" if len(states) == 1 else "; ".join(f"{state}: {', '.join(which)}" for state, which in states.items())
-        print(f"{row.name:{width}}  {row.state:8}{of}".rstrip())
+        states = {
+            state: [mode for mode, mode_state in row.modes.items() if mode_state == state] for state in row.modes.values()
+        }
+        details = "" if len(states) == 1 else "; ".join(f"{state}: {', '.join(modes)}" for state, modes in states.items())
+        print(f"{row.name:{width}}  {row.state:8}{details}".rstrip())
     for row in rows:
         if row.state == BROKEN:
             mode = next(mode for mode, state in row.modes.items() if state == BROKEN)
             print(f"\n{row.name}: {row.why[mode]}\n  Documented: {row.about}")
             if row.known:
-                print(f"  Seen before: {row.known}")
+                print(f"  Known reports: {row.known}")
             print(textwrap.indent(row.program, "    "))
 
 
@@ -236,7 +238,7 @@ def engine_named(name: str) -> Any:
     """
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise CliError(f"{name!r} is no MODULE:NAME, such as gymnasium.vector:AsyncVectorEnv")
+        raise CliError(f"{name!r} is not of the form MODULE:NAME, such as gymnasium.vector:AsyncVectorEnv")
     found = module_named(module)
     if not callable(engine := getattr(found, attribute, None)):
         raise CliError(f"{module!r} has no {attribute!r} that can be called{did_you_mean(attribute, list(vars(found)))}")

@@ -33,7 +33,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
     """
     words = arguments.program if arguments.module is None else arguments.module
     if not words:
-        raise CliError("which program? vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
+        raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
     start = _file(words[0]) if arguments.module is None else _module(words[0])
     defaults = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
     if defaults["num_workers"] == "each":
@@ -64,7 +64,7 @@ def _workers(text: str) -> int | str:
     except ValueError:
         number = -1
     if number < 0:
-        raise argparse.ArgumentTypeError(f"wants 0 or more, 'auto' or 'each', got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an int from 0 on, 'auto' or 'each', got {text!r}")
     return number
 
 
@@ -161,11 +161,11 @@ def _execute(code: Callable[[], CodeType], **names: Any) -> None:
     except SystemExit:
         raise
     except BaseException:
-        sys.excepthook = functools.partial(_without_us, sys.excepthook)
+        sys.excepthook = functools.partial(_hide_own_frames, sys.excepthook)
         raise
 
 
-def _without_us(
+def _hide_own_frames(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     """Call the program's hook with a traceback that begins at the program's first line."""

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 _HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _LONGEST_NAME: Final = 80
-_LATE: Final = 1.5  # seconds without a result, after which a note is shown and earlier steps no longer count
-_WAITS: Final = 0.95  # share of the time outside environments above which a stepping worker counts as waiting
+_LATE_SECONDS: Final = 1.5  # without a result, after which a note is shown and earlier steps no longer count
+_WAITING_SHARE: Final = 0.95  # share of the time outside environments above which a stepping worker counts as waiting
 _HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
 
@@ -71,7 +71,7 @@ class ProgramRow:
         name, pid, num_envs: The program, and its number of environments.
         steps_per_second: The steps of all workers.
         waiting: The share of the time that the program waited for its workers, 0 to 1.
-        since_answer: Seconds since the program received a result, overestimated by up to half a second.
+        seconds_since_result: Seconds since the program received a result, overestimated by up to half a second.
         resets, restarts, errors: Counts, as in ``envs.stats()``.
         workers: One row per worker.
     """
@@ -81,7 +81,7 @@ class ProgramRow:
     num_envs: int
     steps_per_second: float
     waiting: float
-    since_answer: float
+    seconds_since_result: float
     resets: int
     restarts: int
     errors: int
@@ -130,15 +130,16 @@ class Watcher:
 def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     if before is not None and (before.began != now.began or len(before.workers) != len(now.workers)):
         before = None
-    since_answer = max(time.monotonic() - now.at, 0.0)
-    if since_answer > _LATE:  # the program has made no progress since
+    seconds_since_result = max(time.monotonic() - now.at, 0.0)
+    if seconds_since_result > _LATE_SECONDS:  # the program has made no progress since
         before = now
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
     earlier = {worker.index: worker for worker in before.workers} if before else {}
     workers = [_worker(worker, earlier.get(worker.index), seconds) for worker in now.workers]
     return ProgramRow(
         now.name, now.pid, now.num_envs, steps_per_second=sum(worker.steps_per_second for worker in workers),
-        waiting=_share(now.time_waiting - (before.time_waiting if before else 0.0), seconds), since_answer=since_answer,
+        waiting=_share(now.time_waiting - (before.time_waiting if before else 0.0), seconds),
+        seconds_since_result=seconds_since_result,
         resets=now.resets, restarts=now.restarts, errors=now.errors, workers=workers,
     )  # fmt: skip
 
@@ -166,7 +167,7 @@ def _state(worker: PublishedWorker, *, stepped: bool, waiting: float) -> str:
     if state[0] in "Tt":
         return "stopped"
     if stepped:
-        return "stepping" if waiting < _WAITS else "waiting"
+        return "stepping" if waiting < _WAITING_SHARE else "waiting"
     return "busy" if state[0] == "R" and worker.kind == "process" else "idle"
 
 
@@ -252,7 +253,7 @@ def _plain(name: str) -> str:
 
 def _summary(program: ProgramRow) -> tuple[str, str]:
     """Summarize a program in two lines that fit a narrow terminal."""
-    late = f", no answer for {program.since_answer:.1f} s" if program.since_answer > _LATE else ""
+    late = f", no result for {program.seconds_since_result:.1f} s" if program.seconds_since_result > _LATE_SECONDS else ""
     return (
         f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}",
         f"{program.steps_per_second:,.0f} steps/s, waits for envs {program.waiting:.0%}{late}; {program.resets:,} resets, "

@@ -38,7 +38,7 @@ def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, g
     """
     mode = getattr(envs, "render_mode", None)
     if mode not in ("rgb_array", "rgb_array_list"):
-        raise ValueError(f"render_grid wants environments made with render_mode='rgb_array', these have {mode!r}")
+        raise ValueError(f"render_grid needs environments made with render_mode='rgb_array', got {mode!r}")
     rendered = envs.render()
     if rendered is None:
         raise ValueError(f"{envs} returned no frames")
@@ -67,7 +67,7 @@ def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -
         raise ValueError(f"gap must not be negative, got {gap}")
     height, width = max(image.shape[0] for image in images), max(image.shape[1] for image in images)
     if columns is None:
-        columns = _squarest(len(images), height, width)
+        columns = _choose_columns(len(images), height, width)
     columns = min(columns, len(images))
     rows = -(-len(images) // columns)
     grid = np.zeros((rows * (height + gap) - gap, columns * (width + gap) - gap, 3), np.uint8)
@@ -79,14 +79,14 @@ def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -
     return grid
 
 
-def _squarest(count: int, height: int, width: int) -> int:
+def _choose_columns(count: int, height: int, width: int) -> int:
     """Return the number of columns that makes the image squarest; of two equal ones, the one with fewer empty places."""
 
-    def oddness(columns: int) -> tuple[float, int]:
+    def cost(columns: int) -> tuple[float, int]:
         rows = -(-count // columns)
         return abs(math.log(columns * width / (rows * height))), rows * columns - count
 
-    return min(range(1, count + 1), key=oddness)
+    return min(range(1, count + 1), key=cost)
 
 
 # --- videos ---------------------------------------------------------------------------------------
@@ -118,14 +118,16 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
     path = Path(path)
     require_writer(path)
     if not isinstance(images, Iterable):
-        raise TypeError(f"write_video wants images, as [vecenv.render_grid(envs) for ...], got {images!r}")
-    every = list(images)
-    if not every:
+        raise TypeError(
+            f"`images` must be an iterable of frames, such as [vecenv.render_grid(envs) for ...], got {images!r}"
+        )
+    frames = list(images)
+    if not frames:
         raise ValueError("there are no images to write")
     path.parent.mkdir(parents=True, exist_ok=True)
     write = _write_gif if path.suffix.lower() == ".gif" else _write_mp4
-    write(every, path, fps)
-    return len(every)
+    write(frames, path, fps)
+    return len(frames)
 
 
 def _write_gif(images: list[Frame], path: Path, fps: float) -> None:

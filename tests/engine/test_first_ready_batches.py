@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,24 @@ class Ticker(gymnasium.Env[Any, Any]):
         if self.t % 5 == 0:
             info = {}
         return self._observation(), float(action) + self.t, self.t >= self.length, False, info
+
+
+class Counted(gymnasium.Env[Any, Any]):
+    """An environment that counts its steps, over all episodes."""
+
+    observation_space = spaces.Box(0, 1, (1,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, env: int) -> None:
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.steps += 1
+        return np.zeros(1, np.float32), 0.0, False, False, {}
 
 
 def makers(lengths: list[int], **kwargs: Any) -> list[Callable[[], Ticker]]:
@@ -391,6 +410,16 @@ def test_some_rows_reset_while_others_are_in_flight(engine: Options) -> None:
         assert dict(zip(infos["env_id"].tolist(), infos["seed"].tolist(), strict=True)) == {2: 7, 0: 8}
         assert envs.step([0] * 4)[0].tolist() == [[0, 1, 1], [1, 0, 2], [2, 2, 1], [3, 1, 1]]
         assert envs.stats()["resets"] == 4 + 2 + 2
+
+
+@pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1, "use_caller": True}, {"num_workers": 2}], ids=str)
+def test_a_step_that_a_reset_drops_is_executed(engine: Options) -> None:
+    with closing(vecenv.AsyncVectorEnv([partial(Counted, env) for env in range(4)], batch_size=2, **engine)) as envs:
+        envs.reset_async(seed=0)
+        envs.send([1], envs.recv()[4]["env_id"][:1])
+        envs.recv()
+        envs.reset()
+        assert sum(envs.get_attr("steps")) == 1
 
 
 @pytest.mark.parametrize("rows", [3, 300])

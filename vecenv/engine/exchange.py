@@ -493,10 +493,7 @@ class Exchange:
         or twice per step and not once per reply.
         """
         pool, workers = self.pool, self.pool.processes
-        local = pool.local
-        if local is not None:
-            while local.messages:
-                self._step_own_share(local)
+        self.execute_own_messages()
         for position, index in enumerate(pool.wait_order):
             try_first = position > 0
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
@@ -585,6 +582,13 @@ class Exchange:
         else:
             outcome = None if payload is None else decode_outcome(payload)
             self._apply(worker, message[1:HEAD], outcome, word != _PLAIN)
+
+    def execute_own_messages(self) -> None:
+        """Carry out all messages to the caller's own share."""
+        local = self.pool.local
+        if local is not None:
+            while local.messages:
+                self._step_own_share(local)
 
     def _step_own_share(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves their state undefined."""

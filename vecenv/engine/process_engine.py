@@ -151,6 +151,8 @@ class Engine(Driver):
             self.exchange.require_not_in_flight("reset_async", rows)
         elif ids is not None or (self.pool.held and not self.state.changing):
             self.exchange.drain()
+        elif not self.state.changing:
+            self.exchange.execute_own_messages()  # as workers do, although the reset drops the results
         if self.observers:
             seeds = self._announce_reset(rows, seeds, options)
         if ids is None and isinstance(seeds[0], (int, np.integer)):

@@ -34,7 +34,7 @@ HOW = [
     pytest.param({"num_workers": 2}, id="two"),
     pytest.param({"num_workers": 2, "env_threads": 3}, id="threads"),
 ]
-MANY = pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(600)])
+MANY = [pytest.param(150, marks=pytest.mark.long), pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 
 
 def test_importing_the_package_does_not_import_asyncio() -> None:
@@ -52,7 +52,7 @@ async def test_every_slot_returns_its_own_results(loop: str, how: dict[str, Any]
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("schedules", [15, MANY])
+@pytest.mark.parametrize("schedules", [15, *MANY])
 @pytest.mark.parametrize("world", [Words, Walk])
 @pytest.mark.parametrize("how", HOW)
 def test_results_equal_directly_stepped_environments(schedules: int, world: Any, how: dict[str, Any]) -> None:

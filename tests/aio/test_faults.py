@@ -348,7 +348,14 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("episodes", [300, pytest.param(10_000, marks=[pytest.mark.long, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize(
+    "episodes",
+    [
+        300,
+        pytest.param(2_000, marks=pytest.mark.long),
+        pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
 @pytest.mark.parametrize("how", HOW)
 def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, how: dict[str, Any]) -> None:
     """Calls that are not cancelled return the right results. (The fixture around every test counts processes and

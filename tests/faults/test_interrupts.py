@@ -137,7 +137,7 @@ PARTS = [(name, part) for name in CALLS for part in ("whole", "begin", "wait") i
     ("setting", "call", "part", "every"),
     [
         *((*case, 5 * EVERY) for case in QUICK),
-        *(pytest.param(*case, EVERY, marks=pytest.mark.long) for case in QUICK),
+        *(pytest.param(*case, EVERY, marks=slow) for case in QUICK),
         *(pytest.param(*case, 2 * EVERY, marks=pytest.mark.long) for case in QUICK_ENOUGH),
         *(
             pytest.param(setting, call, part, 1, marks=slow, id=f"all-{setting}-{call}-{part}")

@@ -17,7 +17,7 @@ import vecenv
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.tools.replay import replay
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(590)]
+pytestmark = pytest.mark.timeout(590)
 
 STEPS = 50_000
 
@@ -91,9 +91,9 @@ def fails(envs: Any, seconds: float, folder: Path, begin: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "begin"),
     [
-        pytest.param(functools.partial(made, "Ant-v5"), {}, "snapshot", id="Ant"),
+        pytest.param(functools.partial(made, "Ant-v5"), {}, "snapshot", id="Ant", marks=pytest.mark.slow),
         pytest.param(
-            drawn, {"generators": "own"}, "latest", id="generators of its own"
+            drawn, {"generators": "own"}, "latest", id="generators of its own", marks=pytest.mark.long
         ),  # takes less time than a snapshot would save
     ],
 )
@@ -104,12 +104,14 @@ def test_simulated_and_pure_python(kind: Any, options: dict[str, Any], begin: st
     fails(envs, 60.0, tmp_path, begin)
 
 
+@pytest.mark.slow
 def test_an_atari_game(tmp_path: Path) -> None:
     pytest.importorskip("ale_py")
     envs = vecenv.AsyncVectorEnv([functools.partial(made, "ALE/Pong-v5")], num_workers=1, record_failures=tmp_path)
     fails(envs, 60.0, tmp_path, "snapshot")
 
 
+@pytest.mark.slow
 def test_a_game_of_several_agents(tmp_path: Path) -> None:
     pytest.importorskip("pettingzoo")
     pytest.importorskip("pygame")

@@ -22,6 +22,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from history_envs import HistoryEnv
+from sampling import each_once
 
 import vecenv
 from vecenv.errors import StepTimeout, WorkerDied
@@ -107,7 +108,7 @@ QUICK = ("raises", "unpicklable_error", "sys_exit", "wrong_shape", "segfault", "
 @pytest.mark.sampled("segfault-fork")
 @pytest.mark.parametrize(
     "context",
-    ["fork", pytest.param("spawn", marks=pytest.mark.long), pytest.param("forkserver", marks=pytest.mark.long)],
+    ["fork", pytest.param("spawn", marks=pytest.mark.slow), pytest.param("forkserver", marks=pytest.mark.long)],
 )
 @pytest.mark.parametrize(
     "fault",
@@ -124,8 +125,7 @@ def test_fault_is_repeated(fault: str, context: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["sleep", "hold_gil"])
-@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+@pytest.mark.parametrize(("on_failure", "fault"), each_once(["raise", "restart"], ["sleep", "hold_gil"]))
 def test_hang_is_repeated(fault: str, on_failure: str, tmp_path: Path) -> None:
     how = vecenv.Restart(0) if on_failure == "restart" else on_failure
     files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=how)

@@ -62,7 +62,9 @@ BROKEN = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("engine", BROKEN)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=[pytest.mark.slow] if number % 3 else []) for number, name in enumerate(BROKEN)]
+)
 def test_broken_promise_fails_its_row(engine: str, tmp_path: Path) -> None:
     rows = {row.name: row for row in conform(f"broken_engines:{engine}")}
     row = rows[BROKEN[engine]]
@@ -100,7 +102,7 @@ def test_the_first_check_of_a_process_has_time_for_imports(monkeypatch: pytest.M
     assert "gave no answer" not in str([row.why for row in found])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
     monkeypatch.setattr(vecenv.tools.conform, "_START_SECONDS", 5.0)

@@ -23,11 +23,11 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError
 
 from vecenv.engine.failures import FailureLog, Policy, Restarts
-from vecenv.engine.requests import Request
+from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import StepTimeout
-from vecenv.front.arguments import ResetOptions, deadline_after, select_options
+from vecenv.front.arguments import ResetOptions, deadline_after
 from vecenv.front.driver import Call, Counters, advance, require_no_step, step_timeout, still_pending, too_few_in_flight
 from vecenv.front.guard import CallState
 from vecenv.link.channel import ChannelClosed
@@ -146,7 +146,7 @@ class Exchange:
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, by_row: bool) -> None:
         """Send a reset of some rows, and replace their dead workers. Unless ``by_row``, first drop all pending requests."""
         payloads = [
-            self.pool.pickled(worker, _reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
+            self.pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
         ]
         self.state.changing = True
         if not by_row:
@@ -796,8 +796,3 @@ def _earlier(deadline: float | None, other: float) -> float | None:
     if not other:
         return deadline
     return other if deadline is None else min(deadline, other)
-
-
-def _reset_payload(rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> Any:
-    mine = [seeds[row] for row in rows]
-    return None if options is None and all(seed is None for seed in mine) else (mine, select_options(options, rows))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vecenv.errors import WorkerDied
+from vecenv.front.arguments import ResetOptions, select_options
 from vecenv.front.driver import Phase
 from vecenv.link.messages import Failure, Op
 
@@ -123,3 +124,9 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.command}, {self.remaining} replies missing)"
+
+
+def reset_payload(rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> Any:
+    """Return the payload of a reset of some rows: their seeds and options; ``None`` without any."""
+    chosen = [seeds[row] for row in rows]
+    return None if options is None and all(seed is None for seed in chosen) else (chosen, select_options(options, rows))

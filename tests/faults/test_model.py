@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import re
 import signal
@@ -294,7 +295,7 @@ class Model:
 
         Args:
             first: Makes it.
-            again: Waits for it; ``None``: ``first`` only submits a call, and there is no result yet.
+            again: Waits for it, as ``first`` does if they are the same; ``None``: ``first`` only submits a call.
             kind: The state while it is pending.
         """
         todo, begun, before = first, False, len(self.envs.errors)
@@ -305,7 +306,7 @@ class Model:
             if interruption is not UNDISTURBED:
                 assert not interruption.swallowed or self.on_record(before), f"swallowed: {interruption}"
             if not returned:
-                self.require_state(is_call=kind == "call" and todo is first)
+                self.require_state(is_call=kind == "call" and todo is first and first is not again)
             state = self.envs._state.value
             if not returned and state == "default":
                 self.fell_into_an_environment(interruption)
@@ -397,7 +398,8 @@ class Model:
         while True:
             try:
                 # with the same timeout again: a stopped worker continues only afterwards
-                result = self.until_done(lambda: wait(timeout=timeout), lambda: wait(timeout=timeout), kind)
+                fetch = functools.partial(wait, timeout=timeout)
+                result = self.until_done(fetch, fetch, kind)
                 break
             except StepTimeout:
                 assert timeout is not None

@@ -69,6 +69,7 @@ class Interruption:
         if self.kind == "call":
             sys.setprofile(self._profile)
         else:
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes only if this is set before settrace()
             sys.settrace(self._enter_frame)
         return self
 

@@ -120,6 +120,7 @@ def interrupt_at(event: int, function: Callable[[], None]) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces bytecodes only if this is set before settrace()
     sys.settrace(trace)
     try:
         function()

@@ -33,14 +33,14 @@ def how_to_install(extra: str, *besides: str) -> str:
 
 
 def close_names(name: object, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: names that are close to it, or the first ones."""
+    """Return the end of a message about an unknown name: the known names close to it, or else the first ones."""
     if close := difflib.get_close_matches(str(name), known, n=3):
         return f"; did you mean {' or '.join(map(repr, close))}?"
     return f"; there are {len(known)}: {', '.join(map(repr, known[:5]))}{', ...' if len(known) > 5 else ''}"
 
 
 def envs_text(rows: Sequence[int], running: int | None = None) -> str:
-    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs 4-7``: contiguous rows, and the one that runs if it is known."""
+    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs 4-7``: contiguous rows, with the running one if it is known."""
     if len(rows) == 1:
         return f"env {rows[0]}"
     return f"envs {span_text(rows)}" if running is None else f"env {running}, of envs {span_text(rows)}"
@@ -56,7 +56,7 @@ class VecEnvError(Exception):
 
 
 class EnvError(VecEnvError, RuntimeError):
-    """An environment raised something that cannot be pickled both ways, or that is not an ``Exception`` (``sys.exit``).
+    """An environment's exception cannot be pickled and unpickled, or is not an ``Exception`` (``sys.exit``).
 
     The message contains the original type, text and location; ``__cause__`` is the :class:`RemoteTraceback`.
 
@@ -74,13 +74,13 @@ class EnvFailed(VecEnvError, RuntimeError):
 
 
 class ObservationError(VecEnvError, ValueError):
-    """An environment returned an observation, reward or flag that does not fit its space; names env, field, got, wanted."""
+    """An observation, reward or flag does not fit its space; the message names the environment, the field and both forms."""
 
 
 class InfoError(VecEnvError, AttributeError):
     """The infos of a step, a reset or a ``recv`` cannot be merged into one dict of arrays, because one is not a dict.
 
-    The environments are intact and the call is over: continue with the next one. :func:`vecenv.infos_by_row` merges nothing.
+    The environments are intact and the call has ended: continue with the next. :func:`vecenv.infos_by_row` merges no infos.
 
     Attributes:
         result: The results of the call, with a list of one info per row in place of the dict.
@@ -105,7 +105,7 @@ class WorkerDied(VecEnvError, RuntimeError):
         pid: Process id of the (first) dead worker.
         exitcode: The value of ``multiprocessing.Process.exitcode``: negative for a signal. ``None`` if it is unknown.
         command: The worker's task: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` or ``"idle"``.
-        timeout: Seconds after which it was killed because it hung; ``None``: it was not.
+        timeout: Seconds after which it was killed because it hung; ``None`` if it did not hang.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
     """A reply did not arrive within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``.
 
     Attributes:
-        timeout: Seconds; ``None``: unknown.
+        timeout: The timeout in seconds; ``None`` if it is unknown.
     """
 
     def __init__(self, *args: object, timeout: float | None = None) -> None:
@@ -182,15 +182,15 @@ class StaleStateError(VecEnvError, RuntimeError):
 
 
 class NotRestorable(VecEnvError, RuntimeError):
-    """An environment cannot be saved, or would not continue exactly; the message names it, the difference and its place."""
+    """An environment cannot be saved, or would continue differently; the message names it, the difference and its place."""
 
 
 class SnapshotMismatch(VecEnvError, ValueError):
-    """A snapshot does not fit: of another environment, wrapper stack or version, damaged, or none. Nothing was changed."""
+    """A snapshot is damaged, or is of another environment, wrapper stack, version or type. Nothing was changed."""
 
 
 class RemoteTraceback(VecEnvError):
-    """The text of a traceback from another process; set as the ``__cause__`` of the exception it belongs to."""
+    """The text of a traceback from another process; set as the ``__cause__`` of its exception."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -201,12 +201,14 @@ class RemoteTraceback(VecEnvError):
 
 
 _RECORDED = "recorded: "
-"""Begins the note of the flight recorder."""
+"""The start of the note that the flight recorder adds to an exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorRecord:
     """One entry of ``envs.errors``: the failure, its place and time.
+
+    ``str(record)`` is one line, which begins with the date and time of day.
 
     Attributes:
         env: Index of the environment, or ``None`` for a whole worker.
@@ -214,9 +216,8 @@ class ErrorRecord:
         pid: Process id of that worker.
         command: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` ...
         error: The exception that was (or would have been) raised.
-        traceback: The traceback text from the worker, or the stack from its black box.
+        traceback: The traceback text from the worker, or the stack that it left when it died.
         time: ``time.monotonic()`` when the caller detected it.
-    ``str(record)`` is one line, which begins with the date and time of day.
     """
 
     env: int | None

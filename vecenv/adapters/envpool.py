@@ -36,7 +36,7 @@ def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
 
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: Another autoreset mode, ``copy=False``, or arrays that are not numpy's; the message names the change.
+        ValueError: ``envs`` has another autoreset mode, ``copy=False``, or arrays that are not NumPy's; see the message.
     """
     return EnvPoolLike(envs, seed)
 
@@ -81,10 +81,10 @@ class EnvPoolLike:
         A failed environment is no longer in flight; :meth:`reset` rebuilds it.
 
         Returns:
-            ``(observations, rewards, terminations, truncations, infos)``: rewards float32, and 0 with a first observation.
-            ``infos["env_id"]`` and ``infos["players"]["env_id"]``, int32, are the indices of the rows;
-            ``infos["elapsed_step"]``, int32, is the number of steps in the episode so far. All other infos are Gymnasium's
-            arrays with masks.
+            ``(observations, rewards, terminations, truncations, infos)``. Rewards are float32, and 0 at the first
+            observation of an episode. The int32 arrays ``infos["env_id"]`` and ``infos["players"]["env_id"]`` hold the
+            indices of the rows, and ``infos["elapsed_step"]`` the numbers of steps in their episodes so far. All other
+            infos are Gymnasium's arrays with masks.
         """
         return self._receive(self.config["batch_size"])
 
@@ -98,16 +98,16 @@ class EnvPoolLike:
         return self.recv()
 
     def reset(self, env_id: Ids = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode in the environments ``env_id`` (all), and wait for them.
+        """Begin an episode in the environments ``env_id`` (default: all), and wait for the first observations.
 
         A reset of all environments drops pending requests.
 
         Returns:
-            ``(observations, infos)`` in the order in which the environments finished, which is ``infos["env_id"]``.
+            ``(observations, infos)`` in the order in which the environments finished, as listed in ``infos["env_id"]``.
 
         Raises:
-            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while environments are in flight: their steps would
-                be returned as resets. :meth:`recv` them first.
+            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while environments are in flight; their steps would
+                be returned as resets. Call :meth:`recv` first.
         """
         ids = _indices(env_id)
         if ids is not None and (others := self._in_flight()):
@@ -136,14 +136,14 @@ class EnvPoolLike:
     def _receive(self, count: int) -> Step:
         try:
             results = self.vector_env.recv(count=count)
-        except NoAsyncCallError:  # after a failure, when fewer are in flight
+        except NoAsyncCallError:  # after a failure, fewer than `count` may be in flight
             in_flight = self._in_flight()
             if not in_flight:
                 raise
             results = self.vector_env.recv(count=in_flight)
         observations, rewards, terminations, truncations, infos = results
         ids = infos["env_id"].astype(np.int32)
-        self._seeded[ids] = True  # not earlier: a reset that fails is repeated with its seed
+        self._seeded[ids] = True  # set only now, so that a failed reset is repeated with its seed
         self._elapsed[ids] = np.where(self._begins[ids], 0, self._elapsed[ids] + 1)
         self._begins[ids] = terminations | truncations
         envpool_infos = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._elapsed[ids]}

@@ -1,10 +1,10 @@
-"""``as_sb3``: a Stable-Baselines3 ``VecEnv`` over a vector environment; ``evaluate_sb3``: its models on a list of episodes.
+"""``as_sb3`` makes a Stable-Baselines3 ``VecEnv`` of a vector environment; ``evaluate_sb3`` evaluates an SB3 model.
 
 SB3's interface is older than Gymnasium's. It has one ``done`` flag and a list of infos; a step that ends an episode returns
 the first observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP``
-means the same in another format, and is translated row by row. In the other modes a step returns the last observations of
-episodes, and environments with an ended episode are reset at once, by a mask. So in every mode, all transitions are correct
-and none is missing.
+is the same in another format, and is translated row by row. In the other modes a step returns the last observation of an
+episode, and the adapter then resets the environments with an ended episode, by a mask. So in every mode, all transitions are
+correct and none is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
     Raises:
         ImportError: Stable-Baselines3 is not installed.
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: ``copy=False``, or arrays that are not numpy's; the message names the change.
+        ValueError: ``envs`` has ``copy=False``, or arrays that are not NumPy's; see the message.
         NotImplementedError: Dict or Tuple observations within Dict or Tuple observations, which SB3 does not support.
     """
     return SB3VecEnv(envs)
@@ -79,7 +79,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self) -> Any:
-        """Reset all environments with the latest ``seed`` and ``set_options``; drops a pending step."""
+        """Reset all environments with the latest seeds and options; drops a pending step."""
         options: Any = self._options
         if all(each == options[0] for each in options):
             options = options[0] or None
@@ -92,7 +92,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """Set the options of the next reset: one dict for all environments, or a list with one dict per environment.
 
         Raises (the next ``reset``):
-            ValueError, NotImplementedError: The vector environment accepts no options, or no separate ones.
+            ValueError, NotImplementedError: The vector environment accepts no options, or none per environment.
         """
         super().set_options(options)
 
@@ -100,7 +100,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """Begin a step.
 
         Args:
-            actions: ``actions[i]`` belongs to environment i, as always in SB3; for a ``Dict`` space, a dict is the batch.
+            actions: ``actions[i]`` belongs to environment i, as always in SB3; a dict holds a batch per key.
         """
         if self._structured and not isinstance(actions, Mapping):
             actions = self._join_actions(actions)
@@ -144,21 +144,21 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         return self._singles.get(attr_name, self._get_indices(indices))
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Set an attribute where it exists, also below wrappers; SB3's own environments set it only on the outermost one."""
+        """Set an attribute where it exists, also below wrappers; SB3's own classes set it on the outermost wrapper only."""
         self._singles.set(attr_name, value, self._get_indices(indices))
 
     def env_method(self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any) -> list[Any]:
-        """Call a method of each environment, of the outermost wrapper that has it."""
+        """Call a method of each environment, on the outermost wrapper that has it."""
         return self._singles.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
-        """Return for each environment True if it has a wrapper of this class."""
+        """Return a list that is True for each environment with a wrapper of this class."""
         return self._singles.is_wrapped(wrapper_class, self._get_indices(indices))
 
     # -- frames and close() -----------------------------------------------------------------------------------------
 
     def get_images(self) -> Sequence[npt.NDArray[np.uint8] | None]:
-        """Return one frame per environment; ``None`` each, with a warning, unless ``render_mode`` is ``"rgb_array"``."""
+        """Return one frame per environment; unless ``render_mode`` is ``"rgb_array"``, warn and return ``None`` for each."""
         if self.render_mode != "rgb_array":
             warnings.warn(f"render_mode is {self.render_mode!r}; frames need 'rgb_array'", stacklevel=2)
             return [None] * self.num_envs

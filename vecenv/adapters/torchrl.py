@@ -7,7 +7,7 @@ observation of an episode and the first of the next one. ``_Rows`` adapts the th
 * NEXT_STEP and DISABLED rows are reset by a mask before their next step.
 
 A row with an ended episode that is stepped anyway stays unchanged, with reward 0. An engine that can step single rows skips
-it. Other engines step it without showing the result (with autoreset disabled, after a hidden reset), and then reset it.
+it. Other engines step it (with autoreset disabled, after a hidden reset); the result is hidden, and TorchRL's reset follows.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ def as_torchrl(
 ) -> TorchRLEnv:  # fmt: skip
     """Wrap a vector environment in a TorchRL ``EnvBase`` with ``batch_size`` ``[num_envs]``; closing it closes them.
 
-    For a name, it chooses the autoreset mode: ``"SameStep"`` if the engine has it, because then the end of an episode needs
-    no second request to the environments. A built vector environment may have any mode. The data are the same in all modes.
+    Vector environments built here have the autoreset mode ``"SameStep"`` if the engine has it, because then the end of an
+    episode needs no second request. A given vector environment may have any mode. The data are the same in all modes.
 
     Args:
         envs: A name or ``EnvSpec``, or a function that builds one environment, for :func:`vecenv.make_vec`; or a vector
@@ -219,15 +219,15 @@ def as_torchrl(
             TensorDicts have no device, so that collectors copy nothing. Engines on JAX then use the CPU.
         frame_skip: Repeat every action that many times, in each row until its episode ends; rewards are summed.
         categorical_action_encoding: Encode Discrete spaces (observations too, as in ``GymWrapper``) as integers.
-        infos: Names of infos to add to the TensorDict, or ``True`` for all numeric ones; a reset and a step determine them.
+        infos: Names of infos to add to the TensorDict, or ``True`` for all numeric ones that a first reset and step report.
             A name with a meaning in TorchRL, such as Atari's ``"reward"``, becomes ``"info_reward"``.
         allow_done_after_reset: Passed to ``EnvBase``.
         vector_kwargs, wrappers, **env_kwargs: Passed to :func:`vecenv.make_vec`.
 
     Raises:
         ImportError: TorchRL is not installed.
-        TypeError: ``envs`` is none of these, or it is already built and options for building it are passed.
-        ValueError: ``copy=False``, or an engine that can neither autoreset within a step nor reset some rows.
+        TypeError: ``envs`` has another type, or it is already built and options for building it are passed.
+        ValueError: ``envs`` has ``copy=False``, or can neither autoreset within a step nor reset some rows.
         NotImplementedError: TorchRL has no spec for a space.
 
     Example::
@@ -432,8 +432,8 @@ class _Rows:
         infos: Columns of infos to show, by name, each with the dtype and shape of one row.
 
     Attributes:
-        ended: bool ``(n,)``; rows with an ended episode that were not reset.
-        terminated, truncated: bool ``(n,)``; how these episodes ended.
+        ended: bool ``(n,)``, true for rows that need a reset because their episode has ended.
+        terminated, truncated: bool ``(n,)``, the reason for which these episodes ended.
         shown: Observations and columns of all rows; ``None`` before the first reset.
     """
 
@@ -449,12 +449,12 @@ class _Rows:
         self._columns = dict(infos)
         n = envs.num_envs
         has = capabilities_of(envs)
-        # not with a wrapper, which would not process rows that send() and recv() exchange below it
+        # not under a wrapper, because send() and recv() would bypass it
         self._by_row = envs.unwrapped is envs and has is not None and (has.first_ready or has.backend == "envpool")
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._all_rows = np.arange(n)
         self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._by_row
-        self._unsteppable = np.zeros(n, np.bool_)  # rows that the engine refuses to step, or steps with undefined results
+        self._unsteppable = np.zeros(n, np.bool_)  # the engine refuses to step these rows, or returns undefined results
         # first observations and infos of episodes that TorchRL has not reset yet, valid in the rows of `_fresh`
         self._starts: Tensors = None
         self._fresh = np.zeros(n, np.bool_)
@@ -473,7 +473,7 @@ class _Rows:
         self._fresh, self._unsteppable, self.terminated, self.truncated = np.zeros((4, len(self._fresh)), np.bool_)
 
     def restart(self, mask: Mask, options: Mapping[str, Any] | None = None) -> None:
-        """Begin an episode in the rows under ``mask``; the others stay unchanged."""
+        """Begin an episode in the rows that ``mask`` selects; the others stay unchanged."""
         begun = mask & self._fresh if options is None else np.zeros_like(mask)
         to_reset = mask & ~begun
         if begun.any():
@@ -497,7 +497,7 @@ class _Rows:
             The sums of the rewards, float32 ``(n,)``; 0 for rows without a step.
 
         Raises:
-            NotImplementedError: Rows with a running episode are not chosen, and the engine steps all rows together.
+            NotImplementedError: The engine steps all rows together, and not all running episodes are chosen.
         """
         actions = self._actions.decode(tensors)
         if chosen is not None and not self._by_row and (left_out := ~chosen & ~self.ended).any():
@@ -579,7 +579,7 @@ class _Rows:
         return self._observations.encode(observations), self._read(infos, ids)
 
     def _read(self, infos: Mapping[str, Any], ids: Any) -> dict[str, torch.Tensor]:
-        """Return the columns to show; 0 if an environment has no value, or none that fits the column."""
+        """Return the columns to show, with 0 for each environment without a value that fits the column."""
         found = {}
         for name, like in self._columns.items():
             column = infos.get(name)
@@ -614,7 +614,7 @@ def _numeric(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
 
 
 def _make_builder(what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> Callable[[], Any]:
-    """Return a function that builds the vector environment of a name on each call."""
+    """Return a function that builds a vector environment from a name or function on each call."""
     vector = dict(options.pop("vector_kwargs", {}))
     num_workers = options.pop("num_workers", None)
     if backend == "envpool":
@@ -643,7 +643,7 @@ def _make_builder(what: Any, num_envs: int | None, backend: str, options: dict[s
 
 
 def _make_reopener(what: Any) -> Callable[[], Any]:
-    """Return a function that returns a built vector environment once, or builds a new one on each call."""
+    """Return a function that returns a built vector environment once, or that builds one on each call."""
     if _is_pool(what):
         from vecenv.backends import EnvPoolVectorEnv
 
@@ -673,7 +673,7 @@ def _checked(envs: Any) -> Any:
 
 
 def require_rows(envs: Any) -> AutoresetMode:
-    """Raise for a vector environment that cannot reset single rows. Returns its autoreset mode."""
+    """Return the autoreset mode; raise if episodes cannot begin row by row, or steps return only some rows."""
     mode = require(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
     capabilities = capabilities_of(envs)
     if mode is not AutoresetMode.SAME_STEP and capabilities is not None and not capabilities.reset_mask:

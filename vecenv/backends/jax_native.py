@@ -1,8 +1,8 @@
 """``JaxVectorEnv``: functional environments behind Gymnasium's vector interface.
 
-:class:`vecenv.jax.FunctionalVectorEnv`, compiled, does the work. :class:`JaxDriver` holds the state that Gymnasium's
-interface hides. Calls start a computation on the device and return; only reading waits. Results are NumPy's, JAX's or
-torch's, with Gymnasium's seeds, masks and infos. Read ``envs.state`` to keep a checkpoint, and assign it to return there.
+A compiled :class:`vecenv.jax.FunctionalVectorEnv` steps the environments, and :class:`JaxDriver` holds the state that
+Gymnasium's interface hides. A call starts a computation on the device and returns; only reading results waits. Results are
+NumPy, JAX or torch arrays, with Gymnasium's seeds, masks and infos. ``envs.state`` is a checkpoint; assign it to go back.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ _CAPABILITIES: Final = Capabilities(
 class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
-    In ``reset(seed=s)``, environment i has the key ``jax.random.key(s + i)``: its trajectory is the same for every
-    ``num_envs``, up to the rounding of XLA's programs, and equal bit for bit to a loop over single environments that
-    are compiled for as many rows.
+    After ``reset(seed=s)``, environment i has the key ``jax.random.key(s + i)``: its trajectory is the same for every
+    ``num_envs``, up to the rounding of XLA's programs, and bit-identical to that of a loop over single environments
+    that are compiled for the same number of rows.
 
     Without a seed, each environment begins the next episode of its own random sequence. Actions are NumPy, JAX or torch
     arrays, or lists, and are not clipped to bounds. ``step_async`` and ``send`` return at once, while the device works.
 
-    Under DISABLED, an environment that ended keeps its state, with reward 0, until it is reset.
+    Under DISABLED, an environment with an ended episode keeps its state, with reward 0, until it is reset.
 
     Args:
         env: A name in Brax or Playground, an environment of any library that :func:`vecenv.jax.adapt` accepts, a
@@ -73,13 +73,13 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         render_mode: ``"rgb_array"`` or ``None``.
         **options: Those of :class:`~vecenv.jax.FunctionalVectorEnv` (``autoreset_mode``, ``max_episode_steps``, ``reset``,
             ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``).
-            Others go to the named environment: ``backend="spring"``.
+            Other options are passed to the named environment, for example ``backend="spring"``.
 
     With ``to="jax"`` and ``"torch"``, nothing waits for the device: every step has all info columns with their masks,
-    and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]``.
+    and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]`` is true.
 
     Raises:
-        gymnasium.error.NameNotFound: No such environment; and other errors of :func:`vecenv.jax.adapt`.
+        gymnasium.error.NameNotFound: There is no such environment. Other errors are those of :func:`vecenv.jax.adapt`.
         ValueError, TypeError: Invalid options.
         ImportError: ``to="torch"`` without torch.
     """
@@ -108,7 +108,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     @exclusive
     def render(self, indices: Sequence[int] | None = None) -> tuple[Any, ...] | None:
-        """Draw the chosen environments (default, all), one after the other, as ``uint8[height, width, 3]``.
+        """Render the environments ``indices`` (default: all), one by one, each as ``uint8[height, width, 3]``.
 
         Raises:
             gymnasium.error.ResetNeeded: Before the first ``reset``.
@@ -144,7 +144,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     @property
     @exclusive
     def state(self) -> EnvState:
-        """The whole state as a pytree, copied. Assign it to return there, any number of times.
+        """A copy of the whole state, as a pytree. Assign it to go back to that state, any number of times.
 
         Raises (assigning):
             TypeError, ValueError: Not a state of these environments, or of another number of them.
@@ -164,7 +164,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         """Take ``T`` steps in one compiled call; on small environments up to four times faster than ``T`` calls.
 
         Args:
-            actions: Leaves ``[T, num_envs, ...]``. Every new ``T`` is compiled once.
+            actions: A pytree with leaves ``[T, num_envs, ...]``. The program is compiled once for each ``T``.
 
         Returns:
             The results of ``step``, with a leading axis ``T`` everywhere. ``infos`` holds the metrics, and ``"next_obs"``
@@ -276,7 +276,7 @@ class JaxDriver(LockstepDriver):
     # -- starting computations --------------------------------------------------------------------------------------------
 
     def begin_reset(self, call: Call, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
-        """Begin episodes in the environments of ``mask`` (``None``: all), each by its seed or as the next of its sequence.
+        """Begin episodes in the environments of ``mask`` (``None``: all), each with its seed or the next of its sequence.
 
         Raises:
             gymnasium.error.ResetNeeded: The first reset is not of all environments.
@@ -307,7 +307,7 @@ class JaxDriver(LockstepDriver):
         self.latest = Latest(state, latest, call)
 
     def begin_step(self, call: Call, actions: Any) -> None:
-        """Begin one step of every environment."""
+        """Begin one step of all environments."""
         with self._donated() as state:
             after = self.functional.step_donating(state, from_torch(actions) if self._to == "torch" else actions)
             self.latest = Latest(after, self.latest.seeds, call)
@@ -386,7 +386,7 @@ class JaxDriver(LockstepDriver):
         """Return the state as the results of a call."""
         try:
             return self.stepped(infos=kind is Phase.WAITING_STEP)
-        except (jax.errors.JaxRuntimeError, ValueError) as error:  # an environment's own: no state is left
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # an error of an environment: no valid state is left
             self.pending_error, self.newest = error, None
             raise
 
@@ -483,7 +483,7 @@ class JaxDriver(LockstepDriver):
 
     @cached_property
     def _attributes(self) -> tuple[tuple[str, str], ...]:
-        """The options, and the attributes of the environment's layers, by which environments of one class differ."""
+        """The options and layer attributes by which environments of one class can differ."""
         whole = self.functional
         options = {"max_episode_steps": whole.max_episode_steps, "reset": whole.reset_source, "discount": whole.discount}
         found = [(name, describe(value)) for name, value in options.items()]

@@ -31,7 +31,7 @@ class Death:
         worker, pid, exitcode: The process; the exit code as in ``multiprocessing``, ``None`` if it is unknown.
         envs: The rows of the worker.
         command: The name of the request that it was executing, ``"start"`` or ``"idle"``.
-        timeout: Seconds after which it was killed because it hung; ``None`` if it was not killed.
+        timeout: Seconds after which it was killed because it hung; ``None`` if it did not hang.
         running: The environment that was being called, if that is known.
     """
 
@@ -71,11 +71,11 @@ class Request:
         droppable: The method that submitted this call also waits for it; if interrupted, the next call drops the request.
         interrupted: An exception interrupted the wait for its result.
         then: A function that converts the results of a call to what its method returns.
-        has_infos: Some infos or final observations lie in shared memory, or were pickled.
+        has_infos: True if some infos or final observations lie in shared memory, or were pickled.
         infos, finals: By row: infos and final observations that were pickled.
         results: By row: the results of a call.
         failures: Exceptions of environments, each with the worker that reported it.
-        deaths: Workers that died with a message of this request pending.
+        deaths: The deaths of workers with a pending message of this request.
         lost: The rows of the messages that were pending at those workers.
         rebuilding: Row of an environment that is being rebuilt -> its last good observation in a step, else ``None``.
         repeated: Rows for which the reset was repeated with the same seed.
@@ -100,7 +100,7 @@ class Request:
         self.command, self.remaining, self.by_row = command, remaining, by_row
 
     def collect(self) -> None:
-        """Replace the containers of the class, which are shared and empty, by new ones."""
+        """Give this request containers of its own, in place of the shared empty ones of the class."""
         if self.infos is _NOTHING:
             self.infos, self.finals, self.results, self.rebuilding = {}, {}, {}, {}
             self.failures, self.deaths, self.lost, self.repeated = [], [], set(), set()
@@ -127,6 +127,6 @@ class Request:
 
 
 def reset_payload(rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> Any:
-    """Return the payload of a reset of some rows: their seeds and options; ``None`` without any."""
+    """Return the payload of a reset of some rows: their seeds and options, or ``None`` if there are none."""
     chosen = [seeds[row] for row in rows]
     return None if options is None and all(seed is None for seed in chosen) else (chosen, select_options(options, rows))

@@ -1,7 +1,7 @@
 """Parses and checks the arguments of calls, for all backends: timeouts, seeds, options, reset masks, indices, counts.
 
 A wrong argument raises before anything is sent, with Gymnasium's message where there is one. A ``parse_*`` function returns
-the argument in the form that backends use, a ``check_*`` function returns nothing. The caller's objects are never modified.
+the argument in the form that backends use; a ``check_*`` function returns nothing. The caller's objects are never modified.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ HAS_MAX_CONCURRENCY: Final = "max_concurrency" in inspect.signature(GymnasiumAsy
 
 
 class NoCloseOnCollect:
-    """A mixin that keeps garbage collection from closing a vector environment, as since 1.3; precedes ``VectorEnv``."""
+    """A mixin, listed before ``VectorEnv``: garbage collection does not close the environment, as in Gymnasium 1.3."""
 
     if hasattr(VectorEnv, "__del__"):
 
@@ -58,11 +58,11 @@ class NoCloseOnCollect:
 
 
 class _AssertionValueError(ValueError, AssertionError):
-    """A ``ValueError`` that is an ``AssertionError`` too, as Gymnasium raised before 1.4."""
+    """A ``ValueError`` that is also the ``AssertionError`` of Gymnasium before 1.4."""
 
 
 class _AssertionTypeError(TypeError, AssertionError):
-    """A ``TypeError`` that is an ``AssertionError`` too, as Gymnasium raised before 1.4."""
+    """A ``TypeError`` that is also the ``AssertionError`` of Gymnasium before 1.4."""
 
 
 CompatValueError: Final[type[ValueError]] = ValueError if HAS_MAX_CONCURRENCY else _AssertionValueError
@@ -78,15 +78,15 @@ MASK_MUST_SELECT: Final = "contain a boolean array" + (" with at least one True 
 # -- timeouts and deadlines --------------------------------------------------------------------------------------------
 
 MAX_TIMEOUT_SECONDS: Final = 1e6
-"""Timeouts from eleven days on count as infinite, because ``poll`` takes milliseconds in 31 bits."""
+"""Timeouts of eleven days or more count as infinite, because ``poll`` takes milliseconds as a C int."""
 
 
 def parse_timeout(timeout: Any, name: str = "timeout") -> float | None:
-    """Return a timeout in seconds: 0 if it is negative, ``None`` if it never ends.
+    """Return a timeout in seconds: 0 for a negative one, ``None`` for an infinite one.
 
     Raises:
-        TypeError: It is not a number.
-        ValueError: It is nan.
+        TypeError: ``timeout`` is not a number.
+        ValueError: ``timeout`` is nan.
     """
     if timeout is None:
         return None
@@ -99,7 +99,7 @@ def parse_timeout(timeout: Any, name: str = "timeout") -> float | None:
 
 
 def deadline_after(timeout: Any, name: str = "timeout") -> float | None:
-    """Return the ``time.monotonic()`` at which a timeout ends, or ``None``; raises like :func:`parse_timeout`."""
+    """Return the ``time.monotonic()`` at which a timeout ends, ``None`` if never; raises like :func:`parse_timeout`."""
     seconds = parse_timeout(timeout, name)
     return None if seconds is None else time.monotonic() + seconds
 
@@ -117,12 +117,12 @@ def check_env_fns(env_fns: Any, class_name: str, example: str = "") -> None:
 
     Args:
         env_fns: The argument to check.
-        class_name: The class that takes it.
-        example: An expression that builds an environment, where ``gymnasium.make(id)`` does not.
+        class_name: The name of the class that takes the argument, for the message.
+        example: An expression that builds an environment, for classes that cannot use ``gymnasium.make(id)``.
 
     Raises:
-        TypeError: It is something else; the message shows what to write instead.
-        ValueError: It is empty.
+        TypeError: ``env_fns`` is something else; the message shows what to write instead.
+        ValueError: ``env_fns`` is empty.
     """
     builds = example or "gymnasium.make(id)"
     usage = f"{class_name} takes a sequence of functions that each build one environment: [lambda: {builds}] * 8"
@@ -156,7 +156,7 @@ _REMOVED_OPTIONS: Final = {
     "start_timeout": "Write worker_options=vecenv.WorkerOptions(start_timeout=...).",
     "dummy_env": "Write worker_options=vecenv.WorkerOptions(dummy_env=...).",
 }
-"""Option -> what to write instead."""
+"""Removed option -> the advice in its error message."""
 
 
 def check_option_names(
@@ -195,7 +195,7 @@ def check_flags(class_name: str, **flags: Any) -> None:
     """Raise for an option that must be True or False and is neither.
 
     A truthy value is not enough: OpenRL's class of the same name takes ``(env_fns, observation_space, action_space)``, so
-    its users would pass spaces as the second and third argument and notice nothing.
+    its users would pass spaces as the second and third argument without noticing.
 
     Raises:
         TypeError: An option is not a boolean.
@@ -212,7 +212,7 @@ def check_flags(class_name: str, **flags: Any) -> None:
 
 
 def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:
-    """Return an autoreset mode, also for its value as a string.
+    """Return an autoreset mode, given as such or as its string value.
 
     Raises:
         ValueError: There is no such mode.
@@ -239,10 +239,9 @@ ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | Non
 
 
 class MaskOnlyOptions(dict[str, Any]):
-    """Reset options with only a mask, for which environments receive ``None`` and not ``{}``.
+    """Reset options that hold only a mask; environments receive ``None`` instead of ``{}``.
 
-    Adapters use it for resets that have no options in their own interface: an environment that tests whether it got options
-    must find none.
+    Adapters pass it in resets without options of their own: an environment that checks for options must find none.
     """
 
 
@@ -255,9 +254,9 @@ def parse_seeds(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> 
     """Return a seed or ``None`` for each environment.
 
     Args:
-        seed: ``None``, an int (environment i gets ``seed + i``), or a sequence or array, ``(num_envs,)``.
+        seed: ``None``, an int (environment i gets ``seed + i``), or a sequence or array.
         num_envs: Number of environments.
-        rows: The environments that a sequence is for, in its order; ``None`` for all. The others get ``None``.
+        rows: The environment of each entry of a sequence; ``None``: all, in order. Other environments get ``None``.
 
     Raises:
         TypeError: The seed is neither an int nor a sequence.
@@ -296,7 +295,7 @@ def split_reset_mask(
     Args:
         options: One dict for all environments, or a sequence with a dict or ``None`` for each.
         num_envs: Number of environments.
-        rows: The environments that a sequence is for, in its order; ``None`` for all. The others get ``None``.
+        rows: The environment of each entry of a sequence; ``None``: all, in order. Other environments get ``None``.
 
     Returns:
         A copy of the mask, bool ``(num_envs,)``, or ``None``; and the options without it, or ``None`` if there were none. A
@@ -355,7 +354,7 @@ def select_options(options: ResetOptions, rows: Sequence[int]) -> ResetOptions:
 
 
 def reject_options(envs: object, options: ResetOptions, reason: str) -> None:
-    """Raise if there are options besides the mask, for environments that take none.
+    """Raise if there are options other than the mask, for environments that take no options.
 
     Raises:
         NotImplementedError: There are options per environment.
@@ -371,14 +370,14 @@ def reject_options(envs: object, options: ResetOptions, reason: str) -> None:
 # -- indices and counts of environments --------------------------------------------------------------------------------
 
 _LIST_CHECK_MAX: Final = 64
-"""The number of indices up to which checking a list is faster than checking a NumPy table."""
+"""The largest number of indices that are checked faster in a list than in a NumPy table."""
 
 
 def parse_env_ids(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
     """Return the indices of environments as a new array, ``(k,)``.
 
     Raises:
-        ValueError: They are not one or more distinct integers from 0 to ``num_envs - 1``.
+        ValueError: ``env_id`` does not consist of one or more distinct integers from 0 to ``num_envs - 1``.
     """
     ids = np.asarray(env_id)
     if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
@@ -413,8 +412,8 @@ def parse_count(count: Any, num_envs: int) -> int:
     """Return the number of environments that a ``recv`` returns.
 
     Raises:
-        TypeError: It is not an integer.
-        ValueError: It is not from 1 to ``num_envs``.
+        TypeError: ``count`` is not an integer.
+        ValueError: ``count`` is not from 1 to ``num_envs``.
     """
     return _parse_number("count", count, "num_envs", num_envs)
 
@@ -423,8 +422,8 @@ def parse_at_least(at_least: Any, count: int) -> int:
     """Return the number of ready rows that is enough for a ``recv`` of ``count``; 1 for ``None``.
 
     Raises:
-        TypeError: It is not an integer.
-        ValueError: It is not from 1 to ``count``.
+        TypeError: ``at_least`` is not an integer.
+        ValueError: ``at_least`` is not from 1 to ``count``.
     """
     if at_least is None:
         return 1
@@ -432,11 +431,11 @@ def parse_at_least(at_least: Any, count: int) -> int:
 
 
 def parse_within(within: Any) -> float:
-    """Return the ``time.monotonic()`` from which ``at_least`` rows are enough; now for ``None``.
+    """Return the ``time.monotonic()`` from which on ``at_least`` rows are enough; the present time for ``None``.
 
     Raises:
-        TypeError: It is not a number.
-        ValueError: It is nan.
+        TypeError: ``within`` is not a number.
+        ValueError: ``within`` is nan.
     """
     deadline = deadline_after(0.0 if within is None else within, "within")
     return math.inf if deadline is None else deadline

@@ -7,7 +7,7 @@ carries the number of its own request.
 In a reply's payload (:class:`Outcome`) each info value, result and observation is pickled separately: one that cannot be
 pickled or unpickled is reported with its environment and key, and the others arrive. Classes and functions of ``__main__``
 are sent by name wherever possible, because ``isinstance`` and ``except MyError`` in the program refer to its own classes;
-a spawned worker adds its copy, for a program without that name. Exceptions are sent as text, and as objects if possible.
+a spawned worker adds its copy, for programs that lack the name. Exceptions are sent as text, and as objects if possible.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vecenv.system.signals import contained
 
 
 class Op(IntEnum):
-    """The operation of a request. ``*_SOME`` applies to the rows with the message's number in ``requested``."""
+    """The operation of a request. ``*_SOME`` applies to rows with the message's number in shared memory (``requested``)."""
 
     STEP = 1
     STEP_SOME = 2
@@ -53,9 +53,9 @@ class Op(IntEnum):
     SET_NEXT = 10  # options and seeds for the episodes that autoreset begins
     SAVE = 11
     PROVE = 12
-    CHECK = 13  # read the snapshots to be loaded and refuse those that do not fit, but change nothing ...
-    LOAD = 14  # ... until all are known to fit
-    RUN = 21  # (function, argument): call the process's function, which may turn the process into another worker
+    CHECK = 13  # read the snapshots to be loaded and reject those that do not fit; changes nothing
+    LOAD = 14  # load the checked snapshots, after all workers have accepted theirs
+    RUN = 21  # (function, argument): call function(process, argument), which may replace the worker
 
 
 class Reply(IntEnum):
@@ -70,12 +70,12 @@ class Reply(IntEnum):
 Message = tuple[int, int, bytes | None]  # operation, sequence number, pickled payload
 
 Definition: TypeAlias = tuple[tuple[Any, Any], ...]
-"""Types: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
+"""Info types: key -> ``("s", type name)`` for a scalar, ``("a", dtype, shape)`` for an array, or a nested definition."""
 
 PAYLOAD: Final = 0x80
 OVERLAPS: Final = 0x40
-"""Added to the operation of a message about one row, which a worker with ``env_threads`` executes concurrently. Its
-reply may precede theirs."""
+"""Added to the operation of a message about one row. A worker with ``env_threads`` executes such messages concurrently,
+and may reply to them in another order."""
 _HEADER: Final = struct.Struct("<BI")
 _LENGTH: Final = struct.Struct("<Q")
 HEAD: Final = _HEADER.size
@@ -104,10 +104,10 @@ def decode(data: bytes | bytearray) -> Message:
 
 
 def missing_bytes(data: bytes | bytearray, have: int | None = None) -> int:
-    """Return how many bytes a message lacks. If even its length is missing, return how many bytes that lacks.
+    """Return the number of bytes that a message lacks, or that its head lacks while the length of the message is unknown.
 
     Args:
-        data: Its first bytes.
+        data: The first bytes of the message.
         have: Number of bytes received, if more than those in ``data``.
     """
     have = len(data) if have is None else have
@@ -139,7 +139,7 @@ class Failure:
 
     @property
     def has_result(self) -> bool:
-        """True if the row has a result besides: a value of it could not be sent."""
+        """True if the row has a result nevertheless: only one of its values could not be sent."""
         return not self.fatal and not isinstance(self.error, EpisodeOver)
 
 
@@ -155,7 +155,7 @@ class Outcome:
         results: Results of ``call`` and functions.
         schemas: Definitions of info columns used for the first time.
         warnings: (field, text) pairs, which the caller logs once.
-        columns: Some infos or final observations lie in shared memory.
+        columns: True if some infos or final observations lie in shared memory.
     """
 
     infos: dict[int, Any] = field(default_factory=dict)
@@ -238,7 +238,7 @@ def _unpickled(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
         stand_in.__cause__ = error if isinstance(error, Exception) else None
         outcome.failures.append(Failure(row, stand_in, fatal=False))
 
-    # SystemExit included: an environment must not end the caller's process
+    # including SystemExit: an environment's value must not end the caller's process
     return contained(partial(pickle.loads, blob), failed, BaseException)
 
 
@@ -258,7 +258,7 @@ def _key_in(blob: bytes) -> str:
 
 
 def _of_main(qualname: str, copy: bytes) -> Any:
-    """Return the main module's object of this name, or else the copy."""
+    """Return the object of this name in the main module, or else the unpickled copy."""
     try:
         return operator.attrgetter(qualname)(sys.modules["__main__"])
     except AttributeError:
@@ -295,7 +295,7 @@ _REDUCERS: Final = collections.ChainMap({CodeType: _reduce_code}, *cloudpickle.P
 
 
 class _CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's pickler, which keeps the file names of code."""
+    """A cloudpickle pickler that keeps the file names of code."""
 
     dispatch_table: Any = _REDUCERS
 
@@ -316,11 +316,11 @@ def dumps(value: Any, *, by_value: bool = False) -> bytes:
 
     Args:
         value: The value to send.
-        by_value: Send objects by value that have no name on the other side, such as a lambda.
+        by_value: Send objects that have no name on the other side, such as lambdas, by value.
     """
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError):  # not `Exception`: a time limit's exception must get through
+    except (pickle.PicklingError, TypeError, AttributeError):  # not `Exception`: the exception of a time limit must pass
         buffer = io.BytesIO()
         (_CloudPickler if by_value else _Pickler)(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         return buffer.getvalue()
@@ -364,7 +364,7 @@ def original_summary(error: BaseException) -> str:
 
 
 def pack_error(error: BaseException) -> PackedError:
-    """Convert an exception for a message, in the process that raised it. Contains errors of the exception's own code."""
+    """Pack an exception for a message, in the process that raised it. Errors of the exception's own code are suppressed."""
 
     def pickled() -> bytes | None:
         blob = dumps(error, by_value=True)
@@ -372,7 +372,7 @@ def pack_error(error: BaseException) -> PackedError:
 
     unprintable = f"{type(error).__name__} (its traceback could not be formatted)\n"
     text = contained(lambda: "".join(traceback.format_exception(error)), lambda _: unprintable, BaseException)
-    # pickling or unpickling may even raise SystemExit: find that out here and not in the caller
+    # pickling or unpickling may even raise SystemExit, which must happen here and not in the caller
     blob = contained(pickled, lambda _: None, BaseException) if isinstance(error, Exception) else None
     return PackedError(blob, summary(error), text)
 
@@ -450,7 +450,7 @@ class PackedEnvFns:
 
         Args:
             first: Index of the first environment.
-            where: The place, for an error text.
+            where: The place of unpickling, for the error text, such as ``"on its host"``.
             hint: Advice to append to the error text.
 
         Raises:
@@ -479,7 +479,7 @@ class EnvFnsToStart:
         separately: Leave out the pickled functions. The caller sends :attr:`functions` later.
 
     Attributes:
-        functions: The pickled functions, available after the process was started.
+        functions: The pickled functions, once the process has been started.
     """
 
     def __init__(
@@ -496,10 +496,10 @@ class EnvFnsToStart:
 
 
 class _FunctionPickler(_CodePickler):
-    """A pickler that collects shared-memory blocks and replaces each array in one by its place."""
+    """A pickler that collects shared-memory blocks and replaces each array in a block by its place."""
 
     def __init__(self, file: io.BytesIO, blocks: list[SharedBlock]) -> None:
-        if get_spawning_popen() is not None:  # multiprocessing's own reducers: pipes, queues, shared arrays
+        if get_spawning_popen() is not None:  # add multiprocessing's reducers of pipes, queues and shared arrays
             code, first, *others = _CodePickler.dispatch_table.maps
             reducers: Any = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
             self.dispatch_table = collections.ChainMap(code, first, reducers, *others)

@@ -1,10 +1,11 @@
-"""The choice of the number of workers, from the times of a few steps of one environment.
+"""Chooses the number of workers from the times of a few steps of one environment.
 
-It depends on how long a step takes, and on how much of that is waiting (for a simulator elsewhere, a socket, a sleep). Steps
+The choice depends on the length of a step, and on its share of waiting (for a simulator elsewhere, a socket, a sleep). Steps
 that compute need one process per core, one of which may be the caller. Steps that wait need more processes than cores. Steps
-shorter than the wake-up of another process need no other process. The constants below are the costs of passing a batch to
-workers and back, measured with ``python -m bench micro``. They are multiplied by two factors: how much slower this machine
-is, and how much slower it gets while other processes compute, because two usable cores may be two threads of one.
+shorter than the wake-up of another process are fastest in the caller alone. The constants below are the costs of passing a
+batch to workers and back, measured with ``python -m bench micro``. Two factors multiply them: the slowness of this machine
+relative to that of the measurement, and its further slowdown while other processes compute, because two usable cores may be
+two threads of one.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from vecenv.system.spawning import require_processes, why_no_processes
 __all__ = ["Plan", "caller_share", "choose", "in_batches", "plan", "workers_and_share"]
 
 # Costs of a batch in seconds, apart from the environments' own steps.
-PER_ENV: Final = 0.5e-6  # action in, observation, reward and flags out
+PER_ENV: Final = 0.5e-6  # passing the action in, and the observation, reward and flags out
 IN_PROCESS: Final = 6.5e-6  # a batch in this process
 WITH_CALLER: Final = 15e-6  # a batch of which the caller steps a share, while workers spin on cores of their own
 SENDING: Final = 1.5e-6  # part of WITH_CALLER in which the caller sends requests while workers already step
 BY_WORKERS: Final = 28e-6  # a batch by one worker per core
-WAKE: Final = 12e-6  # per worker beyond the number of cores: a sleep and a wake-up
+WAKE: Final = 12e-6  # per worker, if there are more workers than cores: a sleep and a wake-up
 
 RECEIVING: Final = 50e-6  # receiving a first-ready batch and resending it, in a caller with cold caches
 PER_MESSAGE: Final = 6e-6  # in addition, per message of that batch
 
-_MIN_WAITING_SHARE: Final = 0.3  # from this share of waiting on, more processes than cores are considered
-_MAX_SAFETY_COST: Final = 1.1  # maximum relative cost of worker processes: the program survives their crashes
+_MIN_WAITING_SHARE: Final = 0.3  # the share of waiting above which more processes than cores are considered
+_MAX_SAFETY_COST: Final = 1.1  # relative cost up to which workers are preferred, as the program survives their crashes
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A choice of workers and the reasons for it, to be printed.
+    """A choice of workers and the reasons for it; ``str`` formats it as a report.
 
     Attributes:
         num_envs: The number of environments.
@@ -101,10 +102,10 @@ class Plan:
 
 
 def caller_share(num_envs: int, workers: int, step: float) -> int:
-    """Return the number of environments with which the caller finishes at the same time as its workers.
+    """Return the number of environments that the caller steps if it is to finish at the same time as its workers.
 
-    The caller sends actions and collects the batch mostly while no environment is stepped. Only the remaining work of
-    ``SENDING`` reduces its share.
+    The caller does most of its sending and collecting while no environment is stepped. Only the rest of that work,
+    ``SENDING``, reduces its share.
     """
     even = num_envs / (workers + 1)
     reduction = SENDING / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
@@ -117,17 +118,17 @@ def choose(
 ) -> Plan:  # fmt: skip
     """Choose the fastest way to step ``num_envs`` such environments, or one that is safer and nearly as fast.
 
-    Environments that may not share a process get one each. Where no processes are possible, all are stepped in this one.
+    Environments that may not share a process get one each. Where workers are impossible, this process steps all of them.
 
     Args:
         times: The step times of one environment.
         num_envs: Number of environments.
         cores: Number of usable cores.
         use_caller: ``False``: only worker processes, because restarts and timeouts must be able to kill a process. ``None``:
-            worker processes where they cost less than a tenth, because the program then survives a crash of an environment.
-            ``True``: the fastest.
+            worker processes if they are less than a tenth slower, because the program then survives a crash of an
+            environment. ``True``: the fastest choice.
         independence: The verdict on environments that share a process; ``None``: assume that they may.
-        in_thread: The calling thread is not the main thread of its process.
+        in_thread: True if the calling thread is not the main thread of its process.
     """
     independence = independence or Independence()
     make_plan = partial(Plan, num_envs, probe=times, cores=cores, independence=independence)
@@ -173,10 +174,10 @@ def choose(
 
 
 def _choices(times: StepTimes, num_envs: int, cores: int, *, processes_only: bool) -> dict[str, tuple[float, int, int]]:
-    """Return (expected seconds per batch, worker processes, environments that the caller steps) by name."""
+    """Return, by name, (expected seconds per batch, worker processes, environments that the caller steps)."""
     waiting_step = max(times.step - times.cpu, 0.0)
-    # Two cores may slow each other down because of a neighbour on the same hardware, which comes and goes and slows a single
-    # process down as well. So the factor of a single process is expected to be the square root of that.
+    # Part of the crowding may come from other users of the hardware, who come and go and slow down a single process as well.
+    # So a single process is expected to be slowed down by the square root of this factor.
     crowding = min(times.crowding, 2.0) if cores > 1 else 1.0
     single, crowded = times.pace * math.sqrt(crowding), times.pace * crowding
     single_step = waiting_step + times.cpu * math.sqrt(crowding) + PER_ENV * single
@@ -205,19 +206,19 @@ def _choices(times: StepTimes, num_envs: int, cores: int, *, processes_only: boo
 
 
 def in_batches(whole: Plan) -> Plan:
-    """Return the plan with ``batch_size="auto"``: halves, or a lock-step where halves would not pay off.
+    """Return the plan with a batch of half the environments, or of all (a lock-step) where halves would not pay off.
 
-    While the caller handles one half, the workers step the other, and a late environment delays only its own half. This
-    costs the caller one more batch, which must be short compared with the steps of the workers meanwhile. A worker with two
-    requests continues while the caller reads its first reply; but the caller then reads two replies, so it needs a free
-    core.
+    While the caller handles one half, the workers step the other, and a late environment delays only its own half. The price
+    is a second batch for the caller, which must take less time than the steps of the workers meanwhile. A worker with two
+    requests continues while the caller reads its first reply; but the caller then reads two replies and needs a core for
+    that.
     """
     times, count, workers = whole.probe, whole.num_envs, whole.num_workers
     half = max(count // 2, 1)
     if times.failure or count == 1 or not workers or whole.use_caller:
         reason = "no step could be timed" if times.failure else "no environment can be ahead of another"
         return replace(whole, batch_size=count, batch_reason=f"a lock-step: {reason}")
-    rows = -(-count // workers)  # of one worker
+    rows = -(-count // workers)  # the environments of one worker
     caller_has_core = times.waits > _MIN_WAITING_SHARE or whole.cores > workers
     meanwhile = -(-half // workers) * times.step
     once, twice = ((RECEIVING + PER_MESSAGE * min(workers * n // 2 or 1, half)) * times.pace for n in (1, 2))
@@ -239,7 +240,7 @@ def workers_and_share(
 ) -> tuple[int, int, Plan | None]:
     """Return the numbers of worker processes and of environments that the caller steps, and the plan if one was made.
 
-    ``measure`` tries environments; it is called only if the result depends on it. With ``num_workers="auto"`` the caller
+    ``measure`` probes environments; it is called only if the result depends on it. With ``num_workers="auto"`` the caller
     steps environments only in its main thread, and only if they are independent.
     """
     cores = usable_cores()

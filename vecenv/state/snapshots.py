@@ -1,4 +1,4 @@
-"""Snapshots: the state of one environment, and the kind of that environment."""
+"""Snapshots of single environments: their state, and the kind of environment into which it can be loaded."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT: Final = 6
 
 _T = TypeVar("_T")
 _NOT_COMPARED: Final = frozenset({"render_mode", "video_folder", "name_prefix"})
-"""Arguments that only affect rendering, and the place of its files."""
+"""Arguments that affect only rendering and the location of its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Kind:
         arguments: (name, description) of the constructor arguments that the layers have recorded (``EnvSpec.kwargs``,
             ``RecordConstructorArgs``, ``EzPickle``), without those that only concern rendering.
         layers: The classes of the wrapper stack, the outermost first.
-        versions: (package, version) of all packages from which the layers come.
+        versions: (package, version) of all packages that define the layers.
         spaces: (owner, description) of the spaces of the outermost layer, and of those that inner layers define.
     """
 
@@ -82,15 +82,15 @@ def _stack(layers: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The part of a row that an engine stores in addition to the state of its environment.
+    """The data about a row that an engine saves in addition to the state of its environment.
 
     Attributes:
         kind: Kind of the environment.
         pending: The next step begins with an automatic reset.
-        used: It was reset before.
+        used: The environment has been reset before.
         upcoming: Seed and options of the next episode that autoreset begins, if they were set.
         observation: The row's last observation.
-        beside: Data of a vector environment over the engine about the row.
+        beside: Data about the row from a vector environment that uses the engine.
     """
 
     kind: Kind
@@ -106,7 +106,7 @@ class Snapshot:
     """The state of one environment. Opaque; it can be pickled, kept, and loaded in other processes and on other machines.
 
     It consists of bytes with checksums, so that damage is found before anything is read. Loading a snapshot can run code,
-    like unpickling: load only snapshots that you have kept yourself.
+    like unpickling: load only snapshots that you have saved yourself.
 
     Attributes:
         body: The environment's layers (:mod:`vecenv.state.capture`).
@@ -122,12 +122,12 @@ class Snapshot:
 
     @classmethod
     def of(cls, kind: Kind, body: bytes, **row: Any) -> Snapshot:
-        """Create a snapshot. ``row`` are fields of :class:`Row`."""
+        """Create a snapshot. ``row`` holds the other fields of its :class:`Row`."""
         rest = _pickled(Row(kind, **row))
         return cls(body, rest, (zlib.crc32(body), zlib.crc32(rest)))
 
     def having(self, **changes: Any) -> Snapshot:
-        """Return the same snapshot with other fields of its :class:`Row`."""
+        """Return a copy of the snapshot, with changed fields of its :class:`Row`."""
         rest = _pickled(replace(self.row, **changes))
         return Snapshot(self.body, rest, (self.checksums[0], zlib.crc32(rest)))
 
@@ -135,18 +135,14 @@ class Snapshot:
         return _snapshot_of, (self.body, self.rest, *self.checksums, self.format)
 
     def require_whole(self) -> None:
-        """Raise if the bytes are not the saved ones.
-
-        Raises:
-            SnapshotMismatch: They are damaged.
-        """
+        """Raise :class:`SnapshotMismatch` if the bytes are damaged."""
         _ = self.row
         if not isinstance(self.body, bytes) or zlib.crc32(self.body) != self.checksums[0]:
             raise SnapshotMismatch(_DAMAGED)
 
     @property
     def row(self) -> Row:
-        """The engine's part, unpickled at each access so that it cannot be changed.
+        """The engine's data, unpickled at each access so that changes to it do not affect the snapshot.
 
         Raises:
             SnapshotMismatch: Its bytes are damaged.
@@ -180,7 +176,7 @@ class Snapshot:
 
 
 class Snapshots(tuple[Snapshot, ...]):
-    """A tuple of snapshots, from ``save()``, that is pickled as one sequence of bytes with a checksum."""
+    """The tuple of snapshots that ``save()`` returns; it is pickled as one sequence of bytes with a checksum."""
 
     __slots__ = ()
 
@@ -189,7 +185,7 @@ class Snapshots(tuple[Snapshot, ...]):
 
 
 class StateDict(dict[str, Any]):
-    """A dict, from ``state_dict()``, that is pickled as one sequence of bytes with a checksum."""
+    """The dict that ``state_dict()`` returns; it is pickled as one sequence of bytes with a checksum."""
 
     def __reduce__(self) -> Any:
         return _unsealed, (_sealed(StateDict, dict(self)),)
@@ -222,7 +218,7 @@ def _sealed(kind: type, content: Any) -> bytes:
 
 
 def _unsealed(*parts: Any) -> Any:
-    """Return the value of sealed bytes. ``pickle`` calls it, possibly with damaged arguments."""
+    """Return the value of sealed bytes. ``pickle`` calls this function, possibly with damaged arguments."""
     if len(parts) != 1 or not isinstance(parts[0], bytes) or zlib.crc32(parts[0][4:]) != int.from_bytes(parts[0][:4], "big"):
         raise SnapshotMismatch(_DAMAGED)
     kind, content = _read(parts[0][4:], tuple)
@@ -244,7 +240,7 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
         rows: The rows.
 
     Raises:
-        SnapshotMismatch: The number is wrong, or one is damaged or not a snapshot.
+        SnapshotMismatch: The number of snapshots is wrong, or one of them is damaged or of another type.
     """
     if isinstance(snapshots, Snapshot):
         each = [snapshots] * len(rows)
@@ -290,12 +286,12 @@ def _arguments_of(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str]]
             if isinstance(recorded, dict):
                 names = sorted(recorded.keys() - _NOT_COMPARED)
                 yield from ((f"{place}.{name}", describe(recorded[name])) for name in names)
-        if not is_importable(type(layer)):  # its code is not that of a package, which has a version
+        if not is_importable(type(layer)):  # no package version identifies its code
             yield f"class {place}", describe(type(layer))
 
 
 def _named(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each layer with the name of its class, and a number if a class occurs twice."""
+    """Yield each layer with the name of its class, numbered from the second of a class on."""
     names: Counter[str] = Counter()
     for layer in layers:
         name = type(layer).__name__

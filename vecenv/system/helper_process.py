@@ -1,7 +1,7 @@
-"""Helper processes: they run environments without being workers, and leave nothing behind either.
+"""Helper processes, which run environments without being workers.
 
-The process that tries an environment and those that act as training programs in a benchmark are helpers. They start as
-workers do (:func:`vecenv.system.spawning.spawn`), and end in every case, even if the caller is interrupted.
+The process that tries an environment and those that act as training programs in a benchmark are helpers. They start like
+workers (:func:`vecenv.system.spawning.spawn`), and are ended in every case, even if the caller is interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vecenv.system.spawning import Lifeline, Variables, spawn
 from vecenv.system.supervision import ProcessWatch, close_process, flush_output
 
 _LONGEST_POLL: Final = 1e6  # seconds; poll() counts milliseconds in an int
-_REAP_SECONDS: Final = 5.0  # for the kernel to end a killed process; not enough in a call that cannot be interrupted
+_REAP_SECONDS: Final = 5.0  # for a killed process to end; an uninterruptible system call may take longer
 
 
 class HelperProcess:
@@ -31,11 +31,11 @@ class HelperProcess:
 
     Args:
         context: A ``multiprocessing`` context.
-        target: Its function: called with the other end of the pipe and ``args``.
-        args: More arguments.
+        target: The function to run, called with the other end of the pipe and ``args``.
+        args: Further arguments of ``target``.
         name: Name of the process.
         daemon: True if it may *not* have ``multiprocessing`` children.
-        abrupt: Exit without waiting for threads, children and other remains of its environments.
+        abrupt: Exit without waiting for threads, children and other remains of the environments.
         variables: Its environment variables.
     """
 
@@ -87,9 +87,9 @@ class HelperProcess:
         return bool(self._watch.poll(self._poll, left * 1000))
 
     def receive(self) -> bytes:
-        """Return the next message; empty if there is none yet, or if the pipe was closed, maybe in the middle of a message.
+        """Return the next message; empty if there is none yet, or if the pipe was closed, even in the middle of a message.
 
-        An exception of a signal handler, such as a ``TimeoutError``, is not mistaken for a closed pipe.
+        The exception of a signal handler, such as a ``TimeoutError``, is raised, not mistaken for a closed pipe.
         """
         try:
             return self.pipe.recv_bytes() if self.pipe.poll(0) else b""
@@ -101,7 +101,7 @@ class HelperProcess:
             raise
 
     def has_ended(self, seconds: float = 0.0) -> bool:
-        """True if the process ends within that many seconds without help; an unreaped entry in ``/proc`` does not count."""
+        """True if the process has ended, or ends within ``seconds``; a zombie process has ended."""
         return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _LONGEST_POLL))
 
     def exit_code(self) -> int | None:
@@ -109,14 +109,14 @@ class HelperProcess:
         if self._watch is None:
             return None
         (process,) = self._started
-        if process._popen.returncode is None:  # not reaped, so that its pid is still its own
+        if process._popen.returncode is None:  # not reaped yet, so no other process can have its pid
             end_group([process.pid])
         return self._watch.exit_code(_REAP_SECONDS)
 
     def end(self) -> None:
         """End the process and all that it started, and release everything. Idempotent.
 
-        An exception of a signal handler is raised after that.
+        The exception of a signal handler is raised afterwards.
         """
         try:
             with deferred_signals():
@@ -126,7 +126,7 @@ class HelperProcess:
                 self.end()
 
     def __del__(self) -> None:
-        """Clean up after a second exception at the beginning of :meth:`end`."""
+        """Clean up if :meth:`end` was interrupted twice before its cleanup began."""
         if (self._started or self.pipe is not None) and os.getpid() == self._owner:
             with contextlib.suppress(BaseException):
                 self.end()
@@ -151,7 +151,7 @@ def _serve(pipe: Connection[Any, Any], abrupt: bool, target: Callable[..., None]
     try:
         target(pipe, *args)
     finally:
-        if os.getpid() != pid:  # a child that an environment forked has returned here: the cleanup is not its own
+        if os.getpid() != pid:  # an environment forked a child that returned here: the cleanup is not the child's
             os._exit(0)
         pipe.close()
         end_own()

@@ -58,7 +58,7 @@ EXIT_POLL_INTERVAL_MS: Final = 50.0
 """The interval between checks for the end of a process, where no pidfd reports it."""
 
 EXIT_CODE_UNKNOWN: Final = 256
-"""The exit code of a process that has ended, where the kernel reports it to another process."""
+"""The exit code of a process that has ended, if only another process can learn the real one."""
 
 _REAP_TIMEOUT_SECONDS: Final = 0.5
 _MAX_STACK_BYTES: Final = 64 * 1024
@@ -172,7 +172,7 @@ class StackFile:
         """Write the stack of this process here on fatal signals and on :data:`STACK_SIGNALS`.
 
         Args:
-            env_threads: True if environments run in other threads than the main one.
+            env_threads: True if environments run in threads other than the main one.
         """
         fd = self.fd
         faulthandler.enable(fd)
@@ -197,7 +197,7 @@ class StackFile:
             os.pwrite(self.fd, b"\0", 0)
 
     def clear(self) -> None:
-        """Empty the file; the first signal's handler writes nothing if it runs later."""
+        """Empty the file, so that the handler of the first signal writes nothing if it runs later."""
         with contextlib.suppress(OSError):
             os.ftruncate(self.fd, 0)
 
@@ -245,7 +245,7 @@ def env_frames(stack: str, limit: int = 12) -> str:
     """Return the frames of the environment's own code from a dump, at most ``limit`` lines."""
     threads = stack.split("\n\n")
     worker_threads = [thread for thread in threads if _WORKER_FOLDER in thread]
-    # the main thread comes last, and only waits where other threads step environments
+    # the main thread is last in a dump, and only waits if other threads step environments
     stepping = worker_threads[:-1] or worker_threads or threads
     return "\n".join([line for thread in stepping for line in _frames_above_worker(thread)][:limit])
 
@@ -288,7 +288,7 @@ def close_process(process: Any) -> None:
     # an exception inside its finalizer would leak two descriptors
     with deferred_signals(), contextlib.suppress(ValueError, AttributeError, AssertionError):
         if process.exitcode is None and _is_gone(process.pid):
-            # close() refuses without an exit code; it is lost if SIGCHLD is ignored or an exception followed waitpid()
+            # close() requires an exit code, which is lost if SIGCHLD is ignored or an exception followed waitpid()
             process._popen.returncode = 255
         process.close()
 

@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int], object]  # called with the stage, the units
 
 
 class CliError(Exception):
-    """An error that ends the command: its message, one line except for lists, goes to stderr; ``code`` is the exit code."""
+    """An error that ends the command with exit code ``code``. Its message, one line except for lists, goes to stderr."""
 
     def __init__(self, message: str, code: int = USAGE) -> None:
         super().__init__(message)
@@ -60,14 +60,14 @@ def fitted(text: str) -> str:
 
 
 def hint_of_arguments(error: str) -> str:
-    """Return a hint if the error is that of a class or function called without its required arguments, else ``""``."""
+    """Return a hint if the error text is that of a call without the required arguments, else ``""``."""
     if "TypeError" in error and re.search(r"missing \d+ required", error):
         return "; module:name is called without arguments: write a function in that module that gives them"
     return ""
 
 
 def require(command: str, *libraries: str) -> None:
-    """Raise :class:`CliError` if one of these libraries, which the extra ``bench`` installs, is missing."""
+    """Raise :class:`CliError` if one of these libraries is missing. The extra ``bench`` installs them."""
     for library in libraries:
         if importlib.util.find_spec(library) is None:
             raise CliError(f"vecenv {command} needs {library}: {how_to_install('bench')}")
@@ -76,7 +76,7 @@ def require(command: str, *libraries: str) -> None:
 def module_named(name: str, description: str = "") -> ModuleType:
     """Import a module, which may be in the current folder. In the error, ``description`` follows the module's name."""
     if "" not in sys.path:
-        sys.path.insert(0, "")  # for console scripts, the current folder is not on the path
+        sys.path.insert(0, "")  # console scripts start without the current folder on the path
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -85,7 +85,7 @@ def module_named(name: str, description: str = "") -> ModuleType:
 
 @contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Show a progress bar on stderr, so that stdout holds only results. Without a terminal, print a line per round."""
+    """Show a progress bar on stderr, so that stdout holds only results. Without a terminal, print a line per stage."""
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar
@@ -101,7 +101,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def _print_rounds() -> Progress:
-    """Return a function that prints each stage with a known total once on stderr: logs show that a measurement continues."""
+    """Return a function that prints each stage with a known total once on stderr, so that logs show progress."""
     printed = ""
 
     def show(stage: str, done: int, total: int) -> None:

@@ -1,12 +1,12 @@
 """Conversion of actions and results: checked arrays for the pool, Gymnasium's arrays for the caller.
 
-Every action is checked and copied before it reaches C++. A pool reads one action per environment from the memory that
-it gets, and indexes tables with it: a short array ends the interpreter, a wrong shape is read as garbage, an action out of
-range reads beyond a table. The checks of shape, dtype and integer range protect memory and cannot be turned off. Floats that
-are out of bounds or not finite are left to the environment, as in Gymnasium.
+Every action is checked and copied before it reaches C++. A pool reads one action per environment from the memory that it
+receives, and indexes tables with them: a short array crashes the interpreter, an array of the wrong shape is read as
+garbage, and an action out of range reads beyond a table. So the checks of shape, dtype and integer range cannot be turned
+off. Floats that are out of bounds or not finite are passed on to the environment, as in Gymnasium.
 
-A pool returns one fresh array per state key, with the rows of a batch, and most are returned to the caller unchanged.
-The rest (float64 rewards, two flags, masks of infos) uses few NumPy calls, which dominate at 100,000 batches per second.
+A pool returns one fresh array per state key, with the rows of a batch. Most arrays are returned to the caller unchanged. The
+rest (float64 rewards, two flags, masks of infos) takes few NumPy calls, which dominate at 100,000 batches per second.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Array: TypeAlias = npt.NDArray[Any]
 States: TypeAlias = list[Array]
 Infos: TypeAlias = dict[str, Any]
 Latest: TypeAlias = tuple[Array, bytes]
-"""The ids of the latest returned rows, int32, the default of ``send``; and the bytes of the same ids as intp."""
+"""The int32 ids of the rows returned last, which ``send`` uses by default, and the bytes of the same ids as intp."""
 
 
 def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
-    """Return the state keys ``"obs:a.b"`` under a prefix, as nested dicts of their indices."""
+    """Return nested dicts of the indices of the state keys with a prefix: ``"obs:a.b"`` is at ``["a"]["b"]``."""
     tree: dict[str, Any] = {}
     for key, i in index.items():
         first, *path = key.replace(":", ".").split(".")
@@ -48,7 +48,7 @@ def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
 
 
 def _observation_leaves(tree: Any, space: gymnasium.Space[Any]) -> list[tuple[int, Any]]:
-    """Return the state index of each leaf of an observation, and the dtype to cast it to, ``None`` for a Box."""
+    """Return the state index of each leaf of an observation, and the dtype to cast it to (``None`` for a Box: no cast)."""
     if isinstance(space, spaces.Dict):
         return [leaf for key, inner in space.spaces.items() for leaf in _observation_leaves(tree[key], inner)]
     while isinstance(tree, dict):
@@ -76,12 +76,12 @@ def _scatter(plan: dict[str, Any], states: States, rows: Any, num_rows: int) -> 
 
 
 class ActionChecker:
-    """The conversion of a batch of actions to arrays that are safe for a pool.
+    """A converter of batches of actions to arrays that are safe for a pool.
 
     Args:
         space: The action space of one environment: Discrete, Box, or a (nested) Dict of them.
-        keys: The pool's names of its action arrays, without those of environment ids. For a Dict space, the last parts of
-            a dotted name are the keys in the space.
+        keys: The names of the pool's action arrays, except those of environment ids. For a Dict space, a dotted name ends
+            with the keys in the space.
         dtypes: The dtypes of the pool's arrays, one per key.
     """
 
@@ -105,8 +105,8 @@ class ActionChecker:
             Fresh C-contiguous arrays, in the order and with the dtypes that the pool requires.
 
         Raises:
-            ValueError: Wrong shape, out of range.
-            TypeError: Not numbers, floats for Discrete, a missing or unknown key.
+            ValueError: The actions have the wrong shape or are out of range.
+            TypeError: The actions are not numbers, are floats for a Discrete space, or lack a key.
         """
         if self._single is not None:
             return [self._single(actions, ids)]
@@ -119,7 +119,7 @@ class ActionChecker:
 
 
 def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple[str, ...], gymnasium.Space[Any]]]:
-    """Return the path and the space, within an action, of each of the pool's arrays."""
+    """Return, for each of the pool's arrays, its path within an action and the space there."""
     if not isinstance(space, spaces.Dict):
         return [((), space)]
     found = []
@@ -146,7 +146,7 @@ def _at(actions: Any, path: tuple[str, ...]) -> Any:
 
 
 class _LeafChecker:
-    """The checks of one array of an action: a number per environment for a Discrete, an array for a Box.
+    """A checker of one action array: with a number per environment for a Discrete, an array for a Box.
 
     The range of integers is always checked, because environments index tables with them.
     """
@@ -204,7 +204,7 @@ class _LeafChecker:
 
 
 class PoolRows:
-    """Rows of pools with one player per environment; :class:`vecenv.multi_agent.player_pool.PlayerRows` has several."""
+    """Rows of pools with one player per environment; :class:`vecenv.multi_agent.player_pool.PlayerRows` is for several."""
 
     check: Any
     """``check(actions, ids)``: returns checked copies of the actions, in the pool's form."""
@@ -234,7 +234,7 @@ class PoolRows:
         """Prepare for a new pool: nothing to do with one player per environment."""
 
     def keep(self, held: Any) -> None:
-        """Store the data in ``held`` (from :meth:`results`) besides the ids, of which there is none here. Safe to repeat."""
+        """Store the data in ``held`` (from :meth:`results`) other than the ids: here there is none. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``."""
@@ -249,7 +249,7 @@ class PoolRows:
         return [array[first:last].copy() for array in states]
 
     def results_in_order(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
-        """Return the results of all environments, in their order, and the ids to hold until the next call."""
+        """Return the results of all environments, sorted by index, and the ids to hold until the next call."""
         joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
         order = np.argsort(joined[self._env_id])
         return self._stepped([array[order] for array in joined], all_ids.astype(np.intp), ended), (all_ids,)
@@ -258,7 +258,7 @@ class PoolRows:
         """Return the results of these rows, their ids, and the ids to hold until the next call.
 
         Args:
-            states: Rows of the pool.
+            states: The pool's arrays for these rows.
             ended: bool, one per environment; updated in place.
         """
         ids = states[self._env_id]
@@ -279,7 +279,7 @@ class PoolRows:
         return states[self._reward].astype(np.float64)
 
     def flags(self, states: States) -> tuple[Array, Array, Array]:
-        """Return ``(terminated, truncated, over)``, bool of shape ``(b,)``; the first two belong to the caller.
+        """Return ``(terminated, truncated, over)``, bool of shape ``(b,)``; the caller may modify the first two.
 
         EnvPool reports an episode that ends on its last allowed step as truncated only. Where it also reports termination
         (by a state key ``terminated`` in EnvPool 1.2.7, by an info ``terminated`` in Atari), both flags can be True, as with
@@ -311,7 +311,7 @@ class PoolRows:
     # -- infos -----------------------------------------------------------------------------------------------
 
     def infos(self, states: States, rows: Array) -> Infos:
-        """Return all infos of a batch, each with its mask; every row has every key. All masks belong to the caller.
+        """Return all infos of a batch, each with its mask; every row has every key. The caller may modify the masks.
 
         Args:
             states: The pool's arrays.

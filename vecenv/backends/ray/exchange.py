@@ -1,11 +1,11 @@
-"""The exchange of requests and replies with hosts, and the replacement of hosts that are lost.
+"""Exchanges requests and replies with hosts, and replaces hosts that are lost.
 
-A request has one part per host, and an actor executes parts in their order. A reply is known by its reference, so a late
-reply to a request that was dropped is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all their rows: they
-wait for all replies, and return them together.
+A request has one part per host, and the host's actor executes parts in the order of their submission. A reply is identified
+by its reference, so a late reply to a dropped request is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all
+rows: they wait for all replies, and return the results together.
 
-State changes only within :meth:`Exchange.changing`, where no signal handler raises. If one interrupts a wait, nothing is
-lost, and the same wait can be repeated.
+State changes only within :meth:`Exchange.changing`, where no signal handler raises. If a handler interrupts a wait, nothing
+is lost, and the same wait can be repeated.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Request:
 
     Attributes:
         command: ``"step"``, ``"reset"`` or the name of a call.
-        rows: Its environments, in order.
-        seeds, options: Those of a reset, for every environment.
+        rows: The environments, in ascending order.
+        seeds, options: The arguments of a reset, for all environments.
         results: The results of a call, by row.
         droppable: The method that made this call also waits for it. If it is interrupted, the next call drops the request.
-        interrupted: An exception has interrupted the wait: a reset of all environments may drop it.
+        interrupted: An exception interrupted the wait, so a reset of all environments may drop the request.
     """
 
     command: str
@@ -62,12 +62,12 @@ class Request:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the vector environment while this is pending."""
+        """The phase of the vector environment while this request is pending."""
         return PHASES.get(self.command, Phase.WAITING_CALL)
 
 
 class Part(NamedTuple):
-    """The part of a request that one host has; ``rebuilds``: it resets new environments in place of what was requested."""
+    """The part of a request for one host; ``rebuilds``: the host resets new environments instead of executing it."""
 
     request: Request
     host: RemoteHost
@@ -85,25 +85,25 @@ class Exchange:
     """The pending requests of one driver, and the latest results.
 
     Args:
-        state, counters, timeout_error: The driver's.
-        pool: Hosts that are ready.
-        observation_space: That of one environment.
+        state, counters, timeout_error: The driver's call state, counters, and function that builds a ``StepTimeout``.
+        pool: The started hosts.
+        observation_space: The observation space of one environment.
         mode: The autoreset mode.
-        restart: Replace hosts that are lost, and go on.
+        restart: Replace lost hosts and continue, instead of raising.
         budget: The limit and the period of restarts of hosts.
         step_timeout: Seconds until a reset or a step is considered to hang; ``None``: never.
 
     Attributes:
         failures: The log of failures.
         call: The pending request that one call returns as a whole.
-        parts: Those of pending requests, by the references of their replies.
-        lost: Those of hosts that have died, and are to be replaced.
-        ready: Rows with a result that was not returned, in the order in which they finished -> the command.
-        infos: Their infos.
-        unraised: Exceptions to raise, those of each reply with its rows.
+        parts: Reference of a reply -> its part of a pending request.
+        lost: The parts of dead hosts that will be replaced.
+        ready: Row with a result that was not returned yet -> its command, in the order in which the rows finished.
+        infos: The infos of these rows.
+        unraised: The exceptions still to be raised: the errors of each reply, with the rows that have no result.
         held: Row -> observation and info of a reset that its next step returns.
         store, rewards, terminations, truncations: The latest results.
-        seeds: The source of the seeds of restarts.
+        seeds: The source of seeds for new environments.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Change the state while no signal handler raises."""
+        """Defer signal handlers while the body changes the state."""
         with deferred_signals():
             before, self.state.changing = self.state.changing, True
             yield
@@ -141,25 +141,25 @@ class Exchange:
 
     @property
     def in_flight(self) -> set[int]:
-        """Rows of steps and resets that were not returned."""
+        """The rows of steps and resets that have not been returned."""
         waiting = [part.rows for part in (*self.parts.values(), *self.lost) if part.request.command in PHASES]
         return set(self.ready).union(*waiting, *(rows for _, rows in self.unraised))
 
     # -- sending ----------------------------------------------------------------------------------------------------------
 
     def split(self, request: Request, rows: Sequence[int], *, rebuilds: bool = False) -> list[Part]:
-        """Return the parts of a request about some of its rows, which are in order."""
+        """Split a request about some of its rows, in ascending order, into the parts of hosts."""
         if len(rows) == self.num_envs:
             return [Part(request, host, host.rows, rebuilds) for host in self.pool.hosts]
         shares = ((host, [row for row in rows if row in host.rows]) for host in self.pool.hosts)
         return [Part(request, host, mine, rebuilds) for host, mine in shares if mine]
 
     def submit(self, part: Part, method: str, *args: Any) -> None:
-        """Call a method of a host with its rows."""
+        """Call ``method`` of the part's host with the part's rows and ``args``."""
         self.parts[self.pool.cluster.submit(part.host.index, method, part.local, *args)] = part
 
     def rebuild(self, request: Request, rows: Sequence[int]) -> None:
-        """Reset new environments in place of a step, or with the seeds and options of a reset."""
+        """Reset new environments: instead of a step, or with the seeds and options of the requested reset."""
         fresh: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
             fresh = [request.seeds[row] for row in rows]
@@ -170,7 +170,7 @@ class Exchange:
             self.submit(part, "reset", reset_arguments(part, dict(zip(rows, fresh, strict=True))))
 
     def return_held(self, rows: Collection[int]) -> None:
-        """Let a step of rows return the results of the resets that were held."""
+        """Make the held results of resets the results of a step of these rows."""
         for row in rows:
             observation, self.infos[row] = self.held.pop(row)
             self.store.set_row(row, observation)
@@ -178,7 +178,7 @@ class Exchange:
             self.ready[row] = "step"
 
     def forget(self, rows: Collection[int]) -> None:
-        """Forget that rows failed or have the result of a reset: they are reset, or loaded."""
+        """Forget the failures and held results of rows that are reset or loaded."""
         self.failures.forget(rows)
         for row in rows:
             self.held.pop(row, None)
@@ -190,7 +190,7 @@ class Exchange:
         self.drop_pending()
 
     def remove_received(self, rows: Sequence[int]) -> None:
-        """Forget the rows that ``recv`` returns, and count their steps and resets."""
+        """Remove the rows that ``recv`` returns, and count their steps and resets."""
         commands = [self.ready.pop(row) for row in rows]
         self.counters.resets += commands.count("reset")
         self.counters.steps += commands.count("step")
@@ -198,14 +198,14 @@ class Exchange:
             self.infos.pop(row, None)
 
     def drop_droppable(self) -> bool:
-        """Drop a call into environments, the wait for which was interrupted; return ``True`` if nothing is pending now."""
+        """Drop a droppable call, as its wait was interrupted; return ``True`` if no call is pending now."""
         if self.call is not None and self.call.droppable:
             with self.changing():
                 self.drop_pending()
         return self.call is None
 
     def drop_pending(self) -> None:
-        """Forget whatever is pending. Late replies are ignored."""
+        """Drop all pending requests; their replies will be ignored."""
         self.call, self.parts, self.lost, self.ready, self.infos = None, {}, [], {}, {}
         self.unraised.clear()
 
@@ -223,14 +223,14 @@ class Exchange:
         return True
 
     def receive_by_row(self) -> None:
-        """Let the rows of a reset as a whole be received one by one. Raises for other pending calls."""
+        """Let ``recv`` return the rows of a pending ``reset`` one by one. Raises for other pending calls."""
         if self.call is not None and not self.drop_droppable():
             if self.call.command != "reset":
                 advance(self.call.phase, "reset_async", self)
             self.call = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:
-        """Wait until ``count`` rows are ready, and raise what is unraised; ``False`` if the deadline passes first."""
+        """Wait until ``count`` rows are ready, and raise pending errors; ``False`` if the deadline passes first."""
 
         def is_enough() -> bool:
             if self.lost:
@@ -272,15 +272,15 @@ class Exchange:
             raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
         with self.changing():
             for reference, reply in replies:
-                if reference in self.parts:  # otherwise its host was found dead by an earlier one
+                if reference in self.parts:  # otherwise an earlier reply reported the death of its host
                     self._apply(reference, reply)
         return bool(replies)
 
     def _end_late(self, method: str, limit: float) -> None:
-        """End the hosts that took longer than ``step_timeout``, if they are to be replaced.
+        """End the hosts that took longer than ``step_timeout``, if lost hosts are replaced.
 
         Raises:
-            StepTimeout: They are not.
+            StepTimeout: Lost hosts are not replaced.
         """
         late = {part.host.index: (part.host, part.request.command) for part in reversed(self.parts.values())}
         if not self.restart:
@@ -294,7 +294,7 @@ class Exchange:
     # -- replies ----------------------------------------------------------------------------------------------------------
 
     def _apply(self, reference: Any, reply: Reply | bytes | Lost) -> None:
-        """Apply one reply to the request it belongs to."""
+        """Apply one reply to its request."""
         request, host, rows, rebuilds = self.parts[reference]
         if isinstance(reply, Lost):
             self.bury(host, str(reply))
@@ -314,7 +314,7 @@ class Exchange:
         self.ready.update(dict.fromkeys(reply.rows, request.command))
 
     def _apply_rest(self, request: Request, host: RemoteHost, reply: Reply) -> Errors:
-        """Apply what is not in arrays, and return the errors to raise."""
+        """Apply a reply's outcome, events and error, and return the errors to raise."""
         errors: Errors = []
         if reply.outcome is not None:
             outcome = decode_outcome(reply.outcome)
@@ -331,7 +331,7 @@ class Exchange:
                     observer.on_reset(event.rows, event.seeds, event.options)
                 continue
             recorded = self.failures.record(host, request.command, event)
-            if not self.restart or request.command not in PHASES:  # otherwise the host has rebuilt it
+            if not self.restart or request.command not in PHASES:  # otherwise the host has rebuilt the environments
                 errors += recorded
         if reply.error is not None:
             note = f"{host.label}, {envs_text(host.rows)}, during {request.command}"
@@ -339,7 +339,7 @@ class Exchange:
         return errors
 
     def _end_episode(self, stepping: bool, row: int, last: Any) -> None:
-        """Write what a row reports that was rebuilt; ``last``: its observation before that."""
+        """Write the result of a rebuilt row; ``last``: its observation before the rebuild."""
         first, same_step = self.infos.pop(row, {}), self.mode is AutoresetMode.SAME_STEP
         info = {"restarted": True} if stepping and not same_step else {**first, "restarted": True}
         if stepping:
@@ -354,7 +354,7 @@ class Exchange:
     # -- hosts that are lost ----------------------------------------------------------------------------------------------
 
     def bury(self, host: RemoteHost, reason: str) -> None:
-        """End a host for good. All requests that were pending there are lost."""
+        """Kill a host. All parts that were pending there are lost."""
         if host.death:
             return
         lost = {reference: part for reference, part in self.parts.items() if part.host is host}
@@ -377,7 +377,7 @@ class Exchange:
 
         Args:
             rows: The environments.
-            count: It is a restart, of which there is a limited number.
+            count: Count each new host against the budget of restarts.
         """
         for host in list(self.pool.hosts):
             if host.death and not set(host.rows).isdisjoint(rows):
@@ -390,7 +390,7 @@ class Exchange:
         return None
 
     def _rebuild_lost(self) -> None:
-        """Replace the hosts that died with parts of requests, and reset their rows in place of what was requested."""
+        """Replace the hosts of lost parts, and reset the rows of these parts instead."""
         rows = [row for part in self.lost for row in part.rows]
         error = self.replace_hosts(rows, count=True)
         with self.changing():
@@ -403,11 +403,11 @@ class Exchange:
 
 
 def index_of(rows: Sequence[int]) -> slice | list[int]:
-    """Return rows in order as an index of arrays: a slice, which is faster, if they are contiguous."""
+    """Return ascending rows as an index of arrays: a slice, which is faster, if they are contiguous."""
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 
 
 def reset_arguments(part: Part, seeds: Any) -> bytes:
-    """Pickle the seeds and options of a reset for a host; ``seeds[row]`` is that of a row."""
+    """Pickle the seeds and options of a part's rows for a reset; ``seeds[row]`` is the seed of a row."""
     own = [seeds[row] for row in part.rows], select_options(part.request.options, part.rows)
     return cloudpickle.dumps(own)  # type: ignore[no-any-return]

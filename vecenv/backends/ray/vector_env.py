@@ -54,9 +54,9 @@ _HOST_OPTIONS: Final = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
     "generators", "worker_options", "record_failures",
 )  # fmt: skip
-_CLOSE_TIMEOUT: Final = 60.0  # for the environments' own close(), if nothing else is given
-_SHORT_CLOSE_TIMEOUT: Final = 1.0  # the same, after a host was late or within another call
-_OTHER_THREAD_TIMEOUT: Final = 10.0  # for another thread's call to notice that its hosts are gone
+_CLOSE_TIMEOUT: Final = 60.0  # for the environments' own close(), by default
+_SHORT_CLOSE_TIMEOUT: Final = 1.0  # the same, if a host was late or another call has not ended
+_OTHER_THREAD_TIMEOUT: Final = 10.0  # for a call in another thread to end after its hosts were killed
 
 
 class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
@@ -70,23 +70,23 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
 
     * ``send`` and ``recv`` work by host: environments sent to a host together are returned together, and a second request to
       the same host waits for the first.
-    * A host handles a killed worker itself; its error is reported as on one machine. The loss of a host raises
+    * A host handles the death of a worker itself, and reports it as on one machine. The loss of a host raises
       :class:`~vecenv.errors.HostDied`, and the next ``reset`` restarts it; with ``on_failure="restart"`` its environments
       are rebuilt on any node with room, and its rows are returned truncated, with ``restarted`` in their infos. No step is
       ever sent twice.
     * Each host has a budget of restarts for its workers, and the caller has one for hosts.
-    * No memory is shared between machines; an observation is copied here once, and with ``copy=True`` twice.
-    * vecenv, and all imports of ``env_fns``, must be installed on every node.
+    * No memory is shared between machines; the caller copies an observation once, and with ``copy=True`` twice.
+    * vecenv, and everything that ``env_fns`` import, must be installed on every node.
 
     Args:
         env_fns: Functions that build the environments, called on the hosts only. They are sent with cloudpickle.
-        num_hosts: Default: as many as ``envs_per_host`` requires, else one per node, at most one per environment.
-        envs_per_host: Default: even shares.
+        num_hosts: By default as many as ``envs_per_host`` requires, else one per node, at most one per environment.
+        envs_per_host: The environments of a host, by default an even share.
         workers_per_host: Worker processes per host, like ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"``
-            measures on the host. A host reserves a core per worker and one for itself; with ``"auto"`` a node's cores.
-        address: The address of a Ray cluster. ``None``: the one to which this process is connected, or that runs here, or in
-            ``RAY_ADDRESS``. If there is none, one is started for this machine, on the loopback interface, and stopped by
-            :meth:`close`. An existing cluster is left unchanged.
+            measures on the host. A host reserves a core per worker and one for itself; with ``"auto"``, its share of a node.
+        address: The address of a Ray cluster. ``None``: the cluster to which this process is connected, that runs on this
+            machine, or that ``RAY_ADDRESS`` names. If there is none, one is started on the loopback interface of this
+            machine, and stopped by :meth:`close`. An existing cluster is left unchanged.
         placement: ``"STRICT_SPREAD"`` (every host on a node of its own), ``"SPREAD"`` (if possible) or ``"PACK"`` (as few
             nodes as possible). ``None``: strict, or packed in a cluster that vecenv started, which is one node.
         batch_size: Environments that :meth:`recv` returns at a time; a multiple of a host's share wastes nothing.
@@ -98,7 +98,7 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
 
     Raises:
         ImportError: Ray is not installed.
-        ClusterError: The cluster has no room, after ``start_timeout`` seconds; the message names what is missing.
+        ClusterError: The cluster has no room after ``start_timeout`` seconds; the message names what is missing.
         TypeError, ValueError: An option does not exist or has an invalid value.
         RuntimeError: Environments differ in their spaces; the message names the host.
         HostDied, StartupTimeout: A host did not become ready.
@@ -207,14 +207,14 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         return Cluster(self._address)
 
     def _plans(self) -> list[HostPlan]:
-        """Return the plan of each host; connects to the cluster, after checking that everything can be pickled."""
+        """Pickle the functions, connect to the cluster, and return the plan of each host."""
         packed = PackedEnvFns.of(range(self.num_envs), self.env_fns, "it needs to get to its host")
         self._cluster = self._connect()
         ranges = self._shares()
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
         options = {**self._host_options, "autoreset_mode": self.autoreset_mode}
         if options["on_failure"] == "raise":
-            options.pop("step_timeout", None)  # the wait for the host uses it, and may be repeated
+            options.pop("step_timeout", None)  # it limits only the wait for the host, which can be repeated
         plans = []
         for index, rows in enumerate(ranges):
             if isinstance(self.observation_mode, tuple):
@@ -235,7 +235,7 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
     def _cores(self, envs: int, hosts: int) -> tuple[int, int | str | None]:
-        """Return the number of cores that a host reserves, and its workers."""
+        """Return the number of cores that a host reserves, and its number of workers."""
         workers = self._workers_per_host
         if workers == "auto":
             return min(self._cluster.fair_share(hosts, self._strategy != "PACK"), envs + 1), workers
@@ -252,12 +252,12 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         return self._recorder.record(parse_rows([env_id], self.num_envs)[0], path)
 
     def add_observer(self, observer: Observer) -> None:
-        """Let an observer follow all calls; see :meth:`vecenv.AsyncVectorEnv.add_observer`."""
+        """Notify an observer of all calls; see :meth:`vecenv.AsyncVectorEnv.add_observer`."""
         self._driver.observers.append(observer)
 
     @exclusive
     def abandon(self, env_id: Any) -> None:
-        """Stop waiting for some environments: end the hosts of which replies about these are pending."""
+        """Stop waiting for some environments: end the hosts that have pending requests about these."""
         self._driver.kill_pending(parse_env_ids(env_id, self.num_envs).tolist())
 
     # -- properties -------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def _require_same_spaces(plans: Sequence[HostPlan], readies: Sequence[HostReady]
     """Raise if the spaces of a host do not match those of the first. Each host compares its own environments.
 
     Raises:
-        RuntimeError: The text names the environment, the host and both spaces.
+        RuntimeError: They do not match; the text names the environment, the host and both spaces.
     """
     first = readies[0]
     fits: Any = operator.eq if mode == "same" else is_space_dtype_shape_equiv

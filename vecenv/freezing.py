@@ -1,9 +1,9 @@
 """Frozen copies of environments of any kind: copies of their processes, made by ``fork``. Experimental.
 
 ``freeze`` makes a worker fork. The copy waits, and shares with the worker all memory to which neither of them writes.
-``thaw`` makes the copy fork in turn, and the new process replaces the worker of a row. So even state in C code continues.
-Only memory is copied, so a worker with threads, child processes, a GPU, timers, shared memory, or files open other than for
-reading raises an error that names them. Files open for reading are reopened in the copy at the same position, because
+``thaw`` makes the copy fork in turn, and the new process replaces the worker of a row. So even the state of C code is kept.
+Only memory is copied, so freezing a worker with threads, child processes, a GPU, timers, shared memory, or files open for
+writing raises an error that names them. Files open for reading are reopened in the copy at the same position, because
 otherwise both would share one position. ``random`` seeds its generator in each fork; the copy restores its state. Copies
 are children neither of this process nor of the worker, in which an environment's ``os.wait()`` would reap them. They end
 with this process through the workers' lifeline, and each has its own token, stack file and pidfd.
@@ -58,19 +58,19 @@ _SHOWN: Final = 5
 _PF_EXITING: Final = 4
 
 _waiting: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.WeakKeyDictionary()
-"""The copies of each engine."""
+"""Engine -> its frozen copies."""
 
 
 @dataclass(slots=True)
 class Plan:
-    """The arguments of a copy. Its files are open in the caller, and the copy opens them for itself.
+    """The arguments of a copy. The caller holds its files open, and the copy reopens them.
 
     Attributes:
         caller: The caller's pid.
         reader, writer: The caller's descriptor numbers of the copy's ends of its channel.
         stack_file: The caller's descriptor number of the copy's stack file.
         token: The mark of the copy, see :mod:`vecenv.system.descendants`.
-        row: The row for the copy; ``None`` for a copy that waits.
+        row: The row that the copy serves; ``None`` for a copy that waits.
         placement: The cores for the copy.
         seed: The new seed of its generators; ``None`` to continue with their states.
     """
@@ -89,7 +89,7 @@ class Plan:
 
 
 def copy_worker(process: Serving, plan: Plan) -> Outcome | None:
-    """Fork a worker. The copy waits for requests to fork in turn, and each of those copies serves a row.
+    """Fork a worker. The copy waits for requests to fork in turn; each of its forks serves a row.
 
     Returns:
         The reply of the worker; ``None`` in a copy that serves a row.
@@ -109,7 +109,7 @@ def copy_worker(process: Serving, plan: Plan) -> Outcome | None:
 
 
 def _wait_to_be_copied(process: Serving, plan: Plan) -> None:
-    """Wait, and fork at each request. Returns in each copy of this copy, whereas this one ends here."""
+    """Fork at each request. This returns only in the forks; the waiting process ends here."""
     process.channel.close()
     policy = SpinPolicy(0.0, np.zeros(1))
     with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller is gone, or another row was refused
@@ -125,7 +125,7 @@ def _wait_to_be_copied(process: Serving, plan: Plan) -> None:
 
 
 def _serve_row(process: Serving, plan: Plan) -> None:
-    """Continue with the environment as the worker of a row, in a copy."""
+    """Turn a copy into the worker of a row, which continues with its environment."""
     before, start = process.rows, process.start
     assert before is not None
     assert plan.row is not None
@@ -154,10 +154,10 @@ def _reseed(env: Any, seed: int) -> None:
 
 
 def _connect(process: Serving, plan: Plan) -> WorkerEnd:
-    """Open the own channel and stack file of a copy."""
+    """Open the channel and the stack file of a copy."""
     assert process.rows is not None
     process.rows.forked.clear()
-    owner = DescriptorOwner(None)  # they are open until the process ends
+    owner = DescriptorOwner(None)  # the descriptors stay open until the process ends
 
     def opened(number: int, flags: int) -> Descriptor:
         return owner.open(os.open, f"/proc/{plan.caller}/fd/{number}", flags | os.O_CLOEXEC)
@@ -220,7 +220,7 @@ def _opened_again() -> list[tuple[int, list[int]]]:
 
 
 def _sharing_place(numbers: list[int], place: int) -> list[int]:
-    """Return the first of these numbers, and those that ``dup`` made of it."""
+    """Return the first of these descriptors and its duplicates, which share its position."""
     if len(numbers) == 1 or stat.S_ISDIR(os.fstat(numbers[0]).st_mode):
         return numbers[:1]
     os.lseek(numbers[0], place + 1, os.SEEK_SET)
@@ -276,7 +276,7 @@ def _is_shared(number: int, file: str) -> bool:
 
 
 def _objects_in_shared_memory(process: Serving) -> Iterator[str]:
-    """Yield places of environments' arrays in memory that was shared before the environments were built."""
+    """Yield where an environment refers to memory that was shared before it was built."""
     arena = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
     every = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
     ranges = [(low, high) for low, high in every if not low <= arena < high]
@@ -324,7 +324,7 @@ def _stop_library_threads() -> None:
 
 
 class _CopyPopen:
-    """The parts of a process that ``multiprocessing`` needs, for a process that it has not started itself."""
+    """A ``Popen`` object of ``multiprocessing`` for a process that it has not started itself."""
 
     def __init__(self, pid: int, method: str, pidfd: Descriptor) -> None:
         self.pid, self.method, self._pidfd = pid, method, pidfd
@@ -370,12 +370,12 @@ class CopiedProcess(BaseProcess):
         self._sentinel = pidfd.number
 
     def close(self) -> None:
-        """Close the pidfd. A known exit code stays known."""
+        """Close the pidfd. A known exit code is kept."""
         self._popen.close()
 
 
 class _Copy:
-    """The caller's side of a copy: its channel, stack file and token, and its process after that has reported."""
+    """The caller's side of a copy: its channel, stack file and token, and its process once that is ready."""
 
     def __init__(self, pool: Any) -> None:
         self.held = pool.descriptors.child()
@@ -392,14 +392,14 @@ class _Copy:
         return Plan(self.owner, reader, writer, self.stack_file.fd, self.token, row, placement, seed)
 
     def await_ready(self, method: str, name: str, maker: ProcessWatch) -> CopiedProcess:
-        """Wait until the process has reported, and return it.
+        """Wait until the process is ready, and return it.
 
         Args:
             method, name: Start method and name of the process.
             maker: The process that forks it.
 
         Raises:
-            WorkerDied: It has not reported in time, or the process that forks it has ended.
+            WorkerDied: It was not ready in time, or the process that forks it has ended.
         """
         message, deadline = None, time.monotonic() + _READY_SECONDS
         poll = select.poll()
@@ -440,7 +440,7 @@ class Frozen:
         observation: Its last observation.
         info: The part of its latest info that lay in shared memory: numbers, and arrays of recurring keys.
         method: Start method of its process.
-        beside: Data of a vector environment over the engine about the environment.
+        beside: Data about the environment from a vector environment built on the engine.
     """
 
     beside: Any = None
@@ -527,7 +527,7 @@ def figures(engine: Any) -> dict[str, float]:
 def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
     """Return frozen copies of some rows; see :meth:`vecenv.AsyncVectorEnv.freeze`. It takes milliseconds.
 
-    Signal handlers run afterwards: a copy opens the caller's files by their numbers, which must stay the same meanwhile.
+    Signal handlers are deferred: a copy opens the caller's files by their numbers, which must not change meanwhile.
     """
     with deferred_signals():
         copies = {row: Frozen(engine, row) for row in rows}
@@ -542,7 +542,7 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
 
 
 def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
-    """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`. Signal handlers run afterwards."""
+    """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`. Signal handlers are deferred."""
     watch = frozen._require_usable(engine)
     seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
     engine.calls.announce(rows, "thaw", (frozen,))
@@ -561,10 +561,10 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
 def _copies_for(
     engine: Any, frozen: Frozen, watch: ProcessWatch, rows: list[int], seeds: Sequence[int | None]
 ) -> list[Any]:
-    """Let a frozen copy fork once for each row, and return the new workers, which have no place in the pool yet.
+    """Make a frozen copy fork once per row, and return the new workers, which are not in the pool yet.
 
     Raises:
-        WorkerDied: It has ended.
+        WorkerDied: The frozen copy has ended.
     """
     pool, channel = engine.pool, frozen._copy.channel
     copies: list[_Copy] = []

@@ -1,9 +1,9 @@
 """The host side of the bridge: a Gymnasium vector env as a few functions of NumPy arrays.
 
-This module does not import JAX: a host callback that reads a JAX array other than its argument can wait for the program that
-waits for the callback.
+This module does not import JAX: a host callback that reads a JAX array other than its argument can deadlock with the program
+that waits for the callback.
 
-Environments cannot go back: a program that steps a state twice, or an old one, would silently get the transition of another
+Environments cannot go back: a program that steps a state twice, or an old one, would silently get a transition from another
 state. So every state carries a ticket, ``(epoch, count)``: the reset from which it descends, and the number of calls since
 then. Every call passes a ticket, which must be the newest.
 """
@@ -43,7 +43,7 @@ _last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakVal
 
 
 def _tree_of(space: gymnasium.Space[Any], name: str) -> Tree:
-    """Return the arrays of a space.
+    """Return the tree of arrays of a space.
 
     Raises:
         TypeError: Its values have no fixed size, so they cannot be arrays of a compiled program.
@@ -78,7 +78,7 @@ class CallbackHost:
         self.mode = self._requests.mode
         self._action_specs = [((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.action_tree.leaves()]
         self._epoch = self._count = 0
-        self._why_not: str | None = "before the first reset"  # the reason that no state is current
+        self._why_not: str | None = "before the first reset"  # why no state is current; `None` if one is
         self._pending: Rows | None = None  # the rows of the pending step
         self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and have not been reset
 
@@ -165,7 +165,7 @@ class CallbackHost:
         return whole
 
     def _outcome(self, stepped: Stepped, rows: int) -> list[Array]:
-        """Return observations, reward, flags, in same-step mode the successors of the actions, and infos."""
+        """Return the arrays of a step: observations, rewards, flags, successors (in same-step mode), and infos."""
         observations, rewards, terminations, truncations, infos = stepped
         leaves = self._leaves(observations, rows)
         outcome = [*leaves, rewards, terminations, truncations]
@@ -200,7 +200,7 @@ class CallbackHost:
         return arrays
 
     def specs(self, stepped: bool) -> list[Result]:
-        """Return shape and dtype, per environment, of each array of a step or a reset, without the ticket."""
+        """Return the shape and dtype per environment of each array of a step or reset, without the ticket."""
         observations: list[Result] = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
         specs = [*observations]
         if stepped:
@@ -265,15 +265,15 @@ class Requests:
     """An adapter that resets and steps a vector env through the calls that it supports; at most one request is pending.
 
     An env with ``step_async`` and ``step_wait`` steps while the program computes, and a wait can time out. One with
-    ``first_ready`` can step some rows. Of all others, and of wrappers, only ``reset`` and ``step`` are used: the second half
-    of a step does the work, and a row that must not step is reset, stepped with the others, and its results are ignored.
+    ``first_ready`` can step some rows. With all others, and with wrappers, only ``reset`` and ``step`` are used: a step runs
+    when its result is fetched, and a row that must not step is reset and stepped with the others, and its results ignored.
 
     Args:
         envs: The vector env.
         timeout: As for :func:`vecenv.jax.bridge`.
 
     Raises:
-        ValueError: Its metadata have no autoreset mode.
+        ValueError: The metadata of ``envs`` lacks an autoreset mode.
 
     Attributes:
         mode: The autoreset mode of the env.
@@ -348,7 +348,7 @@ class Requests:
             self._wait()
         except multiprocessing.TimeoutError:
             raise
-        except Exception:  # no program waits for this step; if the failure persists, the next reset raises
+        except Exception:  # this result is not needed; if the failure persists, the next reset raises
             return
 
     def _wait(self) -> Any:
@@ -400,7 +400,7 @@ class InfoColumns:
 
     Args:
         spec: Key -> a dict of the same kind, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,
-            which stands for one number.
+            which stands for a scalar.
 
     Raises:
         TypeError: Any other value, or a key that is not a str.
@@ -464,7 +464,7 @@ class InfoColumns:
 
 
 def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Array) -> None:
-    """Write the rows of a column that ``infos`` reports."""
+    """Write the values of a column that are in ``infos``, and set their mask."""
     for key in column.path[:-1]:
         infos = infos.get(key, {})
         if not isinstance(infos, Mapping):

@@ -53,7 +53,7 @@ class ActionStage:
         """
         if actions.__class__ is np.ndarray and actions.shape == self._shape:
             dtype = actions.dtype
-            if dtype is self._dtype or dtype == self._dtype:  # samples need `==`, which takes three times as long
+            if dtype is self._dtype or dtype == self._dtype:  # for samples, `is` fails; `==` takes three times as long
                 self._leaves[0][...] = actions
                 return None
         return self.put_some(actions, ..., self._num_envs)
@@ -82,7 +82,7 @@ class ActionStage:
             )
         try:
             items = list(iterate(space, actions))
-        except CustomSpaceError as error:  # Gymnasium converts every exception to one, even a signal handler's
+        except CustomSpaceError as error:  # Gymnasium converts every exception to this, even a signal handler's
             if error.__cause__ is None or isinstance(error.__cause__, TypeError):
                 raise
             raise error.__cause__  # noqa: B904 - the original exception
@@ -103,7 +103,7 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
             raise ValueError(f"{name}: got {got}, wanted a dict with {list(space.spaces)}; nothing was sent")
         for key, part in zip(space.spaces, parts, strict=True):
             _check_counts(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
-    elif isinstance(space, spaces.Tuple) and isinstance(single, spaces.Tuple):  # other spaces have batches of tuples, too
+    elif isinstance(space, spaces.Tuple) and isinstance(single, spaces.Tuple):  # other spaces can have Tuple batches
         size = len(space.spaces)
         parts = [_get_part(actions, index) for index in range(size)]
         if any(part is _MISSING for part in parts) or (isinstance(actions, Sized) and len(actions) != size):

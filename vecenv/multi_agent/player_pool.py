@@ -1,9 +1,9 @@
-"""EnvPool's pools of several players, as rows for ``MultiAgentVecEnv``.
+"""EnvPool's multi-player pools, as rows for ``MultiAgentVecEnv``.
 
 :class:`PlayerPool` replaces the engine for Python environments: it accepts batches of actions of all agents and returns
 batches of rows (:meth:`vecenv.multi_agent.roster.Roster.observation_space`). Players are the agents ``player_0``,
-``player_1`` and so on. A pool ends episodes for all players at once and begins the next one itself in the following step;
-it cannot be seeded again, so a reset with a seed builds a new pool.
+``player_1`` and so on. A pool ends an episode for all players at once and begins the next one in the following step. It
+cannot be seeded again, so a reset with a seed builds a new pool.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PlayerPool(PoolVectorEnv):
     Args:
         task_id: EnvPool's name of the task.
         num_envs: The number of environments.
-        batch_size: The rows of :meth:`recv`, must divide ``num_envs``; ``None``: all.
+        batch_size: The number of rows that :meth:`recv` returns, a divisor of ``num_envs``; ``None``: all.
         num_threads: The number of threads that step; ``None``: EnvPool's choice.
         config: Options of the task.
 
@@ -77,7 +77,7 @@ class PlayerPool(PoolVectorEnv):
         self._open(FirstReadyDriver(task, batch_size, seeding, self.autoreset_mode, rows))
 
     def parse_rows(self, env_id: Any) -> npt.NDArray[np.intp]:
-        """Return the environments of a ``send``."""
+        """Return the environments that a ``send`` steps."""
         return self._driver.latest.astype(np.intp) if env_id is None else parse_env_ids(env_id, self.num_envs)
 
     def render(self) -> Any:
@@ -163,7 +163,7 @@ class PlayerRows(PoolRows):
     # -- from the pool ------------------------------------------------------------------------------------------------
 
     def copy_rows(self, states: States, first: int, last: int) -> States:
-        """Copy the rows of environments from ``first`` to before ``last``, and of their players."""
+        """Copy rows ``first`` to ``last - 1`` of the environments, and the rows of their players."""
         theirs = np.isin(states[self._owner], states[self._env_id][first:last])
         return [
             array[theirs] if of_players else array[first:last].copy()
@@ -185,7 +185,7 @@ class PlayerRows(PoolRows):
         """Sort a result by environment.
 
         Raises:
-            ValueError: It has too many players of one environment, or players of an environment that is not in it.
+            ValueError: An environment has too many players, or players belong to an environment that is not in the result.
         """
         env_order = np.argsort(states[self._env_id], kind="stable")
         in_order = np.array_equal(env_order, np.arange(len(env_order)))

@@ -1,4 +1,4 @@
-"""The trial of one environment: makes calls, records digests of the returned values, and times steps.
+"""Trials of environments: recorded calls, digests of the returned values, and step times.
 
 Everything here except :func:`time_steps` runs in a child of the probe's process. Calls are recorded as
 ``(call, {value: digest})``, so that runs in different processes can be compared value by value.
@@ -38,7 +38,7 @@ TIMED_STEPS: Final = 10
 _TIMED_SECONDS: Final = 0.03
 _SHORT_SECONDS: Final = 1e-3  # in shorter runs, a single interruption by the scheduler would dominate the mean
 _MAX_RESETS: Final = 4  # per phase
-_SLOW_RESET_SECONDS: Final = 0.1  # after a reset that takes longer, a phase makes only that one
+_SLOW_RESET_SECONDS: Final = 0.1  # after a slower first reset, a phase makes none at step `middle`
 _POLL_SECONDS: Final = 0.005
 _MASK_KEYS: Final = ("action_mask", "action_masks")
 _VALUES: Final = {
@@ -58,7 +58,7 @@ class StepTimes:
         pace: The time of a fixed piece of work, relative to the machine on which the constants of
             :mod:`vecenv.planning.plan` were measured.
         crowding: The factor by which that takes longer while another process computes: 1 if each has a core of its own, up
-            to 2 if two of the usable cores are two threads of one.
+            to 2 if two usable cores are hardware threads of one core.
         failure: The error raised by a step, or the end of the process; then nothing was measured.
         draws: Names of the process-wide generators from which the environment drew.
     """
@@ -106,7 +106,7 @@ def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
     computing = (time.process_time() - cpu) / len(seconds)
     if sum(seconds) < _SHORT_SECONDS:
         elapsed = computing = statistics.median(seconds)
-    else:  # the time in which a busy machine runs other processes is not the environment's waiting
+    else:  # the environment does not wait while other processes have the core
         elapsed = (sum(seconds) - ((seconds_waited() or 0.0) - queued)) / len(seconds)
     return StepTimes(len(seconds), max(elapsed, computing), computing)
 
@@ -146,7 +146,7 @@ class TriedEnv:
         plan: Arguments of :meth:`phase` that repeat the latest phase exactly.
 
     Raises:
-        Exception: The errors of ``env_fn``.
+        Exception: The error of building the environment.
     """
 
     def __init__(self, env_fn: Callable[[], Any], index: int, place: int, junk: int = 0) -> None:
@@ -160,7 +160,7 @@ class TriedEnv:
         self.plan = (0, 0)
         self._entropy = random.Random(place)
 
-        def build() -> Any:  # the junk comes last: whatever is freed after it leaves its old address to the environment
+        def build() -> Any:  # the junk comes last: the environment could reuse an address freed after it
             self._junk = [bytes(number % 600) for number in range(junk)]
             return env_fn()
 
@@ -182,9 +182,9 @@ class TriedEnv:
             return None
 
     def phase(self, steps: int, middle: int, seconds: float = math.inf, delay: float = 0.0) -> Generator[None, None, None]:
-        """Reset with the seed and step, one call at a time; reset once more at step ``middle`` and after episodes.
+        """Reset with the seed and step, and yield between calls; reset again at step ``middle`` and after episodes.
 
-        A phase of more than ``seconds`` of stepping ends, but not before its second step. ``plan`` repeats it exactly.
+        The phase ends after ``seconds`` of stepping, but not before its second step. ``plan`` repeats it exactly.
         """
         self.error, self._space, stepping, resets, ended, started = None, None, 0.0, 1, False, time.perf_counter()
         latest = self.call("reset", self.env.reset, seed=1000 + self.place)

@@ -1,6 +1,6 @@
-"""Codecs by class, for objects that a copy of their attributes would not save.
+"""Codecs, by class, for objects that cannot be saved by copying their attributes.
 
-Classes of libraries are named by strings, so that vecenv imports only libraries that the environment has imported.
+Library classes are registered by name, so that vecenv imports only libraries that the environment has imported.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Codec:
 
     Attributes:
         save: Object -> a state that can be pickled; ``None``: there is nothing to save.
-        load: (object, state): loads the state. Can be repeated.
+        load: (object, state): loads the state; safe to repeat.
         open: (object, state) -> state for ``load``; raises for a state that does not fit, and changes nothing.
-        make: State -> a new object, if there is none to load into; raises any exception for the state of another kind.
+        make: State -> a new object, if there is none to load into; raises any exception for a state of another kind.
     """
 
     save: Callable[[Any], Any]
@@ -45,14 +45,14 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A class of objects that cannot be saved, and the reason."""
+    """The rule for objects that cannot be saved, with the reason."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Stays:
-    """A class of objects that are shared, or that no step changes: they stay in place."""
+    """The rule for objects that are not saved, because they are shared or no step changes them."""
 
 
 STAYS: Final = _Stays()
@@ -73,7 +73,7 @@ class _Cache(dict[type, _T]):
 
 
 def by_class(function: Callable[[type], _T]) -> Callable[[type], _T]:
-    """Cache a function of a class, until another codec is registered. Takes as long as a look-up in a dict."""
+    """Cache a function of classes until another codec is registered. A cached call costs one dict look-up."""
     _CACHES.append(_Cache(function))
     return _CACHES[-1].__getitem__
 
@@ -105,7 +105,7 @@ def put(name: str, how: How) -> None:
 
 @by_class
 def rule_for(kind: type) -> How | None:
-    """Return the codec or rule for objects of a class; ``None`` for a copy of their attributes."""
+    """Return the codec or rule for objects of a class; ``None``: their attributes are copied."""
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
         return Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
     names = map(name_of, kind.__mro__)
@@ -113,7 +113,7 @@ def rule_for(kind: type) -> How | None:
 
 
 def made(state: Any) -> Any:
-    """Return a new object with a state, if there is none to load into; ``None`` if no codec can make one."""
+    """Return a new object with this state; ``None`` if no codec can make one."""
     for how in _BY_NAME.values():
         make = how.make if isinstance(how, Codec) else None
         if make is not None and (found := contained(partial(make, state), lambda _: None, Exception)) is not None:
@@ -141,7 +141,7 @@ def _load_generator(generator: np.random.Generator, state: Any) -> None:
     bits: Any = generator.bit_generator
     numbers, seeds = state
     if seeds is not None and bits.seed_seq.state != seeds:
-        bits.__init__(np.random.SeedSequence(**seeds))  # so that it spawns the same children
+        bits.__init__(np.random.SeedSequence(**seeds))  # so that it spawns the same child seeds
     bits.state = numbers
 
 
@@ -253,7 +253,7 @@ def _load_space(space: Any, state: Any) -> None:
 
 
 def _open_space(space: Any, state: Any) -> Any:
-    """Raise for a state that does not fit the generators of a space."""
+    """Raise for a state that does not fit the generators of a space; return it otherwise."""
     for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
         if own is not None:
             _open_generator(np.random.Generator(np.random.PCG64(0)) if one._np_random is None else one._np_random, own)
@@ -330,11 +330,11 @@ put("mujoco._structs.MjModel", STAYS)
 
 # -- Atari emulators, with the action that a sticky emulator repeats ------------------------------------------------
 #
-# `cloneState(include_rng=True)` has the console, the game and the generator, but not the previous action, which the emulator
-# repeats with `repeat_action_probability`. No call of ALE reads it, and it depends on past draws. So an experiment finds it:
-# the generator in a state is set so that it always repeats, the emulator plays some frames of the unknown action from there,
-# and then the same frames of each action in turn. The action that plays them alike is the previous one, or continues exactly
-# as the previous one does. Then the emulator gets its own state again; its picture is one frame late until it steps.
+# `cloneState(include_rng=True)` contains the console, the game and the generator, but not the previous action, which the
+# emulator repeats with `repeat_action_probability`. ALE does not expose it, and it depends on past draws. So it is found by
+# trial: with the generator set to repeat always, the emulator plays some frames of the unknown action, and then the same
+# frames of each known action. The action that gives the same frames is the previous one, or equivalent to it. Finally the
+# emulator's own state is restored; its screen is one frame late until the next step.
 
 _ALE_SETTINGS: Final = (
     ("getFloat", "repeat_action_probability"), ("getInt", "frame_skip"), ("getBool", "color_averaging"),
@@ -420,7 +420,7 @@ def _frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
 
 
 def _weaker(ale: Any, obeying: Any, wanted: tuple[float, bytes], whole: Sequence[tuple[Any, float]]) -> Iterator[Any]:
-    """Yield actions that turn a paddle as far as one frame did, as continuous actions have a strength."""
+    """Yield continuous actions, with a strength between 0 and 1, that turn a paddle as far as the frame ``wanted``."""
     for action, _ in whole:
         states = []
         for strength in (0.0, 0.5, 1.0):

@@ -1,17 +1,17 @@
-"""Gives each environment its own states of the generators that all code of a process shares.
+"""Separate states, for each environment, of the random generators that all code of a process shares.
 
-Environments draw from ``random``, ``numpy.random`` and torch's default generator, and then the results of one depend on
-which others are in its process. :mod:`vecenv.link.own_generators` wraps an environment and puts its states in place for
-each call into it. Most environments never draw, and a step of some takes 5 us, so a call costs two assignments until then:
+The results of an environment that draws from ``random``, ``numpy.random`` or torch's default generator depend on the others
+in its process. :mod:`vecenv.link.own_generators` wraps an environment and puts its states in place for each call into it.
+Most environments never draw, and some step in 5 us, so a call costs only two assignments until the first draw:
 
-- numpy takes the lock of its bit generator before it draws, seeds, or reads its state. Between draws a *trap* stands in for
-  it: taking its lock puts the right bit generator in place, which then stays for the call.
+- numpy takes the lock of its bit generator before it draws, seeds, or reads its state. Until then a *trap* stands in for the
+  bit generator: taking the trap's lock puts the right one in place, for the rest of the call.
 - ``random``'s functions are methods of one hidden object. Its class is replaced by one that delegates to the environment's
-  own ``random.Random``; the two that are written in C are replaced where modules have them.
+  own ``random.Random``; the two functions written in C are replaced in all modules that have imported them.
 - torch offers no such hook. Where it has been imported, its state is exchanged whenever another environment is called.
 
-A signal handler may raise between any two bytecodes. Whatever changes numpy, ``random`` or torch does so inside
-:func:`~vecenv.system.signals.deferred_signals`, and is done again if a handler prevented it.
+A signal handler may raise between any two bytecodes. So numpy, ``random`` and torch are changed only inside
+:func:`~vecenv.system.signals.deferred_signals`, and a change is repeated if a handler prevented it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Generators:
     Attributes:
         seed: The seed of the latest reset that had one.
         episode: The number of resets since.
-        numpy: A bit generator, and ``gauss``, the second of a pair of normal numbers, which its ``RandomState`` keeps.
+        numpy: The bit generator.
+        gauss: The second of a pair of normal numbers, which ``RandomState`` keeps for the next draw.
         python: The state of ``random``, in an object of its own.
         torch: The state of torch's default generator.
     """
@@ -64,9 +65,9 @@ class Generators:
         self.torch: bytes | None = None
 
     def begin(self, seed: Any) -> None:
-        """Begin an episode, by a reset with this seed.
+        """Begin the episode of a reset with this seed.
 
-        Without one, the states follow from the last seed and the number of resets since. Where there was none either, they
+        Without a seed, the states follow from the last one and the number of resets since. If no reset had a seed, they
         continue: the environment may have seeded them itself.
         """
         if seed is not None:
@@ -154,11 +155,11 @@ class _BitGenerator(np.random.MT19937):
             np.random.MT19937.state.__set__(self, value)  # type: ignore[attr-defined]
 
 
-_BitGenerator.__name__ = "MT19937"  # which is looked for in a state
+_BitGenerator.__name__ = "MT19937"  # numpy compares it with the name in a state
 
 
 def _exchange_gauss(put: float | None = None) -> float | None:
-    """Put a normal number in place that the global ``RandomState`` is to draw next, if given; return the one it has."""
+    """Set the normal number that the global ``RandomState`` draws next, if ``put`` is given. Return the current one."""
     _BitGenerator.brief = isinstance(_NUMPY.get_bit_generator(), _BitGenerator)
     try:
         if put is not None:
@@ -172,13 +173,13 @@ def _exchange_gauss(put: float | None = None) -> float | None:
 class _Trap(np.random.MT19937):
     """A stand-in for the bit generator until the first draw. It is its own lock, which ``RandomState`` takes first.
 
-    Versions of numpy that take no lock for some of it use the other methods.
+    Where a version of numpy takes no lock, it calls the other methods.
     """
 
     def __init__(self) -> None:
         super().__init__(0)
         self._held: list[Any] = []
-        self._is_being_set = False  # numpy takes its lock for that
+        self._is_being_set = False  # True while numpy sets a bit generator, for which it takes the lock
 
     def set(self) -> None:
         """Install the trap."""
@@ -189,7 +190,7 @@ class _Trap(np.random.MT19937):
             self._is_being_set = False
 
     def replace(self, bit_generator: Any, gauss: float | None) -> None:
-        """Let the global ``RandomState`` draw from there instead, a normal number that it has drawn already first."""
+        """Put a bit generator in place of the trap, and ``gauss``, if it is given, as the next normal number."""
         self._is_being_set = True
         try:
             _NUMPY.set_bit_generator(bit_generator)
@@ -247,7 +248,7 @@ class _Trap(np.random.MT19937):
 
 
 class _DelegatingBase(_random.Random):
-    """The part that is written in C, delegated to the active generators."""
+    """The methods of ``random.Random`` written in C, delegated to the active generators."""
 
 
 def _delegate(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -259,7 +260,7 @@ for _name in ("random", "getrandbits", "seed", "getstate", "setstate"):
 
 
 class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order: random.Random finds _DelegatingBase as its base
-    """The class of the hidden object, while environments have states of their own."""
+    """The class of the hidden object while traps are set."""
 
     @property
     def gauss_next(self) -> Any:
@@ -274,19 +275,19 @@ class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order: rando
 
 
 class _Switch:
-    """The states that this process draws from just now. All of it is changed inside ``deferred_signals``, but ``active``.
+    """The states from which this process draws. All attributes except ``active`` are changed inside ``deferred_signals``.
 
     Attributes:
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
         active: The states to draw from.
-        resting: ``outside`` in a worker, which has nothing but environments: there states stay in place until another
+        resting: ``outside`` in a worker, where only environments draw: states stay in place there until another
             environment is called. ``None`` elsewhere.
         numpy_of: The owner of the numpy state that is in place; ``None``: the trap is in place.
         torch_of: The owner of the torch state that is in place; ``None``: an environment that has ended.
-        in_use: False if the states in place are those that were there before the traps.
-        original: The bit generator that the process had.
+        in_use: False while numpy's trap and the process's own torch state are in place.
+        original: The process's bit generator before the traps.
         users: The states of the environments for which traps are set.
-        replaced: Names of modules that were the functions written in C.
+        replaced: (namespace of a module, name, function written in C) of each replaced reference.
     """
 
     __slots__ = (
@@ -323,7 +324,7 @@ class _Switch:
             with deferred_signals():
                 if other:
                     self._store_numpy()
-                    if row.numpy is not None and row is not self.outside:  # it will draw again
+                    if row.numpy is not None and row is not self.outside:  # it has drawn before, and probably will again
                         self.numpy_of = row
                         self.trap.replace(row.numpy, row.gauss)
                 if (generator := torch_generator()) is not None and self.torch_of is not row:
@@ -333,7 +334,7 @@ class _Switch:
                 self.in_use = self.numpy_of is not None or self.torch_of is not self.outside
 
     def withdraw(self, row: Generators) -> None:
-        """Store all states in ``row``, so that none of them is in place."""
+        """Store in ``row`` those of its states that are in place."""
         generator = torch_generator()
         with deferred_signals():
             if self.numpy_of is row:
@@ -342,7 +343,7 @@ class _Switch:
                 self._store_torch(generator)
 
     def _store_numpy(self) -> None:
-        """Keep numpy's state, and set the trap."""
+        """Store numpy's state with its owner, and set the trap."""
         if self.numpy_of is not None:
             now = _NUMPY.get_bit_generator()
             if now is not self.trap:
@@ -355,7 +356,7 @@ class _Switch:
             self.torch_of.torch, self.torch_of = torch_state(generator), None
 
     def install(self, user: Generators) -> None:
-        """Set the traps for the environment that has these states, if there are none."""
+        """Add the states of an environment to the users of the traps; set the traps for the first one."""
         with deferred_signals():
             if not self.users:
                 self.trap, self.torch_of, self.outside.torch = _Trap(), self.outside, None
@@ -367,7 +368,7 @@ class _Switch:
             self.users.add(user)
 
     def _take_outside(self) -> None:
-        """Keep the process's own bit generator, and set the trap."""
+        """Store the process's own bit generator in ``outside``, and set the trap."""
         own = _NUMPY.get_bit_generator()
         state: Any = _NUMPY.get_state(legacy=False)
         self.original, self.outside.numpy = own, own
@@ -388,7 +389,7 @@ class _Switch:
                     names[name] = delegating[id(value)]
 
     def uninstall(self, user: Generators) -> None:
-        """Remove the traps with their last user and restore everything, even if a signal handler raises."""
+        """Remove a user; after the last one, remove the traps, even if a signal handler raises."""
         try:
             self._uninstall(user)
         except BaseException:
@@ -435,10 +436,10 @@ def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
 
     Args:
         stream: The :func:`~vecenv.system.shared_generators.fingerprint` of the caller.
-        key: The index of the worker, and the number of workers there were in its place before.
+        key: The index of the worker, and the number of its predecessors.
 
     Returns:
-        A function that seeds torch, to be called again where torch may have been imported since.
+        A function that seeds torch; call it again after code that may have imported torch.
     """
     if switch.users:
         switch.users.clear()

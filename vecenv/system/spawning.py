@@ -28,7 +28,7 @@ if sys.platform != "win32":
     import fcntl
 
 NO_GUARD: Final = 113
-"""Exit code of a process that runs a main file which starts processes during its import."""
+"""Exit code of a process that ended because its import of the main file was about to start processes."""
 
 _NO_GUARD_TEXT: Final = "the main guard is missing"
 _NO_FILE_TEXT: Final = "the main file is missing"
@@ -39,8 +39,8 @@ _NO_FILE_TEXT: Final = "the main file is missing"
 def why_no_processes() -> str | None:
     """Return the reason that worker processes are not possible here; ``None``: they are.
 
-    Waits for workers use ``poll()``, and a worker ends together with the process group of its environments' helpers. Windows
-    has neither.
+    Windows lacks ``poll()``, by which the engine waits for workers, and process groups, with which helpers of environments
+    are ended.
     """
     if multiprocessing.current_process().daemon:
         return (
@@ -59,7 +59,7 @@ def require_processes(what: str) -> None:
         what: The requested feature, as the beginning of a sentence.
 
     Raises:
-        NotImplementedError: The message names the alternatives.
+        NotImplementedError: They are not possible; the message names the alternatives.
     """
     why = why_no_processes()
     if why is not None:
@@ -96,7 +96,7 @@ def check_variables(variables: Any) -> None:
 
     Raises:
         TypeError: It is not a mapping, or a name or a value has another type; the message names it.
-        ValueError: A name that no variable can have.
+        ValueError: A name is one that no variable can have.
     """
     if not isinstance(variables, Mapping):
         raise TypeError(f"WorkerOptions(env) must be a dict of environment variables, got {type(variables).__name__}")
@@ -135,9 +135,9 @@ def _text(name: str, value: Any, where: str) -> str | None:
 
 
 def too_late(each: Sequence[Variables]) -> dict[str, str]:
-    """Map the variables that come too late to the module that has read another value of them in this process.
+    """Map each variable that is set too late to the module that has already read another value in this process.
 
-    A forked worker has that module from its start.
+    A forked worker inherits that module.
     """
     here = os.environ
     return {
@@ -152,8 +152,8 @@ class NameWithVariables(str):
 
     Variables such as ``CUDA_VISIBLE_DEVICES`` and ``MUJOCO_GL`` are read once, by an import or by the first use of a device,
     so they must be set before a worker imports the program's main module. A new interpreter does that before it unpickles
-    its target; the process name is the only earlier input under our control. Only builtins unpickle it, because nothing can
-    be imported that early.
+    its target; the process name is the only earlier input under our control. Unpickling it uses only builtins, because
+    nothing can be imported that early.
     """
 
     variables: Variables
@@ -185,7 +185,7 @@ def missing_guard(method: str) -> str:
 
 
 def is_about_main(error: BaseException) -> bool:
-    """True if an error is about the program's main file: its traceback has no further information."""
+    """True if an error is about the program's main file, so that its traceback adds nothing."""
     return str(error).startswith((_NO_GUARD_TEXT, _NO_FILE_TEXT))
 
 
@@ -313,14 +313,14 @@ def spawn(
 
     Args:
         context: A ``multiprocessing`` context.
-        target: Its function.
-        args: Its arguments.
+        target: The function of the process.
+        args: The arguments of ``target``.
         name: Name of the process.
         daemon: True if it may *not* have ``multiprocessing`` children.
         lifeline: The process ends when this closes.
-        token: Its mark.
-        variables: Its environment variables.
-        into: The list that receives the process before its start, so that it can be ended in any case.
+        token: The mark of the process, see :mod:`vecenv.system.descendants`.
+        variables: Environment variables of the process.
+        into: The list to which the process is appended before its start, so that it can always be ended.
 
     Raises:
         RuntimeError: The program came from standard input, or its main file has no main guard.
@@ -359,7 +359,7 @@ def _ctrl_c_blocked(method: str) -> Iterator[None]:
     if method == "spawn":
         from multiprocessing import resource_tracker
 
-        resource_tracker.ensure_running()  # started together with the process, it would unblock Ctrl-C
+        resource_tracker.ensure_running()  # if it started with the process, it would unblock Ctrl-C
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
@@ -368,10 +368,10 @@ def _ctrl_c_blocked(method: str) -> Iterator[None]:
 
 
 def adopt(token: int) -> None:
-    """Set up a copy of a started process: its session, its mark, and its end with the caller."""
+    """Give a copy of a started process its own session and mark, and make it end with the caller."""
     os.setsid()
     reader, *own = _lifeline
-    for number in own:  # its signals go to the group of the original
+    for number in own:  # its signal goes to the group of the original
         os.close(number)
     _end_with_caller(reader)
     mark(token)
@@ -396,13 +396,13 @@ def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callabl
 
 
 def preload(context: Any) -> None:
-    """Let a fork server that is not running yet import the engine once; otherwise every worker imports it."""
+    """Make a fork server that is not running yet import the engine once, instead of every worker."""
     if context.get_start_method() != "forkserver":
         return
     from multiprocessing import forkserver
 
     server: Any = forkserver._forkserver
-    with contextlib.suppress(AttributeError):  # private names: without them it only starts more slowly
+    with contextlib.suppress(AttributeError):  # private names; without them, workers only start more slowly
         if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
             context.set_forkserver_preload(["__main__", "vecenv.worker.main"])
 
@@ -418,7 +418,7 @@ def advice_for_fork(context: Any) -> str:
 
 
 def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
-    """End the processes of a pool that was collected, or not closed when the program ends."""
+    """End the processes of a pool that was garbage-collected, or still open when the program ends."""
     if os.getpid() != owner or not processes:
         return
     lifeline.close()  # the kernel kills the process at the other end
@@ -429,7 +429,7 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
                 started.append(process)
     for process in started:
         with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
-            if process.exitcode is None:  # not reaped, so that its number is still its own
+            if process.exitcode is None:  # not reaped yet, so its pid cannot be another process's
                 end_group([process.pid])
                 os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 1.0
@@ -442,5 +442,5 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
 
 
 def _may_be_there(pid: int) -> bool:
-    """True if its exit code may still arrive: not if the kernel has reaped it, where that is visible."""
+    """True if the process may still exist, so that its exit code may arrive; always without ``/proc``."""
     return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")

@@ -64,7 +64,7 @@ def find(name: str | Fault) -> Fault:
 
 # -- faults that end the process, or hang -----------------------------------------------------------------------------
 
-FOREVER: Final = 3600.0  # seconds that a hang lasts: a process that was left behind ends eventually
+FOREVER: Final = 3600.0  # seconds that a hang lasts; finite, so that a process left behind ends
 
 
 def _disable_core_dump() -> None:
@@ -569,10 +569,10 @@ class UnloadableConstructor(UnpicklableConstructor):
 class NestedEnv(gym.Env[Any, Any]):
     """An environment that is itself a vector environment, with worker processes of its own.
 
-    Args:
-        vector_fn: Builds the inner vector environment.
-
     Its observation is the inner batch of observations, and its reward the sum of the inner rewards. Its episodes never end.
+
+    Args:
+        vector_fn: A function that builds the inner vector environment.
     """
 
     def __init__(self, vector_fn: Callable[[], gym.vector.VectorEnv[Any, Any, Any]]) -> None:
@@ -677,7 +677,7 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
 
 
 def _checksums(fields: np.ndarray[Any, np.dtype[np.int64]], width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    digest = 0xCBF29CE484222325  # FNV-1a over the words: the same in every process, unlike hash()
+    digest = 0xCBF29CE484222325  # FNV-1a over the fields: the same in every process
     for word in fields.tolist():
         digest = ((digest ^ (word % 2**64)) * 0x100000001B3) % 2**64
     return np.int64(digest % 2**40) + np.arange(len(fields), width, dtype=np.int64)

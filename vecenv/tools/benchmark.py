@@ -1,12 +1,12 @@
-"""Measures vector environments side by side, in turns.
+"""Measures vector environments in interleaved rounds.
 
-Throughput on a shared machine drifts by tens of percent within a minute, so figures measured one after another mean little
-about each other. Here all candidates are built first and stay alive. Each round then runs all of them for a moment, in a
-new random order, and a ratio is only formed between two samples of one round. Each candidate lives in a process of its own,
-its *host*, which plays the training program: one that dies, hangs or binds itself to a core spoils only its own row.
+Throughput on a shared machine drifts by tens of percent within a minute, so figures measured one after another cannot
+be compared. Here all candidates are built first and stay alive. Each round then runs all of them for a moment, in a new
+random order, and ratios are only formed between samples of the same round. Each candidate has a process of its own, its
+*host*, in place of a training program: a candidate that dies, hangs or binds itself to a core spoils only its own row.
 
 One unit of work is one ``env.step`` or ``env.reset``. The *bare loop* is the upper bound: the same environments and
-actions, run by as many processes at once as there are usable cores, which share nothing.
+actions, run by one independent process per usable core.
 
 Before anything is timed, all candidates of vecenv must repeat the trajectories of ``gymnasium.vector.SyncVectorEnv`` for the
 same seeds and actions, bit for bit.
@@ -50,7 +50,7 @@ BASELINES: Final = {"gym-async": ("x Async", ".2f"), "bare-loop": ("of bare loop
 CHECK_STEPS: Final = 256
 CHECK_SECONDS: Final = 1.5
 START_TIMEOUT: Final = 300.0
-WARM_UP: Final = 0.3  # seconds: caches, allocators, and the first reset
+WARM_UP: Final = 0.3  # seconds for caches, allocators and the first reset
 
 
 # --- hosts ------------------------------------------------------------------------------------------
@@ -87,8 +87,8 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
 class CandidateProcess:
     """A candidate in a process of its own, which serves one request at a time, each with a timeout.
 
-    Its :class:`~vecenv.system.helper_process.HelperProcess` ends with this process, even while it builds an engine, and all
-    that it started ends with it. Its output goes to a file.
+    The :class:`~vecenv.system.helper_process.HelperProcess` and everything that it started end with this process, even while
+    it builds an engine. Its output goes to a file.
 
     Attributes:
         failed, missing: The reason, once the process has failed or a library is missing.
@@ -132,7 +132,7 @@ class CandidateProcess:
         self.description = self._answer(START_TIMEOUT) or ""
 
     def ask(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner, which is rebuilt if it was closed by :meth:`rest`; return ``None`` if that failed."""
+        """Call a method of the runner, and rebuild it first if :meth:`rest` closed it; return ``None`` after a failure."""
         if self.usable and not self.running:
             self.start()
             self.ready()
@@ -148,7 +148,7 @@ class CandidateProcess:
         status, value = "failed", f"gave no answer within {timeout:.0f} s"
         if answered := helper.wait(time.monotonic() + timeout):
             message = helper.receive()
-            # without one it has ended, though something that it started may hold its pipe
+            # no message: it has ended, even if a process that it started still holds the pipe
             status, value = pickle.loads(message) if message else ("failed", _how_it_ended(helper))
         if status == "ok":
             return value
@@ -160,12 +160,12 @@ class CandidateProcess:
         return None
 
     def rest(self) -> None:
-        """End a crowd until it is needed again."""
+        """End the process of a crowd (:attr:`Candidate.crowd`) until it is needed again."""
         if self.candidate.crowd:
             self.close()
 
     def restart(self) -> None:
-        """End the process at once, even after a failure; the next request starts a new one."""
+        """End the process at once and forget its failure; the next request starts a new one."""
         self.close(timeout=0.0)
         self.failed = None
 
@@ -207,7 +207,7 @@ def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 @contextmanager
 def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: None) -> Iterator[list[CandidateProcess]]:
-    """Keep all candidates alive, except for crowds, which are started once and then rest. Leave nothing behind.
+    """Keep all candidates alive in the block, except for crowds, which start once and then rest; end all of them after it.
 
     After an exception, Ctrl-C included, hosts are killed without closing their runners.
     """
@@ -266,7 +266,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Iterable[float]) -> Summary | None:
-        """Summarize the samples that are numbers; ``None`` if there are none."""
+        """Summarize the finite samples; ``None`` if there are none."""
         good = [sample for sample in samples if math.isfinite(sample)]
         if not good:
             return None
@@ -279,7 +279,7 @@ class Summary:
         return cls.of(a / b for a, b in zip(ours, theirs, strict=True) if b)
 
     def show(self, form: str = ".2f") -> str:
-        """Format the median, with the least and the greatest in brackets."""
+        """Format the median, with the minimum and maximum in brackets."""
         return f"{self.median:{form}} ({self.minimum:{form}} - {self.maximum:{form}})"
 
 
@@ -382,24 +382,24 @@ def compare(
 
     Args:
         env: Name of the environment.
-        env_fn: Builds one.
+        env_fn: Function that builds an environment.
         num_envs: Number of environments.
         candidates: Engines and bounds to measure.
         seconds: Length of one sample.
         repeats: Rounds; a round has one sample of every candidate.
-        check: First compare the trajectories of candidates with ``checked`` with ``SyncVectorEnv``.
+        check: True to compare the trajectories of ``checked`` candidates with ``SyncVectorEnv`` first.
         unit: Unit of the rates, for tables and pictures.
-        progress: Called with the current stage, and the parts done and in all (0 before the rounds begin).
-        inspect: Called after the last round, while everything still runs (memory is measured there).
+        progress: Called with the current stage, the number of samples done, and their total (both 0 before the rounds).
+        inspect: Called after the last round, while all candidates are alive (to measure memory).
 
     Raises:
-        CliError: An engine is wrong, or the environment does not even work in ``SyncVectorEnv``; nothing was timed.
+        CliError: An engine gives wrong results, or the environment fails in ``SyncVectorEnv`` too; nothing was timed.
     """
     about, reference = machine(), partial(_reference, env, env_fn, num_envs)
     wanted, checked = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
-        wanted = reference(CHECK_STEPS, CHECK_SECONDS)  # before the work of starting the others
+        wanted = reference(CHECK_STEPS, CHECK_SECONDS)  # before all others start
     with started(candidates, progress) as hosts:
         if wanted is not None:
             checked = _check(hosts, wanted, reference, progress)
@@ -432,7 +432,7 @@ def _row(host: CandidateProcess, rates: list[float]) -> ResultRow:
     return ResultRow(about.name, about.label, about.kind, rates, host.failed, host.missing, host.description, log)
 
 
-# --- what is shown ---------------------------------------------------------------------------------
+# --- tables and plots ------------------------------------------------------------------------------
 
 COLOURS: Final = {"vecenv": "#1b7f5c", "gymnasium": "#c8553d", "other": "#7a7f87", "bound": "#33373d"}
 
@@ -510,7 +510,7 @@ def _print_reasons(rows: Sequence[ResultRow], where: str = "") -> None:
 def print_scale(reports: Sequence[Report]) -> None:
     """Print the medians over the number of environments."""
     table = _table(*(str(report.num_envs) for report in reports))
-    for last in reports[-1].rows:  # the largest has all of them
+    for last in reports[-1].rows:  # the last report has every candidate
         summaries = [row.summary if (row := report.row(last.name)) else None for report in reports]
         table.add_row(last.label, *(show_rate(each.median) if each else "-" for each in summaries), style=_style(last))
     print(f"{reports[0].env}: steps per second over the number of environments (median)")
@@ -520,14 +520,14 @@ def print_scale(reports: Sequence[Report]) -> None:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """Create a figure that needs no screen."""
+    """Create a figure that needs no display."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save(figure: Any, path: Path) -> bool:
-    """Write a figure, without the upper and the right line of its frames."""
+    """Save a figure, without the top and right borders of its axes."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -536,7 +536,7 @@ def save(figure: Any, path: Path) -> bool:
 
 
 def draw_bars(report: Report, path: Path) -> bool:
-    """Draw one bar per candidate: the median, a whisker from least to greatest, samples as dots, and failures by name.
+    """Draw one bar per candidate: the median, a whisker from minimum to maximum, samples as dots, and failures.
 
     Returns:
         False if there was nothing to draw; then no file is written.

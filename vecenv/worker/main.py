@@ -1,8 +1,8 @@
 """The main loop of a worker process, which receives requests, executes them and replies.
 
-:func:`execute` executes a request on :class:`~vecenv.worker.keeping.SnapshotRows`, in any process: the caller uses it as
-well, for its own share of the environments. :func:`main` is the function of a worker process. It installs the mechanisms of
-:mod:`vecenv.system.supervision` first, so that even a crash in the constructor of an environment is reported.
+:func:`execute` executes a request on :class:`~vecenv.worker.keeping.SnapshotRows`; the caller uses it too, for its own share
+of the environments. :func:`main` is the entry point of a worker process. It installs the signal handlers of
+:mod:`vecenv.system.supervision` before it builds environments, so that even a crash in a constructor is reported.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ class Serving:
         start: The arguments of the process.
         channel: The connection to the caller.
         rows: Its environments; ``None`` if they could not be built.
-        inherited: Resources that were open and shared before, see :func:`~vecenv.system.descriptors.list_open_resources`.
+        inherited: What was open before they were built, see :func:`~vecenv.system.descriptors.list_open_resources`.
         cpus: The cores that it may use while it does not spin.
-        leave: Ends the process, with its exit code.
+        leave: A function that ends the process with an exit code.
     """
 
     start: Start
@@ -105,7 +105,7 @@ def make_rows(
 
 
 def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
-    """Execute one request on ``rows``. Its payload may be ``None``."""
+    """Execute one request on ``rows``. No payload: actions are in shared memory; a reset has no seeds or options."""
     if op == Op.STEP or op == Op.STEP_SOME:
         where = None if op == Op.STEP else rows.requested_rows(seq)
         actions = rows.actions(where) if payload is None else payload
@@ -145,7 +145,7 @@ def _serve(process: Serving, rows: SnapshotRows, channel: WorkerEnd, policy: Spi
     plain = int(Reply.PLAIN)
     while True:
         op, seq, payload = wait(policy)
-        if (op, payload) == plain_step:  # all rows, with actions in shared memory: nearly always
+        if (op, payload) == plain_step:  # the usual request: all rows, with actions in shared memory
             outcome = step(None, actions(None))
             if outcome is PLAIN_OUTCOME and os.getpid() == pid:
                 send(plain, seq)
@@ -191,7 +191,7 @@ def reply(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
 
 
 def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
-    """Close the environments, and reply. Return ``True`` if every one closed cleanly."""
+    """Close the environments and reply. Return ``True`` if all closed cleanly."""
     outcome = rows.close()
     if left := left_behind():
         outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
@@ -226,7 +226,7 @@ def main(start: Start) -> None:
     try:
         seed_torch = begin_worker(start.stream, (start.index, start.life))
         env_fns = start.env_fns
-        assert not isinstance(env_fns, EnvFnsToStart)  # arrives as PackedEnvFns
+        assert not isinstance(env_fns, EnvFnsToStart)  # pickling turns it into PackedEnvFns
         if isinstance(env_fns, PackedEnvFns):
             env_fns = start.env_fns = env_fns.load(start.first, "in its worker")  # frees the pickled functions
         batch = start.plan.layout.view(start.arena.buffer)
@@ -251,13 +251,13 @@ def main(start: Start) -> None:
 
 
 def _live(process: Serving, ready: Ready) -> int:
-    """Serve until the end, end everything that environments started, and return the exit code."""
+    """Serve requests and return the exit code. If the caller is gone, end everything that environments started."""
     clean = abandoned = False
     try:
         process.channel.send(Reply.READY, 0, pickle.dumps(ready))
         if process.rows is not None:
             clean = serve(process)
-    except ChannelClosed:  # the caller closed or died; no process is left to report to
+    except ChannelClosed:  # the caller closed the pipe or died, so there is no process to report to
         clean = abandoned = True
         if process.rows is not None:
             process.rows.close()
@@ -272,7 +272,7 @@ def _live(process: Serving, ready: Ready) -> int:
 
 
 def _limit_threads(threads: int | None) -> None:
-    """Keep W workers from starting W times T threads. Libraries loaded later read the variables; others are limited here."""
+    """Limit the threads of numerical libraries. Those imported later read the environment variables."""
     if threads is None:
         return
     for variable in _THREAD_VARIABLES:

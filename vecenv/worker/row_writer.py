@@ -1,9 +1,9 @@
 """The compiled writer of step results, an optional accelerator.
 
 Most results consist of an array of the space's dtype and shape, a float, two flags that are false, and an info with the keys
-and types of the one before. ``_row_writer.c`` writes these into shared memory in a fraction of the time. It refuses every
-other result, which the step loop of :mod:`vecenv.worker.rows` then processes as it does without compiled code: what happens
-to a result is defined there, and only there.
+and types of the previous one. ``_row_writer.c`` writes these into shared memory in a fraction of the time. It refuses every
+other result, and the step loop of :mod:`vecenv.worker.rows` processes it as without compiled code. Only that loop defines
+the semantics.
 
 ``hatch_build.py`` compiles it when the package is built, if there is a C compiler.
 """
@@ -22,7 +22,7 @@ from vecenv.shm.layout import Batch, Leaf
 
 MODULE: Final = "vecenv.worker._row_writer"
 INTERFACE: Final = 1
-"""Number of the interface of ``_row_writer.c``. A file that was built from other sources has another one and is ignored."""
+"""Version of the interface of ``_row_writer.c``. A compiled module with another version is ignored."""
 
 
 class CompiledRow(Protocol):
@@ -31,11 +31,11 @@ class CompiledRow(Protocol):
     write: Callable[[Any], int]
     """``write(result)`` returns 1 if it has written the result, 2 if it has also written an info, and 0 if it refuses."""
     learn: Callable[[int, Places], None]
-    """``learn(number, places)``: accept infos with these keys and types; the number is that of their schema."""
+    """``learn(number, places)``: accept infos with these keys and types; ``number`` identifies their schema."""
 
 
 def load() -> Any:
-    """Import the compiled module. Return ``None`` if there is none that fits this code and NumPy."""
+    """Import the compiled module. Return ``None`` if it is missing, or does not fit this code or NumPy."""
     try:
         module = importlib.import_module(MODULE)
     except ImportError:
@@ -54,10 +54,10 @@ def is_compiled() -> bool:
 
 
 def make_compiled_rows(leaf: Leaf | None, batch: Batch, rows: slice) -> Sequence[CompiledRow]:
-    """Return a writer for each of some rows. None, if results have to be written by Python.
+    """Return a writer for each of ``rows``; an empty list if Python has to write the results.
 
     Args:
-        leaf: The observation, if it is one array.
+        leaf: The array of an observation; ``None`` if it is not a single array.
         batch: Views of the shared block.
         rows: The rows.
     """

@@ -1,9 +1,9 @@
 """Episodes that are reset ahead of time, as a wrapper on the public interface of ``AsyncVectorEnv``.
 
 The wrapped vector environment has ``num_envs + spares`` environments, called *places* here, with one process each and
-without autoreset. Each of the ``num_envs`` rows is at one place. A place without a row is a spare: it begins an episode that
-a row will need. When the episode of a row ends, the row moves to the spare that began its next episode, and its old place
-becomes a spare.
+without autoreset. Each of the ``num_envs`` rows occupies one place. A place without a row is a spare: it begins an episode
+that a row will need. When the episode of a row ends, the row moves to the spare that began its next episode, and its old
+place becomes a spare.
 
 The seed of an episode depends only on the row, on the seed of its last seeded reset, and on the number of episodes since
 then. Which place runs the episode depends on timing; the results do not.
@@ -80,7 +80,7 @@ class RowEpisode:
     order: int = 0
 
     def derive_seed(self, episode: int) -> int:
-        """Return the seed of an episode without a seed from the caller."""
+        """Derive the seed of an episode for which the caller gave none."""
         assert self.seed is not None
         return int(np.random.SeedSequence(self.seed, spawn_key=(self.origin, episode)).generate_state(1)[0] >> 1)
 
@@ -89,7 +89,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     """A vector environment with spare environments, in which the next episodes begin ahead of time.
 
     It is for slow resets; see ``docs/workers.md``. All environments must be equal. Each episode has its own seed, derived
-    from the seed of its row and the number of the episode. Every other attribute is that of ``envs``.
+    from the seed of its row and the number of the episode. Other attributes come from ``envs``.
 
     Args:
         envs: An ``AsyncVectorEnv`` with ``num_envs + spares`` equal environments, one process each, and
@@ -106,7 +106,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             resets.
 
     Raises:
-        ValueError: ``envs``, ``spares`` and ``autoreset_mode`` do not fit; the message names the reason.
+        ValueError: ``envs``, ``spares`` and ``autoreset_mode`` do not fit together; the message names the reason.
     """
 
     def __init__(self, envs: Any, spares: int, autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP) -> None:
@@ -147,9 +147,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
         self._done: dict[int, tuple[Any, ...]] = {}  # row -> result that was not returned yet
-        self._full_batch: tuple[Any, ...] | None = None  # a step of all rows that was received at once
+        self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received at once
         self._call = ""  # the pending call: "step", "reset" or none
-        self._changing = False  # a change of this state was interrupted
+        self._changing = False  # True during a change of this state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop what is pending
 
     @classmethod
@@ -157,7 +157,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         cls, env_fns: Sequence[Callable[[], Any]], spares: int, *, autoreset_mode: str | AutoresetMode = "NextStep",
         batch_size: int | None = None, **options: Any,
     ) -> EpisodePrefetcher:  # fmt: skip
-        """Build the environments, ``spares`` more than there are ``env_fns``.
+        """Build one environment per row, and ``spares`` more.
 
         Args:
             env_fns: Functions that all build the same environment, one per row.
@@ -274,7 +274,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return observations, infos
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Step every row. Waits for a reset only if no spare has finished it."""
+        """Step every row; wait for a reset only if no spare has finished it."""
         self.step_async(actions)
         return self.step_wait()
 
@@ -355,7 +355,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
         Args:
             force: True for a reset of all rows.
-            harmless: Exceptions of calls that have changed nothing here, in addition to those about arguments.
+            harmless: More exceptions, besides those about arguments, after which this state is unchanged.
         """
         if not force:
             self._require_consistent()
@@ -400,7 +400,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return seed
 
     def _begin_next(self, row: int) -> None:
-        """Begin the next episode of a row: move it to the spare that began the episode, or reset where it is."""
+        """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
         now = self._rows[row] = replace(self._rows[row], episode=self._rows[row].episode + 1, order=next(self._order))
         place = self._ahead.pop((row, now.life, now.episode), None)
         self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
@@ -415,7 +415,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._resets[self.places[row]] = row
 
     def _begin_ahead(self) -> None:
-        """Begin an upcoming episode in each free spare, those after the oldest current episodes first."""
+        """Begin an upcoming episode in each free spare, first for the rows with the oldest current episodes."""
         if self._free and (begun := dict(zip(self._upcoming(), self._free, strict=False))):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in begun]
             self.envs.reset_async(seeds, env_id=list(begun.values()))
@@ -438,7 +438,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             except StepTimeout:
                 raise
             except Exception:
-                if len(self.envs.in_flight) == waiting:  # not the failure of an environment
+                if len(self.envs.in_flight) == waiting:  # the call failed, not an environment
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
         self._ahead, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
@@ -477,7 +477,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise failure
 
     def _receive(self, count: int, timeout: float | None) -> Exception | None:
-        """Receive ``count`` results, of rows or spares. Returns the failure of a row; a spare that fails becomes free."""
+        """Receive ``count`` results of rows or spares; return the failure of a row, if any. A failed spare becomes free."""
         in_flight, last_error = self.envs.in_flight.size, len(self.envs.errors) and self.envs.errors[-1]
         self._changing = True
         try:
@@ -600,7 +600,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         return self.call(name)
 
     def render(self) -> tuple[Any, ...]:
-        """Return the frames of the environments, one entry each."""
+        """Return one frame per row."""
         return self.call("render")
 
     def set_attr(self, name: str, values: Any) -> None:

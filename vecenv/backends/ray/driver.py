@@ -42,7 +42,7 @@ class HostsDriver(Driver):
         observation_space, action_space: Those of one environment.
         action_spaces: The batched action space.
         mode: The autoreset mode.
-        **policy: About failures; see :class:`Exchange`.
+        **policy: The policy for failures; see :class:`Exchange`.
 
     Attributes:
         exchange: The pending requests and the latest results.
@@ -76,7 +76,7 @@ class HostsDriver(Driver):
     # -- steps and resets -------------------------------------------------------------------------------------------------
 
     def step(self, actions: Any) -> None:
-        """Submit a step of all rows. Raises before anything is sent."""
+        """Submit a step of all rows. Errors are raised before anything is sent."""
         self.require_idle("step_async")
         self._refuse_failed(range(self.num_envs))
         items = self._stage.put(actions)
@@ -85,7 +85,7 @@ class HostsDriver(Driver):
         self._send_step(range(self.num_envs), items, by_row=False)
 
     def send(self, actions: Any, env_id: Any) -> None:
-        """Submit a step of some rows, for ``recv``. Raises before anything is sent."""
+        """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
         exchange = self.exchange
         if exchange.call is not None and not exchange.drop_droppable():
             advance(exchange.call.phase, "step_async", self)
@@ -104,7 +104,7 @@ class HostsDriver(Driver):
             failures.refuse(mine)
 
     def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, by_row: bool) -> None:
-        """Send a step of rows; ``items`` are their actions, unless these lie in arrays."""
+        """Send a step of rows; ``items`` are their actions, or ``None`` if those are staged in arrays."""
         exchange = self.exchange
         item_of = None if items is None else dict(zip(rows, items, strict=True))
         unborn, held = exchange.failures.unborn.intersection(rows), exchange.held.keys() & set(rows)
@@ -123,19 +123,19 @@ class HostsDriver(Driver):
             exchange.call = None if by_row else request
 
     def _pack_actions(self, rows: Sequence[int], item_of: dict[int, Any] | None) -> tuple[bytes, bool]:
-        """Return the actions of some rows, and whether they are a pickled batch, from which ``iterate`` yields them."""
+        """Return the packed actions of some rows, and ``True`` if they are a pickled batch for ``iterate``."""
         if item_of is None:
             return self._actions[index_of(rows)].tobytes(), False
         return cloudpickle.dumps(_regroup(self._action_space, [item_of[row] for row in rows])), True
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
-        """Submit a reset of all rows, which drops whatever is pending, or of some. Dead hosts are replaced.
+        """Submit a reset of all rows, which drops whatever is pending, or of some rows. Replace dead hosts.
 
         Args:
-            seeds: One or ``None`` for every environment.
+            seeds: A seed or ``None`` for every environment.
             ids: The rows; ``None``: all.
             options: A dict for all, or a list with an entry for every environment.
-            by_row: ``recv`` returns the rows, and others may be in flight meanwhile.
+            by_row: True if ``recv`` returns the rows; others may be in flight meanwhile.
         """
         exchange = self.exchange
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
@@ -171,10 +171,10 @@ class HostsDriver(Driver):
             self.state.changing = False
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        """Return the result of the pending step or reset; ``None`` if it is late: it stays pending.
+        """Return the result of the pending step or reset. At the deadline, return ``None``; the call stays pending.
 
         Raises:
-            StepTimeout: It did not arrive within ``step_timeout``; it stays pending.
+            StepTimeout: There was no result within ``step_timeout``; the call stays pending.
             Exception: The exception of an environment, or the end of a worker or a host.
         """
         exchange, request = self.exchange, self.exchange.call
@@ -192,11 +192,11 @@ class HostsDriver(Driver):
         return result
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        """Return the next ``count`` rows to finish (``None``: :attr:`batch_size`), or ``None`` if the time is up.
+        """Return the next ``count`` rows to finish (``None``: :attr:`batch_size`), or ``None`` at the deadline.
 
         Raises:
-            NoAsyncCallError: Fewer are in flight.
-            StepTimeout: They did not arrive within ``step_timeout``.
+            NoAsyncCallError: Too few rows are in flight.
+            StepTimeout: They did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the end of a worker or a host; good rows stay ready.
         """
         self.exchange.receive_by_row()
@@ -263,11 +263,11 @@ class HostsDriver(Driver):
         """Begin to call a method of each host that has some of these rows.
 
         Args:
-            command: The method, of its vector environment.
+            command: The method of the vector environment.
             rows: The environments.
             arguments: Returns the arguments and keyword arguments for a part.
-            announced: Arguments for observers; ``None``: it changes no environment.
-            method: The method, if it has another name.
+            announced: Arguments for observers; ``None`` for a call that changes no environment.
+            method: The host's method, if it is not ``command``.
         """
         exchange, request = self.exchange, Request(command, sorted(rows), droppable=True)
         parts = [(part, cloudpickle.dumps(arguments(part))) for part in exchange.split(request, request.rows)]
@@ -282,7 +282,7 @@ class HostsDriver(Driver):
             exchange.call = request
 
     def keep_call(self) -> None:
-        """Keep the pending call, of which the program makes the second half later."""
+        """Keep the pending call until the program fetches its result."""
         assert self.exchange.call is not None
         self.exchange.call.droppable = False
 
@@ -290,7 +290,7 @@ class HostsDriver(Driver):
         """Return the results of the pending call, one per environment.
 
         Raises:
-            StepTimeout: It is late; it stays pending.
+            StepTimeout: The results are late; the call stays pending.
             Exception: The exception of an environment.
         """
         results = self._finish_call(timeout)
@@ -313,7 +313,7 @@ class HostsDriver(Driver):
         return Snapshots([saved[row] for row in rows])
 
     def snapshots(self) -> Sequence[Snapshot]:
-        """Return the states of all rows without proof, for a recorder.
+        """Return the states of all rows without verification, for a recorder.
 
         Raises:
             NotRestorable: An environment cannot be saved, or its host has died.
@@ -328,7 +328,7 @@ class HostsDriver(Driver):
             raise NotRestorable(str(error)) from error
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
-        """Put states in place and return the observations. All hosts check theirs before any environment is changed."""
+        """Load states into rows and return the observations. All hosts check theirs before any environment is changed."""
         given = parse_snapshots(snapshots, rows)
         snapshot_of = dict(zip(rows, given, strict=True))
         known = {row: snapshot.row for row, snapshot in snapshot_of.items()}
@@ -370,7 +370,7 @@ class HostsDriver(Driver):
         return pack_state(self.save(list(range(self.num_envs)), verify), self.mode, counts, self.exchange.seeds, spaces)
 
     def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
-        """Continue from what :meth:`state_dict` returned."""
+        """Continue from the result of :meth:`state_dict`."""
         whole = read_state(state, self.num_envs, self.mode, spaces)
         observations = self.load(whole.snapshots, list(range(self.num_envs)))
         counters, (steps, resets, restarts) = self.counters, whole.counts
@@ -383,10 +383,10 @@ class HostsDriver(Driver):
     # -- the state --------------------------------------------------------------------------------------------------------
 
     def require_idle(self, method: str) -> None:
-        """Raise for a method of all environments while another call is pending or rows are in flight.
+        """Check that a method of all environments can begin.
 
         Raises:
-            AlreadyPendingCallError: One is, or some are.
+            AlreadyPendingCallError: Another call is pending, or rows are in flight.
         """
         exchange = self.exchange
         if exchange.call is not None and not exchange.drop_droppable():
@@ -407,7 +407,7 @@ class HostsDriver(Driver):
             )
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """End the hosts of which replies about some of these rows are pending."""
+        """End the hosts with pending replies about any of these rows."""
         late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
         with self.exchange.changing():
             for host in late:
@@ -472,7 +472,7 @@ class HostsDriver(Driver):
         return own
 
     def shut_down(self, timeout: float, *, terminate: bool) -> None:
-        """End the hosts; warn of environments that raised in ``close``. It can be called again."""
+        """End the hosts, and warn of environments that raised in ``close``. Safe to repeat."""
         for index, texts in self.pool.close(timeout, terminate=terminate).items():
             rows = self.pool.hosts[index].rows
             for text in texts:
@@ -480,7 +480,7 @@ class HostsDriver(Driver):
         self.exchange.failures.restart_log.close()
 
     def release(self) -> None:
-        """Release all memory after the end. Idempotent."""
+        """Release all memory after ``close()``. Idempotent."""
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.observers.clear()
@@ -488,7 +488,7 @@ class HostsDriver(Driver):
 
 
 def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
-    """Return observations; if these cannot be batched, ``forget`` them."""
+    """Return the result of ``read``; if it fails, call ``forget`` to drop the observations."""
     try:
         return read()
     except Exception:

@@ -1,4 +1,4 @@
-"""The caller's side of the hosts: starts, replaces, calls and ends them."""
+"""The caller's handles of Ray hosts: starting, calling, replacing and ending them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vecenv.link.messages import unpack_error
 from vecenv.system.signals import deferred_signals
 
 _GRACE_SECONDS: Final = 2.0  # for a host to reply or to close, in addition to its environments' timeout
-_RETRY_DELAYS: Final = (0.5, 1.0, 2.0, 4.0, None)  # between attempts to start a new host
+_RETRY_DELAYS: Final = (0.5, 1.0, 2.0, 4.0, None)  # seconds between attempts to start a host; `None`: give up
 _START_GRACE_SECONDS: Final = 30.0  # for a process to start and to import its modules on a machine that may be busy
 
 
@@ -21,10 +21,10 @@ class RemoteHost:
     """The caller's handle of a host.
 
     Attributes:
-        death: How the host ended, in a sentence that names it; empty while it is alive.
+        death: A sentence that names the host and describes its end; empty while it is alive.
         command: The command that it was executing when it ended.
         notes: Notes that observers added to the first exception about its death.
-        counted: Its restart has been counted.
+        counted: True if its restart has been counted.
     """
 
     def __init__(self, plan: HostPlan, ready: HostReady) -> None:
@@ -88,7 +88,7 @@ class HostPool:
 
     def replace(self, host: RemoteHost) -> None:
         """Start a new host in place of a dead one, on any node with room."""
-        self.cluster.kill(host.index)  # also a replacement that was interrupted in its start
+        self.cluster.kill(host.index)  # also ends a replacement with an interrupted start
         for delay in _RETRY_DELAYS:
             self.cluster.require_places(self._start_timeout)  # a lost node may be replaced, or another may have room
             try:

@@ -46,12 +46,12 @@ def find_spec(env_id: str) -> EnvSpec:
     """Return the spec of an id in Gymnasium's registry.
 
     Raises:
-        gymnasium.error.UnregisteredEnv: There is none (or a subclass of this error). The text names similar ids, and other
-            places that have this name.
+        gymnasium.error.UnregisteredEnv: There is no such id (may be a subclass of this error). The message names similar
+            ids, and other places that have this name.
         ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
     """
     try:
-        return _find_spec(env_id)  # unlike gymnasium.spec, it handles modules and the newest version
+        return _find_spec(env_id)  # unlike gymnasium.spec, this imports modules and finds the newest version
     except gymnasium.error.Error as error:
         kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
         raise kind(f"{error} {_other_places(env_id)}".rstrip()) from None
@@ -59,7 +59,7 @@ def find_spec(env_id: str) -> EnvSpec:
 
 def newest_version(env_id: str) -> str | None:
     """Return the newest registered id for an id without a version; ``None`` if there is none."""
-    level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR  # it would warn about the missing version
+    level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR  # no warning about the missing version
     try:
         return str(_find_spec(env_id).id)
     except (gymnasium.error.Error, ImportError):
@@ -69,7 +69,7 @@ def newest_version(env_id: str) -> str | None:
 
 
 def _other_places(env_id: str) -> str:
-    """Return other places of an unregistered environment, for error texts."""
+    """Return hints where an unregistered environment can be found, for error messages."""
     name = env_id.rpartition(":")[2]
     hints = []
     close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
@@ -90,7 +90,7 @@ def _other_places(env_id: str) -> str:
 
 
 _LIBRARIES = {
-    # namespace of an id -> the module that registers it, and the command that installs that
+    # namespace of an id -> the module that registers it, and the command that installs the module
     "ALE": ("ale_py", how_to_install("bench")),
     "MiniGrid": ("minigrid", "pip install minigrid"),
     "dm_control": ("shimmy", "pip install 'shimmy[dm-control]'"),
@@ -145,7 +145,7 @@ Wrappers: TypeAlias = Sequence[Callable[[Any], Any]]
 VectorKwargs: TypeAlias = Mapping[str, Any] | None
 
 
-@overload  # an id with only a vector entry point gives a NativeVectorEnv, which only its registration shows
+@overload  # not expressible in types: an id with only a vector entry point gives a NativeVectorEnv
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: Literal["process", "serial"] = "process", *,
     vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
@@ -185,16 +185,16 @@ def make_vec(
         id_or_env_fn: An id in Gymnasium's registry (``"CartPole-v1"``, ``"module:Env-v0"``) or an ``EnvSpec``; a function
             that builds one environment; for the other backends, a name in their library.
         num_envs: Number of environments.
-        backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; the fastest number of them unless
-            ``num_workers`` is given, and started by ``"forkserver"`` if JAX or torch are imported, because
-            their threads do not survive a fork. If that is faster by more than a tenth, this process steps a share, and a
-            crash of one of those environments ends it: ``envs.plan`` and ``repr`` show it, ``use_caller=False`` prevents it.
+        backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`, as many as are fastest unless
+            ``num_workers`` is given; started by ``"forkserver"`` if JAX or torch is imported, because their threads do not
+            survive a fork. This process steps some environments itself if that is faster by more than a tenth, and a crash
+            of one of these ends it: ``envs.plan`` and ``repr`` show them, and ``use_caller=False`` prevents this.
             ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++ threads,
             :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
             ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` uses
             it too for an id that has only a vector entry point.
-        vector_kwargs, env_kwargs: Options that both the vector environment and its environments have, as dicts:
+        vector_kwargs, env_kwargs: Options as dicts, for names that both the vector environment and its environments have:
             ``env_kwargs={"backend": "spring"}`` for Brax.
         wrappers: Functions that wrap each environment. For ``"process"``, ``"serial"`` and ``"ray"``.
         **options: Options of the vector environment, such as ``num_workers=2`` or ``step_timeout=60``; of the environment,
@@ -252,7 +252,7 @@ def _as_recorded(
 def register(
     id: str, *, backend: str = "process", vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any
 ) -> str:
-    """Register another name of an environment, for which ``gymnasium.make_vec`` builds it with vecenv.
+    """Register a name under which ``gymnasium.make_vec`` builds an environment with vecenv.
 
     After ``vecenv.register("CartPole-v1")``, ``gymnasium.make_vec("vecenv/CartPole-v1", num_envs=8)`` is the same as
     ``vecenv.make_vec("CartPole-v1", num_envs=8)``.
@@ -260,8 +260,8 @@ def register(
     Args:
         id: An id for :func:`make_vec`. A slash becomes a hyphen: ``"ALE/Pong-v5"`` is ``"vecenv/ALE-Pong-v5"``.
         backend: The backend; ``gymnasium.make_vec(..., backend=...)`` can override it.
-        vector_kwargs, env_kwargs, **options: As for :func:`make_vec`; options of the environment are defaults for those in
-            ``gymnasium.make_vec``.
+        vector_kwargs, env_kwargs, **options: As for :func:`make_vec`; ``gymnasium.make_vec`` can override those of the
+            environment.
 
     Returns:
         The new name. A second registration replaces the first.
@@ -288,7 +288,7 @@ _REGISTERED = f"{__name__}:_make_registered"
 
 
 def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any) -> AnyVectorEnv:
-    """Build a vector environment for Gymnasium, by a name of :func:`register`."""
+    """Build the vector environment of a name from :func:`register`; Gymnasium calls this."""
     wrappers = env_kwargs.pop("wrappers", None)
     return make_vec(id, num_envs, backend, vector_kwargs=options, env_kwargs=env_kwargs, wrappers=wrappers)
 
@@ -322,7 +322,7 @@ class MakeRequest:
         return self.what
 
     def result_spec(self, mode: str, spec: EnvSpec | None) -> EnvSpec | None:
-        """Return the spec of the vector environment, from which it can be made again; ``None`` for a function."""
+        """Return the spec from which the vector environment can be built again; ``None`` for a function."""
         if isinstance(self.what, EnvSpec):
             spec = self.what
         elif isinstance(self.what, str) and mode in ("async", "sync"):
@@ -343,15 +343,15 @@ class MakeRequest:
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of the table.
+    """One row of the table of backends.
 
     Attributes:
         build: Builds the vector environment.
-        find: Raises if there is no environment of this name.
+        find: Raises if the backend has no environment of this name.
         needs: Required modules.
         extra: The extra that installs them: ``pip install 'vecenv[extra]'``.
         mode: Gymnasium's name for the kind of vectorization, recorded in the spec.
-        options: Returns the names of the options of the vector environment. Other backends sort options themselves.
+        options: Returns the names of the vector environment's options; empty if the backend sorts the options itself.
     """
 
     build: Callable[[MakeRequest], AnyVectorEnv]
@@ -373,7 +373,7 @@ class Backend:
 
 
 def _row_of(backend: str) -> Backend:
-    """Return the row of a backend with installed libraries.
+    """Return the row of a backend, after a check that its libraries are installed.
 
     Raises:
         ValueError: There is no such backend.
@@ -405,7 +405,7 @@ def _parse_kwargs(name: str, given: Any) -> dict[str, Any]:
 
 
 def _own_parameters(what: Any) -> frozenset[str]:
-    """Return the names of the parameters that the constructor of an environment has."""
+    """Return the parameter names of an environment's constructor."""
     entry_point = what.entry_point if isinstance(what, EnvSpec) else what
     if entry_point is None or (isinstance(what, str) and ":" not in what):
         return frozenset()
@@ -417,10 +417,10 @@ def _sort_options(
     options: Mapping[str, Any], vector: dict[str, Any], env: dict[str, Any], vector_options: Collection[str],
     env_options: Collection[str],
 ) -> None:  # fmt: skip
-    """Add each option to those of the vector environment or to those of the environment.
+    """Sort ``options`` into those of the vector environment and those of the environment.
 
     Raises:
-        TypeError: Both have it, or it is given twice.
+        TypeError: Both have an option of this name, or an option is given twice.
     """
     for name, value in options.items():
         if name in vector_options and name in env_options:
@@ -488,7 +488,7 @@ def _env_fn(request: MakeRequest) -> EnvFn:
 
 def _check_function_options(function: EnvFn, kwargs: Mapping[str, Any]) -> None:
     """Raise for options that a function or class does not take."""
-    try:  # the signature of a decorator's own function, which may take more than what it wraps
+    try:  # a decorator's own function may take more arguments than the function it wraps
         parameters = inspect.signature(function, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return

@@ -26,7 +26,7 @@ _SIGNATURE: Final = inspect.signature(AsyncVectorEnv.__init__)
 _OPTIONS: Final = [name for name in _SIGNATURE.parameters if name not in ("self", "env_fns", "worker")]
 
 DEFAULTS: dict[str, Any] = {}
-"""Values for arguments that a construction omits."""
+"""Values for arguments that the program omits."""
 
 
 class PatchReport:
@@ -133,7 +133,7 @@ def _iter_names(code: CodeType) -> Iterator[str]:
 
 
 def _internal_names(gymnasium_class: type[Any]) -> frozenset[str]:
-    """Return the names of the attributes of Gymnasium's class that are not public, but that a subclass may use."""
+    """Return the names of the internal attributes of Gymnasium's class, which a subclass may use."""
     bodies = [vars(gymnasium_class), vars(VectorEnv)]
     used = {name for body in bodies for function in _iter_functions(body) for name in _iter_names(function.__code__)}
     private = {name for name in used.union(*bodies) if name.startswith("_") and not name.startswith("__")}
@@ -150,7 +150,7 @@ class _ReplacementMeta(type):
     """A metaclass that makes instances of Gymnasium's class count as instances of its replacement.
 
     A subclass with methods that use private attributes of Gymnasium's class (its pipes, or hooks that it calls, such as
-    ``_add_info``) is derived from Gymnasium's class: ours does not have these attributes, or does not call them.
+    ``_add_info``) is derived from Gymnasium's class: ours does not have these attributes, or does not call these hooks.
     """
 
     def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
@@ -172,8 +172,8 @@ class _AsyncReplacement(  # type: ignore[misc]
 ):
     """:class:`vecenv.AsyncVectorEnv`, with :data:`DEFAULTS` for omitted arguments.
 
-    ``VectorEnv`` is already an indirect base. It is a direct one for libraries that read ``__bases__`` to recognise
-    Gymnasium's API (skrl).
+    ``VectorEnv``, already an indirect base, is repeated as a direct one for libraries that recognise Gymnasium's API by
+    ``__bases__`` (skrl).
     """
 
     stands_for: type[Any] = GymnasiumAsync
@@ -243,7 +243,7 @@ _REPLACED: Final[set[type[Any]]] = set()
 def install(*, sync: bool = False, **defaults: Any) -> None:
     """Replace ``gymnasium.vector.AsyncVectorEnv`` with :class:`vecenv.AsyncVectorEnv` in all loaded modules.
 
-    This applies to all vector environments that are built from now on, also by modules that have already imported the class
+    This applies to all vector environments that are built from now on, even by modules that have already imported the class
     and by ``gymnasium.make_vec(..., vectorization_mode="async")``. Classes derived from it earlier keep their base, so call
     this before you import them. Classes with methods that use its private attributes (``parent_pipes``, ``_add_info``, ...)
     keep it, too. With a ``worker`` function, Gymnasium's own class is still built.

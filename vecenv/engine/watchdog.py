@@ -1,8 +1,8 @@
 """Logs requests that take very long, in programs that set no timeout.
 
-Without a timeout a wait may never end. There is no thread for this: a process that waits checks from time to time what each
-worker is busy with, and logs what it finds twice, as the logger ``vecenv``. So a step costs nothing, and a program that
-waits for nothing gets no report.
+Without a timeout, a wait may never end. No thread watches for this: every few seconds, a waiting process checks the request
+that each worker is executing, and logs one that has not changed for a minute (logger ``vecenv``). So a step costs nothing
+extra, and a program that is not waiting gets no report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Watchdog:
     """The start times of the requests that workers are executing.
 
     Attributes:
-        bounded: Commands that ``step_timeout`` ends, and that are not logged.
+        bounded: Commands that ``step_timeout`` limits, so they are not logged.
         next_check: The ``time.perf_counter()`` of the next check.
         interval_ms: Milliseconds between checks.
     """
@@ -36,7 +36,7 @@ class Watchdog:
         self.bounded = tuple(bounded)
         self.next_check = 0.0
         self.interval_ms = CHECK_INTERVAL_SECONDS[0] * 1000
-        self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, message) -> first found, times logged
+        self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, message) -> time first found, times logged
 
     def check(self, workers: Sequence[WorkerProcess]) -> None:
         """Log the workers that have been busy with one message for too long."""

@@ -1,8 +1,8 @@
-"""Worker processes: start, replace, write to, wait for, end.
+"""Starts, replaces and ends worker processes, writes to them and waits for them.
 
 Messages are queued inside a block of state changes and written after it (see :mod:`vecenv.engine.exchange`): a write
-can wake a worker that then takes the caller's core for a whole step, and a signal handler that raises meanwhile must not
-cost a reset.
+can wake a worker that then takes the caller's core for a whole step, and an exception from a signal handler during that time
+must not make a reset necessary.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_pr
 from vecenv.worker.main import Ready, Start, main
 
 _LATE_WORKERS_NAMED: Final = 4
-_LAST_BOUNDED: Final = int(Op.REBUILD_SOME)  # steps and resets, of which `max_busy` limits the number
+_LAST_BOUNDED: Final = int(Op.REBUILD_SOME)  # up to here: steps and resets, which `max_busy` limits
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class PoolOptions:
         context: A ``multiprocessing`` context.
         daemon: ``Process.daemon`` of every worker.
         name: Process names are ``Worker<name>-index``.
-        start_timeout: Seconds that a worker has to build its environments; ``None``: no limit.
+        start_timeout: Seconds within which a worker must build its environments; ``None``: no limit.
         max_busy: The largest number of workers that are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: The cores of each worker.
@@ -84,24 +84,24 @@ class WorkerPool:
     """The workers of one engine.
 
     Args:
-        plan: What every worker needs to know.
+        plan: The settings that all workers share.
         arena: The shared memory.
-        batch: Views of it.
-        options: How to run workers.
-        bounded: Commands that ``step_timeout`` ends.
+        batch: Views of the shared memory.
+        options: The options of the worker processes.
+        bounded: Commands that ``step_timeout`` limits.
 
     Attributes:
         processes: The worker processes, in the order of their rows.
         local: The caller's own share, if there is one.
-        workers: All of these, in the order of their rows.
-        wait_order: Indices of the processes, in the order in which to wait for all of them.
-        unsent: Workers for which bytes are queued in their channels.
-        accepted: How much of the latest message for every worker each pipe accepted; shorter than ``processes`` until all
-            is written.
-        held: Messages that wait until fewer than ``max_busy`` workers are busy: (worker, bytes, whether it makes it busy).
+        workers: ``local`` and ``processes`` together, in the order of their rows.
+        wait_order: Indices of ``processes``, in the order in which to wait for their replies.
+        unsent: Workers with unsent bytes in their channels.
+        accepted: The bytes of the latest message for every worker that each pipe accepted; shorter than ``processes`` until
+            all are written.
+        held: Messages that wait until fewer than ``max_busy`` workers are busy: (worker, bytes, whether they make it busy).
         seconds_waited: The total time of all waits.
         started: Every process that was started and has not been joined.
-        closing: ``close()`` has begun.
+        closing: True once ``close()`` has begun.
     """
 
     # class attributes, because objects with more than 30 attributes of their own are slower
@@ -154,7 +154,7 @@ class WorkerPool:
             local: The caller's own share; its rows are the first.
 
         Raises:
-            StartupTimeout, WorkerDied, OSError: Nothing is left running.
+            StartupTimeout, WorkerDied, OSError: A worker did not start; the others were ended.
         """
         require_descriptors(len(shares))
         preload(self._options.context)
@@ -171,7 +171,7 @@ class WorkerPool:
             raise
         self.processes, self.local = started, local
         # A worker on the caller's core runs only while the caller sleeps, so it comes first; then the one that was sent its
-        # message last: when that has replied, most of the others have too, and the caller wakes up once or twice per step.
+        # message last: once it has replied, most others have too, and the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
         self._workers_changed()
         return readies
@@ -179,14 +179,14 @@ class WorkerPool:
     def replace(
         self, worker: WorkerProcess, launch: Callable[[int, range], WorkerProcess] | None = None
     ) -> WorkerProcess:
-        """Put a new process in the place of a worker. It builds its environments while the caller continues.
+        """Replace a worker by a new process, which builds its environments while the caller continues.
 
         Args:
-            worker: A dead worker, or one that is idle: that closes its environments meanwhile.
-            launch: Starts the new process, for (index, rows); the default rebuilds the environments.
+            worker: A dead worker, or an idle one, which then closes its environments.
+            launch: Starts the new process, given (index, rows); by default, one that builds the environments again.
 
         Raises:
-            OSError: There is no room for a new process. The worker keeps its place.
+            OSError: No process could be started; the worker keeps its place.
         """
         with deferred_signals():
             if worker.death is not None:
@@ -225,7 +225,7 @@ class WorkerPool:
         self._poll = None
 
     def placement_of(self, index: int) -> Placement:
-        """Return where a worker runs."""
+        """Return the placement of a worker."""
         placements = self._options.placements
         return placements[index] if index < len(placements) else Placement()
 
@@ -237,12 +237,12 @@ class WorkerPool:
         """Start the process of one worker and append it to ``into``.
 
         Args:
-            index, rows: Its place.
-            count: How many are being started, for the error message.
-            into: Gets the worker.
+            index, rows: Index and rows of the worker.
+            count: Number of workers that are being started, for the error message.
+            into: List to which the worker is appended.
 
         Raises:
-            OSError: No process, or too few descriptors.
+            OSError: The process could not be started, or there are too few descriptors.
             Exception: An ``env_fn`` cannot be pickled.
         """
         options, env_fns = self._options, self._env_fns[index]
@@ -287,7 +287,7 @@ class WorkerPool:
             raise
 
     def _end_process(self, process: Any) -> None:
-        """End a process that was interrupted during its start and belongs to no worker."""
+        """End a process that belongs to no worker, because its start was interrupted."""
         with contextlib.suppress(ValueError, AttributeError, AssertionError):  # it was not started
             process.kill()
             process.join()
@@ -295,15 +295,15 @@ class WorkerPool:
         self._forget_process(process)
 
     def _forget_process(self, process: Any) -> None:
-        with contextlib.suppress(ValueError):  # an interrupted call has removed it
+        with contextlib.suppress(ValueError):  # an interrupted call may have removed it
             self.started.remove(process)
 
     def _wait_for_start(self, worker: WorkerProcess, deadline: float | None) -> Ready:
         """Return a worker's first message.
 
         Raises:
-            WorkerDied: It ended before.
-            StartupTimeout: It did not come in time.
+            WorkerDied: The worker ended before it was ready.
+            StartupTimeout: The worker was not ready in time.
         """
         options = self._options
         while True:
@@ -339,7 +339,7 @@ class WorkerPool:
         """Return a payload in the form that :meth:`queue` takes.
 
         Raises:
-            Exception: It cannot be pickled.
+            Exception: The payload cannot be pickled.
         """
         if payload is None or isinstance(worker, LocalWorker):
             return payload
@@ -358,7 +358,7 @@ class WorkerPool:
             self.unsent.add(worker)
 
     def release_held(self) -> None:
-        """Queue held messages as far as fewer than ``max_busy`` workers are busy."""
+        """Queue held messages while fewer than ``max_busy`` workers are busy."""
         busy = sum(len(worker.pending) for worker in self.processes) - len(self.held)
         while self.held and (not self.held[0][2] or busy < (self.max_busy or 0)):
             worker, data, counts = self.held.popleft()
@@ -373,7 +373,7 @@ class WorkerPool:
             self.local.messages.append((op, seq, None))
 
     def write_to_all(self) -> None:
-        """Write the message for every worker in one call into C. A pipe accepts a message without a payload as a whole."""
+        """Write the message for every worker in one call into C. A pipe accepts such a short message whole or not at all."""
         if not self.unsent:
             try:
                 self.accepted.extend(map(write, self._write_fds, repeat(self._message)))
@@ -381,7 +381,7 @@ class WorkerPool:
                 return
 
     def queue_rest(self) -> None:
-        """Queue the message for every worker, where it was not written, in each worker's own channel."""
+        """Queue the message for every worker in the channels of those to which it was not written."""
         for worker in self.processes[len(self.accepted) :]:
             if worker.death is None:
                 worker.channel.queue(self._message)
@@ -389,14 +389,14 @@ class WorkerPool:
         self.accepted = [0] * len(self.processes)
 
     def forget_unsent(self) -> None:
-        """Forget messages that no channel has. What a channel has queued precedes its next message."""
+        """Drop messages that are in no channel yet. Bytes that a channel has queued stay, and precede its next message."""
         self.held.clear()
-        self._workers_changed()  # a replacement may have been interrupted before this
+        self._workers_changed()  # an interruption of `replace` may have skipped this
         if self.local is not None:
             self.local.messages.clear()
 
     def flush(self) -> list[WorkerProcess]:
-        """Write queued messages, as far as the pipes accept them; return the workers that have closed theirs."""
+        """Write queued messages, as far as the pipes accept them; return the workers that have closed their pipes."""
         closed = []
         for worker in list(self.unsent):
             try:
@@ -409,9 +409,9 @@ class WorkerPool:
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool | None:
-        """Wait until a worker has written something (``False``) or has ended (``True``); ``None`` if the deadline passes.
+        """Wait for a worker; return ``False`` if it has written, ``True`` if it has ended, ``None`` after the deadline.
 
-        It polls for a while before it sleeps, where that pays. It may also return ``False`` early, for the watchdog.
+        Polls for a while before it sleeps, if that is faster. Also returns ``False`` after a check by the watchdog.
         """
         began = time.perf_counter()
         spun = not worker.shares_core and self._spin(worker.channel.poll)
@@ -428,9 +428,9 @@ class WorkerPool:
         return worker.channel.fd not in dict(events)
 
     def wait(self, deadline: float | None) -> list[tuple[WorkerProcess, bool]] | None:
-        """Wait for workers to write something or to end: (worker, whether it has ended) for each; ``None`` if too late.
+        """Wait for workers to write or end; return (worker, whether it has ended) for each, ``None`` after the deadline.
 
-        It may also return an empty list, for the watchdog.
+        The list is empty if the wait was cut short for the watchdog.
         """
         poll, worker_of = self._make_poll() if self.unsent or self._poll is None else self._poll
         began = time.perf_counter()
@@ -438,7 +438,7 @@ class WorkerPool:
             first = self.processes[self.wait_order[0]]
             if not (first.shares_core and first.pending):
                 self._spin(poll.poll)
-        # nothing wakes it up if a signal handler has closed the vector environment before
+        # if a signal handler has just closed the vector environment, no event would end a longer sleep
         milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
         must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)
         events = poll.poll(min(milliseconds, EXIT_POLL_INTERVAL_MS) if must_poll else milliseconds)
@@ -490,7 +490,7 @@ class WorkerPool:
         for worker in late[:_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]
-            stack = f"\n{found}" if seconds and (found := worker.read_stack()) else ""  # a poll requests nothing
+            stack = f"\n{found}" if seconds and (found := worker.read_stack()) else ""  # no stacks for a mere poll
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
             running = worker.running_row
             envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
@@ -500,7 +500,7 @@ class WorkerPool:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _retire(self, worker: WorkerProcess) -> None:
-        """Keep a worker that was replaced until it has ended, and end such workers in batches: each looks through /proc."""
+        """Keep a replaced worker until it has ended, and end such workers in batches, as each call searches /proc."""
         self._retired.append(worker)
         ended = sum(one.watch.has_ended() for one in self._retired)
         if ended >= 16 or len(self._retired) >= 64:
@@ -508,16 +508,16 @@ class WorkerPool:
             self.end(retired, 0.0, terminate=False)
 
     def end(self, workers: Sequence[WorkerProcess], timeout: float, *, terminate: bool) -> None:
-        """End workers that have no place in the pool, and what their environments started."""
+        """End workers that are not part of the pool, and the programs that their environments started."""
         end_workers(workers, timeout, terminate)
         for worker in workers:
             worker.release()
             self._forget_process(worker.process)
 
     def close(self, timeout: float, *, terminate: bool) -> None:
-        """End all workers within about ``timeout`` seconds: request it, then SIGTERM, then SIGKILL for the whole group.
+        """End all workers within about ``timeout`` seconds: by a request, then SIGTERM, then SIGKILL for the whole group.
 
-        It can be interrupted anywhere and called again. :meth:`release` frees what the pool holds.
+        After an interruption, call it again. :meth:`release` frees the resources of the pool.
         """
         if self.abandoned:
             return
@@ -529,7 +529,7 @@ class WorkerPool:
             self.failures_in_close += self.local.close()
 
     def release(self) -> None:
-        """Close every descriptor. Idempotent."""
+        """Free all descriptors and the shared memory. Idempotent."""
         if self.abandoned:
             return
         for worker in self.workers:

@@ -2,9 +2,9 @@
 
 :class:`FirstReadyRunner` is for engines that return results row by row: a free environment gets the next episode, and no
 step is wasted. :class:`LockstepRunner` is for the other engines. When an episode ends, its environment begins the next one
-with a masked reset and its own seed, if the engine supports that; otherwise all wait until the last episode has ended, and
-are seeded together. Rows without an episode are stepped too, and their results are dropped. A single runner for both would
-lose the efficiency of the first: in lockstep, a batch takes as long as its longest episode.
+with a masked reset and its own seed, if the engine supports that; otherwise all environments wait for the last episode, and
+are then seeded together. Rows without an episode are stepped too, and their results are dropped. A single runner for both
+would lose the efficiency of the first: in lockstep, a batch takes as long as its longest episode.
 """
 
 from __future__ import annotations
@@ -47,31 +47,31 @@ def evaluate(
 ) -> EpisodeResults:  # fmt: skip
     """Run each episode of a list exactly once, and return the results in the order of the list.
 
-    Results do not depend on the number of environments or workers, unless environments share generators. That causes a
-    warning; ``generators="own"`` prevents it. ``docs/evaluation.md`` describes the behaviour on each engine.
+    Results do not depend on the number of environments or workers, unless environments share random generators, which causes
+    a warning (``generators="own"`` separates them). ``docs/evaluation.md`` describes the behaviour on each engine.
 
     Args:
         envs: A vector environment of single-agent environments, in any autoreset mode, with no request in flight. Reset it
             before using it again.
-        policy: ``policy(observations)`` returns one action per row. The rows are the ready environments, 1 to ``num_envs``.
+        policy: ``policy(observations)`` returns one action per row; each ready environment, 1 to ``num_envs``, has a row.
             The policy also gets the following, if it has parameters with these names: ``rows``, int ``(k,)``, indices of the
             environments; ``begins``, bool ``(k,)``, True at the beginning of an episode; ``episodes``, int ``(k,)``, indices
             in the list; ``rngs``, ``k`` generators, one per episode; ``infos``, ``k`` dicts; ``state``. Actions are numpy,
             torch or JAX arrays.
         episodes: A number of episodes, or a sequence of :class:`vecenv.Episode` or snapshots (``envs.save()``).
-        seed: An episode without a seed gets this one plus its index; it also seeds the generators. ``None``: a random one.
-        retries: How often a failed episode is repeated with its seed, before its result reports the error. If environments
-            step together, an exception ends the evaluation.
-        timeout: The limit of a step or a reset of one environment in seconds; after that, the environment's worker is killed
+        seed: An episode without a seed gets this one plus its index; ``rngs`` depend on it, too. ``None``: a random one.
+        retries: The number of times that a failed episode is repeated with its seed before its result reports the error. If
+            environments step together, an exception ends the evaluation.
+        timeout: Seconds that a step or a reset of one environment may take; after that, the environment's worker is killed
             and the episode fails. ``None``: the vector environment's ``step_timeout``.
         on_episode: Called with each result, in the order in which episodes end.
         progress: Show a progress bar.
-        frames: Indices of episodes to record frames of (``render_mode="rgb_array"``); they run first, one at a time.
+        frames: Indices of episodes for which to record frames (``render_mode="rgb_array"``); they run first, one at a time.
         initial_state: For a policy with a parameter ``state``: the state at the beginning of an episode, an array or a tree
             of dicts, lists and tuples. The policy gets the states of its rows, stacked, and returns ``(actions, state)``.
-        arrays: Observations are ``"numpy"``, ``"torch"`` or ``"jax"`` arrays; ``None``: tensors for a ``torch.nn.Module``.
+        arrays: Library of observations, ``"numpy"``, ``"torch"`` or ``"jax"``; ``None``: torch for a ``torch.nn.Module``.
         device: The device of tensors; ``None``: that of the module's parameters.
-        batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, filled up with copies of the first one, which have
+        batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, filled up with copies of the first one, marked by
             ``num_envs`` in ``rows``; ``"single"``: one row at a time, so that no result depends on other rows.
         folder: Store results in ``episodes.jsonl`` in this folder, and run only episodes that have no result there, or that
             failed. Infos made of numbers, strings, arrays, lists, tuples and dicts are read back unchanged; other objects
@@ -82,8 +82,8 @@ def evaluate(
         A list of :class:`vecenv.EpisodeResult`, with ``returns``, ``lengths``, ``mean`` and ``std``.
 
     Raises:
-        TypeError, ValueError: An argument is invalid; or the policy did not return one action per row. The former is raised
-            before anything runs.
+        TypeError, ValueError: An argument is invalid, which is found before anything runs; or the policy did not return one
+            action per row.
         NotImplementedError: The engine does not support seeds, options, snapshots, frames or timeouts per episode.
         SnapshotMismatch: A snapshot does not fit the environments.
         AlreadyPendingCallError: A request is in flight.
@@ -194,7 +194,7 @@ def _first_snapshot_per_kind(todo: Episodes) -> dict[int, Snapshot]:
 
 
 def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
-    """Raise if a snapshot does not fit the environments. Loads each as a test: all rows are reset or loaded anyway."""
+    """Raise if a snapshot does not fit the environments. Loading one as a test does no harm: all rows begin anew later."""
     for index, snapshot in snapshots.items():
         try:
             try:
@@ -207,7 +207,7 @@ def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
 
 
 def _in_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> bool:
-    """True if the rows can be seeded only all at once.
+    """True if rows can only be seeded all together.
 
     Raises:
         NotImplementedError: Seeds per row, or options per episode, are not supported.
@@ -259,7 +259,7 @@ class ProgressBar:
         self._bar.stop()
 
     def update(self, completed: int) -> None:
-        """Show the number of episodes that have a result, at most every tenth of a second."""
+        """Show the number of episodes that have a result, at most ten times per second."""
         self._bar.update(self._task, completed=completed)
         if (now := time.monotonic()) > self._shown + 0.1:
             self._shown = now
@@ -267,7 +267,7 @@ class ProgressBar:
 
 
 class EpisodeRunner:
-    """The common part of both runners.
+    """The base of both runners.
 
     Args:
         envs: The vector environment.
@@ -284,7 +284,7 @@ class EpisodeRunner:
         self._running: dict[int, Attempt] = {}  # by environment
 
     def _begin_attempts(self, rows: Iterable[int]) -> list[Attempt]:
-        """Begin the next episodes in these rows, until either runs out."""
+        """Begin the next episodes in these rows, until rows or episodes run out."""
         attempts = []
         for row in rows:
             index = self._waiting.take(row, worker_is_idle=self._is_idle(row)) if self._waiting else None
@@ -307,10 +307,10 @@ class EpisodeRunner:
 class FirstReadyRunner(EpisodeRunner):
     """A runner for engines with first-ready batches and a seed for each environment.
 
-    An exception concerns the environments with a request that it has ended: those in flight before it and not after it. The
-    death of a worker ends all its environments, any of which may have caused it. So their episodes are repeated after all
-    others, one at a time per worker, where only one episode can be the cause. An episode that kills its worker costs the
-    others only time, and results do not depend on which environments shared a worker.
+    An exception concerns the environments that were in flight before it and are not in flight after it. The death of a
+    worker ends all its environments, any of which may have caused it. So their episodes are repeated after all others, one
+    at a time per worker, which identifies the cause. An episode that kills its worker thus costs the others only time, and
+    results do not depend on which environments shared a worker.
 
     Snapshots can be loaded only while nothing is in flight: if a row waits for that, the steps of other rows are queued
     until all results have arrived.
@@ -318,7 +318,7 @@ class FirstReadyRunner(EpisodeRunner):
     Args:
         envs, episodes, act, report: See :class:`EpisodeRunner`.
         timeout: The limit of a step or a reset of an environment in seconds; ``None``: no limit.
-        with_frames: Indices of the episodes to record frames of.
+        with_frames: Indices of the episodes for which to record frames.
     """
 
     def __init__(
@@ -331,15 +331,15 @@ class FirstReadyRunner(EpisodeRunner):
         self._group_of = {row: group for group in self._groups for row in group}
         self._suspects: list[int] = []  # indices of the episodes to repeat one at a time per worker
         self._in_flight: dict[int, float] = {}  # row -> start of its request
-        self._broken: set[int] = set()  # rows that failed and were not reset since
+        self._broken: set[int] = set()  # rows that failed and have not been reset since
         self._has_snapshots = any(episode.snapshot is not None for episode in episodes.episodes)
         self._free: list[int] = []  # rows for the next episodes
         self._idle: list[int] = []  # rows without an episode, in a worker that steps others
-        self._queued_steps: list[tuple[list[int], Any, list[Any]]] = []  # the arguments of later calls of `_step`
+        self._queued_steps: list[tuple[list[int], Any, list[Any]]] = []  # arguments for pending calls of `_step`
         self._restarts = envs.capabilities.restarts
 
     def run(self) -> None:
-        """Run all episodes; first, one at a time, those with frames, which cannot be rendered while others are in flight."""
+        """Run all episodes; those with frames first, one at a time, as none can be rendered while others are in flight."""
         for index in sorted(self._with_frames):
             self._run_episodes([index], [0])
         done = self._with_frames | self._episodes.results.keys()
@@ -368,7 +368,7 @@ class FirstReadyRunner(EpisodeRunner):
             self._advance()
 
     def _apply_results(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> None:
-        """Apply results that arrived, begin episodes where one is over, and step the other environments."""
+        """Apply received results, begin episodes where one has ended, and queue a step of the other environments."""
         assert infos.env_ids is not None
         rows = infos.env_ids.tolist()
         executed = infos.executed_steps()
@@ -390,7 +390,7 @@ class FirstReadyRunner(EpisodeRunner):
             self._free.append(row)
             self._end(attempt, terminations[position], truncations[position], infos.row(position))
         latest_infos = [infos.row(position) for position in positions] if self._act.takes_infos else []
-        self._begin()  # before the policy is called, so that slow resets run meanwhile
+        self._begin()  # before the policy is called, so that slow resets run during that call
         if positions:
             if len(positions) < len(rows):
                 observations = take_rows(self._envs.single_observation_space, observations, positions)
@@ -414,7 +414,7 @@ class FirstReadyRunner(EpisodeRunner):
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Begin the next episodes in rows that are free."""
+        """Begin the next episodes in free rows."""
         if self._waiting:
             self._free += self._idle
             self._idle.clear()
@@ -430,7 +430,7 @@ class FirstReadyRunner(EpisodeRunner):
             broken = [attempt for attempt in fresh if attempt.row in self._broken]
             if len(broken) < len(fresh):
                 self._reset([attempt for attempt in fresh if attempt.row not in self._broken])
-            for attempt in broken:  # the reset restarts their workers, which may fail
+            for attempt in broken:  # one by one: the reset restarts the row's worker, which may fail
                 try:
                     self._reset([attempt])
                 except Exception as error:
@@ -441,7 +441,7 @@ class FirstReadyRunner(EpisodeRunner):
         return not any(other in self._running for other in self._group_of[row])
 
     def _restore(self, attempts: Sequence[Attempt]) -> None:
-        """Load the snapshots of these attempts, and queue their first step."""
+        """Load the snapshots of these attempts, and queue their first steps."""
         rows: list[int] = []
         observations: list[Any] = []
         for attempt in attempts:
@@ -476,7 +476,7 @@ class FirstReadyRunner(EpisodeRunner):
         actions = self._act(observations, [self._running[row] for row in rows], infos)
         try:
             self._send(actions, rows)
-        except EnvFailed:  # a worker died in the meantime: step rows one by one to find those of this worker
+        except EnvFailed:  # a worker died in the meantime: step rows one by one to find those of that worker
             for position, row in enumerate(rows):
                 try:
                     self._send(take_rows(self._envs.single_action_space, actions, [position]), [row])
@@ -489,7 +489,7 @@ class FirstReadyRunner(EpisodeRunner):
         self._in_flight.update(dict.fromkeys(rows, time.monotonic()))
 
     def _receive(self) -> Any:
-        """Wait for at least one ready environment, return the results, and end workers that hang."""
+        """Return the results of at least one ready environment; until there is one, end workers that hang."""
         if self._timeout is None:
             return self._by_row.results("recv", count=len(self._in_flight), at_least=1)
         while True:
@@ -506,7 +506,7 @@ class FirstReadyRunner(EpisodeRunner):
                     raise
 
     def _limit(self, row: int) -> float:
-        """Return the time limit of a row's request: the limit of one environment, times the active rows of its worker."""
+        """Return the time limit of a row's request: that of one environment, times the active rows of its worker."""
         assert self._timeout is not None
         return self._timeout * sum(other in self._running for other in self._group_of[row])
 
@@ -521,14 +521,14 @@ class FirstReadyRunner(EpisodeRunner):
         return rows
 
     def _handle_death(self, error: WorkerDied) -> None:
-        """Process the death of a worker."""
+        """Fail or requeue the attempts that a worker's death ended."""
         rows = self._failed_rows(error)
         self._mark_suspects(rows)
         for row in rows:
             self._fail_or_requeue(row, error)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Process an exception that environments raised."""
+        """Record the failure of the attempts that an environment's exception ended."""
         for row in self._failed_rows(error):
             del self._in_flight[row]
             self._broken.add(row)
@@ -537,7 +537,7 @@ class FirstReadyRunner(EpisodeRunner):
             self._record_failure(self._running[row], cause)
 
     def _handle_restart(self, row: int) -> None:
-        """Process the restart of an environment by the engine."""
+        """Fail or requeue the attempt in an environment that the engine rebuilt."""
         for record in reversed(self._envs.errors):
             error = record.error
             if record.env == row or (isinstance(error, WorkerDied) and row in error.envs):
@@ -547,7 +547,7 @@ class FirstReadyRunner(EpisodeRunner):
         return self._fail_or_requeue(row, EnvFailed(f"env {row} failed and was rebuilt"))
 
     def _mark_suspects(self, rows: Sequence[int]) -> None:
-        """Mark the attempts in the workers of these rows as suspects, if a worker ran several."""
+        """Mark the attempts of each worker of these rows as suspects, if it ran several."""
         for group in {id(group): group for group in (self._group_of[row] for row in rows)}.values():
             attempts = [self._running[row] for row in group if row in self._running]
             for attempt in attempts:
@@ -584,7 +584,7 @@ class LockstepRunner(EpisodeRunner):
 
     Args:
         envs, episodes, act, report: See :class:`EpisodeRunner`.
-        in_waves: True if environments can be seeded only all at once.
+        in_waves: True if environments can only be seeded all together.
     """
 
     def __init__(self, envs: Any, episodes: Episodes, act: PolicyCaller, report: Report, *, in_waves: bool) -> None:
@@ -643,7 +643,7 @@ class LockstepRunner(EpisodeRunner):
         return options[0] if all(each == options[0] for each in options) else None
 
     def _reset(self, rows: list[int]) -> Any:
-        """Reset these rows by a mask, or one after the other if their options differ."""
+        """Reset these rows with a mask, or one after the other if their options differ."""
         options = self._shared_options(rows)
         if options is None:
             return [self._reset([row]) for row in rows][-1]

@@ -1,7 +1,7 @@
-"""Calls of a policy for the ready environments, with the optional arguments that its signature names.
+"""Calls a policy for the ready environments, with the optional arguments that its signature names.
 
 The signature is read before anything runs, so an unknown parameter is an immediate error. Batches of observations and
-actions are split and joined by their spaces; states of recurrent policies are trees of arrays.
+actions are split and joined according to their spaces; states of recurrent policies are trees of arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OPTIONAL_ARGUMENTS: Final = (*_ATTEMPT_ARGUMENTS, "infos", "state")
 
 
 class PolicyCaller:
-    """A function that calls a policy with the arguments that it has parameters for.
+    """A callable that passes a policy the arguments for which it has parameters.
 
     Args:
         policy: The policy, a callable or a torch module.
@@ -76,7 +76,7 @@ class PolicyCaller:
     def __call__(
         self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]
     ) -> Any:
-        """Return one action per attempt, in their order. Arrays are converted to numpy; other values stay unchanged.
+        """Return one action per attempt, in their order. Arrays of torch and JAX become numpy arrays.
 
         Args:
             observations: One row per attempt.
@@ -132,7 +132,7 @@ class PolicyCaller:
         return returned[0]
 
     def _check_actions(self, actions: Any, expected: int, count: int) -> Any:
-        """Return the first ``count`` of the actions; raise if there are not ``expected`` ones."""
+        """Return the first ``count`` actions; raise unless there are ``expected`` ones."""
         space = self._spaces[1]
         try:
             found = count_rows(space, actions)
@@ -190,7 +190,7 @@ def _make_conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], A
 
 
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
-    """Apply a function to the parts of batches of a space, down to spaces that are neither Dict nor Tuple."""
+    """Apply a function to the parts of batches of a space, for each part of the space that is neither Dict nor Tuple."""
     if isinstance(space, spaces.Dict):
         return {key: map_parts(function, part, *(each[key] for each in batches)) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -221,10 +221,10 @@ def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:
 
 
 def count_rows(space: Space[Any], batch: Any) -> set[int]:
-    """Return the numbers of rows in the parts of a batch: exactly one number for a valid batch.
+    """Return the set of the parts' numbers of rows; a valid batch has exactly one such number.
 
     Raises:
-        TypeError, KeyError, IndexError: It is not a batch of the space, or lacks a part.
+        TypeError, KeyError, IndexError: ``batch`` is not a batch of the space, or lacks a part.
     """
     found: set[int] = set()
     map_parts(lambda part: found.add(len(part)), space, batch)
@@ -232,7 +232,7 @@ def count_rows(space: Space[Any], batch: Any) -> set[int]:
 
 
 def to_numpy(batch: Any) -> Any:
-    """Convert all arrays of torch and JAX in a tree to numpy; other leaves stay unchanged."""
+    """Convert the torch and JAX arrays in a tree to numpy; other leaves stay unchanged."""
 
     def convert(leaf: Any) -> Any:
         if hasattr(leaf, "detach"):

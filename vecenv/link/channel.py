@@ -1,11 +1,10 @@
 """The two byte streams between the caller and one worker.
 
-Each worker has two pipes, one per direction, that no other process shares, so that messages keep their order and end-of-file
-means that the other side is gone. A round trip over a socket pair takes twice as long (9 instead of 5 us on one core).
+Each worker has two pipes, one per direction, shared with no other process: messages keep their order, and end-of-file means
+that the other side is gone. A round trip over a socket pair takes twice as long (9 instead of 5 us on one core).
 
-The caller's end never blocks. A read appends its bytes to a list, and a write records its length, within one call into C, so
-that no exception can separate the two. The worker's end (:class:`WorkerEnd`) may block, which saves system calls: the caller
-reads while it sends, so that a worker's blocking write always ends.
+The caller's end (:class:`Channel`) never blocks. The worker's end (:class:`WorkerEnd`) may block, which saves system calls:
+the caller reads while it sends, so a worker's blocking write always ends.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ class Channel:
     """The caller's end of the two pipes to one worker: whole messages in, queued messages out.
 
     Reads and writes never block. A signal handler can raise between any two bytecodes, so a system call and the store that
-    records its effect happen inside one call into C: ``list.extend(map(read, ...))``. Bytes are never lost and never sent
+    records its effect happen inside one call into C: ``list.extend(map(read, ...))``. So bytes are neither lost nor sent
     twice, and other modules need no precautions.
 
     Args:
         owner: Owner of the descriptors.
 
     Attributes:
-        fd, out: The numbers of the reading and the writing end; -1 after :meth:`close`.
+        fd, out: The descriptor numbers of the reading and the writing end; -1 after :meth:`close`.
         worker_ends: The worker's ends.
         bytes_pickled: Bytes of pickled payloads received.
         poll: ``poll(0)`` returns a non-empty list if there is something to read or the worker has closed its end.
@@ -57,9 +56,9 @@ class Channel:
         os.set_blocking(self.out, False)
         self.bytes_pickled = 0
         self._read_fds, self._write_fds = (self.fd,), (self.out,)
-        self._chunks: list[bytes] = []  # of the incoming message, in order ...
-        self._counted = 0, 0  # ... of which this many chunks have this many bytes
-        self._outgoing: tuple[bytes, list[int]] = b"", []  # bytes to send, and how many each write accepted
+        self._chunks: list[bytes] = []  # the received parts of the incoming message
+        self._counted = 0, 0  # how many of these chunks have been counted, and their bytes
+        self._outgoing: tuple[bytes, list[int]] = b"", []  # bytes to send, and the number that each write accepted
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
         self.poll = poll.poll
@@ -75,7 +74,7 @@ class Channel:
             if not chunks:
                 chunks.extend(map(read, self._read_fds, _SHORT))
                 head = chunks[0]
-                if len(head) == HEAD and head[0] < PAYLOAD:  # no payload: nearly always
+                if len(head) == HEAD and head[0] < PAYLOAD:  # no payload, as in nearly all messages
                     self._chunks = []
                     return head
             while missing := self._count_missing():
@@ -92,7 +91,7 @@ class Channel:
         return message
 
     def _count_missing(self) -> int:
-        """Return how many bytes the incoming message lacks. Each chunk is counted once: a long message has thousands."""
+        """Return how many bytes the incoming message lacks. Count each chunk once, as long messages have thousands."""
         chunks, size = self._counted
         size += sum(map(len, self._chunks[chunks:]))
         self._counted = len(self._chunks), size
@@ -115,7 +114,7 @@ class Channel:
         self._outgoing = unsent[sum(accepted) :] + data, []
 
     def flush(self) -> bool:
-        """Write queued bytes; ``False`` if the pipe is full. After an interruption the next call continues.
+        """Write queued bytes; return ``False`` if the pipe is full. After an interruption, the next call continues.
 
         Raises:
             ChannelClosed: The worker has closed its end.
@@ -163,7 +162,7 @@ class WorkerEnd:
 
     Args:
         ends: The two descriptors.
-        blocks: Reading and writing may block. Otherwise the worker spins and polls before it reads.
+        blocks: True if reads may block; otherwise the worker spins and polls before it reads. Writes always block.
     """
 
     def __init__(self, ends: Ends, blocks: bool = False) -> None:
@@ -182,7 +181,7 @@ class WorkerEnd:
             end.close()
 
     def send(self, word: int, seq: int, payload: bytes | None = None) -> None:
-        """Send one message, and block until the caller has read enough of it.
+        """Send one message; block until the pipe has accepted all of it.
 
         Raises:
             ChannelClosed: The caller has closed its end.
@@ -196,14 +195,14 @@ class WorkerEnd:
             raise ChannelClosed from error
 
     def wait(self, patience: SpinPolicy) -> Message:
-        """Block until a message arrives. ``patience`` determines how long to poll before sleeping."""
+        """Wait for a message and return it. ``patience`` determines how long to poll before sleeping."""
         if not self.blocks and not patience.spin(self.poll):
             self.poll()
         try:
             data = os.read(self._in, HEAD)
         except OSError:  # nothing has arrived yet, or the pipe is broken: read again below
             data = b""
-        if len(data) == HEAD and data[0] < PAYLOAD:  # no payload: nearly always
+        if len(data) == HEAD and data[0] < PAYLOAD:  # no payload, as in nearly all messages
             return data[0], int.from_bytes(data[1:], "little"), None
         whole = bytearray(data or self._read(HEAD))
         while lacking := missing_bytes(whole):

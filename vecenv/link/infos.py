@@ -1,7 +1,7 @@
 """Info dicts as numeric columns in shared memory, from which the caller builds Gymnasium's dict of arrays with masks.
 
-An info with recurring keys, types and shapes has a schema. The worker writes its values into the environment's record with
-one ``struct.pack_into``, and the schema's number; the caller turns columns of records into arrays, with one copy per key
+Infos with the same keys, types and shapes share a schema. The worker writes the schema's number, and the values into the
+environment's record with one ``struct.pack_into``; the caller turns columns of records into arrays, with one copy per key
 for any number of environments. A worker sends each schema's definition once, with its first use. The number is a hash of
 the definition, so workers need not coordinate. An info without a schema (strings, objects, ever-changing keys, more values
 than fit into a record) is pickled. Steps with such an info are merged value by value, by
@@ -37,7 +37,7 @@ _SCALAR_FORMATS: Final[dict[type, str]] = {
     np.float16: "e", np.float32: "f", np.float64: "d",
 }  # fmt: skip
 Places: TypeAlias = tuple[tuple[Any, Any, int, int], ...]
-"""Key, an example of its value, and offset and size in a record, for each value of an info."""
+"""For each value of an info: its key, an example, and its offset and size in a record."""
 _SCALAR_TYPES: Final[dict[str, type]] = {kind.__name__: kind for kind in _SCALAR_FORMATS}
 
 
@@ -48,12 +48,12 @@ def _column_dtype_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def _flatten(info: Any, values: list[Any]) -> Definition | None:
-    """Return the definition of ``info`` and append its values to ``values``. ``None`` if it cannot be written as columns."""
+    """Append the values of ``info`` to ``values`` and return its definition; ``None`` if it cannot be written as columns."""
     if type(info) is not dict:  # reading other mappings may have side effects
         return None
     entries: list[tuple[Any, Any]] = []
     for key, value in info.items():
-        # `final_obs` is an array of objects at every level; `x` together with `_x` would write into the mask of `x`
+        # `final_obs` becomes an array of objects at every level; a key `_x` would overwrite the mask of a key `x`
         if type(key) not in (str, int) or key == "final_obs" or f"_{key}" in info:
             return None
         kind = type(value)
@@ -118,7 +118,7 @@ class Schema:
         return tuple(map(type, info)) == self._key_types  # True and 1.0 equal 1, but their masks have other names
 
     def places_of(self, info: Mapping[Any, Any]) -> Places:
-        """Return the places of an info's values. The schema has no nested dicts."""
+        """Return the places of an info's values, for a schema without nested dicts."""
         places = zip(info.items(), self.columns, strict=True)
         return tuple((*item, at, dtype.itemsize * math.prod(shape)) for item, ((dtype, shape), at) in places)
 
@@ -140,13 +140,13 @@ def _rebuild_info(definition: Definition, values: Iterator[Any]) -> dict[Any, An
 
 
 class InfoWriter:
-    """The worker's side, which writes the infos of some rows.
+    """The worker's side, which writes infos into shared memory.
 
     Args:
         schemas: uint64 ``(k,)``, the rows' schema numbers.
         records: uint8 ``(k, INFO_BYTES)``.
-        learners: Empty, or one callback per row. When two successive infos of the row follow the same schema, and it has no
-            nested dicts, the callback is called with the schema's number and places.
+        learners: Empty, or one callback per row, called with the number and the places of a schema without nested dicts when
+            two successive infos of the row follow it.
     """
 
     def __init__(self, schemas: Array, records: Array, learners: Sequence[Callable[[int, Places], None]] = ()) -> None:
@@ -203,8 +203,8 @@ _Plan: TypeAlias = dict[Any, tuple[str, Any, "_Plan", Any, dict[int, Any]]]
 class InfoReader:
     """The caller's side, which builds Gymnasium's dict of arrays from records and pickled infos.
 
-    It keeps every schema, because each is sent only once and a worker's number of schemas is limited. Plans can be rebuilt,
-    so all are discarded when there are too many.
+    Schemas are kept, because a worker sends each only once and has a limited number of them. Plans can be rebuilt, so all
+    are discarded when there are too many.
 
     Args:
         schemas: uint64 ``(n,)``.
@@ -229,7 +229,7 @@ class InfoReader:
                 self._schemas[number] = Schema(definition)
 
     def one(self, row: int) -> dict[Any, Any]:
-        """Return the info of one row that was not pickled."""
+        """Return the info of one row from its record; an empty dict if it has none there."""
         number = int(self._numbers[row])
         return self._schemas[number].read(memoryview(self._records[row])) if number > BY_PICKLE else {}
 
@@ -250,7 +250,7 @@ class InfoReader:
         if pickled:
             return self._merge_rows(rows, count, pickled, final_obs)
         numbers = self._numbers if rows is None else self._numbers[rows]
-        key: Any = numbers[:1].tobytes()  # compared as bytes: for few rows, one NumPy operation costs more than the rest
+        key: Any = numbers[:1].tobytes()  # bytes: with few rows, one NumPy comparison would take longer than the rest
         same_schema = numbers.tobytes() == key * count
         if not same_schema:
             key = tuple(dict.fromkeys(numbers.tolist()))  # in order of appearance, which becomes the order of the keys

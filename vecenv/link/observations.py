@@ -1,7 +1,7 @@
 """Stores for the observations of a batch, with one interface, and the functions with which a worker fills them.
 
-* :class:`SharedStore`: spaces of fixed size lie in shared memory. The worker checks the shape of every leaf and writes it
-  once, in place; the caller copies leaf by leaf, or returns views of them.
+* :class:`SharedStore`: spaces of fixed size, in shared memory. The worker checks the shape of every leaf and writes it
+  once, in place; the caller copies the leaves or returns views of them.
 * :class:`PickledStore`: all other spaces (``Text``, ``OneOf``, ``Graph``, ``Sequence``, custom ones), and every space with
   ``shared_memory=False``. Replies carry the observations, and Gymnasium's ``concatenate`` builds the batch.
 * :class:`RegisteredStore`: custom spaces with shared-memory functions that their author registered with Gymnasium.
@@ -30,10 +30,10 @@ from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
 
 WRITTEN: Final = object()
-"""Returned by a :data:`RowWriter` that wrote the observation into its store, so that the reply need not carry it."""
+"""The result of a :data:`RowWriter` that wrote the observation into its store, so that the reply need not carry it."""
 
 RowWriter: TypeAlias = Callable[[int, Any], Any]
-"""``write(k, observation)`` stores the observation of a worker's k-th row; returns :data:`WRITTEN` or the value to send."""
+"""``write(k, observation)`` stores the observation of a worker's row k and returns :data:`WRITTEN`, or the value to send."""
 
 _WarnFn: TypeAlias = Callable[[str, str], None]
 
@@ -60,7 +60,7 @@ class Store(Protocol):
         """Replace one row, from the caller's side."""
 
     def validate(self, observation: Any) -> None:
-        """Raise if the observation fits no row. Changes nothing."""
+        """Raise if the observation does not fit the space; change nothing."""
 
 
 class SharedStore(Store):
@@ -166,7 +166,7 @@ class PickledStore:
 
 
 class RegisteredStore(Store):
-    """A store in shared memory, for a custom space with functions for that, which its author registered with Gymnasium."""
+    """A store in shared memory, for a custom space with shared-memory functions registered with Gymnasium."""
 
     def __init__(self, space: Space[Any], num_envs: int, context: Any) -> None:
         self._space = space
@@ -205,14 +205,14 @@ def make_row_writer(tree: Tree, leaves: Sequence[Array], first_env: int, warn: _
     """Return a function that checks an observation and writes it into row k of every leaf.
 
     It raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape, and for a value that the dtype of the
-    space cannot hold (2.7 for an int, 300 for a uint8), like SyncVectorEnv. It calls ``warn`` for a float that overflows to
-    infinity in a smaller float.
+    space cannot hold (2.7 for an int, 300 for a uint8), like SyncVectorEnv. It calls ``warn`` if the cast to a smaller float
+    makes a value infinite.
 
     Args:
         tree: Structure of one observation.
         leaves: One array per leaf, with a row per environment of the worker.
         first_env: Index of the environment in row 0, for error messages.
-        warn: Called with field and message.
+        warn: Called with the field and the message.
     """
     write = _make_node_writer(tree, iter(leaves), first_env, warn, "observation")
 
@@ -253,13 +253,13 @@ class _ArrayRow:
 def make_exact_rows(leaf: Leaf, array: Array) -> list[Any]:
     """Return a target for each row of ``array`` that accepts only observations of exactly its dtype and shape.
 
-    ``targets[k][:] = observation`` raises ``TypeError`` or ``ValueError`` for everything else, and for every scalar.
+    ``targets[k][:] = observation`` raises ``TypeError`` or ``ValueError`` for everything else, and always for a scalar leaf.
     """
     if leaf.shape == ():
         return [None] * len(array)
-    if leaf.flat:  # a memoryview checks both in C, in a third of the time, but only with one axis
+    if leaf.flat:  # a memoryview checks dtype and shape in C, three times as fast, but only with one axis
         return [memoryview(row) for row in array]
-    dtype = np.dtype(leaf.dtype.str)  # NumPy's own object for this dtype: comparing it with that of an array is faster
+    dtype = np.dtype(leaf.dtype.str)  # NumPy's own object for this dtype: comparisons with an array's are faster
     return [_ArrayRow(row, dtype) for row in array]
 
 
@@ -320,7 +320,7 @@ def _make_leaf_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -
 
 
 def _make_converting_writer(leaf: Leaf, array: Array, first_env: int, warn: _WarnFn) -> Callable[[int, Any], None]:
-    """Return a writer that converts any value, and raises or warns if the cast to the space changed it."""
+    """Return a writer that converts any value, and raises or warns if the cast to the space's dtype changed it."""
     dtype, shape = leaf.dtype, leaf.shape
 
     def convert_and_write(k: int, value: Any) -> None:

@@ -1,7 +1,7 @@
-"""The worker's side: adapts one parallel environment to an ordinary one with an observation of fixed size.
+"""The worker's side: adapts a multi-agent environment to a Gymnasium environment with an observation of fixed size.
 
-The engine steps environments with an observation, a reward and two flags. The adapter makes a PettingZoo parallel
-environment such an environment. Its observation holds the observations, rewards, flags and masks of all agents (see
+The engine steps environments that return an observation, a reward and two flags. The adapter makes a PettingZoo parallel
+environment one of these. Its observation holds the observations, rewards, flags and masks of all agents (see
 :meth:`vecenv.multi_agent.roster.Roster.observation_space`), written directly into shared memory; its own flags are those of
 the episode. Only this module decides which agents are alive, which must act, and which are padding.
 """
@@ -50,7 +50,7 @@ MASK_KEYS: Final = ("action_mask", "action_masks")
 
 
 def as_parallel(env: Any) -> Any:
-    """Return a parallel ``env`` itself, or an adapter for RLlib's, ``agent_num``'s or Gymnasium's environments."""
+    """Return ``env`` if it is parallel, or an adapter for an environment of RLlib, with ``agent_num``, or of Gymnasium."""
     inner = getattr(env, "unwrapped", env)
     has_methods = [callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space")]
     if has_methods == [True, False]:
@@ -108,7 +108,7 @@ class Adapted:
         return self._space("action_space", agent)
 
     def _space(self, name: str, agent: Any) -> Any:
-        """Return a space: one for all agents, or the result of a method, which RLlib names ``get_...``."""
+        """Return an agent's space, from one attribute for all agents or from a method, which RLlib names ``get_...``."""
         found = getattr(self.unwrapped, f"get_{name}", None) or getattr(self.env, name)
         return found(agent) if callable(found) else found
 
@@ -145,13 +145,13 @@ class TurnBased(Adapted):
         return (self.env.agent_selection,) if getattr(self.env, "agents", None) else ()
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Start a game; returns the observations and infos of all agents."""
+        """Start a game; return the observations and infos of all agents."""
         self.env.reset(seed=seed, options=options)
         self._skip_dead_agents()
         return {agent: self.env.observe(agent) for agent in self.agents}, dict(self.env.infos)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
-        """Make one move; returns its results for each agent that was in the game."""
+        """Make one move; return its results for each agent that was in the game."""
         game = self.env
         before, mover = list(game.agents), game.agent_selection
         if mover not in actions:
@@ -167,7 +167,7 @@ class TurnBased(Adapted):
         return observations, rewards, terminations, truncations, infos
 
     def _skip_dead_agents(self) -> None:
-        """Step agents with an ended episode once more without an action, as AEC games require."""
+        """Step each agent that is terminated or truncated once more, without an action, as AEC games require."""
         game = self.env
         while game.agents and (game.terminations[game.agent_selection] or game.truncations[game.agent_selection]):
             game.step(None)
@@ -179,7 +179,7 @@ class StackedAgents(Adapted):
     Its ``reset`` returns observations ``[A, *s]``, with or without an info; in ``Dict`` and ``Tuple`` spaces every leaf has
     the axis of agents. Its ``step`` takes actions ``[A, *a]`` and returns four values (observations, rewards ``[A]`` or
     ``[A, 1]``, dones ``[A]``, info) or five. Agents are named ``agent_0`` and so on. An info dict's ``"action_masks"``
-    ``[A, k]`` become the agents' masks, and all its values are common infos; a list of infos has one per agent.
+    ``[A, k]`` become the agents' masks, and all its values are common infos; a list has one info per agent.
 
     An environment with a true ``has_auto_reset`` has already begun its next episode when it reports the end of one:
     ``info["final_observation"]`` is then the last observation, and the next reset without a seed returns the observation of
@@ -231,7 +231,7 @@ class StackedAgents(Adapted):
         return np.array([bool(isinstance(one, dict) and one.get("TimeLimit.truncated", False)) for one in each])
 
     def _parse_reset(self, result: Any) -> tuple[Any, Any]:
-        """Return observations and info from the result of ``reset``, which may lack the info or be a tuple of one."""
+        """Return observations and info from the result of ``reset``, which may lack the info or be a tuple of length one."""
         with_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, list))
         nested = isinstance(self.env.observation_space, spaces.Tuple)
         if with_info and nested:  # the observations are a tuple too, which may end in a dict
@@ -300,8 +300,8 @@ class RLlibGame(Adapted):
     """RLlib's ``MultiAgentEnv``: agents with an observation act next, and ``"__all__"`` ends the episode of all agents.
 
     The results of a step determine which agents are in the game and which act next, since RLlib's list of agents is not
-    reliable. An agent in the game without an observation waits: it keeps its last one and does not act.
-    ``infos["__common__"]`` are infos of the environment. A missing reward is 0.
+    reliable. An agent in the game without an observation waits: it keeps its last observation and does not act.
+    ``infos["__common__"]`` holds infos of the environment. A missing reward is 0.
     """
 
     def __init__(self, env: Any) -> None:
@@ -393,12 +393,12 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     def _attach(self, row: dict[str, Any]) -> None:
         roster = self.roster
         self._row = row
-        self._rewards: Any = memoryview(row["signals"][0])  # assigning a number takes a third of the time of an array
+        self._rewards: Any = memoryview(row["signals"][0])  # three times as fast as an array to assign a number
         self._flags = row["signals"][1:]  # in the order of FLAGS
         self._assume_nothing_written()
         self._puts: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
-        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with one array as observation
+        self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with a single array as observation
         for (part, place), name in zip(roster.places(), self._names, strict=True):
             tree = build_tree(part.observation_space, "observation")
             held = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
@@ -475,7 +475,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         """Step all agents that act; the actions of others are ignored."""
         acting = self._acting
         if self._all_acted and self._zips:
-            given = dict(zip(self._names, action))  # noqa: B905 - the engine checks the length, and `strict` costs a tenth of it
+            given = dict(zip(self._names, action))  # noqa: B905 - the engine checks the length; `strict` takes 10% longer
         else:
             picks = zip(self._names, acting, self._pick_action, strict=True)
             given = {name: pick(action) for name, acts, pick in picks if acts}
@@ -535,7 +535,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self, present: frozenset[Any], observations: Mapping[Any, Any], rewards: Mapping[Any, Any],
         terminations: Mapping[Any, Any], truncations: Mapping[Any, Any],
     ) -> tuple[list[Any], list[bool], list[bool]]:  # fmt: skip
-        """Return each agent's reward and flags in a step; writes observations and records which agents are alive.
+        """Write observations, record which agents are alive, and return each agent's reward and flags.
 
         ``"__all__"`` among the flags, as in RLlib's games, ends the episode of every agent that is present.
         """
@@ -561,7 +561,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 raise self._without_observation(name)
             else:
                 self._pad(i)
-            if name in rewards or (self._acting[i] and (lives or named)):  # a vanished or newborn agent may lack it
+            if name in rewards or (self._acting[i] and (lives or named)):  # an agent that just left or joined may lack one
                 paid[i] = self._reward(name, rewards)
             dead[i] = (alive[i] and not lives) or terminated or truncated
             alive[i], flags_terminated[i], flags_truncated[i] = lives, terminated, truncated
@@ -662,7 +662,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     @property
     def inside(self) -> Any:
-        """The environment without an adapter for another convention, on which attributes that are set would be lost."""
+        """The environment without an adapter for another convention; attributes set on the adapter would be lost."""
         return self.env.env if isinstance(self.env, Adapted) else self.env
 
     def render(self) -> Any:
@@ -682,7 +682,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return getattr(self.inside if hasattr(self.inside, name) else self.env, name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
-        """Set an attribute on the wrapper inside that has it, or else on the innermost environment."""
+        """Set an attribute on the outermost wrapper that has it, or else on the innermost environment."""
         env = self.inside
         while not (name in getattr(env, "__dict__", {}) or hasattr(type(env), name)):
             inside = getattr(env, "__dict__", {}).get("env")
@@ -710,7 +710,7 @@ def has_wrapper(env: Any, name: str) -> bool:
     while env is not None:
         if any(class_name(kind) == name for kind in type(env).__mro__):
             return True
-        env = getattr(env, "__dict__", {}).get("env")  # (the attribute in which wrappers keep the inner environment)
+        env = getattr(env, "__dict__", {}).get("env")  # the attribute in which wrappers store the inner environment
     return False
 
 

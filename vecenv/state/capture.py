@@ -1,11 +1,11 @@
 """Functions that save the state of an environment as bytes, and restore it in another environment.
 
-All layers go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in place, is written
-as the path to it: from a layer through attributes and items. The reader follows that path in the environment that is being
-restored, to find its counterpart. An attribute is handled by its class, with one look-up (:func:`_treatment_of`). Every
-other object is written as a call of one function, :func:`stands_for_`: pickling the names of functions and classes would
-take as long as all the rest. :func:`prepare_restore` reads everything and raises if it does not fit, without changing the
-environment. The function that it returns does the rest, and can be repeated.
+All layers of an environment go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in
+place, is stored as its path, from a layer through attributes and items. The reader finds the counterpart at this path in the
+environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment_of`). Every
+special object is pickled as a call of one function, :func:`stands_for_`: pickling the names of many functions and classes
+would double the time. :func:`prepare_restore` reads everything, and raises if the state does not fit, without changing the
+environment. The function that it returns applies the state, and can be repeated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 @by_class
 def _treatment_of(kind: type) -> int:
-    """Return the treatment of an attribute's value, by its class."""
+    """Return the treatment of attributes with a value of this class."""
     if kind in _ATOMS:
         return _ATOM
     if _is_layer(kind):
@@ -57,7 +57,7 @@ def _is_layer(kind: type) -> bool:
 
 
 def layers_of(env: Any) -> list[Any]:
-    """Return an environment's layers: itself, and all environments that are attributes of layers, the outermost first."""
+    """Return an environment's layers, outermost first: itself, and all environments that are attributes of its layers."""
     layers = [env]
     seen = {id(env)}
     for layer in layers:
@@ -85,14 +85,14 @@ def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
     """Return the state of an environment.
 
     Raises:
-        NotRestorable: A part of it cannot be saved. The text names that part.
+        NotRestorable: A part of the state cannot be saved. The message names it.
     """
     layers = layers_of(env) if layers is None else layers
     return _Writer(layers).written()
 
 
 def stands_for_(what: int, *values: Any) -> Any:
-    """Represent an object that is not plain, in a pickle: :data:`_A_LAYER` and the others, with their arguments."""
+    """Represent a special object in a pickle. ``what`` is one of the numbers below, which list their ``values``."""
     raise AssertionError("only read by prepare_restore()")
 
 
@@ -134,7 +134,7 @@ class _Writer(pickle.Pickler):
         return self._file.getvalue()
 
     def _state_of(self, number: int, layer: Any) -> tuple[Any, Any]:
-        """Return the attributes, and the names of those that stay; or the state of a codec and ``None``."""
+        """Return a layer's attributes, and the names of those that stay; or its codec's state, and ``None``."""
         kind = type(layer)
         rule = _codec_of_layer(kind)
         if rule is not None:
@@ -302,12 +302,12 @@ def _steps(thing: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
     attributes = getattr(thing, "__dict__", None)
     if isinstance(attributes, dict) and not isinstance(thing, type | FunctionType | ModuleType):
         yield from (((True, name), value) for name, value in attributes.items())
-    if type(thing) in (functools.partial, functools.partialmethod):  # some types from SWIG lack `__module__`
+    if type(thing) in (functools.partial, functools.partialmethod):  # not by `__module__`, which some types from SWIG lack
         yield from (((True, name), getattr(thing, name)) for name in ("func", "args", "keywords"))
 
 
 class _Reader(pickle.Unpickler):
-    """An unpickler for the pickle of a :class:`_Writer`, and for another environment. Changes nothing."""
+    """An unpickler that reads a :class:`_Writer`'s pickle for another environment, without changing it."""
 
     def __init__(self, blob: bytes, layers: list[Any]) -> None:
         super().__init__(io.BytesIO(blob))
@@ -336,7 +336,7 @@ class _Reader(pickle.Unpickler):
         return thing
 
     def _content(self, way: Way, state: Any) -> Any:
-        """Return the object at ``way``, which its codec will load, or a new one if there is none of its own."""
+        """Return the object at ``way``, to be loaded by its codec, or a new one if there is none of its own."""
         try:
             thing = self._found(way)
         except SnapshotMismatch:
@@ -362,7 +362,7 @@ def _in_words(layers: list[Any], way: Way) -> str:
 
 
 def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
-    """Return a function that restores a state and may be called twice. Nothing changes before it is called.
+    """Return a function that restores a state, any number of times. The environment does not change before it is called.
 
     Raises:
         SnapshotMismatch: The state does not fit.

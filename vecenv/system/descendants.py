@@ -1,13 +1,13 @@
-"""Termination of the programs that environments started, including those outside of their worker's process group.
+"""Ends the programs that environments started, including those outside of their worker's process group.
 
 A helper that was started with ``start_new_session=True``, called ``setsid`` or forked twice has left the group, and its
 parent may be gone. So each worker marks itself (:func:`mark`): it sets the soft limit of ``RLIMIT_LOCKS``, which Linux has
 not enforced since 2.4.25, to a token. Children inherit it across ``fork`` and ``exec``, and ``/proc/PID/limits`` shows it.
 Workers do not adopt orphans (``PR_SET_CHILD_SUBREAPER``): ended orphans would stay zombies, ``os.wait()`` in an environment
-would return unknown processes, and a daemon that waits until its parent is pid 1 would wait forever. Not found: programs
-started by another service (``docker run``, ``systemd-run``), and everything outside of the groups when the whole program
-gets SIGKILL. Without ``/proc`` or the limit (macOS, some sandboxes), only process groups are ended. Nothing here raises,
-except signal handlers that were deferred to the end of a search.
+would return unknown processes, and a daemon that waits until its parent is pid 1 would wait forever. Programs started by
+another service (``docker run``, ``systemd-run``) survive, and so does everything outside of the groups when the whole
+program gets SIGKILL. Without ``/proc`` or the limit (macOS, some sandboxes), only process groups are ended. Nothing here
+raises, except signal handlers that were deferred to the end of a search.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _RLIMIT_LOCKS: Final = 10  # the resource module has no name for it
 _SMALLEST_TOKEN: Final = 1 << 62  # a smaller limit is not a token
 _INNER_BITS: Final = (1 << 22) - 1  # these bits distinguish the workers of an engine inside a worker
 _MAX_SEARCHES: Final = 10  # a helper may fork while it is being killed
-_MAX_EMPTY_SEARCHES: Final = 3  # after which to stop, although processes are still being created
-_KILL_SECONDS: Final = 0.5  # for processes to end after SIGKILL; longer only in an uninterruptible system call
+_MAX_EMPTY_SEARCHES: Final = 3  # then the search ends, even if processes are still being created
+_KILL_SECONDS: Final = 0.5  # for processes to end after SIGKILL; only uninterruptible system calls take longer
 
 _own_token = 0  # set by mark()
 
@@ -62,7 +62,7 @@ def new_token() -> int:
 
 
 def mark(token: int) -> None:
-    """Mark this process, before its environments are built, and with it every process that it starts."""
+    """Mark this process and every process that it starts from now on. Call this before its environments are built."""
     global _own_token
     _own_token = token
     if token:
@@ -184,14 +184,14 @@ def _newest_pid() -> str:
 
 
 def forkserver_pid() -> int | None:
-    """Return the pid of this program's fork server; ``None``: it does not run."""
+    """Return the pid of this program's fork server; ``None`` if it is not running."""
     server = getattr(sys.modules.get("multiprocessing.forkserver"), "_forkserver", None)
     pid: int | None = getattr(server, "_forkserver_pid", None)
     return pid
 
 
 def _must_survive(pid: int) -> bool:
-    """True for this process, its own fork server, which starts later workers, and the resource trackers.
+    """True for this process, its own fork server (which starts later workers) and the resource trackers.
 
     A tracker of ``multiprocessing`` ends by itself after its last user, and unlinks what they left behind.
     """

@@ -1,7 +1,7 @@
-"""Settings that all environments of a process share: the complete list, and a cheap guard for workers with several.
+"""Settings that all environments of a process share: the complete list, and a cheap guard for workers with several of them.
 
 The probe compares the complete list between processes (:mod:`vecenv.planning.independence`). In a worker, `SettingsGuard`
-compares the common ones while environments run. Not covered: state of C libraries, and settings of jax and tensorflow.
+checks the common ones while environments run. Not covered: state of C libraries, and settings of jax and tensorflow.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WATCHED_CALLS: Final = frozenset({"os.chdir", "os.putenv", "os.unsetenv"})
 def read_settings(modules: Iterable[str] = ()) -> Settings:
     """Import ``modules``, then return the settings of this process."""
     policy = getattr(sys.modules.get("asyncio.events"), "_event_loop_policy", None)
-    if type(policy).__name__ == "_UnixDefaultEventLoopPolicy":  # made at first use
+    if type(policy).__name__ == "_UnixDefaultEventLoopPolicy":  # the default, created at its first use
         policy = None
     for name in modules:
         with suppress(Exception):
@@ -95,19 +95,19 @@ def _name(thing: Any) -> tuple[str, int]:
 
 
 class SettingsGuard:
-    """Finds settings that environments change while several of them share this process.
+    """A check for settings that environments change while several of them share this process.
 
-    A comparison takes 0.1 milliseconds. So it is due once per second at most, at a reset, and after calls of ``os.chdir``,
-    ``os.putenv`` and ``os.unsetenv``.
+    A comparison takes 0.1 milliseconds, so it is due only at resets, once per second at most, and after calls of
+    ``os.chdir``, ``os.putenv`` and ``os.unsetenv``.
 
     Args:
-        running: Returns the environment that runs now, in words, or an empty string.
-        seconds: The least time between two comparisons at resets.
+        running: Returns a description of the environment that is running, or an empty string.
+        seconds: The minimum time between two comparisons at resets.
 
     Attributes:
-        due: A comparison is due when the current request is done.
-        first_reset: The first reset of all environments has not begun.
-        draws: Names of the shared generators that were drawn from between the last two comparisons.
+        due: True if a comparison has to follow the current request.
+        first_reset: True until the first reset of all environments begins.
+        draws: Names of the shared generators that were used between the last two comparisons.
     """
 
     NAMES: Final = (
@@ -125,7 +125,7 @@ class SettingsGuard:
         self.restart()
 
     def watch_calls(self) -> None:
-        """Make a comparison due whenever this process changes its directory or variables; for the rest of its life."""
+        """Make a comparison due whenever this process changes its directory or variables. This cannot be undone."""
 
         def hook(event: str, _: Any) -> None:
             if event in _WATCHED_CALLS:
@@ -134,12 +134,12 @@ class SettingsGuard:
         sys.addaudithook(hook)
 
     def on_reset(self) -> None:
-        """Make a comparison due if the last one was long ago."""
+        """Make a comparison due unless the last one was too recent."""
         if time.monotonic() >= self._next:
             self.due = True
 
     def restart(self) -> None:
-        """Compare with the settings of now from here on."""
+        """Make the current settings the basis of the next comparison."""
         self._modules, self._state = len(sys.modules), self._read()
         self._generators = {} if switch.users else read_states()  # nothing to compare if each environment has its own
         self._next = time.monotonic() + self._seconds
@@ -148,7 +148,7 @@ class SettingsGuard:
     def changed(self) -> list[tuple[str, str]]:
         """Return the settings that changed since the last comparison, and what changed them if that is known.
 
-        Changes in the same interval as an import are taken for the import's, which happens once.
+        If modules were imported in the meantime, changes are attributed to the imports and not returned.
         """
         before, modules, by = self._state, self._modules, self._changed_by
         self.draws = [] if switch.users else find_draws(self._generators)
@@ -175,10 +175,10 @@ class SettingsGuard:
 
 
 def describe_shared_clients(num_envs: int) -> str:
-    """Return a sentence if several environments of this process use one physics client of pybullet, or an empty string.
+    """Return a sentence if several environments of this process share a physics client of pybullet, or an empty string.
 
-    Calls without ``physicsClientId`` go to the first client, so each environment has connected a client, but all bodies
-    are in the first. Call this when all of them have been reset.
+    Calls without ``physicsClientId`` go to the first client, so all bodies are in that one although each environment has
+    connected its own. Call this after all environments have been reset.
     """
     bullet: Any = sys.modules.get("pybullet")
     if not hasattr(bullet, "getNumBodies"):

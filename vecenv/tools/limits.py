@@ -16,15 +16,15 @@ if sys.platform != "win32":
 MIB: Final = 2**20
 GIB: Final = 2**30
 LEAST_MEMORY: Final = 8 * MIB
-"""Memory of its own that even the smallest forked Python process uses."""
+"""Private memory of the smallest forked Python process, in bytes."""
 
 
 def shortage(processes: int, workers: int = 0) -> str | None:
-    """Describe why this machine cannot hold that many processes at once; ``None`` if no limit is known to forbid it.
+    """Describe why this machine cannot run that many processes at once; ``None`` if no known limit forbids it.
 
     Args:
         processes: Number of processes in all.
-        workers: Largest number of workers of one program, which needs open files for each.
+        workers: Largest number of workers in one program, which needs open files for each of them.
     """
     limit = _process_limit()
     if limit is not None and processes > limit[0]:
@@ -46,7 +46,7 @@ def _process_limit() -> tuple[int, str] | None:
     limits: list[tuple[int, str]] = []
     if sys.platform != "win32":
         soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # does not apply to root
+        if soft != resource.RLIM_INFINITY and os.getuid() != 0:  # root has no such limit
             limits.append((soft, "ulimit -u"))
     group = _read("/sys/fs/cgroup/pids.max").strip() or _read("/sys/fs/cgroup/pids/pids.max").strip()
     kernel = _read("/proc/sys/kernel/pid_max").strip()
@@ -60,7 +60,7 @@ def _process_limit() -> tuple[int, str] | None:
 
 
 def _free_memory() -> int | None:
-    """Return the memory that the system and all control groups leave; ``None`` if unknown."""
+    """Return the free memory within the limits of the system and all control groups; ``None`` if unknown."""
     known = [number for number in (available_memory(), *(limit[1] for limit in memory_limits())) if number is not None]
     return min(known, default=None)
 

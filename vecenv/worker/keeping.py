@@ -67,9 +67,9 @@ class SnapshotRows(EnvRows):
         return known[1]
 
     def prove(self, ks: Sequence[int]) -> Outcome:
-        """Prove that the environments of the rows ``ks`` continue from a saved state exactly as they would have continued.
+        """Prove that environments restored from the saved states of rows ``ks`` continue exactly as the originals would.
 
-        Rows with equal ``env_fns`` share the scratch environments. Each row is checked with its own state.
+        Successive rows with equal ``env_fns`` share scratch environments. Each row is checked with its own state.
         """
         with contextlib.ExitStack() as scratch:
             latest: list[tuple[Callable[[], Any], Proof | NotRestorable]] = []
@@ -102,7 +102,7 @@ class SnapshotRows(EnvRows):
         return proof
 
     def check(self, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
-        """Prepare to load snapshots; each that does not fit is a failure of the outcome. The rows do not change."""
+        """Prepare to load snapshots, without changing the rows. A snapshot that does not fit is a failure in the outcome."""
         given = dict(snapshots)
 
         def prepare_row(k: int) -> None:

@@ -1,4 +1,4 @@
-"""``EnvPoolVectorEnv``: a pool behind Gymnasium's vector interface.
+"""``EnvPoolVectorEnv``: a pool of EnvPool's behind Gymnasium's vector interface.
 
 This module defines the arguments of the class and the methods that only EnvPool has. The other methods are those of
 :class:`~vecenv.front.vector_env.VectorEnvBase`; :mod:`vecenv.backends.envpool.drivers` executes them.
@@ -23,13 +23,13 @@ from vecenv.front.vector_env import VectorEnvBase
 
 
 class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
-    """The attributes that all vector environments over pools share, for one or several players per environment."""
+    """The base of vector environments over pools, for one or several players per environment."""
 
     _driver: PoolDriver
 
     @property
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The seeds of the pool, one per environment. ``reset(seed=...)`` with them repeats its trajectories."""
+        """The seeds of the pool, one per environment. ``reset(seed=...)`` with these repeats its trajectories."""
         return tuple(self._driver.seeding.seeds)
 
     def __repr__(self) -> str:
@@ -48,7 +48,7 @@ class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
 class EnvPoolVectorEnv(PoolVectorEnv):
     """Environments in EnvPool's C++ threads, behind Gymnasium's vector interface.
 
-    No environment is built until the first ``reset``, so that ``reset(seed=...)`` right after construction costs nothing.
+    No environment is built until the first ``reset``, so ``reset(seed=...)`` right after construction costs nothing extra.
 
     Args:
         task_id: EnvPool's id of the task, such as ``"Pong-v5"``; see :meth:`task_ids`.
@@ -85,8 +85,8 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: an array or nested dicts of arrays of
     ``observation_space``; rewards float64, flags bool, all of shape ``(num_envs,)``; infos a dict of arrays with a mask
-    ``_key`` for every key, always with ``env_id`` and ``elapsed_step``. All arrays are fresh and the caller's own. A masked
-    reset returns the other rows from the latest observations, including changes that the caller has made to them.
+    ``_key`` for every key, always with ``env_id`` and ``elapsed_step``. All arrays are new and belong to the caller. A
+    masked reset returns the other rows from the latest observations, including changes that the caller has made to them.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
         """Build a vector environment around a pool from ``envpool.make``, of any ``env_type``, with nothing in flight.
 
-        The first reset without a seed uses this pool; a seed builds another of the same configuration. The vector
+        The first reset without a seed uses this pool; one with a seed builds another with the same configuration. The vector
         environment owns the pool from now on.
 
         Raises:
@@ -172,7 +172,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     def xla(self) -> tuple[Any, Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
         """Return EnvPool's ``(handle, recv, send, step)`` for use inside ``jax.jit``.
 
-        The functions are EnvPool's own: float32 rewards, no masks, and *no checks of actions*. From then on compiled code
+        The functions are EnvPool's own: float32 rewards, no masks, and *no checks of actions*. From then on, compiled code
         steps the pool and bypasses this object, so ``step``, ``send`` and ``recv`` raise; ``reset()`` abandons the pool and
         builds a new one.
 

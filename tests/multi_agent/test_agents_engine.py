@@ -36,7 +36,7 @@ def test_calls_and_attributes_reach_the_environment(num_workers: int) -> None:
         assert len(envs.render()) == 3
         assert envs.render_mode == "rgb_array"
         assert envs.metadata["name"] == "random_game_v0"
-        with pytest.raises(TypeError, match="function"):
+        with pytest.raises(TypeError, match="callable that takes an environment"):
             envs.exec_func(3)  # type: ignore[arg-type]
         assert envs.stats()["resets"] == 3
         assert "random_game_v0, agents=3, layout='stack', num_envs=3" in repr(envs)

@@ -28,6 +28,7 @@ ALTERNATE = (
     "native-ale",
     "jax-to-numpy",
     "jax-to-jax",
+    "ray",
 )
 THIRDS = 3
 FILE_OF_JAX = "test_steps.py"

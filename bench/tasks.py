@@ -49,9 +49,10 @@ class Task(gymnasium.Env[Any, Any]):
         began = time.perf_counter()
         time.sleep(self._seconds)
         self._left -= 1
+        observation = np.zeros(4, np.float32)
+        info = {"spent": self._spent + time.perf_counter() - began, "build": self._build} if self._left == 0 else {}
         self._spent += time.perf_counter() - began
-        info = {"spent": self._spent, "build": self._build} if self._left == 0 else {}
-        return np.zeros(4, np.float32), 1.0, self._left == 0, False, info
+        return observation, 1.0, self._left == 0, False, info
 
 
 def _policy(observations: Any) -> Any:

@@ -149,7 +149,7 @@ def test_unsupported_configurations_are_rejected() -> None:
             MultiAgentVecEnvRunner(config=multi_agent_config("refused", MultiAgentVecEnvRunner))
 
     assert_rejected(lambda context: TurnGame(), TypeError, "needs a vecenv.MultiAgentVecEnv")
-    three = "is 4, and 'refused' built 3"
+    three = "is 4, but 'refused' built 3"
     assert_rejected(lambda context: vecenv.MultiAgentVecEnv([TurnGame] * 3, num_workers=0), ValueError, three)
     with pytest.raises(ValueError, match="register_env"):
         MultiAgentVecEnvRunner(config=multi_agent_config("never registered", MultiAgentVecEnvRunner))

@@ -30,7 +30,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sampling import sample_marked
+from sampling import sample_marked, thin_out
 
 SETTLE_SECONDS = 2.0
 KINDS = ("processes", "descriptors", "threads", "shared_memory")
@@ -46,6 +46,8 @@ _NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 # contract's tests run with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
 LEFT_OUT = {"long", "slow", "soak"}
+CASES_IN_CI = 3  # of those of a test that are ``long``
+ALL_CASES_IN_CI = ("test_readme.py",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect :data:`LEFT_OUT` unless ``-m`` is given, and run tests that start permanent threads last."""
     sample_marked(items, LEFT_OUT)
+    thin_out([item for item in items if item.path.name not in ALL_CASES_IN_CI], CASES_IN_CI)
     if not _LINUX:
         _leave_out({"linux"}, config, items)
     if not config.getoption("markexpr"):

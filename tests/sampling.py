@@ -1,4 +1,4 @@
-"""Samples of a product of parameters for the default run; the rest of the product is marked ``slow`` or ``long``.
+"""Samples of a product of parameters for the default run and for ``.ci/run``; the rest is marked ``long`` or ``slow``.
 
 @pytest.mark.parametrize(("mode", "num_workers"), each_once(MODES, WORKERS))  # the rest is slow
 
@@ -117,6 +117,20 @@ def sample_marked(items: Iterable[pytest.Item], left_out: Collection[str]) -> No
         for case in cases:
             if case not in kept:
                 case.add_marker(pytest.mark.long)
+
+
+def thin_out(items: Iterable[pytest.Item], count: int) -> None:
+    """Mark as ``slow`` what is ``long`` beyond ``count`` cases of a test, of which each next one has the most new values."""
+    tests: dict[tuple[Path, Any, str], list[pytest.Function]] = {}
+    for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
+        if "long" in marks and "slow" not in marks and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests.setdefault((item.path, item.cls, item.originalname), []).append(item)
+    for cases in tests.values():
+        kept = set(map(id, _spread(cases, count)))
+        for case in cases:
+            if id(case) not in kept:
+                case.add_marker(pytest.mark.slow)
 
 
 def _spread(cases: Sequence[pytest.Function], count: int) -> list[pytest.Function]:

@@ -1,4 +1,4 @@
-"""``sampling.py``: which cases of a product run by default, and that no case is missing."""
+"""``sampling.py``: which cases of a product run by default or in ``.ci/run``, and that no case is missing."""
 
 from __future__ import annotations
 
@@ -58,3 +58,9 @@ def test_named_cases_are_kept(number: int, request: pytest.FixtureRequest) -> No
 @pytest.mark.parametrize("number", [1, 2])
 def test_all_cases_are_kept_if_no_named_one_is_collected(number: int, request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("long") is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(5))
+def test_three_cases_of_a_long_test_are_not_slow(number: int, request: pytest.FixtureRequest) -> None:
+    assert (request.node.get_closest_marker("slow") is None) == (number < 3)

@@ -109,6 +109,22 @@ def test_rows_continue_with_their_task_and_help_when_their_worker_is_idle() -> N
     assert not waiting
 
 
+def test_the_last_tasks_are_shared_by_the_workers() -> None:
+    """One worker's rows end first: it gets half of the tasks that are left, although the other worker's rows are in use."""
+    episodes = [Episode(env=name) for name in "abcdefgh" for _ in range(10)]
+    waiting = WaitingEpisodes(episodes, [range(4), range(4, 8)])
+    waiting.add(range(80))
+    first = {waiting.take(row, worker_is_idle=row in (0, 4)) for row in (0, 1, 4, 5)}
+    assert first == {0, 10, 20, 30}
+    for row in (0, 1, 4, 5):
+        for _ in range(9):
+            waiting.take(row, worker_is_idle=False)
+    idle_first = [waiting.take(row, worker_is_idle=row == 0) for row in (0, 1, 2, 3)]
+    assert idle_first == [40, 50, None, None]
+    assert [waiting.take(row, worker_is_idle=row == 4) for row in (4, 5, 6, 7)] == [60, 70, None, None]
+    assert waiting.take(2, worker_is_idle=True) in (41, 51, 61, 71)  # there is no unused one: it helps
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize(

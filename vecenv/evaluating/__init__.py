@@ -280,7 +280,7 @@ class EpisodeRunner:
         self._envs, self._episodes, self._act, self._report = envs, episodes, act, report
         self._by_row = infos_by_row(envs)
         self._mode = envs.metadata.get("autoreset_mode")
-        self._waiting = WaitingEpisodes(episodes.episodes)
+        self._waiting = WaitingEpisodes(episodes.episodes, getattr(envs, "worker_rows", ()))
         self._running: dict[int, Attempt] = {}  # by environment
 
     def _begin_attempts(self, rows: Iterable[int]) -> list[Attempt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vecenv.errors import EnvFailed, close_names
@@ -16,16 +16,18 @@ __all__ = ["WaitingEpisodes", "require_offered"]
 class WaitingEpisodes:
     """The waiting episodes, grouped by the name of their environment.
 
-    A row gets the episodes of the environment that it already has, then those of an environment that no row has. If there
-    are none, a row in an idle worker gets those of the environment with the most waiting episodes. Episodes without an
-    environment name run in the order of the list.
+    A row gets the episodes of the environment that it already has, then those of an environment that no row has, unless
+    its worker has more than its share of what is left and another worker has less. If there are none, a row in an idle
+    worker gets those of the environment with the most waiting episodes. Episodes without an environment name run in the
+    order of the list.
 
     Args:
         episodes: All episodes.
+        workers: The rows of each worker; empty if workers are unknown.
     """
 
-    def __init__(self, episodes: Sequence[Episode]) -> None:
-        self._episodes = episodes
+    def __init__(self, episodes: Sequence[Episode], workers: Sequence[Collection[int]] = ()) -> None:
+        self._episodes, self._workers = episodes, workers
         self._by_env: dict[str | None, deque[int]] = {}
         self._env_of_row: dict[int, str | None] = {}
 
@@ -43,7 +45,7 @@ class WaitingEpisodes:
         if row not in self._env_of_row or env not in self._by_env:
             in_use = set(self._env_of_row.values()) - {None}
             unused = [name for name in self._by_env if name not in in_use]
-            if not unused and not worker_is_idle:
+            if not worker_is_idle and (not unused or self._has_its_share(row, unused[0])):
                 return None
             env = unused[0] if unused else max(self._by_env, key=lambda name: len(self._by_env[name]))
         queue = self._by_env[env]
@@ -55,6 +57,19 @@ class WaitingEpisodes:
         else:
             self._env_of_row.pop(row, None)  # the snapshot determines the row's environment
         return index
+
+    def _has_its_share(self, row: int, env: str | None) -> bool:
+        """True if the episodes of ``env`` should wait for another worker than that of the row."""
+        if env is None or not self._workers:
+            return False
+        loads = [self._load(rows) for rows in self._workers]
+        own = self._load(next(rows for rows in self._workers if row in rows))
+        share = sum(map(len, self._by_env.values())) / len(self._workers)
+        return own > min(loads) and own + len(self._by_env[env]) / 2 > share
+
+    def _load(self, rows: Collection[int]) -> int:
+        """Return the number of waiting episodes of the environments that these rows have."""
+        return sum(len(self._by_env.get(env, ())) for env in {self._env_of_row.get(row) for row in rows} - {None})
 
 
 def require_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequence[Episode]) -> None:

@@ -46,7 +46,7 @@ PRIVATE = frozenset({
 })  # fmt: skip
 """Words for which the field has a better one."""
 _PUBLIC = {  # names that users read or call
-    "aio/pool.py": {"over"}, "backends/envpool/vector_env.py": {"over"},
+    "aio/pool.py": {"over"}, "backends/envpool/vector_env.py": {"over"}, "planning/independence.py": {"verdict"},
 }  # fmt: skip
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PERSONS = re.compile(r"\b(?:whoever|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)

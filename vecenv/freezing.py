@@ -62,7 +62,7 @@ _waiting: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.Weak
 
 
 @dataclass(slots=True)
-class Plan:
+class CopyPlan:
     """The arguments of a copy. The caller holds its files open, and the copy reopens them.
 
     Attributes:
@@ -88,7 +88,7 @@ class Plan:
 # -- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def copy_worker(process: Serving, plan: Plan) -> Outcome | None:
+def copy_worker(process: Serving, plan: CopyPlan) -> Outcome | None:
     """Fork a worker. The copy waits for requests to fork in turn; each of its forks serves a row.
 
     Returns:
@@ -108,7 +108,7 @@ def copy_worker(process: Serving, plan: Plan) -> Outcome | None:
     return None
 
 
-def _wait_to_be_copied(process: Serving, plan: Plan) -> None:
+def _wait_to_be_copied(process: Serving, plan: CopyPlan) -> None:
     """Fork at each request. This returns only in the forks; the waiting process ends here."""
     process.channel.close()
     policy = SpinPolicy(0.0, np.zeros(1))
@@ -116,7 +116,7 @@ def _wait_to_be_copied(process: Serving, plan: Plan) -> None:
         channel = _connect(process, plan)
         _report_ready(channel)
         while (message := channel.wait(policy))[0] != Op.CLOSE:
-            thawed: Plan = pickle.loads(message[2] or b"")
+            thawed: CopyPlan = pickle.loads(message[2] or b"")
             if _fork(thawed.token):
                 channel.close()
                 _serve_row(process, thawed)
@@ -124,7 +124,7 @@ def _wait_to_be_copied(process: Serving, plan: Plan) -> None:
     os._exit(0)
 
 
-def _serve_row(process: Serving, plan: Plan) -> None:
+def _serve_row(process: Serving, plan: CopyPlan) -> None:
     """Turn a copy into the worker of a row, which continues with its environment."""
     before, start = process.rows, process.start
     assert before is not None
@@ -153,7 +153,7 @@ def _reseed(env: Any, seed: int) -> None:
         seed_process(np.random.SeedSequence(seed))()
 
 
-def _connect(process: Serving, plan: Plan) -> WorkerEnd:
+def _connect(process: Serving, plan: CopyPlan) -> WorkerEnd:
     """Open the channel and the stack file of a copy."""
     assert process.rows is not None
     process.rows.forked.clear()
@@ -386,10 +386,10 @@ class _Copy:
         self.process: CopiedProcess | None = None
         self.owner = os.getpid()
 
-    def plan(self, row: int | None = None, placement: Placement | None = None, seed: int | None = None) -> Plan:
+    def plan(self, row: int | None = None, placement: Placement | None = None, seed: int | None = None) -> CopyPlan:
         """Return the arguments of the copy."""
         reader, writer = (end.number for end in self.channel.worker_ends)
-        return Plan(self.owner, reader, writer, self.stack_file.fd, self.token, row, placement, seed)
+        return CopyPlan(self.owner, reader, writer, self.stack_file.fd, self.token, row, placement, seed)
 
     def await_ready(self, method: str, name: str, maker: ProcessWatch) -> CopiedProcess:
         """Wait until the process is ready, and return it.

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Host, HostPlan, Lost, Reply
+from vecenv.backends.ray.host import Host, HostPlan, HostReply, Lost
 from vecenv.errors import ClusterError
 
 
@@ -101,7 +101,7 @@ def _as_received(value: Any) -> Any:
     buffers: list[Any] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
     again = pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
-    if isinstance(again, Reply):
+    if isinstance(again, HostReply):
         for leaf in again.arrays:
             assert isinstance(leaf, np.ndarray)
             leaf.flags.writeable = False

@@ -23,7 +23,7 @@ from sampling import each_once
 
 import vecenv
 from vecenv.backends import RayVectorEnv
-from vecenv.backends.ray.host import Reply
+from vecenv.backends.ray.host import HostReply
 from vecenv.errors import ClusterError, EnvFailed, HostDied, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 from vecenv.tools.replay import replay
@@ -594,7 +594,7 @@ def test_a_plain_step_is_one_call_a_host_with_one_object_or_large_arrays(shape: 
     envs = VectorEnvHere(fns, here)
     assert_same_trajectory(envs, SyncVectorEnv(fns), 9, seed=1)
     replies = [here.done[number] for number, (_, method, _) in here.calls.items() if method == "step"]
-    assert [type(reply) for reply in replies] == [bytes if shape == (2,) else Reply] * 18
+    assert [type(reply) for reply in replies] == [bytes if shape == (2,) else HostReply] * 18
     assert here.served.count((0, "step")) == 9
     envs.close()
 
@@ -658,7 +658,7 @@ def test_files_of_hosts_are_written_by_the_caller(fault: str, on_failure: str, t
                 break
     file = next(tmp_path.glob("*-env3-*.vecenv"))
     assert on_failure == "restart" or any(str(tmp_path) in name for name in names)
-    assert replay(file).verdict == "happened again"
+    assert replay(file).status == "happened again"
 
 
 def test_record_by_hand_on_a_host(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def fails(envs: Any, seconds: float, folder: Path, begin: str) -> None:
     (file,) = folder.glob("*.vecenv")
     began = time.monotonic()
     result = replay(file, (begin,))
-    assert result.verdict == "happened again", result.text
+    assert result.status == "happened again", result.text
     assert time.monotonic() - began < seconds
 
 

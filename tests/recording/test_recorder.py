@@ -51,7 +51,7 @@ def require_all_repeat(envs: Any, folder: Path, *begins: str) -> None:
     for row in range(envs.num_envs):
         for begin in begins or ("latest", "first"):
             result, _ = replay_file(envs.record(row, folder / f"{row}.vecenv"), begin)
-            assert result.verdict == AGAIN, (row, begin, result.text)
+            assert result.status == AGAIN, (row, begin, result.text)
             assert "matched the record" in result.text
 
 
@@ -221,7 +221,7 @@ def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Pat
         assert envs._recorder._capacity == 32
         for row in range(4):
             result, made = replay_file(path := envs.record(row))
-            assert result.verdict == AGAIN, result.text
+            assert result.status == AGAIN, result.text
             assert made <= 26, "from the snapshot on"
             episode, step = (begun[row] + 1, 0) if over[row] else (begun[row], steps[row])
             assert path.name == f"HistoryEnv-env{row}-episode{episode}-step{step}.vecenv"
@@ -394,7 +394,7 @@ def test_obstacles_in_the_folder_do_not_replace_the_failure(obstacle: Any, on_fa
             fail(envs)
         else:
             assert [envs.step([1, 2])[3].all() for _ in range(5)] == [False] * 4 + [True]
-        assert replay_file(Path(envs.errors[0].recorded))[0].verdict == AGAIN
+        assert replay_file(Path(envs.errors[0].recorded))[0].status == AGAIN
         envs.reset()
     assert (tmp_path / "old.vecenv").is_symlink() or (tmp_path / "old.vecenv").is_dir()
 
@@ -468,7 +468,7 @@ def test_failure_after_a_recovery_repeats_from_the_recovery(how: str, tmp_path: 
                 kept = path.rename(path.with_suffix(f".{life}"))
                 for begin in ("latest", "first"):
                     result, steps = replay_file(kept, begin)
-                    assert result.verdict == AGAIN, (life, begin, result.text)
+                    assert result.status == AGAIN, (life, begin, result.text)
                     assert steps == 5 + (how == "restart" and life > 0)
 
 

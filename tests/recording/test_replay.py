@@ -185,7 +185,7 @@ def test_first_difference_is_reported(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"\d+"):
             step_on(envs, lambda at: np.zeros(2, np.int64))
     result = replay(min(tmp_path.glob("*.vecenv")))
-    assert result.verdict == "did not happen again"
+    assert result.status == "did not happen again"
     assert f"another failure at step {AT}: ValueError" in result.text
     assert "first difference from the record at step 5: reward" in result.text
 
@@ -209,7 +209,7 @@ def test_every_environment_of_a_dead_worker_has_a_file(tmp_path: Path) -> None:
     assert error.__notes__ == [f"recorded: {files[1]}\nand 2 more in {tmp_path}"]
     assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
     results = [replay(file) for file in files]
-    assert [result.verdict for result in results] == ["did not happen again", "happened again", "did not happen again"]
+    assert [result.status for result in results] == ["did not happen again", "happened again", "did not happen again"]
     assert (results[1].step, results[1].location) == (AT, error_location(error))
     assert 'faulty.py", line ' in results[1].stack
     assert [line.split(":")[0] for line in run(tmp_path).stderr.splitlines()[1:]] == [f"  {files[1]}"], "no siblings"
@@ -242,7 +242,7 @@ def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
     assert len(files) == 4
     for file in files:
         assert any(f"(recorded: {file})" in record.getMessage() for record in caplog.records)
-        assert replay(file).verdict == "happened again"
+        assert replay(file).status == "happened again"
 
 
 @pytest.mark.sampled("{'num_workers': 1, 'use_caller': True}")
@@ -254,7 +254,7 @@ def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
 def test_engines_of_all_kinds(options: dict[str, Any], tmp_path: Path) -> None:
     files, _ = fails(tmp_path, "raises", when={"step": 50}, **options)
     result = replay(files[0])
-    assert result.verdict == "happened again", result.text
+    assert result.status == "happened again", result.text
 
 
 @pytest.mark.long
@@ -343,7 +343,7 @@ def test_a_game_of_several_agents(tmp_path: Path) -> None:
             step_on(envs, lambda at: np.full((3, 2), at % 2))
     (file,) = tmp_path.glob("pennies-env*.vecenv")
     assert "a penny is lost" in replay(file).text
-    assert replay(file).verdict == "happened again"
+    assert replay(file).status == "happened again"
 
 
 # -- the command ----------------------------------------------------------------------------------------------------------

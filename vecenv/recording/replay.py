@@ -25,14 +25,14 @@ class ReplayResult(NamedTuple):
     """The result of a replay.
 
     Attributes:
-        verdict: ``AGAIN``, ``DIFFERENT`` or ``CANNOT``.
+        status: ``AGAIN``, ``DIFFERENT`` or ``CANNOT``.
         text: A sentence that explains it.
         step: Number of the step that failed; ``None``: no step failed.
         location: ``file:line in function`` of the failure; empty if it is unknown or in this package.
         stack: The traceback of the exception, or the last Python stack of the process; empty if there is none.
     """
 
-    verdict: str
+    status: str
     text: str
     step: int | None = None
     location: str = ""
@@ -266,10 +266,10 @@ class Replay:
 
     def _end_without_failure(self, until: int | None) -> None:
         record, different = self.record, f"first difference from the record at {self._different}"
-        verdict = DIFFERENT if self._different or record.failed is not None else AGAIN
+        status = DIFFERENT if self._different or record.failed is not None else AGAIN
         steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
         if until is not None and self.place < record.steps:
-            verdict = DIFFERENT if self._different else AGAIN
+            status = DIFFERENT if self._different else AGAIN
             text = f"stopped before step {self.step_number}: {different if self._different else 'all as recorded'}"
         elif self._different:
             text = f"did not happen again; {different}"
@@ -277,7 +277,7 @@ class Replay:
             text = f"nothing had failed, and {steps} matched the record"
         else:
             text = f"did not happen again, though {steps} matched the record"
-        self.result = ReplayResult(verdict, text)
+        self.result = ReplayResult(status, text)
 
     def close(self) -> None:
         """Close the environment."""

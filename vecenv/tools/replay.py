@@ -72,19 +72,19 @@ def main(arguments: argparse.Namespace) -> int:
         result = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
     else:
         result = replay(path, begins, until=arguments.until, frames=arguments.frames)
-    running, instead = _find_running(path, header) if result.verdict == DIFFERENT else (None, None)
+    running, instead = _find_running(path, header) if result.status == DIFFERENT else (None, None)
     if arguments.json:
         print(json.dumps({
-            "result": result.verdict, "text": result.text, "env_id": header.env_id, "env": header.env,
+            "result": result.status, "text": result.text, "env_id": header.env_id, "env": header.env,
             "episode": header.episode, "step": result.step, "location": result.location, "traceback": result.stack,
             "recorded": header.failed, "recorded_step": header.step, "instead": instead and str(instead),
         }))  # fmt: skip
-    elif not arguments.pdb or result.verdict == CANNOT:  # with --pdb it was printed before the debugger
+    elif not arguments.pdb or result.status == CANNOT:  # with --pdb it was printed before the debugger
         _print_result(result)
     if running is not None and not arguments.json:
         advice = f"replay {instead}" if instead else f"replay a file of env {running}"
         print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
-    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.verdict]
+    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.status]
 
 
 def _print_result(result: ReplayResult) -> None:
@@ -151,9 +151,9 @@ def replay(
     results: list[ReplayResult] = []
     for begin in begins:
         results.append(_replay(path, begin=begin, until=until, frames=frames))
-        if results[-1].verdict != DIFFERENT:
+        if results[-1].status != DIFFERENT:
             break
-    return results[-1] if results[-1].verdict == AGAIN else results[0]
+    return results[-1] if results[-1].status == AGAIN else results[0]
 
 
 def _replay(path: Path, **options: Any) -> ReplayResult:

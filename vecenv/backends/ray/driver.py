@@ -11,7 +11,7 @@ from gymnasium import Space, spaces
 from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.ray.exchange import PHASES, Exchange, Part, Request, index_of, reset_arguments
+from vecenv.backends.ray.exchange import PHASES, HostExchange, HostRequest, RequestPart, index_of, reset_arguments
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
@@ -42,7 +42,7 @@ class HostsDriver(Driver):
         observation_space, action_space: Those of one environment.
         action_spaces: The batched action space.
         mode: The autoreset mode.
-        **policy: The policy for failures; see :class:`Exchange`.
+        **policy: The policy for failures; see :class:`HostExchange`.
 
     Attributes:
         exchange: The pending requests and the latest results.
@@ -63,7 +63,7 @@ class HostsDriver(Driver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.pool, self.mode = pool, mode
-        self.exchange = Exchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
+        self.exchange = HostExchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
         self.num_envs = self.batch_size = n = self.exchange.num_envs
         self.observers = self.exchange.failures.observers
         self._action_space, tree = action_space, fixed_tree(action_space, "action")
@@ -110,7 +110,7 @@ class HostsDriver(Driver):
         unborn, held = exchange.failures.unborn.intersection(rows), exchange.held.keys() & set(rows)
         if (error := exchange.replace_hosts(unborn, count=True)) is not None:
             raise error
-        request = Request("step", rows if isinstance(rows, range) else sorted(rows))
+        request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
         sent = request.rows
         if unborn or held:
             sent = [row for row in sent if row not in unborn and row not in held]
@@ -153,7 +153,7 @@ class HostsDriver(Driver):
             seeds[row] = seed
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
             raise error
-        request = Request("reset", rows, seeds, options)
+        request = HostRequest("reset", rows, seeds, options)
         parts = [(part, reset_arguments(part, seeds)) for part in exchange.split(request, rows)]
         with exchange.changing():
             if not by_row:
@@ -250,14 +250,14 @@ class HostsDriver(Driver):
     def begin_set_next(self, rows: Sequence[int], given: Sequence[Any]) -> None:
         """Begin to give some environments the seed and options of their next episode; ``given`` has an entry for all."""
 
-        def arguments(part: Part) -> Any:
+        def arguments(part: RequestPart) -> Any:
             seeds, options = zip(*(given[row] for row in part.rows), strict=True)
             return (list(options),), {"seed": list(seeds), "env_id": part.local}
 
         self._begin_call("set_next_options", rows, arguments, ([given[row] for row in rows],))
 
     def _begin_call(
-        self, command: str, rows: Sequence[int], arguments: Callable[[Part], Any], announced: Any = None,
+        self, command: str, rows: Sequence[int], arguments: Callable[[RequestPart], Any], announced: Any = None,
         method: str | None = None,
     ) -> None:  # fmt: skip
         """Begin to call a method of each host that has some of these rows.
@@ -269,7 +269,7 @@ class HostsDriver(Driver):
             announced: Arguments for observers; ``None`` for a call that changes no environment.
             method: The host's method, if it is not ``command``.
         """
-        exchange, request = self.exchange, Request(command, sorted(rows), droppable=True)
+        exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
         parts = [(part, cloudpickle.dumps(arguments(part))) for part in exchange.split(request, request.rows)]
         if dead := [row for part, _ in parts if part.host.death for row in part.rows]:
             exchange.failures.refuse(dead)
@@ -335,10 +335,10 @@ class HostsDriver(Driver):
         for row, one in known.items():
             self._require_observation(row, one)
 
-        def arguments(part: Part) -> Any:
+        def arguments(part: RequestPart) -> Any:
             return ([snapshot_of[row] for row in part.rows], part.local), {}
 
-        if len(self.exchange.split(Request("load", rows), sorted(rows))) > 1:
+        if len(self.exchange.split(HostRequest("load", rows), sorted(rows))) > 1:
             self._begin_call("load", rows, arguments, method="require_fit")
             self._finish_call()
         self._begin_call("load", rows, arguments, (given,))

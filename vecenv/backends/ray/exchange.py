@@ -4,8 +4,8 @@ A request has one part per host, and the host's actor executes parts in the orde
 by its reference, so a late reply to a dropped request is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all
 rows: they wait for all replies, and return the results together.
 
-State changes only within :meth:`Exchange.changing`, where no signal handler raises. If a handler interrupts a wait, nothing
-is lost, and the same wait can be repeated.
+State changes only within :meth:`HostExchange.changing`, where no signal handler raises. If a handler interrupts a wait,
+nothing is lost, and the same wait can be repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.ray.failures import Errors, Failures, combine
-from vecenv.backends.ray.host import Failed, Lost, Reply, fields, record_type
+from vecenv.backends.ray.host import HostReply, Lost, RemoteFailure, fields, record_type
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
@@ -40,7 +40,7 @@ PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 
 
 @dataclass(eq=False)
-class Request:
+class HostRequest:
     """A request to some hosts.
 
     Attributes:
@@ -66,10 +66,10 @@ class Request:
         return PHASES.get(self.command, Phase.WAITING_CALL)
 
 
-class Part(NamedTuple):
+class RequestPart(NamedTuple):
     """The part of a request for one host; ``rebuilds``: the host resets new environments instead of executing it."""
 
-    request: Request
+    request: HostRequest
     host: RemoteHost
     rows: Sequence[int]
     rebuilds: bool = False
@@ -81,7 +81,7 @@ class Part(NamedTuple):
         return range(len(self.rows)) if self.rows is self.host.rows else [row - first for row in self.rows]
 
 
-class Exchange:
+class HostExchange:
     """The pending requests of one driver, and the latest results.
 
     Args:
@@ -121,9 +121,9 @@ class Exchange:
         leaves = [] if tree is None else [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
         self._arrays = [self.rewards, self.terminations, self.truncations, *leaves]
         self.store: Any = PickledStore(observation_space, n) if tree is None else SharedStore(tree, leaves)
-        self.call: Request | None = None
-        self.parts: dict[Any, Part] = {}
-        self.lost: list[Part] = []
+        self.call: HostRequest | None = None
+        self.parts: dict[Any, RequestPart] = {}
+        self.lost: list[RequestPart] = []
         self.ready: dict[int, str] = {}
         self.infos: dict[int, Any] = {}
         self.unraised: deque[tuple[Errors, Collection[int]]] = deque()
@@ -147,18 +147,18 @@ class Exchange:
 
     # -- sending ----------------------------------------------------------------------------------------------------------
 
-    def split(self, request: Request, rows: Sequence[int], *, rebuilds: bool = False) -> list[Part]:
+    def split(self, request: HostRequest, rows: Sequence[int], *, rebuilds: bool = False) -> list[RequestPart]:
         """Split a request about some of its rows, in ascending order, into the parts of hosts."""
         if len(rows) == self.num_envs:
-            return [Part(request, host, host.rows, rebuilds) for host in self.pool.hosts]
+            return [RequestPart(request, host, host.rows, rebuilds) for host in self.pool.hosts]
         shares = ((host, [row for row in rows if row in host.rows]) for host in self.pool.hosts)
-        return [Part(request, host, mine, rebuilds) for host, mine in shares if mine]
+        return [RequestPart(request, host, mine, rebuilds) for host, mine in shares if mine]
 
-    def submit(self, part: Part, method: str, *args: Any) -> None:
+    def submit(self, part: RequestPart, method: str, *args: Any) -> None:
         """Call ``method`` of the part's host with the part's rows and ``args``."""
         self.parts[self.pool.cluster.submit(part.host.index, method, part.local, *args)] = part
 
-    def rebuild(self, request: Request, rows: Sequence[int]) -> None:
+    def rebuild(self, request: HostRequest, rows: Sequence[int]) -> None:
         """Reset new environments: instead of a step, or with the seeds and options of the requested reset."""
         fresh: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
@@ -183,7 +183,7 @@ class Exchange:
         for row in rows:
             self.held.pop(row, None)
 
-    def end(self, request: Request) -> None:
+    def end(self, request: HostRequest) -> None:
         """End the pending call, and count its steps or resets."""
         self.counters.steps += self.num_envs if request.command == "step" else 0
         self.counters.resets += len(request.rows) if request.command == "reset" else 0
@@ -211,7 +211,7 @@ class Exchange:
 
     # -- waiting ----------------------------------------------------------------------------------------------------------
 
-    def wait_for_all(self, request: Request, deadline: float | None, method: str) -> bool:
+    def wait_for_all(self, request: HostRequest, deadline: float | None, method: str) -> bool:
         """Wait for all replies to the pending call, and raise its errors; ``False`` if the deadline passes first."""
         if not self._wait(lambda: not self.parts and not self.lost, deadline, method, every=True):
             return False
@@ -293,7 +293,7 @@ class Exchange:
 
     # -- replies ----------------------------------------------------------------------------------------------------------
 
-    def _apply(self, reference: Any, reply: Reply | bytes | Lost) -> None:
+    def _apply(self, reference: Any, reply: HostReply | bytes | Lost) -> None:
         """Apply one reply to its request."""
         request, host, rows, rebuilds = self.parts[reference]
         if isinstance(reply, Lost):
@@ -301,7 +301,7 @@ class Exchange:
             return
         del self.parts[reference]
         if isinstance(reply, bytes):
-            reply = Reply(rows, fields(reply, self._records, len(rows)), None, [], {}, None)
+            reply = HostReply(rows, fields(reply, self._records, len(rows)), None, [], {}, None)
         before = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
         where = index_of(reply.rows)
         for whole, values in zip(self._arrays, reply.arrays, strict=False):
@@ -313,7 +313,7 @@ class Exchange:
             self._end_episode(request.command == "step", row, last)
         self.ready.update(dict.fromkeys(reply.rows, request.command))
 
-    def _apply_rest(self, request: Request, host: RemoteHost, reply: Reply) -> Errors:
+    def _apply_rest(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
         """Apply a reply's outcome, events and error, and return the errors to raise."""
         errors: Errors = []
         if reply.outcome is not None:
@@ -324,9 +324,9 @@ class Exchange:
             request.results.update(outcome.results)
             for failure in outcome.failures:
                 error = failure.error if isinstance(failure.error, PackedError) else pack_error(failure.error)
-                errors += self.failures.record(host, request.command, Failed([failure.env], error, fatal=False))
+                errors += self.failures.record(host, request.command, RemoteFailure([failure.env], error, fatal=False))
         for event in reply.events:
-            if not isinstance(event, Failed):
+            if not isinstance(event, RemoteFailure):
                 for observer in self.failures.observers:
                     observer.on_reset(event.rows, event.seeds, event.options)
                 continue
@@ -407,7 +407,7 @@ def index_of(rows: Sequence[int]) -> slice | list[int]:
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 
 
-def reset_arguments(part: Part, seeds: Any) -> bytes:
+def reset_arguments(part: RequestPart, seeds: Any) -> bytes:
     """Pickle the seeds and options of a part's rows for a reset; ``seeds[row]`` is the seed of a row."""
     own = [seeds[row] for row in part.rows], select_options(part.request.options, part.rows)
     return cloudpickle.dumps(own)  # type: ignore[no-any-return]

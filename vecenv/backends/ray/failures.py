@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import NoReturn
 
-from vecenv.backends.ray.host import Failed
+from vecenv.backends.ray.host import RemoteFailure
 from vecenv.backends.ray.hosts import RemoteHost
 from vecenv.engine.observers import Observer, notify_failure
 from vecenv.errors import EnvFailed, ErrorRecord, RestartsExhausted, StepTimeout, WorkerDied, envs_text
@@ -43,7 +43,7 @@ class Failures:
         self.unborn: set[int] = set()
         self.restarts, self.restart_log, self._budget = 0, RestartLog(), RestartBudget(*budget, steps)
 
-    def record(self, host: RemoteHost, command: str, event: Failed) -> Errors:
+    def record(self, host: RemoteHost, command: str, event: RemoteFailure) -> Errors:
         """Record a failure and notify the observers."""
         envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
         note = f"{envs}, {host.label}, during {command}"

@@ -1,6 +1,6 @@
 """The actor on a host: an :class:`~vecenv.AsyncVectorEnv` over some of the environments, and its public calls.
 
-Nothing is raised across the network: failures are part of a :class:`Reply`, with the caller's indices.
+Nothing is raised across the network: failures are part of a :class:`HostReply`, with the caller's indices.
 
 Ray pickles every array separately, which takes longer than copying a small one, but passes ``bytes`` on unchanged. So
 actions, and results with nothing else to report, are sent as the ``bytes`` of an array with a record per row
@@ -82,7 +82,7 @@ class HostReady:
 
 
 @dataclass(slots=True)
-class Failed:
+class RemoteFailure:
     """A failure on a host.
 
     Attributes:
@@ -108,7 +108,7 @@ class Rebuilt:
 
 
 @dataclass(slots=True)
-class Reply:
+class HostReply:
     """The reply to one request, with the caller's indices of environments.
 
     Attributes:
@@ -123,7 +123,7 @@ class Reply:
     rows: Sequence[int]
     arrays: list[Array]
     outcome: bytes | None
-    events: list[Failed | Rebuilt]
+    events: list[RemoteFailure | Rebuilt]
     failed: dict[int, str]
     error: PackedError | None
 
@@ -142,7 +142,7 @@ class _Events(Observer):
 
     def __init__(self, plan: HostPlan) -> None:
         self._host, self._first = plan.index, plan.rows.start
-        self.events: list[Failed | Rebuilt] = []
+        self.events: list[RemoteFailure | Rebuilt] = []
         self.failed: dict[int, str] = {}
 
     def on_reset(self, rows: Any, seeds: list[int | None], options: Any) -> None:
@@ -153,7 +153,7 @@ class _Events(Observer):
         if not isinstance(error, StepTimeout):
             reason = str(error).partition("\n")[0] if worker_died else summary(error)
             self.failed.update(dict.fromkeys(self.move(rows), reason))
-            self.events.append(Failed(self.move(rows), self.pack(error), worker_died))
+            self.events.append(RemoteFailure(self.move(rows), self.pack(error), worker_died))
 
     def forget(self, rows: Sequence[int]) -> None:
         for row in self.move(rows):
@@ -218,7 +218,7 @@ class Host:
             ready.error = pack_error(error)
         return ready
 
-    def step(self, rows: Sequence[int], actions: bytes, pickled: bool) -> Reply | bytes:
+    def step(self, rows: Sequence[int], actions: bytes, pickled: bool) -> HostReply | bytes:
         """Step some environments with a batch of actions in their order: a pickle, or a record for each."""
 
         def begin() -> None:
@@ -230,7 +230,7 @@ class Host:
 
         return self._collect(len(rows), begin)
 
-    def reset(self, rows: Sequence[int], arguments: bytes) -> Reply | bytes:
+    def reset(self, rows: Sequence[int], arguments: bytes) -> HostReply | bytes:
         """Reset some environments. ``arguments``: pickled seeds and options, each for these rows or for all."""
 
         def begin() -> None:
@@ -242,7 +242,7 @@ class Host:
 
         return self._collect(len(rows), begin)
 
-    def call(self, rows: Sequence[int], name: str, arguments: bytes) -> Reply | bytes:
+    def call(self, rows: Sequence[int], name: str, arguments: bytes) -> HostReply | bytes:
         """Call a method of the vector environment, and reply with its results for these rows.
 
         ``require_fit`` is one of the host itself; other names are those of public methods.
@@ -283,7 +283,7 @@ class Host:
 
     # -- replies ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, count: int, begin: Callable[[], None]) -> Reply | bytes:
+    def _collect(self, count: int, begin: Callable[[], None]) -> HostReply | bytes:
         """Begin a step or a reset of ``count`` rows, and reply with the results of all that do not fail."""
         self._events.events = []
         errors: list[Exception] = []
@@ -320,12 +320,12 @@ class Host:
             rows, arrays = sorted(rows), [array[order] for array in arrays]
         return rows, arrays
 
-    def _reply(self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception]) -> Reply | bytes:
+    def _reply(self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception]) -> HostReply | bytes:
         events, records = self._events, self.envs.errors
-        known = {event.rows[0] for event in events.events if isinstance(event, Failed)}
+        known = {event.rows[0] for event in events.events if isinstance(event, RemoteFailure)}
         for record in records:
             if record.env is not None and self._first + record.env not in known:
-                events.events.append(Failed(events.move([record.env]), events.pack(record.error), fatal=False))
+                events.events.append(RemoteFailure(events.move([record.env]), events.pack(record.error), fatal=False))
         records.clear()  # the caller keeps them
         plain = len(rows) == self.envs.num_envs and outcome.is_plain() and not (events.events or events.failed or errors)
         if plain and sum(array.nbytes for array in arrays) < _LARGE:
@@ -333,10 +333,10 @@ class Host:
             for name, array in zip(self._records.names or (), arrays, strict=True):
                 batch[name] = array
             return batch.tobytes()
-        error = None
-        if errors and (self.envs.capabilities.restarts or not any(isinstance(event, Failed) for event in events.events)):
+        error, failed = None, any(isinstance(event, RemoteFailure) for event in events.events)
+        if errors and (self.envs.capabilities.restarts or not failed):
             error = events.pack(errors[0])  # otherwise the events are what it is about
-        return Reply(
+        return HostReply(
             rows, arrays, None if outcome.is_plain() else encode_outcome(outcome), events.events, events.failed, error
         )  # fmt: skip
 

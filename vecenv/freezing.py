@@ -542,45 +542,56 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
 
 
 def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
-    """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`. Signal handlers are deferred."""
+    """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`.
+
+    Signal handlers are deferred. If one raises, nothing has changed, or, at the very end, a reset is needed.
+    """
     watch = frozen._require_usable(engine)
     seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
     engine.calls.announce(rows, "thaw", (frozen,))
-    with deferred_signals():
-        new = _copies_for(engine, frozen, watch, rows, seeds)
-        for row, worker in zip(rows, new, strict=True):
-            engine.pool.replace(engine.pool.processes[row], launch=lambda index, its, worker=worker: worker)
-            engine.store.set_row(row, frozen.observation)
-        engine.failures.forget(rows)
-        engine.restarting.keep_good(rows)
-        engine.calls.verified -= set(rows)
+    copies: list[_Copy] = []  # those that are not in the pool
+    try:
+        with deferred_signals():
+            _fork_copies(engine, frozen, watch, rows, seeds, copies)
+        engine.state.changing = True
+        with deferred_signals():
+            for row in rows:
+                _replace_worker(engine, frozen, row, copies.pop(0))
+            engine.failures.forget(rows)
+            engine.restarting.keep_good(rows)
+            engine.calls.verified -= set(rows)
+        engine.state.changing = False
+    except BaseException:
+        for copy in copies:
+            copy.end()
+        raise
     infos = engine.infos.merger.merge([frozen.info] * len(rows), rows)
     return engine.store.take(np.array(rows, np.intp)), infos
 
 
-def _copies_for(
-    engine: Any, frozen: Frozen, watch: ProcessWatch, rows: list[int], seeds: Sequence[int | None]
-) -> list[Any]:
-    """Make a frozen copy fork once per row, and return the new workers, which are not in the pool yet.
+def _fork_copies(
+    engine: Any, frozen: Frozen, watch: ProcessWatch, rows: list[int], seeds: Sequence[int | None], copies: list[_Copy]
+) -> None:
+    """Make a frozen copy fork once per row; the new processes are appended to ``copies``.
 
     Raises:
         WorkerDied: The frozen copy has ended.
     """
     pool, channel = engine.pool, frozen._copy.channel
-    copies: list[_Copy] = []
     try:
         for row, seed in zip(rows, seeds, strict=True):
             copies.append(_Copy(pool))
             channel.queue(encode(Op.RUN, 1, pickle.dumps(copies[-1].plan(row, pool.placement_of(row), seed))))
             channel.flush()
-        workers = []
-        for row, one in zip(rows, copies, strict=True):
-            process = one.await_ready(frozen.method, pool.name_of(row), watch)
-            workers.append(pool.adopt(row, range(row, row + 1), process, one.channel, one.stack_file, one.held, one.token))
-    except BaseException as error:
-        for one in copies:
-            one.end()
-        if isinstance(error, ChannelClosed):
-            raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
-        raise
-    return workers
+    except ChannelClosed:
+        raise WorkerDied(f"{frozen!r} has ended", pid=frozen.pid, envs=[frozen.env], command="thaw") from None
+    for row, copy in zip(rows, copies, strict=True):
+        copy.await_ready(frozen.method, pool.name_of(row), watch)
+
+
+def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
+    """Replace the worker of a row by a copy that is ready."""
+    pool = engine.pool
+    worker = pool.adopt(row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.held, copy.token)
+    pool.replace(pool.processes[row], launch=lambda index, rows: worker)
+    engine.store.set_row(row, frozen.observation)

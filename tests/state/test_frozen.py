@@ -449,8 +449,36 @@ def test_thaw_of_a_copy_that_ends_changes_nothing(dead: bool, monkeypatch: pytes
             assert results_after(envs, 1, (1,))[0][0][4] == 6  # the sixth step of its episode
 
 
+@pytest.mark.parametrize(("moment", "phase"), [("_fork_copies", "DEFAULT"), ("_replace_worker", "RESET_NEEDED")])
+def test_interrupted_thaw_changes_nothing_or_needs_a_reset(moment: str, phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function = getattr(freezing, moment)
+
+    def interrupted(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGALRM)
+        function(*args)
+
+    with handled(signal.SIGALRM, Alarm), hidden(3) as envs:
+        [frozen] = envs.freeze([0])
+        before = [worker.pid for worker in envs.processes]
+        monkeypatch.setattr(freezing, moment, interrupted)
+        with pytest.raises(Alarm):
+            envs.thaw(frozen, into=[1, 2])
+        monkeypatch.undo()
+        assert f"phase={phase}" in repr(envs)
+        if phase == "DEFAULT":
+            assert [worker.pid for worker in envs.processes] == before
+            assert envs.step(np.zeros(3, np.int64))[4]["at"].tolist() == [1, 1, 1]
+        else:
+            with pytest.raises(gym.error.ResetNeeded):
+                envs.step(np.zeros(3, np.int64))
+        envs.reset()
+        results_after(envs, 5, (0, 1, 2))
+        assert results_after(envs, 1, (1,))[0][0][4] == 6
+
+
 @pytest.mark.parametrize("times", [3, pytest.param(8, marks=pytest.mark.long), pytest.param(2_000, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # from a finalizer of a copy
 def test_raising_signal_handler_loses_nothing(times: int) -> None:
     rng = np.random.default_rng(3)
     with handled(signal.SIGALRM, Alarm), hidden(3) as envs:
@@ -464,7 +492,8 @@ def test_raising_signal_handler_loses_nothing(times: int) -> None:
                 envs.thaw(frozen, into=[0, 2])
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except Alarm:
-                pass
+                if "RESET_NEEDED" in repr(envs):
+                    envs.reset()
             signal.setitimer(signal.ITIMER_REAL, 0)
             assert copies is None or copies[0].pid > 0
             envs.thaw(frozen, into=[0])

@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from planning.cases.registry import CASES, CLEAN, UNKNOWN, Base, EnvFns, case
+from planning.cases.registry import CASES, CLEAN, SHARES, UNKNOWN, Base, EnvFns, case
 
 
 @case(CLEAN)
@@ -340,7 +340,7 @@ def ignores_seeds():
     return [Ignoring] * 4
 
 
-@case((CLEAN, UNKNOWN))  # depends on the addresses
+@case((CLEAN, UNKNOWN, SHARES))  # depends on addresses, which another environment may change
 def set_order_by_address():
     class Thing:
         pass

@@ -9,7 +9,8 @@ random order, and a ratio is formed within each pair of turns. Its median is tak
 which either version was first, and the mean of the two), and again over several processes, half of which import the other
 version first; the least and the greatest of them are printed too.
 
-``--call recv`` is rounds of ``recv()`` and ``send()`` with half the environments in a batch. Worker processes
+``--call recv`` is rounds of ``recv()`` and ``send()`` with half the environments in a batch, ``--call recv_all`` with all
+of them, and ``--num-workers each`` is one process per environment. Worker processes
 (``--num-workers``) are forked while ``sys.modules`` holds the modules of their own version and no others, as it does in
 every turn; each lists the files of its code before the first turn. Those of the version that is not playing sleep,
 as its turn ended with nothing in flight, and the next one begins with a pause that is longer than they spin.
@@ -52,8 +53,8 @@ def main() -> None:
     parser.add_argument("other", help="a folder with another vecenv/ in it, or a revision of this repository")
     parser.add_argument("--env", default="CartPole-v1")
     parser.add_argument("--num-envs", type=int, nargs="+", default=[1, 2, 8])
-    parser.add_argument("--num-workers", type=int, nargs="+", default=[0])
-    parser.add_argument("--call", choices=["step", "recv"], nargs="+", default=["step"])
+    parser.add_argument("--num-workers", type=_number_or_each, nargs="+", default=[0])
+    parser.add_argument("--call", choices=["step", "recv", "recv_all"], nargs="+", default=["step"])
     parser.add_argument("--pairs", type=int, default=600, help="pairs of turns in each process")
     parser.add_argument("--processes", type=int, default=6)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)  # set in the processes that measure
@@ -81,6 +82,10 @@ def main() -> None:
                 f"and here {statistics.median(ratios):.4f} of that ({min(ratios):.4f} - {max(ratios):.4f})",
                 flush=True,
             )
+
+
+def _number_or_each(text: str) -> int | str:
+    return text if text == "each" else int(text)
 
 
 def _checkout(revision: str, folder: str) -> str:
@@ -121,9 +126,9 @@ class Player:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self._folder = folder
         self._modules: dict[str, ModuleType] = {}
-        self._workers, self._receives = options.num_workers[0], options.call[0] == "recv"
-        num_envs = options.num_envs[0]
-        size = max(1, num_envs // 2) if self._receives else num_envs
+        call, workers, num_envs = options.call[0], options.num_workers[0], options.num_envs[0]
+        self._workers, self._receives = None if workers == "each" else workers, call != "step"
+        size = max(1, num_envs // 2) if call == "recv" else num_envs
         self._batches = np.arange(num_envs // size * size).reshape(-1, size)  # the rows that are sent when a turn begins
         env_fns = [functools.partial(gymnasium.make, options.env)] * num_envs
         with self._in_place():
@@ -158,7 +163,7 @@ class Player:
         """Return the seconds per batch, over that many of them after a few that are not timed."""
         play = self._receive if self._receives else self._step
         with self._in_place():
-            if self._workers:
+            if self._workers != 0:
                 time.sleep(PAUSE)
             if self._receives:
                 for rows in self._batches:

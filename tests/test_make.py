@@ -303,7 +303,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], kind: type[Excepti
 def test_registration_checks_the_environments_options() -> None:
     with pytest.raises(TypeError, match="'CartPole-v1' has no option 'gravitee'"):
         register("CartPole-v1", gravitee=3)
-    with pytest.raises(TypeError, match="register wants an id, got 3"):
+    with pytest.raises(TypeError, match="register needs an id, got 3"):
         register(3)  # type: ignore[arg-type]
 
 

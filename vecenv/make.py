@@ -271,7 +271,7 @@ def register(
     """
     row = _row_of(backend)
     if not isinstance(id, str):
-        raise TypeError(f"register wants an id, got {id!r}")
+        raise TypeError(f"register needs an id, got {id!r}")
     found = row.find(id)
     given, env_options = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
     _sort_options(options, given, env_options, row.options(), _own_parameters(found))
@@ -480,7 +480,10 @@ def _env_fn(request: MakeRequest) -> EnvFn:
         spec.kwargs = {}
         what = functools.partial(gymnasium.make, spec)
     if not callable(what):
-        raise TypeError(f"make_vec wants an id, an EnvSpec or a function that builds an env, got {what!r}")
+        raise TypeError(
+            "make_vec needs an id, an EnvSpec or a function that builds an environment, got "
+            + ("a list: write vecenv.AsyncVectorEnv(env_fns)" if isinstance(what, list) else repr(what))
+        )
     if what is request.what:
         _check_function_options(what, kwargs)
     return functools.partial(_build, what, request.wrappers, kwargs)

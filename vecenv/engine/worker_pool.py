@@ -52,6 +52,7 @@ from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_pr
 from vecenv.worker.main import Ready, Start, main
 
 _LATE_WORKERS_NAMED: Final = 4
+_SHORTEST_TIMEOUT_WITH_STACKS: Final = 0.01  # seconds; programs poll with shorter ones, and a stack may take longer
 _LAST_BOUNDED: Final = int(Op.REBUILD_SOME)  # up to here: steps and resets, which `max_busy` limits
 
 
@@ -485,12 +486,12 @@ class WorkerPool:
 
     def describe_late(self, seconds: float | None) -> str:
         """Return one line for each worker that has not replied in ``seconds``, with its request and location."""
-        text = ""
+        text, asks_for_stacks = "", (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
         late = [worker for worker in self.processes if worker.pending]
         for worker in late[:_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]
-            stack = f"\n{found}" if seconds and (found := worker.read_stack()) else ""  # no stacks for a mere poll
+            stack = f"\n{found}" if asks_for_stacks and (found := worker.read_stack()) else ""
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
             running = worker.running_row
             envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"

@@ -184,6 +184,8 @@ def check_option_names(
             hint = f" Did you mean {misplaced[0]!r}, an option of the vector environment?"
         if name in _REMOVED_OPTIONS:
             hint = f" {_REMOVED_OPTIONS[name]}"
+        if name == "num_envs":
+            hint = " Give as many functions: [env_fn] * num_envs."
         if name == "n_envs":
             hint = " Did you mean 'num_envs'?"
         if name == "vectorization_mode":

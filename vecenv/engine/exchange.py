@@ -28,7 +28,18 @@ from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import ResetOptions, deadline_after
-from vecenv.front.driver import Call, Counters, advance, require_no_step, step_timeout, still_pending, too_few_in_flight
+from vecenv.front.driver import (
+    Call,
+    Counters,
+    advance,
+    require_no_step,
+    some_in_flight,
+    step_timeout,
+    still_in_flight,
+    still_pending,
+    too_few_in_flight,
+    wait_method,
+)
 from vecenv.front.guard import CallState
 from vecenv.link.channel import ChannelClosed
 from vecenv.link.infos import NO_INFO, InfoReader
@@ -229,17 +240,7 @@ class Exchange:
         if self.in_flight and rows is not None and len(rows) < self.num_envs:
             self.require_not_in_flight(method, list(rows))
         elif self.in_flight:
-            ready = len(self.ready)
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while {len(self.in_flight) - ready} environments are in flight by `send` and "
-                f"{ready} are ready for `recv`.",
-                "send",
-            )
-
-    @property
-    def is_interrupted(self) -> bool:
-        """True if the wait for the pending call was interrupted, so that a reset of all environments may drop it."""
-        return self.call is not None and self.call.interrupted
+            raise some_in_flight(method, len(self.in_flight), len(self.ready))
 
     def drop_if_droppable(self) -> bool:
         """Drop a pending call that an interrupted method left behind; return ``True`` if no call is pending now."""
@@ -275,11 +276,6 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
-    def keep_call(self) -> None:
-        """Keep the pending call until the program fetches its result."""
-        assert self.call is not None
-        self.call.droppable = False
-
     def finish_call(self, timeout: float | None = None) -> dict[int, Any]:
         """Return the results of the pending call, by row.
 
@@ -293,7 +289,7 @@ class Exchange:
         request = self.call
         assert request is not None
         if request.remaining and not self.wait_for(request, deadline_after(timeout)):
-            raise self.timeout_error(request.wait_method, timeout)
+            raise self.timeout_error(wait_method(request.command), timeout)
         if request.has_failed and (error := self.settle(request)) is not None:
             try:
                 raise error
@@ -330,10 +326,7 @@ class Exchange:
 
     def require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if not self.in_flight.isdisjoint(rows):
-            waiting = [row for row in rows if row in self.in_flight]
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
-            )
+            raise still_in_flight(method, [row for row in rows if row in self.in_flight])
 
     def drain(self) -> None:
         """Wait for all pending replies before a reset of some rows, which drops the rows in flight.
@@ -482,7 +475,7 @@ class Exchange:
                 return True
             if limit is None:
                 return False
-            self._end_hanging(request.wait_method, limit)
+            self._end_hanging(wait_method(request.command), limit)
             deadline = None  # only restarts are left, which have their own limit
         return True
 

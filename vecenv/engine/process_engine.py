@@ -27,7 +27,7 @@ from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import Driver, Phase, Stepped, abandoned_after_fork, advance
+from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, advance
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -42,7 +42,7 @@ from vecenv.system.signals import succeeds_when_repeated
 from vecenv.worker.main import Ready, make_rows
 
 
-class Engine(Driver):
+class Engine(WorkerDriver):
     """The driver of ``AsyncVectorEnv``, with environments in worker processes and in the caller's process.
 
     Args:
@@ -58,13 +58,12 @@ class Engine(Driver):
     Attributes:
         exchange: The pending requests.
         stage: The staging area for actions.
-        last_received: The rows that ``recv`` returned last.
         mismatches: (env, name, repr) of each space that differs from the first environment's.
     """
 
     backend: ClassVar[str] = "process"
     owned_resource = "its workers"
-    missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}
+    exchange: Exchange
     stage: ActionStage
 
     def __init__(
@@ -303,33 +302,11 @@ class Engine(Driver):
             finals |= {row: exchange.ready_finals[row] for row in listed if row in exchange.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
-    def add_observer(self, observer: Observer) -> None:
-        """Notify an observer of all calls, results and failures from now on."""
-        self.observers.append(observer)
-
     def submissions(self) -> Submissions:
         """Return the interface for event loops, which replaces the methods that wait."""
         return Submissions(self.exchange, self.calls)
 
-    def record_interruption(self) -> None:
-        """Note that an exception has interrupted the wait for the pending call."""
-        if self.exchange.call is not None:
-            self.exchange.call.interrupted = True
-
-    @property
-    def is_interrupted(self) -> bool:
-        return self.exchange.is_interrupted
-
     # -- calls into environments ---------------------------------------------------------------------------------------
-
-    def keep_call(self) -> None:
-        """Keep the pending call until the program fetches its result."""
-        self.exchange.keep_call()
-
-    def wait_for_call(self, timeout: float | None) -> tuple[Any, ...]:
-        """Return the results of the pending call, one per environment; see :meth:`Exchange.finish_call`."""
-        results = self.exchange.finish_call(timeout)
-        return tuple(results.get(row) for row in range(self.num_envs))
 
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
         """Begin to call a method, or read an attribute, of every environment."""
@@ -380,17 +357,6 @@ class Engine(Driver):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def phase(self) -> Phase:
-        """The pending operation on all environments, not counting rows that ``recv`` returns."""
-        call = self.exchange.call
-        return Phase.DEFAULT if call is None or call.droppable or self.state.changing else call.phase
-
-    @property
-    def in_flight(self) -> Array:
-        """The environments in flight until ``recv`` returns their rows; empty while a reset is needed, which drops them."""
-        return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
-
     def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
         """Raise if another call is pending, or rows (``None``: any) are in flight.
 
@@ -420,7 +386,7 @@ class Engine(Driver):
     def _figures(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
         counters = self.counters
-        pending = self.num_envs if self.exchange.call is not None and self.exchange.call.command in ("step", "reset") else 0
+        pending = self.num_envs if self.exchange.call is not None and self.exchange.call.command in PHASES else 0
         if self.exchange.call is not None and self.exchange.call.rows is not None:
             pending = len(self.exchange.call.rows)
         return complete_stats({

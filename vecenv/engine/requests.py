@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import ResetOptions, select_options
-from vecenv.front.driver import Phase
+from vecenv.front.driver import PHASES, Phase
 from vecenv.link.messages import Failure, Op
 
 COMMANDS: Final = {
@@ -18,7 +18,6 @@ COMMANDS: Final = {
 }  # fmt: skip
 """Operation -> its name in error messages."""
 
-_PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 _NOTHING: Final[Mapping[Any, Any]] = {}
 
 
@@ -108,14 +107,7 @@ class Request:
     @property
     def phase(self) -> Phase:
         """The phase of the vector environment while this request is pending."""
-        return _PHASES.get(self.command, Phase.WAITING_CALL)
-
-    @property
-    def wait_method(self) -> str:
-        """The method that fetches the result."""
-        if self.command in ("set_attr", "set_next_options"):
-            return self.command
-        return "exec_func_fetch" if self.command == "exec_func" else f"{self.command}_wait"
+        return PHASES.get(self.command, Phase.WAITING_CALL)
 
     @property
     def has_failed(self) -> bool:

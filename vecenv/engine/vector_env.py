@@ -493,7 +493,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
         """Let a flight recorder observe an engine, if ``record_failures=`` was given."""
         if self._recording is not None:
             save, stats = weakref.WeakMethod(engine.snapshots), weakref.WeakMethod(engine.stats)
-            engine.add_observer(Recorder(self._recording, env_fns, self._env_id, plan, save, stats))
+            engine.observers.append(Recorder(self._recording, env_fns, self._env_id, plan, save, stats))
 
     @property
     def _recorder(self) -> Recorder | None:
@@ -530,7 +530,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
         Args:
             observer: See :class:`vecenv.Observer`.
         """
-        self._driver.add_observer(observer)
+        self._driver.observers.append(observer)
 
     @exclusive
     def submissions(self) -> Submissions:
@@ -575,7 +575,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
             self._driver.observers.remove(self._stats_file)
             self._stats_file.close()
         self._stats_file = published.StatsFile(self, str(name or (self.spec and self.spec.id) or type(self).__name__))
-        self._driver.add_observer(self._stats_file)
+        self._driver.observers.append(self._stats_file)
 
     def worker_stats(self) -> list[WorkerStats]:
         """Return the figures of each worker since construction: its environments, their steps, the time spent in them.

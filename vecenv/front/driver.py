@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
@@ -55,6 +55,17 @@ NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
     "step_wait": (Phase.WAITING_STEP, Phase.DEFAULT),
     "call_wait": (Phase.WAITING_CALL, Phase.DEFAULT),
 }
+
+
+PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
+"""Command of a request -> the phase while it is pending; of all others: ``WAITING_CALL``."""
+
+_WAIT_METHODS: Final = {"exec_func": "exec_func_fetch", "set_attr": "set_attr", "set_next_options": "set_next_options"}
+
+
+def wait_method(command: str) -> str:
+    """Return the method that fetches the result of a request."""
+    return _WAIT_METHODS.get(command, f"{command}_wait")
 
 
 def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
@@ -398,12 +409,78 @@ def require_idle(outstanding: Call, method: str) -> None:
         raise AlreadyPendingCallError(still_pending(method, outstanding.kind), outstanding.kind.value)
 
 
+def still_in_flight(method: str, rows: Sequence[int]) -> AlreadyPendingCallError:
+    """Return the exception of a method about some rows of which these have to be received first."""
+    return AlreadyPendingCallError(
+        f"Calling `{method}` for envs {rows}, which are still in flight: `recv` them first.", "send"
+    )
+
+
+def some_in_flight(method: str, in_flight: int, ready: int) -> AlreadyPendingCallError:
+    """Return the exception of a method about all rows while some are in flight, of which ``ready`` have finished."""
+    return AlreadyPendingCallError(
+        f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready for "
+        "`recv`.",
+        "send",
+    )
+
+
 def require_no_step(outstanding: Call) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
     if outstanding.kind is Phase.WAITING_STEP and not outstanding.by_row:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
         )
+
+
+class WorkerDriver(Driver):
+    """A driver of environments in workers, on this machine or on others, with which it exchanges requests and replies.
+
+    Attributes:
+        exchange: The exchange. Its ``call`` is the pending request that one call returns as a whole, or ``None``, and its
+            ``in_flight`` the rows that ``recv`` returns.
+        observers: Are notified of all calls, results and failures.
+        last_received: The rows that ``recv`` returned last.
+    """
+
+    missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}
+    exchange: Any
+    observers: list[Any]
+    last_received: npt.NDArray[np.intp]
+
+    @property
+    def phase(self) -> Phase:
+        """The pending operation on all environments, not counting rows that ``recv`` returns."""
+        call = self.exchange.call
+        return Phase.DEFAULT if call is None or call.droppable or self.state.changing else call.phase
+
+    @property
+    def in_flight(self) -> npt.NDArray[np.intp]:
+        """The environments in flight until ``recv`` returns their rows; empty while a reset is needed, which drops them."""
+        return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
+
+    @property
+    def is_interrupted(self) -> bool:
+        return self.exchange.call is not None and self.exchange.call.interrupted
+
+    def record_interruption(self) -> None:
+        if self.exchange.call is not None:
+            self.exchange.call.interrupted = True
+
+    def keep_call(self) -> None:
+        """Keep the pending call until the program fetches its result."""
+        assert self.exchange.call is not None
+        self.exchange.call.droppable = False
+
+    def wait_for_call(self, timeout: float | None) -> tuple[Any, ...]:
+        """Return the results of the pending call, one per environment.
+
+        Raises:
+            StepTimeout: The results are late; the call stays pending.
+            Exception: The exception of an environment.
+        """
+        results = self.exchange.finish_call(timeout)
+        return tuple(results.get(row) for row in range(self.num_envs))
 
 
 class LockstepDriver(Driver):

@@ -11,13 +11,24 @@ from gymnasium import Space, spaces
 from gymnasium.error import AlreadyPendingCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 
-from vecenv.backends.ray.exchange import PHASES, HostExchange, HostRequest, RequestPart, index_of, reset_arguments
+from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, index_of, reset_arguments
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.front.arguments import ResetOptions, deadline_after, parse_env_ids, select_options
+from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, Driver, Phase, Stepped, abandoned_after_fork, advance, still_pending
+from vecenv.front.driver import (
+    PHASES,
+    Call,
+    Phase,
+    Stepped,
+    WorkerDriver,
+    abandoned_after_fork,
+    advance,
+    some_in_flight,
+    still_in_flight,
+    still_pending,
+)
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
 from vecenv.link.observations import SharedStore
@@ -30,11 +41,10 @@ from vecenv.system.signals import deferred_signals, succeeds_when_repeated
 
 T = TypeVar("T")
 
-_WAITS: Final = {"exec_func": "exec_func_fetch", "set_attr": "set_attr", "set_next_options": "set_next_options"}
 _LATE_HOSTS_NAMED: Final = 4
 
 
-class HostsDriver(Driver):
+class HostsDriver(WorkerDriver):
     """The driver of environments on hosts.
 
     Args:
@@ -46,13 +56,13 @@ class HostsDriver(Driver):
 
     Attributes:
         exchange: The pending requests and the latest results.
-        last_received: The rows of the latest ``recv``.
+        overdue: True after a call has timed out.
     """
 
+    exchange: HostExchange
     owned_resource = "its hosts"
     missing_reasons: ClassVar[Mapping[str, str]] = {
-        **Driver.missing_reasons, "recording": "record_failures= was not given",
-        "freezing": "its environments are stepped by hosts",
+        **WorkerDriver.missing_reasons, "freezing": "its environments are stepped by hosts",
         "workers": "its workers are on other machines; stats() works everywhere",
     }  # fmt: skip
     overdue = False
@@ -281,35 +291,10 @@ class HostsDriver(Driver):
                 exchange.submit(part, "call", method or command, blob)
             exchange.call = request
 
-    def keep_call(self) -> None:
-        """Keep the pending call until the program fetches its result."""
-        assert self.exchange.call is not None
-        self.exchange.call.droppable = False
-
-    def wait_for_call(self, timeout: float | None) -> tuple[Any, ...]:
-        """Return the results of the pending call, one per environment.
-
-        Raises:
-            StepTimeout: The results are late; the call stays pending.
-            Exception: The exception of an environment.
-        """
-        results = self._finish_call(timeout)
-        return tuple(results.get(row) for row in range(self.num_envs))
-
-    def _finish_call(self, timeout: float | None = None) -> dict[int, Any]:
-        request = self.exchange.call
-        assert request is not None
-        name = _WAITS.get(request.command, f"{request.command}_wait")
-        if not self.exchange.wait_for_all(request, deadline_after(timeout), name):
-            raise self.timeout_error(name, timeout)
-        self.state.changing = not request.droppable  # until the guard has returned the results
-        self.exchange.call = None
-        return request.results
-
     def save(self, rows: list[int], verify: bool) -> Snapshots:
         """Return the states of some rows."""
         self._begin_call("save", rows, lambda part: ((), {"env_id": part.local, "verify": verify}))
-        saved = self._finish_call()
+        saved = self.exchange.finish_call()
         return Snapshots([saved[row] for row in rows])
 
     def snapshots(self) -> Sequence[Snapshot]:
@@ -340,12 +325,12 @@ class HostsDriver(Driver):
 
         if len(self.exchange.split(HostRequest("load", rows), sorted(rows))) > 1:
             self._begin_call("load", rows, arguments, method="require_fit")
-            self._finish_call()
+            self.exchange.finish_call()
         self._begin_call("load", rows, arguments, (given,))
         interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
         self.exchange.failures.failed.update(interrupted)  # until a host has replied
         try:
-            self._finish_call()
+            self.exchange.finish_call()
         except Exception:
             self.exchange.failures.failed.update(interrupted)
             raise
@@ -392,19 +377,12 @@ class HostsDriver(Driver):
         if exchange.call is not None and not exchange.drop_droppable():
             raise AlreadyPendingCallError(still_pending(method, exchange.call.phase), exchange.call.phase.value)
         if in_flight := len(exchange.in_flight):
-            ready = len(exchange.ready)
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready "
-                "for `recv`.",
-                "send",
-            )
+            raise some_in_flight(method, in_flight, len(exchange.ready))
 
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         in_flight = self.exchange.in_flight
         if waiting := [row for row in rows if row in in_flight]:
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` for envs {waiting}, which are still in flight: `recv` them first.", "send"
-            )
+            raise still_in_flight(method, waiting)
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """End the hosts with pending replies about any of these rows."""
@@ -413,15 +391,6 @@ class HostsDriver(Driver):
             for host in late:
                 self.exchange.bury(host, "its reply was no longer needed")
 
-    def record_interruption(self) -> None:
-        """Let a reset of all environments drop the pending call: an exception has interrupted the wait for it."""
-        if self.exchange.call is not None:
-            self.exchange.call.interrupted = True
-
-    @property
-    def is_interrupted(self) -> bool:
-        return self.exchange.call is not None and self.exchange.call.interrupted
-
     def _lateness(self, seconds: float | None) -> str:
         self.overdue = True
         late = {part.host.index: part for part in reversed(self.exchange.parts.values())}
@@ -429,17 +398,6 @@ class HostsDriver(Driver):
             f"\nenvs {list(part.rows)}, {part.host.label}, during {part.request.command}: no reply yet."
             for part in list(late.values())[:_LATE_HOSTS_NAMED]
         )
-
-    @property
-    def phase(self) -> Phase:
-        """The pending operation on all environments, not counting rows that ``recv`` returns."""
-        call = self.exchange.call
-        return Phase.DEFAULT if call is None or call.droppable or self.state.changing else call.phase
-
-    @property
-    def in_flight(self) -> Array:
-        """The environments that are in flight until ``recv`` returns their rows."""
-        return np.array(sorted(self.exchange.in_flight) if self.exchange.call is None else [], np.intp)
 
     @property
     def waited(self) -> float:

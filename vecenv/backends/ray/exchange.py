@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
@@ -29,14 +29,12 @@ from vecenv.backends.ray.host import HostReply, Lost, RemoteFailure, fields, rec
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
-from vecenv.front.driver import Counters, Phase, advance, too_few_in_flight
+from vecenv.front.driver import PHASES, Counters, Phase, advance, too_few_in_flight, wait_method
 from vecenv.front.guard import CallState
 from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.shm import fixed_tree
 from vecenv.system.signals import deferred_signals
-
-PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 
 
 @dataclass(eq=False)
@@ -141,7 +139,9 @@ class HostExchange:
 
     @property
     def in_flight(self) -> set[int]:
-        """The rows of steps and resets that have not been returned."""
+        """The rows of steps and resets that ``recv`` has not returned."""
+        if self.call is not None:
+            return set()
         waiting = [part.rows for part in (*self.parts.values(), *self.lost) if part.request.command in PHASES]
         return set(self.ready).union(*waiting, *(rows for _, rows in self.unraised))
 
@@ -221,6 +221,22 @@ class HostExchange:
                 self.end(request)
             raise error
         return True
+
+    def finish_call(self, timeout: float | None = None) -> dict[int, Any]:
+        """Return the results of the pending call, by row.
+
+        Raises:
+            StepTimeout: The results are late; the call stays pending.
+            Exception: The exception of an environment, or the end of a worker or a host.
+        """
+        request = self.call
+        assert request is not None
+        name = wait_method(request.command)
+        if not self.wait_for_all(request, deadline_after(timeout), name):
+            raise self._timeout_error(name, timeout)
+        self.state.changing = not request.droppable  # until the guard has returned the results
+        self.call = None
+        return request.results
 
     def receive_by_row(self) -> None:
         """Let ``recv`` return the rows of a pending ``reset`` one by one. Raises for other pending calls."""

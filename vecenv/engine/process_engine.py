@@ -64,6 +64,8 @@ class Engine(WorkerDriver):
     backend: ClassVar[str] = "process"
     owned_resource = "its workers"
     exchange: Exchange
+    failures: FailureLog
+    store: Store
     stage: ActionStage
 
     def __init__(
@@ -376,7 +378,7 @@ class Engine(WorkerDriver):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             self.backend, restarts=self.policy.restart, snapshots=True, freezing=not self.reason("freezing"),
-            in_this_process=self.pool.local is not None,
+            recording=self.recorder is not None, in_this_process=self.pool.local is not None,
         )  # fmt: skip
 
     def reason(self, capability: str) -> str:
@@ -423,6 +425,7 @@ class Engine(WorkerDriver):
         self.pool.release()
         self.exchange.release()
         self.observers.clear()
+        self.recorder = None
         abandoned_after_fork.discard(self)
         for name in ("arena", "batch", "store", "infos", "restarting", "calls", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array over it

@@ -10,18 +10,13 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-import multiprocessing
 import os
-import time
 import traceback
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from threading import get_ident
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from gymnasium import Space, logger
@@ -38,7 +33,6 @@ from vecenv.engine.process_engine import Engine
 from vecenv.engine.stats import WorkerStats, worker_stats
 from vecenv.engine.submissions import Submissions
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
-from vecenv.errors import ErrorRecord
 from vecenv.front.arguments import (
     CompatTypeError,
     GymnasiumAsync,
@@ -46,15 +40,13 @@ from vecenv.front.arguments import (
     check_env_fns,
     check_flags,
     check_option_names,
+    check_start_method,
     parse_autoreset_mode,
-    parse_env_ids,
-    parse_rows,
     parse_timeout,
 )
-from vecenv.front.capabilities import Capabilities, raise_unsupported
-from vecenv.front.driver import Phase, advance
+from vecenv.front.driver import Phase
 from vecenv.front.guard import exclusive, is_within_a_call, raise_unusable
-from vecenv.front.vector_env import VectorEnvBase
+from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
@@ -81,9 +73,6 @@ from vecenv.system.spawning import context_of, end_if_importing_main, is_about_m
 
 __all__ = ["AsyncVectorEnv", "Observer"]
 
-_CLOSE_TIMEOUT: Final = 60.0  # for the environments' own close(), if nothing else is given
-_SHORT_CLOSE_TIMEOUT: Final = 1.0  # the same, after a worker was late or the caller was interrupted
-_OTHER_THREAD_TIMEOUT: Final = 10.0  # for another thread's call to notice that its workers are gone
 
 
 class _Signature:
@@ -94,7 +83,7 @@ class _Signature:
         return whole.replace(parameters=list(whole.parameters.values())[1:], return_annotation=inspect.Signature.empty)
 
 
-class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync):  # type: ignore[misc]
+class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsync):  # type: ignore[misc]
     """Environments in worker processes, behind ``gymnasium.vector.AsyncVectorEnv``'s interface.
 
     It is a subclass of that class, so that ``isinstance`` holds, and every method is its own.
@@ -244,8 +233,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
         check_flags(type(self).__name__, shared_memory=shared_memory, copy=copy)
-        if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
-            raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
+        check_start_method(context)
         self.env_fns = env_fns
         self.shared_memory = shared_memory
         self._copies = copy
@@ -414,13 +402,6 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
     # -- attributes ------------------------------------------------------------------------------------------------
 
     @property
-    def observations(self) -> ObsType:
-        """The latest batch itself, not a copy; zeros before the first reset."""
-        if self.closed:
-            advance(Phase.CLOSED, "reset_async", self)
-        return self._driver.store.observations  # type: ignore[no-any-return]
-
-    @property
     def processes(self) -> list[Any]:  # type: ignore[override]
         """The worker processes."""
         return [worker.process for worker in self._pool.processes]
@@ -448,81 +429,18 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
         return [range(worker.rows[0], worker.rows[-1] + 1) for worker in self._pool.workers]
 
     @property
-    def errors(self) -> deque[ErrorRecord]:
-        """The last 1,000 failures, oldest first; also after :meth:`close`."""
-        return self._driver.failures.errors
-
-    @property
-    def last_received(self) -> np.ndarray:
-        """The environments of the latest :meth:`recv`, in its order; all at first. :meth:`send` steps these by default."""
-        return self._driver.last_received.copy()
-
-    @property
     def _state(self) -> AsyncState:  # type: ignore[override]
         return AsyncState(self._driver.phase.value)
 
-    @property
-    @exclusive
-    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The environments' seeds."""
-        self._begin_call("np_random_seed", "np_random_seed", (), {})
-        return self._driver.wait_for_call(None)
-
-    @property  # type: ignore[misc]  # Gymnasium's can be set
-    @exclusive
-    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
-        """Copies of the environments' generators."""
-        self._begin_call("np_random", "np_random", (), {})
-        return self._driver.wait_for_call(None)
-
-    def __repr__(self) -> str:
-        name = f"{self.spec.id}, " if self.spec is not None else ""
-        if not hasattr(self, "_driver"):
-            return f"{type(self).__name__}({name}closed)"
-        failures, state = self._driver.failures, self._driver.state
-        restarts = f", restarted={failures.restarts}" if failures.restarts else ""
-        failed = f", failed={sorted(failures.failed)}" if failures.failed else ""
+    def _describe_size(self) -> str:
         share = f", caller={len(self._pool.local.rows)}" if self._pool.local is not None else ""
-        phase = "RESET_NEEDED" if state.changing and not state.caller else self._phase.name
-        return (
-            f"{type(self).__name__}({name}num_envs={self.num_envs}, workers={self.num_workers}{share}, "
-            f"phase={phase}{restarts}{failed})"
-        )
+        return f"num_envs={self.num_envs}, workers={self.num_workers}{share}"
 
     def _record_failures(self, engine: Engine, env_fns: Sequence[Callable[[], Any]], plan: WorkerPlan) -> None:
         """Let a flight recorder observe an engine, if ``record_failures=`` was given."""
         if self._recording is not None:
             save, stats = weakref.WeakMethod(engine.snapshots), weakref.WeakMethod(engine.stats)
-            engine.observers.append(Recorder(self._recording, env_fns, self._env_id, plan, save, stats))
-
-    @property
-    def _recorder(self) -> Recorder | None:
-        return next((observer for observer in self._driver.observers if isinstance(observer, Recorder)), None)
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of this backend."""
-        return replace(super().capabilities, recording=self._recorder is not None)
-
-    @exclusive
-    def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write a file for ``vecenv replay`` about an environment that has not failed.
-
-        Args:
-            env_id: Index of the environment.
-            path: Path of the file; ``None``: a new name in the folder of ``record_failures=``.
-
-        Returns:
-            The path.
-
-        Raises:
-            NotImplementedError: ``record_failures=`` was not given.
-            ValueError: There is no such environment.
-            OSError: The file cannot be written.
-        """
-        if self._recorder is None:
-            raise_unsupported(self, "`record`", self._driver.reason("recording"))
-        return self._recorder.record(parse_rows([env_id], self.num_envs)[0], path)
+            engine.set_recorder(Recorder(self._recording, env_fns, self._env_id, plan, save, stats))
 
     def add_observer(self, observer: Observer) -> None:
         """Let an observer follow all calls, results and failures from now on, until :meth:`close`.
@@ -536,21 +454,6 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
     def submissions(self) -> Submissions:
         """Return an interface to single rows that never waits, for an event loop, in place of this one's methods."""
         return self._driver.submissions()
-
-    @exclusive
-    def abandon(self, env_id: Any) -> None:
-        """Stop waiting for some environments: kill the workers with pending requests about them.
-
-        All environments of such a worker then raise :class:`~vecenv.errors.WorkerDied`, or are rebuilt with
-        ``on_failure="restart"``. Workers without pending requests, and the calling process, are left alone.
-
-        Args:
-            env_id: Distinct indices of environments.
-
-        Raises:
-            ValueError: Indices out of range or repeated.
-        """
-        self._driver.kill_pending(parse_env_ids(env_id, self.num_envs).tolist())
 
     @exclusive
     def publish_stats(self, name: str | None = None) -> None:
@@ -625,13 +528,11 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
         if state.caller and state.caller != thread:  # another thread waits for a reply: there will be none
             for worker in self._pool.processes:
                 worker.signal(9)
-            until = time.monotonic() + _OTHER_THREAD_TIMEOUT
-            while state.caller and time.monotonic() < until:
-                time.sleep(0.001)
+            state.wait_for_other_thread()
         nested = state.caller == thread and is_within_a_call(self)
         if not self._pool.released:
             hurried = again or nested
-            timeout = _SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds
+            timeout = SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds
             self.close_extras(**{**kwargs, "timeout": timeout})
         if self._stats_file is not None:
             self._stats_file.close()
@@ -645,7 +546,7 @@ class AsyncVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray], GymnasiumAsync
         pool, phase = self._pool, self._driver.phase
         if timeout is None:
             late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.workers)
-            timeout = _SHORT_CLOSE_TIMEOUT if late else _CLOSE_TIMEOUT
+            timeout = SHORT_CLOSE_TIMEOUT if late else CLOSE_TIMEOUT
         if phase is not Phase.DEFAULT:
             warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
         self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import multiprocessing
 import operator
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +27,9 @@ from vecenv.front.capabilities import raise_unsupported
 __all__ = [
     "HAS_MAX_CONCURRENCY", "MASK_MUST_SELECT", "MAX_TIMEOUT_SECONDS", "RESET_MASK_NAME", "CompatTypeError",
     "CompatValueError", "GymnasiumAsync", "GymnasiumSync", "MaskOnlyOptions", "NoCloseOnCollect", "ResetOptions",
-    "check_env_fns", "check_flags", "check_option_names", "deadline_after", "milliseconds_until", "parse_at_least",
-    "parse_autoreset_mode", "parse_count", "parse_env_ids", "parse_rows", "parse_seeds", "parse_timeout", "parse_within",
-    "random_seed", "reject_options", "select_options", "shape_error", "split_reset_mask",
+    "check_env_fns", "check_flags", "check_option_names", "check_start_method", "deadline_after", "milliseconds_until",
+    "parse_at_least", "parse_autoreset_mode", "parse_count", "parse_env_ids", "parse_rows", "parse_seeds", "parse_timeout",
+    "parse_within", "random_seed", "reject_options", "select_options", "shape_error", "split_reset_mask",
 ]  # fmt: skip
 
 
@@ -191,6 +192,16 @@ def check_option_names(
         if name == "vectorization_mode":
             hint = " Pass backend='process' for 'async', or backend='serial' for 'sync'."
         raise TypeError(f"{owner} has no option {name!r}.{hint} Options: {', '.join(accepted) or 'none'}")
+
+
+def check_start_method(context: Any) -> None:
+    """Raise for a ``context`` that is neither ``None`` nor a start method of this system.
+
+    Raises:
+        ValueError: The text names the start methods.
+    """
+    if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
+        raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
 
 
 def check_flags(class_name: str, **flags: Any) -> None:

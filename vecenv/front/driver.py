@@ -439,13 +439,19 @@ class WorkerDriver(Driver):
     Attributes:
         exchange: The exchange. Its ``call`` is the pending request that one call returns as a whole, or ``None``, and its
             ``in_flight`` the rows that ``recv`` returns.
+        failures: The log of failures, with ``errors``, ``failed`` and ``restarts``.
+        store: The latest observations.
         observers: Are notified of all calls, results and failures.
+        recorder: The observer that writes files about failures, if there is one.
         last_received: The rows that ``recv`` returned last.
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}
     exchange: Any
+    failures: Any
+    store: Any
     observers: list[Any]
+    recorder: Any = None
     last_received: npt.NDArray[np.intp]
 
     @property
@@ -466,6 +472,11 @@ class WorkerDriver(Driver):
     def record_interruption(self) -> None:
         if self.exchange.call is not None:
             self.exchange.call.interrupted = True
+
+    def set_recorder(self, recorder: Any) -> None:
+        """Let a flight recorder observe all calls."""
+        self.recorder = recorder
+        self.observers.append(recorder)
 
     def keep_call(self) -> None:
         """Keep the pending call until the program fetches its result."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import time
 from collections.abc import Callable
 from threading import get_ident
 from types import FrameType
@@ -24,6 +25,7 @@ R = TypeVar("R")
 
 _OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
 _BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
+_OTHER_THREAD_TIMEOUT: Final = 10.0
 _RESETS: Final = ("reset", "reset_async")
 _WAITS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
 """Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, a bare TypeError or ValueError."""
@@ -43,6 +45,12 @@ class CallState:
 
     def __init__(self) -> None:
         self.changing, self.caller, self.unusable, self.owner = False, 0, "", 0
+
+    def wait_for_other_thread(self) -> None:
+        """Wait until a call in another thread has noticed that its workers are gone."""
+        until = time.monotonic() + _OTHER_THREAD_TIMEOUT
+        while self.caller and time.monotonic() < until:
+            time.sleep(0.001)
 
 
 def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

@@ -41,7 +41,11 @@ from vecenv.front.guard import exclusive
 from vecenv.front.infos import RowInfos
 from vecenv.front.results import merged_result, row_infos, unmerged_result
 
-_PATIENCE: Final = 60.0  # close() without a timeout waits this long for another thread's call
+CLOSE_TIMEOUT: Final = 60.0
+"""Seconds that ``close()`` waits by default, for the environments' own ``close()`` and for a call in another thread."""
+SHORT_CLOSE_TIMEOUT: Final = 1.0
+"""Seconds that it waits for environments after a worker was late or a call was interrupted."""
+
 _RESERVED: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
 _SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
 HALVES: Final = {
@@ -614,7 +618,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close_extras(self, timeout: float | None = _PATIENCE, terminate: bool = False) -> None:
+    def close_extras(self, timeout: float | None = CLOSE_TIMEOUT, terminate: bool = False) -> None:
         """Release the backend. In a forked child, do nothing.
 
         Args:
@@ -678,3 +682,89 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def _require_phase(self, method: str) -> None:
         """Raise for one of the methods of :data:`vecenv.front.driver.NEXT` that is out of order."""
         advance(self._phase, method, self)
+
+
+class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
+    """The common base of vector environments with workers, on this machine or on others."""
+
+    def __repr__(self) -> str:
+        name = f"{self.spec.id}, " if self.spec is not None else ""
+        if not hasattr(self, "_driver"):
+            return f"{type(self).__name__}({name}closed)"
+        failures, state = self._driver.failures, self._driver.state
+        restarts = f", restarted={failures.restarts}" if failures.restarts else ""
+        failed = f", failed={sorted(failures.failed)}" if failures.failed else ""
+        phase = "RESET_NEEDED" if state.changing and not state.caller else self._phase.name
+        return f"{type(self).__name__}({name}{self._describe_size()}, phase={phase}{restarts}{failed})"
+
+    def _describe_size(self) -> str:
+        """Return the numbers of environments and workers for ``repr``."""
+        raise NotImplementedError
+
+    @property
+    def observations(self) -> ObsType:
+        """The latest batch itself, not a copy; zeros before the first reset."""
+        if self.closed:
+            advance(Phase.CLOSED, "reset_async", self)
+        return self._driver.store.observations  # type: ignore[no-any-return]
+
+    @property
+    def last_received(self) -> np.ndarray:
+        """The environments of the latest :meth:`recv`, in its order; all at first. :meth:`send` steps these by default."""
+        return self._driver.last_received.copy()  # type: ignore[no-any-return]
+
+    @property
+    def errors(self) -> deque[ErrorRecord]:
+        """The last 1,000 failures, oldest first; also after :meth:`close`."""
+        return self._driver.failures.errors  # type: ignore[no-any-return]
+
+    @property
+    @exclusive
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The environments' seeds."""
+        self._begin_call("np_random_seed", "np_random_seed", (), {})
+        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
+
+    @property  # type: ignore[misc]  # Gymnasium's can be set
+    @exclusive
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """Copies of the environments' generators."""
+        self._begin_call("np_random", "np_random", (), {})
+        return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
+
+    @exclusive
+    def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
+        """Write a file for ``vecenv replay`` about an environment that has not failed.
+
+        Args:
+            env_id: Index of the environment.
+            path: Path of the file; ``None``: a new name in the folder of ``record_failures=``.
+
+        Returns:
+            The path.
+
+        Raises:
+            NotImplementedError: ``record_failures=`` was not given.
+            ValueError: There is no such environment.
+            OSError: The file cannot be written.
+        """
+        recorder = self._driver.recorder
+        if recorder is None:
+            raise_unsupported(self, "`record`", self._driver.reason("recording"))
+        return recorder.record(parse_rows([env_id], self.num_envs)[0], path)  # type: ignore[no-any-return]
+
+    @exclusive
+    def abandon(self, env_id: Any) -> None:
+        """Stop waiting for some environments: kill the workers with pending requests about them.
+
+        All environments of such a worker then raise :class:`~vecenv.errors.WorkerDied`, or are rebuilt with
+        ``on_failure="restart"``. Workers without pending requests, and the calling process, are left alone. On other
+        machines, a host ends as a whole.
+
+        Args:
+            env_id: Distinct indices of environments.
+
+        Raises:
+            ValueError: Indices out of range or repeated.
+        """
+        self._driver.kill_pending(parse_env_ids(env_id, self.num_envs).tolist())

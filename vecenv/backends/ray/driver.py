@@ -75,7 +75,8 @@ class HostsDriver(WorkerDriver):
         self.pool, self.mode = pool, mode
         self.exchange = HostExchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
         self.num_envs = self.batch_size = n = self.exchange.num_envs
-        self.observers = self.exchange.failures.observers
+        self.store, self.failures = self.exchange.store, self.exchange.failures
+        self.observers = self.failures.observers
         self._action_space, tree = action_space, fixed_tree(action_space, "action")
         self._actions = np.zeros(n, record_type(tree))
         leaves = [self._actions[name] for name in self._actions.dtype.names or ()]
@@ -412,7 +413,9 @@ class HostsDriver(WorkerDriver):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities("ray", restarts=self.exchange.restart, snapshots=True)
+        return Capabilities(
+            "ray", restarts=self.exchange.restart, snapshots=True, recording=self.recorder is not None
+        )
 
     # -- statistics and the end -------------------------------------------------------------------------------------------
 
@@ -442,6 +445,7 @@ class HostsDriver(WorkerDriver):
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.observers.clear()
+            self.recorder = None
             abandoned_after_fork.discard(self)
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
-import multiprocessing
 import operator
 import os
 import sys
-import time
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from threading import get_ident
 from typing import Any, Final
 
@@ -29,20 +24,17 @@ from vecenv.backends.ray.driver import HostsDriver
 from vecenv.backends.ray.host import HostPlan, HostReady
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.engine.vector_env import Observer
-from vecenv.errors import ErrorRecord, how_to_install
+from vecenv.errors import how_to_install
 from vecenv.front.arguments import (
     check_env_fns,
     check_flags,
     check_option_names,
+    check_start_method,
     parse_autoreset_mode,
-    parse_env_ids,
-    parse_rows,
     parse_timeout,
 )
-from vecenv.front.capabilities import Capabilities, raise_unsupported
-from vecenv.front.driver import Phase, advance
-from vecenv.front.guard import exclusive
-from vecenv.front.vector_env import VectorEnvBase
+from vecenv.front.driver import Phase
+from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.messages import PackedEnvFns
 from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, choice_check, int_check
 from vecenv.recording.recorder import FlightRecorder, recorder_for_hosts
@@ -54,12 +46,9 @@ _HOST_OPTIONS: Final = (
     "shared_memory", "copy", "context", "daemon", "observation_mode", "max_concurrency", "use_caller", "step_timeout",
     "generators", "worker_options", "record_failures",
 )  # fmt: skip
-_CLOSE_TIMEOUT: Final = 60.0  # for the environments' own close(), by default
-_SHORT_CLOSE_TIMEOUT: Final = 1.0  # the same, if a host was late or another call has not ended
-_OTHER_THREAD_TIMEOUT: Final = 10.0  # for a call in another thread to end after its hosts were killed
 
 
-class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
+class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
     """Environments on several machines: one host actor per node of a Ray cluster, each with an ``AsyncVectorEnv``.
 
     Use it when one host's batch takes 10 ms or more: every step costs a round trip of one to two milliseconds. Below that,
@@ -153,11 +142,9 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
                 restart=restart, budget=(budget.limit, budget.period), step_timeout=limit,
             )  # fmt: skip
             driver.copies, driver.batch_size = bool(copies), batch_size or self.num_envs
-            self._recorder = None
             if recording is not None:
                 save, stats = weakref.WeakMethod(driver.snapshots), weakref.WeakMethod(driver.stats)
-                self._recorder = recorder_for_hosts(self, recording, self._env_id, save, stats)  # type: ignore[arg-type]
-                driver.observers.append(self._recorder)
+                driver.set_recorder(recorder_for_hosts(self, recording, self._env_id, save, stats))  # type: ignore[arg-type]
             self._finalizer = weakref.finalize(self, _close_here, os.getpid(), self._cluster)
             self._open(driver)
         except BaseException:
@@ -168,9 +155,8 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
     def _check_kept(self, options: dict[str, Any]) -> None:
         """Raise for invalid values of Gymnasium's own options."""
         check_flags(type(self).__name__, shared_memory=options["shared_memory"], copy=options["copy"])
-        context, mode, most = options["context"], options["observation_mode"], options["max_concurrency"]
-        if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
-            raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
+        check_start_method(options["context"])
+        mode, most = options["observation_mode"], options["max_concurrency"]
         if isinstance(mode, str) and mode not in ("same", "different"):
             raise ValueError(f"`observation_mode` must be 'same', 'different' or two spaces, got {mode!r}")
         check_option("max_concurrency", most, (choice_check(None, or_=int_check(1)), "a positive integer or None"))
@@ -242,23 +228,9 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         count = envs if workers is None else min(int(workers), envs)
         return count + 1, workers if workers is None else count
 
-    # -- calls --------------------------------------------------------------------------------------------------------
-
-    @exclusive
-    def record(self, env_id: int, path: str | os.PathLike[str] | None = None) -> Path:
-        """Write a file for ``vecenv replay``; see :meth:`vecenv.AsyncVectorEnv.record`."""
-        if self._recorder is None:
-            raise_unsupported(self, "`record`", self._driver.reason("recording"))
-        return self._recorder.record(parse_rows([env_id], self.num_envs)[0], path)
-
     def add_observer(self, observer: Observer) -> None:
         """Notify an observer of all calls; see :meth:`vecenv.AsyncVectorEnv.add_observer`."""
         self._driver.observers.append(observer)
-
-    @exclusive
-    def abandon(self, env_id: Any) -> None:
-        """Stop waiting for some environments: end the hosts that have pending requests about these."""
-        self._driver.kill_pending(parse_env_ids(env_id, self.num_envs).tolist())
 
     # -- properties -------------------------------------------------------------------------------------------------
 
@@ -277,58 +249,12 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         return [host.rows for host in self._driver.pool.hosts]
 
     @property
-    def observations(self) -> Any:
-        """The latest batch itself, not a copy; zeros before the first reset."""
-        if self.closed:
-            advance(Phase.CLOSED, "reset_async", self)
-        return self._driver.exchange.store.observations
-
-    @property
-    def last_received(self) -> np.ndarray:
-        """The environments of the latest :meth:`recv`, in its order; all at first. :meth:`send` steps these by default."""
-        return self._driver.last_received.copy()
-
-    @property
-    def errors(self) -> deque[ErrorRecord]:
-        """The last 1,000 failures, oldest first; also after :meth:`close`."""
-        return self._driver.exchange.failures.errors
-
-    @property
     def step_timeout(self) -> float | None:
         """Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging; ``None``: no limit."""
         return self._step_timeout
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """The capabilities of this backend."""
-        return replace(super().capabilities, recording=self._recorder is not None)
-
-    @property
-    @exclusive
-    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The environments' seeds."""
-        self._begin_call("np_random_seed", "np_random_seed", (), {})
-        return self._driver.wait_for_call(None)
-
-    @property  # type: ignore[misc]  # Gymnasium's can be set
-    @exclusive
-    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
-        """Copies of the environments' generators."""
-        self._begin_call("np_random", "np_random", (), {})
-        return self._driver.wait_for_call(None)
-
-    def __repr__(self) -> str:
-        name = f"{self.spec.id}, " if self.spec is not None else ""
-        if not hasattr(self, "_driver"):
-            return f"{type(self).__name__}({name}closed)"
-        driver = self._driver
-        restarts = f", restarted={driver.exchange.failures.restarts}" if driver.exchange.failures.restarts else ""
-        failed = f", failed={sorted(driver.exchange.failures.failed)}" if driver.exchange.failures.failed else ""
-        phase = "RESET_NEEDED" if driver.state.changing and not driver.state.caller else self._phase.name
-        return (
-            f"{type(self).__name__}({name}hosts={self.num_hosts}, num_envs={self.num_envs}, workers={self.num_workers}, "
-            f"phase={phase}{restarts}{failed})"
-        )
+    def _describe_size(self) -> str:
+        return f"hosts={self.num_hosts}, num_envs={self.num_envs}, workers={self.num_workers}"
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -347,15 +273,13 @@ class RayVectorEnv(VectorEnvBase[ObsType, ActType, np.ndarray]):
         if (phase := driver.phase) is not Phase.DEFAULT:
             warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
         if seconds is None:
-            seconds = _SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.caller else _CLOSE_TIMEOUT
+            seconds = SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.caller else CLOSE_TIMEOUT
         if not state.caller and not state.unusable:
             driver.freeze_stats()
         state.unusable = "closed"
         if state.caller not in (0, thread):  # another thread waits for a reply: there will be none
             driver.pool.kill()
-            until = time.monotonic() + _OTHER_THREAD_TIMEOUT
-            while state.caller and time.monotonic() < until:
-                time.sleep(0.001)
+            state.wait_for_other_thread()
         driver.shut_down(0.0 if terminate else seconds, terminate=terminate)
         self._finalizer.detach()
         if not state.caller:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -49,6 +49,15 @@ def envs_text(rows: Sequence[int], running: int | None = None) -> str:
 def span_text(rows: Sequence[int]) -> str:
     """Return ``4-7`` for contiguous rows."""
     return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
+
+
+def failed_earlier(reasons: Mapping[int, str]) -> EnvFailed:
+    """Return the exception for rows that have to be reset first; ``reasons`` has the failure of each."""
+    rows = sorted(reasons)
+    return EnvFailed(
+        f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
+        f"env {rows[0]}: {reasons[rows[0]]}"
+    )
 
 
 class VecEnvError(Exception):

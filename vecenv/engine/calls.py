@@ -7,7 +7,6 @@ If a call is interrupted while it waits, the next call drops it, and late replie
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, Final
 
 import cloudpickle
@@ -17,11 +16,11 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.observers import Observer
 from vecenv.engine.worker_process import Worker
-from vecenv.errors import NotRestorable, SnapshotMismatch
+from vecenv.errors import NotRestorable
 from vecenv.link.messages import Op
-from vecenv.state.snapshots import Row, Snapshot, Snapshots, parse_snapshots
+from vecenv.link.observations import require_observation
+from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.whole import pack_state, read_state
-from vecenv.system.signals import succeeds_when_repeated
 
 _INTERRUPTED_LOAD: Final = "the load of its state was interrupted"
 
@@ -126,7 +125,7 @@ class Calls:
         snapshot_of = dict(zip(rows, snapshots, strict=True))
         row_states = {row: snapshot.row for row, snapshot in snapshot_of.items()}
         for row, row_state in row_states.items():
-            self.require_observation(row, row_state)
+            require_observation(exchange.store, row, row_state)
 
         def build_payload(worker: Worker) -> Any:
             first = worker.rows[0]
@@ -158,22 +157,6 @@ class Calls:
         self._exchange.begin_call(command, op, build_payload)
         return self._exchange.finish_call()
 
-    def require_observation(self, row: int, row_state: Row) -> None:
-        """Raise for a snapshot with an observation outside of this engine's space.
-
-        Raises:
-            SnapshotMismatch: The observation does not fit.
-        """
-        if not row_state.used:
-            return
-        try:
-            self._exchange.store.validate(row_state.observation)
-        except Exception as error:
-            if succeeds_when_repeated(partial(self._exchange.store.validate, row_state.observation)):
-                raise  # a signal handler raised it
-            text = f"it is of {row_state.kind.env_id}, and its observation does not fit this environment: {error}"
-            raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
-
     # -- the whole state -----------------------------------------------------------------------------------------------
 
     def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
@@ -188,9 +171,8 @@ class Calls:
         exchange = self._exchange
         whole = read_state(state, exchange.num_envs, self._mode, spaces)
         observations = self._load(whole.snapshots, list(range(exchange.num_envs)))
-        counters, (steps, resets, restarts) = exchange.counters, whole.counts
-        counters.steps_loaded += steps - counters.steps
-        counters.steps, counters.resets, exchange.failures.restarts = steps, resets, restarts
+        steps, resets, exchange.failures.restarts = whole.counts
+        exchange.counters.load(steps, resets)
         exchange.restarting.seeds = whole.seeds
         whole.load_generators()
         return observations

@@ -26,7 +26,7 @@ from vecenv.engine.failures import FailureLog, Policy, Restarts
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
-from vecenv.errors import StepTimeout
+from vecenv.errors import StepTimeout, failed_earlier
 from vecenv.front.arguments import ResetOptions, deadline_after
 from vecenv.front.driver import (
     Call,
@@ -136,7 +136,7 @@ class Exchange:
         if failed:
             if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
-                self.failures.refuse({row: self.failures.failed[row] for row in failed})
+                raise failed_earlier({row: self.failures.failed[row] for row in failed})
             if (error := self._rebuild(request, failed)) is not None:
                 self.state.changing = False
                 raise error
@@ -265,7 +265,7 @@ class Exchange:
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickled(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
-            self.failures.refuse({row: self.failures.failed.get(row, "its worker died") for row in dead})
+            raise failed_earlier({row: self.failures.failed.get(row, "its worker died") for row in dead})
         self.state.changing = True
         request = Request(command, 0, by_row=False)
         request.droppable = True

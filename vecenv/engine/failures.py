@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import numpy as np
 from gymnasium.vector import AutoresetMode
@@ -24,7 +24,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.observers import Observer, notify_failure
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import Worker, WorkerProcess
-from vecenv.errors import EnvError, EnvFailed, ErrorRecord, RestartsExhausted, StepTimeout
+from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout
 from vecenv.front.arguments import parse_timeout, select_options
 from vecenv.front.driver import Counters
 from vecenv.link.infos import NO_INFO, InfoReader
@@ -161,14 +161,6 @@ class FailureLog:
         for row in rows:
             self.failed.pop(row, None)
             self.counted.discard(row)
-
-    def refuse(self, failed: dict[int, str]) -> NoReturn:
-        """Raise ``EnvFailed`` for rows that must be reset first."""
-        rows = sorted(failed)
-        raise EnvFailed(
-            f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
-            f"env {rows[0]}: {failed[rows[0]]}"
-        )
 
 
 def _combine_deaths(deaths: Sequence[Death]) -> Exception:

@@ -24,7 +24,7 @@ from vecenv.engine.stats import measure_workers
 from vecenv.engine.submissions import Submissions
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
-from vecenv.errors import StepTimeout
+from vecenv.errors import StepTimeout, failed_earlier
 from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats
 from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, advance
@@ -127,7 +127,7 @@ class Engine(WorkerDriver):
             exchange.require_idle("step_async")
         failed = self.failures.failed
         if failed and not self.policy.restart:
-            self.failures.refuse(failed)
+            raise failed_earlier(failed)
         pickled = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if pickled is None else pickled)
@@ -241,7 +241,7 @@ class Engine(WorkerDriver):
             self.exchange.require_not_in_flight("send", listed)
         failed = self.failures.failed
         if failed and not self.policy.restart and (mine := failed.keys() & set(listed)):
-            self.failures.refuse({row: failed[row] for row in mine})
+            raise failed_earlier({row: failed[row] for row in mine})
         pickled = self.stage.put_some(actions, rows, len(listed))
         for observer in self.observers:
             observer.on_step(listed, actions if pickled is None else pickled)

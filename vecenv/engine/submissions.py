@@ -18,9 +18,10 @@ from vecenv.engine.calls import Calls
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import WorkerProcess
-from vecenv.errors import EnvFailed
+from vecenv.errors import EnvFailed, failed_earlier
 from vecenv.link.envs import call_env
 from vecenv.link.messages import OVERLAPS, Op, summary
+from vecenv.link.observations import require_observation
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 from vecenv.system.restart_budget import RestartBudget
@@ -94,9 +95,9 @@ class Submissions:
         """
         exchange, worker = self._exchange, self._worker_of(row)
         if worker.death is not None or (command != "reset" and row in self.failed):
-            exchange.failures.refuse({row: self.failed[row]})
+            raise failed_earlier({row: self.failed[row]})
         if command == "check":
-            self._calls.require_observation(row, payload.row)
+            require_observation(exchange.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
         packed = exchange.pool.pickled(worker, pack(row - worker.rows[0], payload))
         request = Request(name, 0, by_row=False)

@@ -168,6 +168,11 @@ class Counters:
     resets: int = 0
     steps_loaded: int = 0
 
+    def load(self, steps: int, resets: int) -> None:
+        """Continue from the counts of a loaded state."""
+        self.steps_loaded += steps - self.steps
+        self.steps, self.resets = steps, resets
+
 
 class Driver:
     """The interface of backends.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 import numpy as np
@@ -25,9 +26,11 @@ from gymnasium.vector.utils import (
     write_to_shared_memory,
 )
 
-from vecenv.errors import ObservationError
+from vecenv.errors import ObservationError, SnapshotMismatch
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array, Leaf
+from vecenv.state.snapshots import Row
+from vecenv.system.signals import succeeds_when_repeated
 
 WRITTEN: Final = object()
 """The result of a :data:`RowWriter` that wrote the observation into its store, so that the reply need not carry it."""
@@ -61,6 +64,23 @@ class Store(Protocol):
 
     def validate(self, observation: Any) -> None:
         """Raise if the observation does not fit the space; change nothing."""
+
+
+def require_observation(store: Store, row: int, row_state: Row) -> None:
+    """Raise for a snapshot with an observation outside of the space of a store.
+
+    Raises:
+        SnapshotMismatch: The observation does not fit.
+    """
+    if not row_state.used:
+        return
+    try:
+        store.validate(row_state.observation)
+    except Exception as error:
+        if succeeds_when_repeated(partial(store.validate, row_state.observation)):
+            raise  # a signal handler raised it
+        text = f"it is of {row_state.kind.env_id}, and its observation does not fit this environment: {error}"
+        raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
 
 
 class SharedStore(Store):

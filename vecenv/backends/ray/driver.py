@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, index_of, reset_arguments
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
-from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
+from vecenv.errors import NotRestorable, VecEnvError, failed_earlier
 from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
@@ -31,13 +31,13 @@ from vecenv.front.driver import (
 )
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
-from vecenv.link.observations import SharedStore
+from vecenv.link.observations import SharedStore, require_observation
 from vecenv.shm import INFO_BYTES, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.whole import pack_state, read_state
 from vecenv.system.reporting import warn
-from vecenv.system.signals import deferred_signals, succeeds_when_repeated
+from vecenv.system.signals import succeeds_when_repeated
 
 T = TypeVar("T")
 
@@ -110,9 +110,9 @@ class HostsDriver(WorkerDriver):
         self._send_step(listed, items, by_row=True)
 
     def _refuse_failed(self, rows: Collection[int]) -> None:
-        failures = self.exchange.failures
-        if failures.failed and not self.exchange.restart and (mine := failures.failed.keys() & set(rows)):
-            failures.refuse(mine)
+        failed = self.failures.failed
+        if failed and not self.exchange.restart and (mine := failed.keys() & set(rows)):
+            raise failed_earlier({row: failed[row] for row in mine})
 
     def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, by_row: bool) -> None:
         """Send a step of rows; ``items`` are their actions, or ``None`` if those are staged in arrays."""
@@ -283,7 +283,7 @@ class HostsDriver(WorkerDriver):
         exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
         parts = [(part, cloudpickle.dumps(arguments(part))) for part in exchange.split(request, request.rows)]
         if dead := [row for part, _ in parts if part.host.death for row in part.rows]:
-            exchange.failures.refuse(dead)
+            raise failed_earlier({row: exchange.failures.failed.get(row, "its host died") for row in dead})
         if announced is not None:
             for observer in self.observers:
                 observer.on_call(list(rows), command, announced)
@@ -319,7 +319,7 @@ class HostsDriver(WorkerDriver):
         snapshot_of = dict(zip(rows, given, strict=True))
         known = {row: snapshot.row for row, snapshot in snapshot_of.items()}
         for row, one in known.items():
-            self._require_observation(row, one)
+            require_observation(self.store, row, one)
 
         def arguments(part: RequestPart) -> Any:
             return ([snapshot_of[row] for row in part.rows], part.local), {}
@@ -341,15 +341,6 @@ class HostsDriver(WorkerDriver):
         self.exchange.forget(rows)
         return self.exchange.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
 
-    def _require_observation(self, row: int, one: Any) -> None:
-        if one.used:
-            with deferred_signals():
-                try:
-                    self.exchange.store.validate(one.observation)
-                except Exception as error:
-                    text = f"it is of {one.kind.env_id}, and its observation is none of this environment: {error}"
-                    raise SnapshotMismatch(f"env {row}: the snapshot does not fit: {text}") from error
-
     def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
         counts = self.counters.steps, self.counters.resets, self.exchange.failures.restarts
@@ -359,10 +350,9 @@ class HostsDriver(WorkerDriver):
         """Continue from the result of :meth:`state_dict`."""
         whole = read_state(state, self.num_envs, self.mode, spaces)
         observations = self.load(whole.snapshots, list(range(self.num_envs)))
-        counters, (steps, resets, restarts) = self.counters, whole.counts
-        counters.steps_loaded += steps - counters.steps
-        counters.steps, counters.resets = steps, resets
-        self.exchange.failures.restarts, self.exchange.seeds = restarts, whole.seeds
+        steps, resets, self.failures.restarts = whole.counts
+        self.counters.load(steps, resets)
+        self.exchange.seeds = whole.seeds
         whole.load_generators()
         return observations
 

@@ -6,12 +6,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import NoReturn
 
 from vecenv.backends.ray.host import RemoteFailure
 from vecenv.backends.ray.hosts import RemoteHost
 from vecenv.engine.observers import Observer, notify_failure
-from vecenv.errors import EnvFailed, ErrorRecord, RestartsExhausted, StepTimeout, WorkerDied, envs_text
+from vecenv.errors import ErrorRecord, RestartsExhausted, StepTimeout, WorkerDied, envs_text
 from vecenv.link.messages import summary, unpack_error
 from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
@@ -94,14 +93,6 @@ class Failures:
         for row in rows:
             self.failed.pop(row, None)
         self.unborn.difference_update(rows)
-
-    def refuse(self, rows: Collection[int], reason: str = "its host died") -> NoReturn:
-        """Raise for rows that need a reset first."""
-        first = min(rows)
-        raise EnvFailed(
-            f"envs {sorted(rows)} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) "
-            f"first: env {first}: {self.failed.get(first, reason)}"
-        )
 
     def count_restart(self, host: RemoteHost) -> RestartsExhausted | None:
         """Count the restart of a dead host, once; return the error if that is more than there may be."""

@@ -171,10 +171,8 @@ class Calls:
         exchange = self._exchange
         whole = read_state(state, exchange.num_envs, self._mode, spaces)
         observations = self._load(whole.snapshots, list(range(exchange.num_envs)))
-        steps, resets, exchange.failures.restarts = whole.counts
-        exchange.counters.load(steps, resets)
         exchange.restarting.seeds = whole.seeds
-        whole.load_generators()
+        whole.load(exchange.counters, exchange.failures)
         return observations
 
 

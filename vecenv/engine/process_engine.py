@@ -25,7 +25,7 @@ from vecenv.engine.submissions import Submissions
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier
-from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
+from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities, complete_stats
 from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, advance
 from vecenv.front.infos import RowInfos
@@ -154,22 +154,13 @@ class Engine(WorkerDriver):
             self.exchange.drain()
         elif not self.state.changing:
             self.exchange.execute_own_messages()  # as workers do, although the reset drops the results
-        if self.observers:
-            seeds = self._announce_reset(rows, seeds, options)
+        seeds = self.announce_reset(rows, seeds, options)
         if ids is None and isinstance(seeds[0], (int, np.integer)):
             new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
         else:
             new_seeds = self.restarting.seeds
         self.exchange.send_reset(rows, seeds, options, by_row=by_row)
         self.restarting.seeds = new_seeds
-
-    def _announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
-        """Notify the observers of a reset. Return all seeds, including those that observers filled in."""
-        mine = [seeds[row] for row in rows]
-        for observer in self.observers:
-            observer.on_reset(rows, mine, select_options(options, rows))
-        completed = dict(zip(rows, mine, strict=True))
-        return [completed.get(row, seed) for row, seed in enumerate(seeds)]
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the call stays pending.

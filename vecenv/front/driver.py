@@ -21,7 +21,7 @@ import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
 from vecenv.errors import StepTimeout
-from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout
+from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
 from vecenv.front.guard import CallState
 from vecenv.front.infos import RowInfos
@@ -482,6 +482,16 @@ class WorkerDriver(Driver):
         """Let a flight recorder observe all calls."""
         self.recorder = recorder
         self.observers.append(recorder)
+
+    def announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
+        """Notify the observers of a reset. Return all seeds, including those that observers filled in."""
+        if not self.observers:
+            return seeds
+        mine = [seeds[row] for row in rows]
+        for observer in self.observers:
+            observer.on_reset(rows, mine, select_options(options, rows))
+        completed = dict(zip(rows, mine, strict=True))
+        return [completed.get(row, seed) for row, seed in enumerate(seeds)]
 
     def keep_call(self) -> None:
         """Keep the pending call until the program fetches its result."""

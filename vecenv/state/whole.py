@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.errors import SnapshotMismatch
+from vecenv.front.driver import Counters
 from vecenv.state.codecs import Codec, rule_for
 from vecenv.state.snapshots import FORMAT, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.signals import succeeds_when_repeated
@@ -33,8 +34,10 @@ class WholeState(NamedTuple):
     seeds: np.random.SeedSequence
     generators: list[tuple[Any, Any]]
 
-    def load_generators(self) -> None:
-        """Put the generators of the spaces in place."""
+    def load(self, counters: Counters, failures: Any) -> None:
+        """Put the counts and the generators of the spaces in place."""
+        steps, resets, failures.restarts = self.counts
+        counters.load(steps, resets)
         for space, state in self.generators:
             if state is not None:
                 _space_codec(space).load(space, state)

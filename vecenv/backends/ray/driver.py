@@ -15,7 +15,7 @@ from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart,
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, VecEnvError, failed_earlier
-from vecenv.front.arguments import ResetOptions, parse_env_ids, select_options
+from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
     PHASES,
@@ -156,12 +156,7 @@ class HostsDriver(WorkerDriver):
             advance(exchange.call.phase, "reset_async", self)
         if by_row:
             self._require_not_in_flight("reset_async", rows)
-        mine = [seeds[row] for row in rows]
-        for observer in self.observers:
-            observer.on_reset(rows, mine, select_options(options, rows))  # may complete the seeds
-        seeds = list(seeds)
-        for row, seed in zip(rows, mine, strict=True):
-            seeds[row] = seed
+        seeds = self.announce_reset(rows, seeds, options)
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
             raise error
         request = HostRequest("reset", rows, seeds, options)
@@ -350,10 +345,8 @@ class HostsDriver(WorkerDriver):
         """Continue from the result of :meth:`state_dict`."""
         whole = read_state(state, self.num_envs, self.mode, spaces)
         observations = self.load(whole.snapshots, list(range(self.num_envs)))
-        steps, resets, self.failures.restarts = whole.counts
-        self.counters.load(steps, resets)
         self.exchange.seeds = whole.seeds
-        whole.load_generators()
+        whole.load(self.counters, self.failures)
         return observations
 
     # -- the state --------------------------------------------------------------------------------------------------------

@@ -56,6 +56,14 @@ def open_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.Asyn
     envs.close()
 
 
+class FixedBatchSize(vecenv.AsyncVectorEnv[Any, Any]):
+    """A vector environment with a ``batch_size`` that must not be reassigned after construction."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert name != "batch_size" or "batch_size" not in self.__dict__
+        super().__setattr__(name, value)
+
+
 @contextmanager
 def ready_engine(env_fns: Sequence[EnvFn], **kwargs: Any) -> Iterator[vecenv.AsyncVectorEnv]:
     """Yield an AsyncVectorEnv as :func:`open_engine` does, reset with seed 1."""

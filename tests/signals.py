@@ -1,11 +1,16 @@
-"""Temporary signal handlers."""
+"""Temporary signal handlers, and signals at chosen moments."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+
+class Alarm(Exception):
+    """The exception of a signal handler, such as that of a time limit."""
 
 
 @contextmanager
@@ -21,3 +26,37 @@ def handled(number: int, how: type[BaseException] | Callable[..., Any] | signal.
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(number, before)
+
+
+def pythons_own_ctrl_c() -> AbstractContextManager[None]:
+    """Install Python's own handler, also if this was started in the background and SIGINT is ignored."""
+    return handled(signal.SIGINT, signal.default_int_handler)
+
+
+def interrupt_at(event: int, function: Callable[[], Any], *files: str) -> tuple[bool, Any]:
+    """Call ``function``, and raise SIGUSR2 at the ``event``-th call or return in ``files``. Its handler raises
+    :class:`Alarm`.
+
+    Returns:
+        True if there are that many, and the result, if there is one.
+    """
+    count, fired, result = 0, False, None
+
+    def profile(frame: Any, kind: str, _: Any) -> None:
+        nonlocal count, fired
+        if kind == "c_call" or frame.f_code.co_filename not in files:
+            return
+        count += 1
+        if count == event:
+            fired = True
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGUSR2)
+
+    sys.setprofile(profile)
+    try:
+        result = function()
+    except Alarm:
+        pass
+    finally:
+        sys.setprofile(None)
+    return fired, result

@@ -4,7 +4,8 @@ it.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,11 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("capabilities_table", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
+def script() -> Iterator[Any]:
     pytest.importorskip("jaxlib", reason="the column of JAX needs it")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        yield importlib.import_module("capabilities_table")
 
 
 def test_page_shows_the_capabilities_of_the_backends(script: Any) -> None:

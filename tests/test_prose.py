@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,11 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 
 
 @pytest.fixture(scope="module")
-def script() -> Any:
+def script() -> Iterator[Any]:
     pytest.importorskip("proselint", reason="the extra lint brings it")
-    spec = importlib.util.spec_from_file_location("prose", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(SCRIPT.parent))
+        yield importlib.import_module("prose")
 
 
 @pytest.mark.parametrize(

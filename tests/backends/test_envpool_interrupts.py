@@ -22,6 +22,7 @@ pytest.importorskip("envpool")
 
 from interruption import KINDS, Interruption, moments
 from sampling import each_once, each_pair
+from signals import pythons_own_ctrl_c
 
 from vecenv.backends import EnvPoolVectorEnv
 from vecenv.testing import assert_identical
@@ -32,10 +33,8 @@ from .pool_doubles import SlowPool
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """Install Python's own handler, also if this was started in the background and SIGINT is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
+    with pythons_own_ctrl_c():
+        yield
 
 
 def in_flight(envs: EnvPoolVectorEnv) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from client_envs import assert_equal as assert_equal_with_types
 from client_envs import full_env_fns, make_cartpole
+from envs import FixedBatchSize
 
 pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
 
@@ -60,14 +61,6 @@ def test_steps_and_resets_of_subsets_equal_dummy_vector_env(
     assert resets > 10
     ours.close()
     theirs.close()
-
-
-class FixedBatchSize(vecenv.AsyncVectorEnv[Any, Any]):
-    """A vector environment with a ``batch_size`` that must not be reassigned after construction."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        assert name != "batch_size" or "batch_size" not in self.__dict__
-        super().__setattr__(name, value)
 
 
 @pytest.mark.parametrize("batch_size", [None, 1])

@@ -30,6 +30,14 @@ def receive_all(envs: Any, so_many: int = ROWS) -> list[Any]:
     return [parts[row] for row in sorted(parts)]
 
 
+def results_of_a_step(envs: Any, actions: Any) -> Any:
+    """Return the results of a step after a reset, and reset to the same state again."""
+    envs.reset(seed=7)
+    whole = host(envs.step(actions)[:4])
+    envs.reset(seed=7)
+    return whole
+
+
 @call("`step`")
 def test_a_step_gives_every_row_its_observation_reward_and_flags(backend: Backend, envs: Any) -> None:
     observations, rewards, terminations, truncations, infos = envs.step(backend.actions(ROWS))
@@ -47,9 +55,7 @@ def test_a_step_has_two_halves(backend: Backend, envs: Any) -> None:
     for wait in (envs.step_wait, envs.recv):
         with pytest.raises(NoAsyncCallError):
             wait()
-    envs.reset(seed=7)
-    whole = host(envs.step(actions)[:4])
-    envs.reset(seed=7)
+    whole = results_of_a_step(envs, actions)
     envs.step_async(actions)
     assert_identical(host(envs.step_wait()[:4]), whole)
     with pytest.raises(NoAsyncCallError, match="`step_wait` without any prior call to `step_async`"):
@@ -59,9 +65,7 @@ def test_a_step_has_two_halves(backend: Backend, envs: Any) -> None:
 @call("calls while a step is pending")
 def test_other_calls_are_refused_while_a_step_is_pending(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
-    envs.reset(seed=7)
-    whole = host(envs.step(actions)[:4])
-    envs.reset(seed=7)
+    whole = results_of_a_step(envs, actions)
     envs.step_async(actions)
     for early in (
         lambda: envs.step_async(actions), lambda: envs.step(actions), envs.reset, envs.reset_async,
@@ -141,9 +145,7 @@ def test_invalid_timeout_is_refused_and_the_result_stays_pending(backend: Backen
 @call("`send`, `recv`: all rows")
 def test_all_rows_can_be_sent_to_and_are_received_in_batches(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
-    envs.reset(seed=7)
-    whole = host(envs.step(actions)[:4])
-    envs.reset(seed=7)
+    whole = results_of_a_step(envs, actions)
     envs.send(actions)
     assert in_flight(envs) == ROWS
     for row, (one, *_) in enumerate(receive_all(envs)):

@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
 from sampling import each_once
-from signals import handled
+from signals import Alarm, handled, interrupt_at
 
 import vecenv
 from vecenv.errors import SnapshotMismatch
@@ -205,40 +205,6 @@ class DrawsByModule(Draws):
         return np.array([np.random.normal(), random.random(), random.gauss(0, 1)])
 
 
-class Alarm(Exception):
-    """An exception that a signal handler raises."""
-
-
-def interrupt_at(event: int, function: Callable[[], object]) -> bool:
-    """Call ``function``, and raise a signal at the ``event``-th call or return in the modules of generators.
-
-    Returns:
-        True if there are that many.
-    """
-    sources = own_generators.__file__, system_generators.__file__
-    count, fired = 0, False
-
-    def profile(frame: Any, kind: str, _: Any) -> None:
-        nonlocal count, fired
-        code = frame.f_code
-        if kind == "c_call" or code.co_filename not in sources:
-            return
-        count += 1
-        if count == event:
-            fired = True
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR2)
-
-    sys.setprofile(profile)
-    try:
-        function()
-    except Alarm:
-        pass
-    finally:
-        sys.setprofile(None)
-    return fired
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a signal in a finalizer
 def test_signal_at_any_point_does_not_change_draws(
     monkeypatch: pytest.MonkeyPatch,
@@ -262,7 +228,7 @@ def test_signal_at_any_point_does_not_change_draws(
             np.random.seed(7)
             np.random.normal()  # numpy keeps a second normal number
             with handled(signal.SIGUSR2, Alarm):
-                fired = interrupt_at(event, run_episode)
+                fired, _ = interrupt_at(event, run_episode, own_generators.__file__, system_generators.__file__)
             expected = np.random.RandomState(7).normal(size=3).tolist()[1:], random.Random(7).random()
             assert ([np.random.normal(), np.random.normal()], random.random()) == expected, f"event {event}"
             if event % 8 == 0:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 from sampling import each_once
-from signals import handled
+from signals import Alarm, handled, interrupt_at
 from without_spares import Walk, derived_seed, twin
 
 import vecenv
@@ -531,38 +530,6 @@ def test_close_during_a_prefetch() -> None:
 
 
 
-class Alarm(Exception):
-    """An exception that a signal handler raises."""
-
-
-def interrupt_at(event: int, function: Any) -> tuple[bool, Any]:
-    """Call ``function``, and raise a signal at the ``event``-th call or return in the wrapper's module.
-
-    Returns:
-        True if there are that many, and the result, if there is one.
-    """
-    count, fired, result = 0, False, None
-
-    def profile(frame: Any, kind: str, _: Any) -> None:
-        nonlocal count, fired
-        if kind == "c_call" or frame.f_code.co_filename != prefetch.__file__:
-            return
-        count += 1
-        if count == event:
-            fired = True
-            sys.setprofile(None)
-            signal.raise_signal(signal.SIGUSR2)
-
-    sys.setprofile(profile)
-    try:
-        result = function()
-    except Alarm:
-        pass
-    finally:
-        sys.setprofile(None)
-    return fired, result
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("mode", "every"), [("NextStep", 5), ("SameStep", 7)])
 def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, closes: Any) -> None:
@@ -575,7 +542,7 @@ def test_interrupted_step_is_pending_or_needs_a_reset(mode: str, every: int, clo
         with handled(signal.SIGUSR2, Alarm):
             for _ in range(3):
                 expected = reference.step(np.ones(3, np.int64))
-                fired, found = interrupt_at(event, lambda: envs.step(np.ones(3, np.int64)))
+                fired, found = interrupt_at(event, lambda: envs.step(np.ones(3, np.int64)), prefetch.__file__)
                 if fired:
                     break
                 assert_identical(found, expected, f"event {event}")

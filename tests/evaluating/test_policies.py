@@ -18,6 +18,7 @@ from envs import counters, open_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from signals import Alarm
 from simulated_time import SimulatedTime, least_time
 from walks import ENGINES, LONGEST, SEED, Walk, choose, expected_from, expected_results, numbers, snapshots_midway, walks
 
@@ -492,10 +493,6 @@ def test_engine_with_restarts_gives_the_same_results(tmp_path: Path) -> None:
     assert [each.index for each in results if each.error is not None] == [1, 2]
 
 
-class TimeIsUp(Exception):
-    """The exception of a time limit."""
-
-
 class HitByTimeLimit(gymnasium.Env[Any, Any]):
     """An environment that a time limit hits in one of its steps, or in a reset with options."""
 
@@ -520,7 +517,7 @@ class HitByTimeLimit(gymnasium.Env[Any, Any]):
 @pytest.fixture
 def limit() -> Iterator[None]:
     def late(number: int, frame: object) -> None:
-        raise TimeIsUp
+        raise Alarm
 
     before = signal.signal(signal.SIGUSR2, late)
     yield
@@ -533,7 +530,7 @@ def test_time_limit_is_not_a_failure_of_an_episode(where: str) -> None:
     """In the calling process it usually interrupts an environment."""
     late = vecenv.Episode(options={"late": True})
     with open_engine([lambda: HitByTimeLimit(100 if where == "step" else 0)] * 2, num_workers=0) as envs:
-        with pytest.raises(TimeIsUp):
+        with pytest.raises(Alarm):
             vecenv.evaluate(envs, still, 1000 if where == "step" else [late] * 9, seed=1, retries=1)
         if where == "reset":
             envs.reset()  # drops what was in flight
@@ -548,7 +545,7 @@ def still(seen: Any) -> Any:
 def test_time_limit_in_a_dropped_step_is_raised() -> None:
     with ready_engine([lambda: HitByTimeLimit(1)] * 2, num_workers=0) as envs:
         envs.step_async(np.zeros(2, int))
-        with pytest.raises(TimeIsUp):
+        with pytest.raises(Alarm):
             dropping_pending(envs, envs.reset)
         assert dropping_pending(envs, envs.reset)[0].shape == (2, 1)
 

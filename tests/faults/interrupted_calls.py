@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -569,16 +569,6 @@ class Verdicts:
 
     def check(self) -> None:
         assert self.wrong + self.hung == 0, str(self)
-
-
-@contextlib.contextmanager
-def pythons_own_ctrl_c() -> Iterator[None]:
-    """Install Python's own handler, also if this was started in the background and SIGINT is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def within(setting: Setting) -> tuple[str, ...]:

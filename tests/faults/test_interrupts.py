@@ -37,11 +37,11 @@ from interrupted_calls import (
     list_resources,
     make_call,
     needs_reset,
-    pythons_own_ctrl_c,
     within,
 )
 from interruption import KINDS, Interruption, Stopped, apart, moments
 from observe import FAULTS
+from signals import pythons_own_ctrl_c
 from streams import FIRST_READY, Stream
 
 import vecenv

@@ -43,12 +43,12 @@ from interrupted_calls import (
     in_flight,
     kill,
     needs_reset,
-    pythons_own_ctrl_c,
     within,
 )
 from interruption import Interruption, Stopped
 from observe import FAULTS, PATIENCE, still_running
 from sampling import each_once
+from signals import pythons_own_ctrl_c
 
 from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 

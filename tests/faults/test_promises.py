@@ -24,7 +24,7 @@ from envs import killable_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from observe import LINUX
-from signals import handled
+from signals import Alarm, handled
 
 import vecenv
 from vecenv.errors import ForkedError, StepTimeout, WorkerDied
@@ -69,14 +69,10 @@ def makers(
     return [(lambda i=i: Counting(i, fault if i == env else None, at)) for i in range(count)]
 
 
-class TimeIsUp(Exception):
-    """The exception of a time limit's signal handler."""
-
-
 @contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raise :class:`TimeIsUp` after this many seconds, wherever the program is."""
-    with handled(signal.SIGALRM, TimeIsUp):
+    """Raise :class:`Alarm` after this many seconds, wherever the program is."""
+    with handled(signal.SIGALRM, Alarm):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         yield
 
@@ -287,7 +283,7 @@ def test_interrupted_close_continues() -> None:
     envs = vecenv.AsyncVectorEnv([lambda i=i: SlowClose(i) for i in range(2)], num_workers=2)
     pids = [process.pid for process in envs.processes]
     envs.reset(seed=0)
-    with pytest.raises(TimeIsUp), alarm(0.3):
+    with pytest.raises(Alarm), alarm(0.3):
         envs.close()
     assert not envs.closed
     with pytest.raises(ClosedEnvironmentError):

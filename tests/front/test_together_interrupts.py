@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from double import DoubleVectorEnv
 from gymnasium.error import ResetNeeded
-from interrupted_calls import pythons_own_ctrl_c
 from interruption import Interruption, Stopped, moments
+from signals import pythons_own_ctrl_c
 
 import vecenv
 from vecenv.testing import assert_identical

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bridge_envs import CallLog, faulty, tracks
+from envs import FixedBatchSize
 from gymnasium.vector import AutoresetMode, VectorWrapper
 
 import vecenv
@@ -93,18 +94,10 @@ def test_engines_with_the_runs_jax_capability_are_refused() -> None:
             vj.bridge(envs)
 
 
-class Fixed(vecenv.AsyncVectorEnv[Any, Any]):
-    """A wrapper with a batch size that must not be assigned."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        assert name != "batch_size" or "batch_size" not in self.__dict__
-        super().__setattr__(name, value)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("batch_size", [None, 2])
 def test_only_unfinished_rows_are_stepped(batch_size: int | None) -> None:
-    envs = Fixed(tracks(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
+    envs = FixedBatchSize(tracks(4), num_workers=0, autoreset_mode="Disabled", batch_size=batch_size)
     with vj.bridge(envs) as env:
         state, done, stepped = env.reset(jax.random.key(SEED)), np.zeros(4, bool), 0
         while not done.all():

@@ -20,7 +20,7 @@ from forks import in_a_fork
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
 from jax_envs import Counter, GymEnv, Gymnax, Jumanji, Switch, sync
-from signals import handled
+from signals import Alarm, handled
 
 import vecenv
 from vecenv.backends import JaxVectorEnv
@@ -562,10 +562,6 @@ def test_load_names_the_difference_between_environments(one: Any, other: Any, te
     second.close()
 
 
-class TimeIsUp(Exception):
-    """The exception of a time limit's signal handler."""
-
-
 class RaisesSignal:
     """A number that raises a signal the first time it is read."""
 
@@ -593,7 +589,7 @@ def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
     kept = (kept[0], Snapshot.of(known.kind, pickle.dumps((RaisesSignal(seed), leaves))))
     actions = jnp.full((2, 1), 0.5)
     wanted = np.asarray(envs.step(actions)[0])
-    with handled(signal.SIGUSR2, TimeIsUp), pytest.raises(TimeIsUp):
+    with handled(signal.SIGUSR2, Alarm), pytest.raises(Alarm):
         envs.load(kept)
     envs.load(kept)
     assert np.array_equal(envs.step(actions)[0], wanted)

@@ -29,7 +29,7 @@ import psutil
 import pytest
 from envs import counters
 from gymnasium.vector import AutoresetMode
-from signals import handled
+from signals import Alarm, handled
 
 import vecenv
 from vecenv import freezing
@@ -413,10 +413,6 @@ def test_killed_caller_leaves_nothing(times: int) -> None:
         process.stdout.close()
         for pid in seen:
             assert has_ended_soon(int(pid))
-
-
-class Alarm(Exception):
-    pass
 
 
 @pytest.mark.sampled("True")

@@ -12,17 +12,13 @@ from typing import Any
 import kept_envs
 import numpy as np
 import pytest
-from signals import handled
+from signals import Alarm, handled
 
 import vecenv
 from vecenv.state.codecs import Codec, name_of, put
 from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
 ACTIONS = np.array([1, 2])
-
-
-class TimeIsUp(Exception):
-    """The exception of a time limit's signal handler."""
 
 
 class Bell:
@@ -39,7 +35,7 @@ class Bell:
 
 @pytest.fixture(autouse=True)
 def bell() -> Iterator[None]:
-    with handled(signal.SIGUSR2, TimeIsUp):
+    with handled(signal.SIGUSR2, Alarm):
         yield
         Bell.left = 0
 
@@ -122,7 +118,7 @@ def count_opportunities(call: Callable[[], Any]) -> int:
 def interrupt(envs: Any, call: Callable[[], Any], moment: int) -> Any:
     """Return the result of a call that is interrupted once; only the handler's exception may be raised."""
     Bell.left = moment
-    with pytest.raises(TimeIsUp):
+    with pytest.raises(Alarm):
         call()
     return call() if envs._state.value == "default" else envs.call_wait()
 
@@ -160,7 +156,7 @@ def test_saving_works_after_an_interruption() -> None:
             assert len(interrupt(envs, save, moment)) == 2
         kept = vecenv.state.snapshots.StateDict(rings=Rings())
         Bell.left = 1
-        with pytest.raises(TimeIsUp):
+        with pytest.raises(Alarm):
             pickle.dumps(kept)
 
 
@@ -178,5 +174,5 @@ def test_assertions_propagate_interruptions() -> None:
         moments = count_opportunities(lambda check=check: check(Ringing))
         for moment in {1, 2, 5, *range(7, moments, moments // 12), moments}:
             Bell.left = moment
-            with pytest.raises(TimeIsUp):
+            with pytest.raises(Alarm):
                 check(Ringing)

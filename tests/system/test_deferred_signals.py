@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from forks import in_a_fork
-from signals import handled
+from signals import Alarm, handled
 
 from vecenv.system.signals import by_handler, deferred_signals, watched_handlers
 
@@ -19,10 +19,6 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSI
 
 
 SOURCE = sys.modules[deferred_signals.__module__].__file__
-
-
-class Alarm(Exception):
-    """The exception of the handlers of these tests."""
 
 
 def interrupt() -> None:

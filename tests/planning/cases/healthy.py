@@ -15,36 +15,21 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from planning.cases.registry import CASES, CLEAN, SHARES, UNKNOWN, Base, EnvFns, case
+from planning.cases.registry import CASES, CLEAN, SHARES, UNKNOWN, Base, BulletBall, EnvFns, case
 
 
 @case(CLEAN)
 def pybullet_own_client():
-    class Ball(Base):
+    class Ball(BulletBall):
         def __init__(self):
             import pybullet
             from pybullet_utils.bullet_client import BulletClient
 
             self.p = BulletClient(pybullet.DIRECT)
 
-        reset = None
-
-        def observe(self):
-            self.p.stepSimulation()
-            return np.array([self.p.getBasePositionAndOrientation(self.ball)[0][2]])
-
         def close(self):
             self.p.disconnect()
 
-    def reset(self, *, seed=None, options=None):
-        Base.reset(self, seed=seed)
-        p = self.p
-        p.resetSimulation()
-        p.setGravity(0, 0, -10)
-        self.ball = p.createMultiBody(1.0, p.createCollisionShape(p.GEOM_SPHERE, radius=0.1), basePosition=[0, 0, 10])
-        return np.array([10.0]), {}
-
-    Ball.reset = reset
     return [Ball] * 4
 
 

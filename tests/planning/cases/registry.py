@@ -39,3 +39,19 @@ class Base(gym.Env):
 
     def observe(self):
         return np.array([float(self.t)])
+
+
+class BulletBall(Base):
+    """A ball that falls, in the simulation of the client ``p`` of PyBullet."""
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        p = self.p
+        p.resetSimulation()
+        p.setGravity(0, 0, -10)
+        self.ball = p.createMultiBody(1.0, p.createCollisionShape(p.GEOM_SPHERE, radius=0.1), basePosition=[0, 0, 10])
+        return np.array([10.0]), {}
+
+    def observe(self):
+        self.p.stepSimulation()
+        return np.array([self.p.getBasePositionAndOrientation(self.ball)[0][2]])

@@ -12,7 +12,7 @@ from typing import ClassVar
 import gymnasium as gym
 import numpy as np
 
-from planning.cases.registry import SAME_OBJECT, SHARES, UNKNOWN, Base, case
+from planning.cases.registry import SAME_OBJECT, SHARES, UNKNOWN, Base, BulletBall, case
 
 
 @case(SHARES)
@@ -37,24 +37,12 @@ def default_client():
 
 @case(SHARES)
 def pybullet_default_client():
-    class Ball(Base):
+    class Ball(BulletBall):
         def __init__(self):
             import pybullet
 
             self.p = pybullet
             pybullet.connect(pybullet.DIRECT)
-
-        def reset(self, *, seed=None, options=None):
-            super().reset(seed=seed)
-            p = self.p
-            p.resetSimulation()
-            p.setGravity(0, 0, -10)
-            self.ball = p.createMultiBody(1.0, p.createCollisionShape(p.GEOM_SPHERE, radius=0.1), basePosition=[0, 0, 10])
-            return np.array([10.0]), {}
-
-        def observe(self):
-            self.p.stepSimulation()
-            return np.array([self.p.getBasePositionAndOrientation(self.ball)[0][2]])
 
     return [Ball] * 4
 

@@ -41,18 +41,13 @@ CALLS = {
 
 def columns() -> dict[str, Capabilities]:
     """Backend -> what it can do at most."""
-    pool = SimpleNamespace(local=None)
-    engine = {
-        "policy": SimpleNamespace(restart=True), "pool": pool,
-    }  # fmt: skip
+    engine = {"policy": SimpleNamespace(restart=True), "pool": SimpleNamespace(local=None), "recorder": object()}
     here, there = (lambda _: ""), (lambda _: "its environments are stepped by hosts")
     workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._Library.__dict__["capabilities"].fget
     return {
-        "process": replace(
-            workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True, recording=True
-        ),
-        "ray": replace(workers(SimpleNamespace(backend="ray", reason=there, **engine)), recording=True),
+        "process": replace(workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True),
+        "ray": workers(SimpleNamespace(backend="ray", reason=there, **engine)),
         "EnvPool": WholeBatchDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,
         "EnvPool, players": FirstReadyDriver.capabilities,

@@ -176,7 +176,7 @@ class Exchange:
         for (worker, mine), payload in zip(self.split(rows), payloads, strict=True):
             self.queue(worker, Op.RESET_SOME, mine, request, payload)
         if by_row:
-            self.put_in_flight(request, rows)
+            self.put_in_flight(rows)
         else:
             self.call = request
         self.state.changing = False
@@ -317,7 +317,7 @@ class Exchange:
 
     # -- rows that are received one by one ---------------------------------------------------------------------------
 
-    def put_in_flight(self, request: Request, rows: Sequence[int]) -> None:
+    def put_in_flight(self, rows: Sequence[int]) -> None:
         """Put the rows of a reset in flight, so that ``recv`` returns them."""
         batch = self.batch
         batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
@@ -351,7 +351,7 @@ class Exchange:
         rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         self.state.changing = True
         self.call, request.by_row = None, True
-        self.put_in_flight(request, rows)
+        self.put_in_flight(rows)
         waiting = {row for worker in self.pool.workers for _, mine, one in worker.pending if one is request for row in mine}
         self._make_ready(request, [row for row in rows if row not in waiting])
         self.state.changing = False

@@ -9,14 +9,7 @@ from typing import Any, Final
 from vecenv.errors import WorkerDied
 from vecenv.front.arguments import ResetOptions, select_options
 from vecenv.front.driver import PHASES, Phase
-from vecenv.link.messages import Failure, Op
-
-COMMANDS: Final = {
-    Op.STEP: "step", Op.STEP_SOME: "step", Op.RESET: "reset", Op.RESET_SOME: "reset", Op.REBUILD_SOME: "reset",
-    Op.CALL: "call", Op.SET_ATTR: "set_attr", Op.EXEC: "exec_func", Op.CLOSE: "close", Op.SET_NEXT: "set_next_options",
-    Op.SAVE: "save", Op.PROVE: "save", Op.CHECK: "load", Op.LOAD: "load", Op.RUN: "freeze",
-}  # fmt: skip
-"""Operation -> its name in error messages."""
+from vecenv.link.messages import Failure
 
 _NOTHING: Final[Mapping[Any, Any]] = {}
 

@@ -208,7 +208,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         )  # fmt: skip
         about_main = None
         try:
-            self._read_spaces(env_fns)
+            self._read_spaces()
             self.num_workers, share, self.plan = workers_and_share(
                 self.num_envs, num_workers, use_caller, self._probe.measure, batch_size
             )
@@ -331,7 +331,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
-    def _read_spaces(self, env_fns: Sequence[Callable[[], Env[Any, Any]]]) -> None:
+    def _read_spaces(self) -> None:
         """Metadata and spaces, from an environment that is built here or elsewhere."""
         mode = self.observation_mode
         found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")

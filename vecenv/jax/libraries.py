@@ -184,12 +184,12 @@ def _build_playground(name: str, *, config: Any = None, config_overrides: Any = 
     try:
         return playground.registry.load(name, config=config, config_overrides=overrides)
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        raise FileNotFoundError(_missing_files(name, playground, error)) from error
+        raise FileNotFoundError(_missing_files(name, error)) from error
     except (KeyError, AttributeError) as error:
         raise ValueError(f"Playground's {name} refuses {_format_kwargs(overrides)}: {error}.") from error
 
 
-def _missing_files(name: str, playground: Any, error: Exception) -> str:
+def _missing_files(name: str, error: Exception) -> str:
     source = importlib.import_module("mujoco_playground._src.mjx_env")
     return (
         f"Playground's {name} needs robot models that are not part of its package and could not be fetched ({error}). "

@@ -25,7 +25,6 @@ ALIGNMENT: Final = 64
 INFO_BYTES: Final = 4096
 """Room for one environment's numeric infos: about 500 numbers. What does not fit goes by pickle."""
 _NUMBERS: Final = 16  # of latest preparations, for each environment
-_NOT_BY_ROW: Final = ("worker_time", "worker_steps", "running", "no_spin_until", "ahead")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from typing import Final
 
 import gymnasium
+
+_PERIOD_SECONDS: Final = 10.0
+_MOST_LINES: Final = 5  # about restarts, per period
 
 _log = logging.getLogger("vecenv")
 
@@ -36,15 +40,13 @@ def log_error(text: str) -> None:
 class RestartLog:
     """A log of restarts and their causes, as ``vecenv``, with a limited number of lines per period.
 
+    Further restarts are counted; the next line gives their number.
+
     Args:
-        most: The maximum number of lines per ``period``. Further restarts are counted; the next line gives their number.
-        period: Seconds.
         clock: Returns the time; tests replace it.
     """
 
-    def __init__(self, most: int = 5, period: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = most
-        self._period = period
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = -float("inf")
         self._lines = 0
@@ -54,9 +56,9 @@ class RestartLog:
     def log(self, cause: str) -> None:
         """Log a restart that is about to happen, or count it if the limit is reached."""
         now = self._clock()
-        if now - self._began >= self._period:
+        if now - self._began >= _PERIOD_SECONDS:
             self._began, self._lines = now, 0
-        if self._lines >= self._most:
+        if self._lines >= _MOST_LINES:
             self._held_back, self._latest_cause = self._held_back + 1, cause
             return
         held_back, self._held_back, self._lines = self._held_back, 0, self._lines + 1

@@ -40,13 +40,12 @@ class RestartBudget:
         self._clock = clock
         self._spent: deque[tuple[float, tuple[int, ...], float]] = deque()  # when, rows, their steps
 
-    def spend(self, cause: str = "", rows: Sequence[int] = ()) -> bool:
+    def spend(self, cause: str, rows: Sequence[int] = ()) -> bool:
         """Spend one restart of these rows; return ``False`` if the budget is used up."""
         now, mine = self._clock(), tuple(rows)
         while self._spent and now - self._spent[0][0] > self.period:
             self._spent.popleft()
-        if cause:
-            self.causes.append(cause)
+        self.causes.append(cause)
         count, allowed = self._balance(mine)
         if count >= allowed:
             return False

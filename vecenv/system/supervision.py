@@ -241,13 +241,13 @@ def has_all_env_frames(stack: str) -> bool:
     return stack.endswith("\n") and _WORKER_MAIN in stack
 
 
-def env_frames(stack: str, limit: int = 12) -> str:
-    """Return the frames of the environment's own code from a dump, at most ``limit`` lines."""
+def env_frames(stack: str) -> str:
+    """Return the frames of the environment's own code from a dump, at most 12 lines."""
     threads = stack.split("\n\n")
     worker_threads = [thread for thread in threads if _WORKER_FOLDER in thread]
     # the main thread is last in a dump, and only waits if other threads step environments
     stepping = worker_threads[:-1] or worker_threads or threads
-    return "\n".join([line for thread in stepping for line in _frames_above_worker(thread)][:limit])
+    return "\n".join([line for thread in stepping for line in _frames_above_worker(thread)][:12])
 
 
 def _frames_above_worker(thread: str) -> list[str]:

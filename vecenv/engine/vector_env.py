@@ -44,11 +44,10 @@ from vecenv.front.arguments import (
     parse_autoreset_mode,
     parse_timeout,
 )
-from vecenv.front.driver import Phase
 from vecenv.front.guard import exclusive, is_within_a_call, raise_unusable
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.actions import ActionStage
-from vecenv.link.envs import Expected, WorkerPlan
+from vecenv.link.envs import Expected, WorkerPlan, different_action_space
 from vecenv.link.observations import PickledStore, RegisteredStore, SharedStore, Store, has_dynamic_part
 from vecenv.link.own_generators import run_with_own_generators, with_own_generators
 from vecenv.planning.options import (
@@ -146,7 +145,6 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     __signature__ = _Signature()
     _driver: Engine
     _pool: WorkerPool
-    _env_id: str
     _recording: FlightRecorder | None = None
     _stats_file: published.StatsFile | None = None
     plan: Plan | None = None
@@ -335,11 +333,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """Metadata and spaces, from an environment that is built here or elsewhere."""
         mode = self.observation_mode
         found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
-        self.metadata = {**found.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode = found.render_mode
-        self._env_id = found.env_id
-        self.single_action_space = found.action_space
-        self.action_space = batch_space(found.action_space, self.num_envs)
+        self._describe(found)
         if isinstance(mode, tuple) and len(mode) == 2:
             if not all(isinstance(space, Space) for space in mode):
                 raise CompatTypeError(
@@ -380,11 +374,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def _check_spaces(self) -> None:
         for env, which, got in self._driver.mismatches:
             if which == "action":
-                raise RuntimeError(
-                    f"Some environments have an action space different from `{self.single_action_space}`. In order to "
-                    "batch actions, the action spaces from all environments must be equal. "
-                    f"Env {env} has {got}."
-                )
+                raise different_action_space(self.single_action_space, env, got)
             detail = f" Env {env} has {got}, wanted {self.single_observation_space}."
             if self.observation_mode == "same":
                 advice = "If this is intentional, use `observation_mode='different'` instead."
@@ -543,12 +533,11 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers; see :meth:`close`."""
-        pool, phase = self._pool, self._driver.phase
+        pool = self._pool
         if timeout is None:
             late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.workers)
             timeout = SHORT_CLOSE_TIMEOUT if late else CLOSE_TIMEOUT
-        if phase is not Phase.DEFAULT:
-            warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
+        self._warn_of_pending_call()
         self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate)
 
     def __del__(self) -> None:

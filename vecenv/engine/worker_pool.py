@@ -21,7 +21,6 @@ from itertools import repeat
 from os import write
 from typing import Any, Final
 
-from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.engine.watchdog import Watchdog
@@ -29,6 +28,7 @@ from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess, end
 from vecenv.errors import StartupTimeout, envs_text
 from vecenv.front.arguments import deadline_after, milliseconds_until
 from vecenv.front.driver import abandoned_after_fork
+from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import OVERLAPS, EnvFnsToStart, Failure, Op, decode, dumps, dumps_by_value, encode, pack_head
@@ -420,7 +420,7 @@ class WorkerPool:
         now = time.perf_counter()
         self.seconds_waited += now - began
         if self.closing:
-            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+            raise closed_during_call()
         if spun:
             return False
         if not events:
@@ -446,7 +446,7 @@ class WorkerPool:
         now = time.perf_counter()
         self.seconds_waited += now - began
         if self.closing:
-            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+            raise closed_during_call()
         if now > self.watchdog.next_check:
             self.watchdog.check(self.processes)
         if not events:

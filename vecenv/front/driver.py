@@ -407,14 +407,12 @@ def too_few_in_flight(count: int, in_flight: int, ready: int) -> NoAsyncCallErro
 def require_idle(outstanding: Call, method: str) -> None:
     """Raise for a method of all environments while a call on any of them is pending."""
     if outstanding.rows and outstanding.by_row:
-        raise AlreadyPendingCallError(
-            f"Calling `{method}` for envs 0..{outstanding.rows - 1}, which are still in flight: `recv` them first.", "send"
-        )
+        raise still_in_flight(method, f"0..{outstanding.rows - 1}")
     if outstanding.rows:
         raise AlreadyPendingCallError(still_pending(method, outstanding.kind), outstanding.kind.value)
 
 
-def still_in_flight(method: str, rows: Sequence[int]) -> AlreadyPendingCallError:
+def still_in_flight(method: str, rows: Sequence[int] | str) -> AlreadyPendingCallError:
     """Return the exception of a method about some rows of which these have to be received first."""
     return AlreadyPendingCallError(
         f"Calling `{method}` for envs {rows}, which are still in flight: `recv` them first.", "send"

@@ -104,6 +104,11 @@ def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
             raise closed from error
 
 
+def closed_during_call() -> ClosedEnvironmentError:
+    """Return the exception of a wait during which the vector environment was closed."""
+    return ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+
+
 def raise_unusable(envs: Any, driver: Any) -> NoReturn:
     """Raise the error of a vector environment that is closed or belongs to another process."""
     kind = type(envs).__name__

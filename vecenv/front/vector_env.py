@@ -19,6 +19,7 @@ import numpy.typing as npt
 from gymnasium.core import ActType, ObsType
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
 from gymnasium.vector.vector_env import ArrayType
 
 from vecenv.errors import ErrorRecord
@@ -40,6 +41,7 @@ from vecenv.front.driver import Driver, Phase, advance
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import RowInfos
 from vecenv.front.results import merged_result, row_infos, unmerged_result
+from vecenv.system.reporting import warn
 
 CLOSE_TIMEOUT: Final = 60.0
 """Seconds that ``close()`` waits by default, for the environments' own ``close()`` and for a call in another thread."""
@@ -687,6 +689,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     """The common base of vector environments with workers, on this machine or on others."""
 
+    _env_id: str
+
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""
         if not hasattr(self, "_driver"):
@@ -696,6 +700,18 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         failed = f", failed={sorted(failures.failed)}" if failures.failed else ""
         phase = "RESET_NEEDED" if state.changing and not state.caller else self._phase.name
         return f"{type(self).__name__}({name}{self._describe_size()}, phase={phase}{restarts}{failed})"
+
+    def _describe(self, first: Any) -> None:
+        """Set Gymnasium's attributes, except the observation spaces, to those in a description of the first environment."""
+        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode, self._env_id = first.render_mode, first.env_id
+        self.single_action_space = first.action_space
+        self.action_space = batch_space(first.action_space, self.num_envs)
+
+    def _warn_of_pending_call(self) -> None:
+        """Warn that ``close`` was called while a call is pending."""
+        if (phase := self._driver.phase) is not Phase.DEFAULT:
+            warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
 
     def _describe_size(self) -> str:
         """Return the numbers of environments and workers for ``repr``."""

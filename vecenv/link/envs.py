@@ -82,6 +82,20 @@ class WorkerPlan:
     refuses_finished: bool = False
 
 
+def id_of(env: Any) -> str:
+    """Return the id of an environment in Gymnasium's registry, or its class."""
+    spec = getattr(env, "spec", None)
+    return str(spec.id) if spec is not None else type(getattr(env, "unwrapped", env)).__name__
+
+
+def different_action_space(first: Any, env: int, got: str) -> RuntimeError:
+    """Return the exception for an environment with another action space than the first one."""
+    return RuntimeError(
+        f"Some environments have an action space different from `{first}`. In order to batch actions, the action spaces "
+        f"from all environments must be equal. Env {env} has {got}."
+    )
+
+
 _REQUIRED_ATTRIBUTES: Final = ("reset", "step", "close", "observation_space", "action_space")
 
 

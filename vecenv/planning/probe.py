@@ -25,7 +25,7 @@ from typing import Any, Final, NoReturn
 from gymnasium import Space
 
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.link.envs import build_env
+from vecenv.link.envs import build_env, id_of
 from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
 from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
@@ -286,8 +286,7 @@ def _describe(env: Any, env_fns: Sequence[Callable[[], Any]], all_envs: bool) ->
     for index, env_fn in enumerate(env_fns if all_envs else ()):
         with closing(build_env(env_fn, index)) as other:
             spaces.append(other.observation_space)
-    name = env.spec.id if getattr(env, "spec", None) is not None else type(getattr(env, "unwrapped", env)).__name__
-    return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces, name)
+    return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces, id_of(env))
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------

@@ -53,18 +53,28 @@ def pack_state(
     )  # fmt: skip
 
 
+def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
+    """Raise for a ``state_dict()`` that lacks an entry, or has another value than in ``own``.
+
+    Raises:
+        SnapshotMismatch: The text names the entry.
+    """
+    for key in (*own, *names):
+        if not isinstance(state, Mapping) or key not in state:
+            raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
+    for key, value in own.items():
+        if state[key] != value:
+            raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {value!r}")
+
+
 def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[Any]) -> WholeState:
     """Read the result of :func:`pack_state`. Nothing is changed.
 
     Raises:
         SnapshotMismatch: It does not fit, or is damaged.
     """
-    for key in ("format", "num_envs", "autoreset_mode", "snapshots", "counters", "seeds", "spaces"):
-        if not isinstance(state, Mapping) or key not in state:
-            raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
-    for key, own in {"format": FORMAT, "num_envs": num_envs, "autoreset_mode": mode.name}.items():
-        if state[key] != own:
-            raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
+    own = {"format": FORMAT, "num_envs": num_envs, "autoreset_mode": mode.name}
+    require_entries(state, own, "snapshots", "counters", "seeds", "spaces")
     snapshots = parse_snapshots(state["snapshots"], range(num_envs))
     read = partial(_read_rest, state, spaces)
     try:

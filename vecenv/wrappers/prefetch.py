@@ -29,7 +29,7 @@ from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, VecEnvError
+from vecenv.errors import EnvFailed, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -46,9 +46,12 @@ from vecenv.front.arguments import (
 )
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, raise_unsupported
+from vecenv.front.driver import still_in_flight
 from vecenv.front.infos import InfoMerger
+from vecenv.link.envs import call_env
 from vecenv.planning.options import parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
+from vecenv.state.whole import require_entries
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 
 __all__ = ["EpisodePrefetcher"]
@@ -383,9 +386,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if (self._full_batch or self._done or self._steps or self._resets) and (
             in_flight := set(self.in_flight.tolist()) & set(rows)
         ):
-            raise AlreadyPendingCallError(
-                f"Calling `{method}` for envs {sorted(in_flight)}, which are still in flight: `recv` them first.", "send"
-            )
+            raise still_in_flight(method, sorted(in_flight))
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
@@ -593,7 +594,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Call a method of each environment, or return an attribute."""
-        return self.exec_func(_call, None, name, args, kwargs)
+        return self.exec_func(call_env, None, name, args, kwargs)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return an attribute of each environment."""
@@ -685,11 +686,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from the result of :meth:`state_dict`, and return the observations."""
-        for key, own in {"num_envs": self.num_envs, "autoreset_mode": self._mode_name}.items():
-            if not isinstance(state, Mapping) or key not in state:
-                raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
-            if state[key] != own:
-                raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {own!r}")
+        require_entries(state, {"num_envs": self.num_envs, "autoreset_mode": self._mode_name})
         rows = list(range(self.num_envs))
         each = parse_snapshots(state["snapshots"], rows)
         self._wait_until_idle()
@@ -720,11 +717,6 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
 def _refuse(what: str, reason: str) -> NoReturn:
     raise_unsupported("EpisodePrefetcher", what, reason)
-
-
-def _call(env: Any, name: str, args: Any, kwargs: Any) -> Any:
-    attribute = env.get_wrapper_attr(name)
-    return attribute(*args, **kwargs) if callable(attribute) else attribute
 
 
 def _select(space: Space[Any], batch: Any, order: list[int], count: int) -> Any:

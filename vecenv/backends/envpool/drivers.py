@@ -38,7 +38,7 @@ from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread_seeds
 from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities, raise_unsupported
-from vecenv.front.driver import NO_CALL, Call, Driver, Phase, Stepped, require_idle, require_no_step
+from vecenv.front.driver import NO_CALL, Call, Driver, Phase, Stepped, require_idle, require_no_step, still_in_flight
 
 _INTP = np.dtype(np.intp)
 
@@ -592,10 +592,7 @@ class FirstReadyDriver(PoolDriver):
         if not self.idle.issuperset(ids.tolist()):
             if (outstanding := self.outstanding).kind is Phase.WAITING_STEP:
                 require_idle(outstanding, name)
-            in_flight = [i for i in ids.tolist() if i not in self.idle]
-            raise AlreadyPendingCallError(
-                f"Calling `{name}` for envs {in_flight}, which are still in flight: `recv` them first.", "send"
-            )
+            raise still_in_flight(name, [i for i in ids.tolist() if i not in self.idle])
 
     # -- sending ------------------------------------------------------------------------------------------------------
 

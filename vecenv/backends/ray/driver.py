@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import cloudpickle
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.error import AlreadyPendingCallError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, index_of, reset_arguments
@@ -150,8 +150,6 @@ class HostsDriver(WorkerDriver):
         """
         exchange = self.exchange
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None and self.state.changing:
-            raise ResetNeeded("an exception interrupted an earlier call in the middle: reset() all environments first")
         if ids is not None and exchange.call is not None:
             advance(exchange.call.phase, "reset_async", self)
         if by_row:

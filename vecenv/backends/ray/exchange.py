@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 from gymnasium import Space
-from gymnasium.error import ClosedEnvironmentError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.ray.failures import Errors, Failures, combine
@@ -30,7 +29,7 @@ from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
 from vecenv.front.driver import PHASES, Counters, Phase, advance, too_few_in_flight, wait_method
-from vecenv.front.guard import CallState
+from vecenv.front.guard import CallState, closed_during_call
 from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
 from vecenv.shm import fixed_tree
@@ -285,7 +284,7 @@ class HostExchange:
         finally:
             self.seconds_waited += time.perf_counter() - began
         if self.state.unusable:
-            raise ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
+            raise closed_during_call()
         with self.changing():
             for reference, reply in replies:
                 if reference in self.parts:  # otherwise an earlier reply reported the death of its host

@@ -33,12 +33,11 @@ from vecenv.front.arguments import (
     parse_autoreset_mode,
     parse_timeout,
 )
-from vecenv.front.driver import Phase
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
+from vecenv.link.envs import different_action_space
 from vecenv.link.messages import PackedEnvFns
 from vecenv.planning.options import OnFailure, Restart, WorkerOptions, check_option, check_options, choice_check, int_check
 from vecenv.recording.recorder import FlightRecorder, recorder_for_hosts
-from vecenv.system.reporting import warn
 from vecenv.system.spawning import end_if_importing_main
 
 _PLACEMENTS: Final = ("STRICT_SPREAD", "SPREAD", "PACK")
@@ -170,10 +169,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         pool = HostPool(self._cluster, plans, start_timeout)
         readies, mode = [host.ready for host in pool.hosts], self.observation_mode
         first = readies[0]
-        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode, self._env_id = first.render_mode, first.env_id
-        self.single_action_space = first.action_space
-        self.action_space = batch_space(first.action_space, self.num_envs)
+        self._describe(first)
         if isinstance(mode, tuple):
             self.observation_space, self.single_observation_space = mode
         else:
@@ -270,8 +266,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         seconds = parse_timeout(timeout)
         if state.unusable == "forked":
             return
-        if (phase := driver.phase) is not Phase.DEFAULT:
-            warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")
+        self._warn_of_pending_call()
         if seconds is None:
             seconds = SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.caller else CLOSE_TIMEOUT
         if not state.caller and not state.unusable:
@@ -331,8 +326,4 @@ def _require_same_spaces(plans: Sequence[HostPlan], readies: Sequence[HostReady]
                 f"{first.observation_space}."
             )
         if ready.action_space != first.action_space:
-            raise RuntimeError(
-                f"Some environments have an action space different from `{first.action_space}`. In order to batch actions, "
-                f"the action spaces from all environments must be equal. Env {plan.rows.start} has {ready.action_space} "
-                f"{where}."
-            )
+            raise different_action_space(first.action_space, plan.rows.start, f"{ready.action_space} {where}")

@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
-from gymnasium.error import AlreadyPendingCallError
 
 from vecenv.engine.failures import FailureLog, Policy, Restarts
 from vecenv.engine.requests import Request, reset_payload
@@ -33,10 +32,7 @@ from vecenv.front.driver import (
     Counters,
     advance,
     require_no_step,
-    some_in_flight,
     step_timeout,
-    still_in_flight,
-    still_pending,
     too_few_in_flight,
     wait_method,
 )
@@ -228,20 +224,6 @@ class Exchange:
             worker.pending.clear()
         self.pool.forget_unsent()
 
-    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Require that no call is pending, and that none of ``rows`` (``None``: no row at all) is in flight.
-
-        Raises:
-            AlreadyPendingCallError: A call is pending, or such rows are in flight.
-        """
-        if self.call is not None and not self.drop_if_droppable():
-            phase = self.call.phase
-            raise AlreadyPendingCallError(still_pending(method, phase), phase.value)
-        if self.in_flight and rows is not None and len(rows) < self.num_envs:
-            self.require_not_in_flight(method, list(rows))
-        elif self.in_flight:
-            raise some_in_flight(method, len(self.in_flight), len(self.ready))
-
     def drop_if_droppable(self) -> bool:
         """Drop a pending call that an interrupted method left behind; return ``True`` if no call is pending now."""
         if self.call is None:
@@ -323,10 +305,6 @@ class Exchange:
         batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
         self.in_flight.update(rows)
         self.resetting.update(rows)
-
-    def require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
-        if not self.in_flight.isdisjoint(rows):
-            raise still_in_flight(method, [row for row in rows if row in self.in_flight])
 
     def drain(self) -> None:
         """Wait for all pending replies before a reset of some rows, which drops the rows in flight.

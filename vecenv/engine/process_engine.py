@@ -25,7 +25,7 @@ from vecenv.engine.submissions import Submissions
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier
-from vecenv.front.arguments import ResetOptions, parse_env_ids
+from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities, complete_stats
 from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, advance
 from vecenv.front.infos import RowInfos
@@ -57,7 +57,6 @@ class Engine(WorkerDriver):
 
     Attributes:
         exchange: The pending requests.
-        stage: The staging area for actions.
         mismatches: (env, name, repr) of each space that differs from the first environment's.
     """
 
@@ -74,7 +73,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
-        self.layout, self.policy, self.mode = layout, policy, plan.autoreset_mode
+        self.layout, self.policy, self.mode, self.restarts = layout, policy, plan.autoreset_mode, policy.restart
         self.last_received = np.arange(self.num_envs)
         self.observers: list[Observer] = []
         self.arena = Arena(layout.size)
@@ -124,9 +123,9 @@ class Engine(WorkerDriver):
         """Submit a step of all rows. Errors are raised before anything is sent."""
         exchange = self.exchange
         if exchange.call is not None or exchange.in_flight:
-            exchange.require_idle("step_async")
+            self.require_rows_idle("step_async")
         failed = self.failures.failed
-        if failed and not self.policy.restart:
+        if failed and not self.restarts:
             raise failed_earlier(failed)
         pickled = self.stage.put(actions)
         for observer in self.observers:
@@ -149,7 +148,7 @@ class Engine(WorkerDriver):
         if ids is not None and self.exchange.call is not None:
             advance(self.exchange.call.phase, "reset_async", self)
         if by_row:
-            self.exchange.require_not_in_flight("reset_async", rows)
+            self.require_not_in_flight("reset_async", rows)
         elif ids is not None or (self.pool.held and not self.state.changing):
             self.exchange.drain()
         elif not self.state.changing:
@@ -222,24 +221,13 @@ class Engine(WorkerDriver):
 
     # -- row by row ----------------------------------------------------------------------------------------------------
 
-    def send(self, actions: Any, env_id: Any) -> None:
-        """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
-        if self.exchange.call is not None and not self.exchange.drop_if_droppable():
-            advance(self.exchange.call.phase, "step_async", self, name="send")
-        rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
-        listed: list[int] = rows.tolist()
-        if self.exchange.in_flight:
-            self.exchange.require_not_in_flight("send", listed)
-        failed = self.failures.failed
-        if failed and not self.policy.restart and (mine := failed.keys() & set(listed)):
-            raise failed_earlier({row: failed[row] for row in mine})
-        pickled = self.stage.put_some(actions, rows, len(listed))
-        for observer in self.observers:
-            observer.on_step(listed, actions if pickled is None else pickled)
-        if pickled is None and len(listed) == self.num_envs and not failed and self.exchange.rows_at_once is None:
-            self.exchange.send_plain_step(by_row=True)
+    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
+        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if those lie in shared memory."""
+        exchange = self.exchange
+        if items is None and len(rows) == self.num_envs and not self.failures.failed and exchange.rows_at_once is None:
+            exchange.send_plain_step(by_row=True)
         else:
-            self.exchange.send_step(listed, pickled, by_row=True)
+            exchange.send_step(rows, items, by_row=True)
 
     def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
         """Return the next ``count`` rows to finish. If fewer finish by the deadline, return ``None``; they stay ready.
@@ -307,7 +295,7 @@ class Engine(WorkerDriver):
 
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
         """Begin to call a function with each of some environments."""
-        self.exchange.require_idle("exec_func", rows)
+        self.require_rows_idle("exec_func", rows)
         self.calls.begin_exec(func, rows, args, kwargs)
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
@@ -320,7 +308,7 @@ class Engine(WorkerDriver):
 
     def save(self, rows: list[int], verify: bool) -> Any:
         """Return the states of some rows."""
-        self.exchange.require_idle("save", rows)
+        self.require_rows_idle("save", rows)
         return self.calls.save(rows, verify)
 
     def snapshots(self) -> list[Snapshot]:
@@ -329,7 +317,7 @@ class Engine(WorkerDriver):
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states into some rows, and return the observations."""
-        self.exchange.require_idle("load", rows)
+        self.require_rows_idle("load", rows)
         return self.calls.load(snapshots, rows)
 
     def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
@@ -350,12 +338,12 @@ class Engine(WorkerDriver):
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
-    def require_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Raise if another call is pending, or rows (``None``: any) are in flight.
+    def require_idle(self, method: str) -> None:
+        """Raise if another call is pending, or rows are in flight.
 
         ``exec_func``, ``save`` and ``load`` are possible while other rows are in flight: they check their own rows.
         """
-        self.exchange.require_idle(method, () if method in ("exec_func", "save", "load") else rows)
+        self.require_rows_idle(method, () if method in ("exec_func", "save", "load") else None)
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers of these rows that have pending messages."""

@@ -11,7 +11,7 @@ import os
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias, TypeVar
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from vecenv.errors import StepTimeout
+from vecenv.errors import StepTimeout, failed_earlier
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
 from vecenv.front.guard import CallState
@@ -447,6 +447,8 @@ class WorkerDriver(Driver):
         observers: Are notified of all calls, results and failures.
         recorder: The observer that writes files about failures, if there is one.
         last_received: The rows that ``recv`` returned last.
+        stage: The staging area for actions.
+        restarts: Failed environments are rebuilt by the next step; otherwise it raises.
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}
@@ -456,6 +458,8 @@ class WorkerDriver(Driver):
     observers: list[Any]
     recorder: Any = None
     last_received: npt.NDArray[np.intp]
+    stage: Any
+    restarts: bool
 
     @property
     def phase(self) -> Phase:
@@ -475,6 +479,54 @@ class WorkerDriver(Driver):
     def record_interruption(self) -> None:
         if self.exchange.call is not None:
             self.exchange.call.interrupted = True
+
+    def require_idle(self, method: str) -> None:
+        self.require_rows_idle(method)
+
+    def require_rows_idle(self, method: str, rows: Collection[int] | None = None) -> None:
+        """Require that no call is pending, and that none of ``rows`` (``None``: no row at all) is in flight.
+
+        Raises:
+            AlreadyPendingCallError: A call is pending, or such rows are in flight.
+        """
+        exchange = self.exchange
+        if exchange.call is not None and not exchange.drop_if_droppable():
+            phase = exchange.call.phase
+            raise AlreadyPendingCallError(still_pending(method, phase), phase.value)
+        if rows is not None and len(rows) < self.num_envs:
+            self.require_not_in_flight(method, list(rows))
+        elif in_flight := len(exchange.in_flight):
+            raise some_in_flight(method, in_flight, len(exchange.ready))
+
+    def require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
+        """Raise for rows that ``recv`` has to return first."""
+        in_flight = self.exchange.in_flight
+        if in_flight and not in_flight.isdisjoint(rows):
+            raise still_in_flight(method, [row for row in rows if row in in_flight])
+
+    def refuse_failed(self, rows: Collection[int]) -> None:
+        """Raise for rows that failed, unless they are rebuilt."""
+        failed = self.failures.failed
+        if failed and not self.restarts and (mine := failed.keys() & set(rows)):
+            raise failed_earlier({row: failed[row] for row in mine})
+
+    def send(self, actions: Any, env_id: Any) -> None:
+        """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
+        exchange = self.exchange
+        if exchange.call is not None and not exchange.drop_if_droppable():
+            advance(exchange.call.phase, "step_async", self, name="send")
+        rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
+        listed: list[int] = rows.tolist()
+        self.require_not_in_flight("send", listed)
+        self.refuse_failed(listed)
+        items = self.stage.put_some(actions, rows, len(listed))
+        for observer in self.observers:
+            observer.on_step(listed, actions if items is None else items)
+        self.send_rows(listed, items)
+
+    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
+        """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if those are staged in arrays."""
+        raise NotImplementedError
 
     def set_recorder(self, recorder: Any) -> None:
         """Let a flight recorder observe all calls."""

@@ -8,14 +8,13 @@ from typing import Any, ClassVar, Final, TypeVar
 import cloudpickle
 import numpy as np
 from gymnasium import Space, spaces
-from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, index_of, reset_arguments
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
 from vecenv.errors import NotRestorable, VecEnvError, failed_earlier
-from vecenv.front.arguments import ResetOptions, parse_env_ids
+from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
     PHASES,
@@ -25,9 +24,6 @@ from vecenv.front.driver import (
     WorkerDriver,
     abandoned_after_fork,
     advance,
-    some_in_flight,
-    still_in_flight,
-    still_pending,
 )
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
@@ -72,7 +68,7 @@ class HostsDriver(WorkerDriver):
         mode: AutoresetMode, **policy: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.pool, self.mode = pool, mode
+        self.pool, self.mode, self.restarts = pool, mode, policy["restart"]
         self.exchange = HostExchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
         self.num_envs = self.batch_size = n = self.exchange.num_envs
         self.store, self.failures = self.exchange.store, self.exchange.failures
@@ -80,7 +76,7 @@ class HostsDriver(WorkerDriver):
         self._action_space, tree = action_space, fixed_tree(action_space, "action")
         self._actions = np.zeros(n, record_type(tree))
         leaves = [self._actions[name] for name in self._actions.dtype.names or ()]
-        self._stage = ActionStage(action_space, action_spaces, n, tree, leaves)
+        self.stage = ActionStage(action_space, action_spaces, n, tree, leaves)
         self._reader = InfoReader(np.full(n, NO_INFO, np.uint64), np.zeros((n, INFO_BYTES), np.uint8))
         self.last_received = np.arange(n)
 
@@ -89,30 +85,14 @@ class HostsDriver(WorkerDriver):
     def step(self, actions: Any) -> None:
         """Submit a step of all rows. Errors are raised before anything is sent."""
         self.require_idle("step_async")
-        self._refuse_failed(range(self.num_envs))
-        items = self._stage.put(actions)
+        self.refuse_failed(range(self.num_envs))
+        items = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if items is None else items)
         self._send_step(range(self.num_envs), items, by_row=False)
 
-    def send(self, actions: Any, env_id: Any) -> None:
-        """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
-        exchange = self.exchange
-        if exchange.call is not None and not exchange.drop_droppable():
-            advance(exchange.call.phase, "step_async", self)
-        rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
-        listed: list[int] = rows.tolist()
-        self._require_not_in_flight("send", listed)
-        self._refuse_failed(listed)
-        items = self._stage.put_some(actions, rows, len(listed))
-        for observer in self.observers:
-            observer.on_step(listed, actions if items is None else items)
-        self._send_step(listed, items, by_row=True)
-
-    def _refuse_failed(self, rows: Collection[int]) -> None:
-        failed = self.failures.failed
-        if failed and not self.exchange.restart and (mine := failed.keys() & set(rows)):
-            raise failed_earlier({row: failed[row] for row in mine})
+    def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
+        self._send_step(rows, items, by_row=True)
 
     def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, by_row: bool) -> None:
         """Send a step of rows; ``items`` are their actions, or ``None`` if those are staged in arrays."""
@@ -153,7 +133,7 @@ class HostsDriver(WorkerDriver):
         if ids is not None and exchange.call is not None:
             advance(exchange.call.phase, "reset_async", self)
         if by_row:
-            self._require_not_in_flight("reset_async", rows)
+            self.require_not_in_flight("reset_async", rows)
         seeds = self.announce_reset(rows, seeds, options)
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
             raise error
@@ -348,23 +328,6 @@ class HostsDriver(WorkerDriver):
         return observations
 
     # -- the state --------------------------------------------------------------------------------------------------------
-
-    def require_idle(self, method: str) -> None:
-        """Check that a method of all environments can begin.
-
-        Raises:
-            AlreadyPendingCallError: Another call is pending, or rows are in flight.
-        """
-        exchange = self.exchange
-        if exchange.call is not None and not exchange.drop_droppable():
-            raise AlreadyPendingCallError(still_pending(method, exchange.call.phase), exchange.call.phase.value)
-        if in_flight := len(exchange.in_flight):
-            raise some_in_flight(method, in_flight, len(exchange.ready))
-
-    def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
-        in_flight = self.exchange.in_flight
-        if waiting := [row for row in rows if row in in_flight]:
-            raise still_in_flight(method, waiting)
 
     def kill_pending(self, rows: Collection[int]) -> None:
         """End the hosts with pending replies about any of these rows."""

@@ -196,7 +196,7 @@ class HostExchange:
         for row in rows:
             self.infos.pop(row, None)
 
-    def drop_droppable(self) -> bool:
+    def drop_if_droppable(self) -> bool:
         """Drop a droppable call, as its wait was interrupted; return ``True`` if no call is pending now."""
         if self.call is not None and self.call.droppable:
             with self.changing():
@@ -239,7 +239,7 @@ class HostExchange:
 
     def receive_by_row(self) -> None:
         """Let ``recv`` return the rows of a pending ``reset`` one by one. Raises for other pending calls."""
-        if self.call is not None and not self.drop_droppable():
+        if self.call is not None and not self.drop_if_droppable():
             if self.call.command != "reset":
                 advance(self.call.phase, "reset_async", self)
             self.call = None

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import EXAMPLES, run_to_its_end
 
 pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "cleanrl_ppo.py"
+EXAMPLE = EXAMPLES / "cleanrl_ppo.py"
 OURS, THEIRS = "from vecenv import AsyncVectorEnv\n", "from gymnasium.vector import AsyncVectorEnv\n"
 
 
 def run(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
-    command = [sys.executable, "-W", "error::ResourceWarning", str(program), *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
+    return run_to_its_end(program, *arguments, timeout=timeout).splitlines()
 
 
 def test_results_are_equal_with_either_import(tmp_path: Path) -> None:

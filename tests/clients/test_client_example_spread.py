@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import EXAMPLES, run_to_its_end
 
 pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
 pytest.importorskip("mpe2", reason="needs MPE: pip install mpe2")
 
 import torch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "openrl_spread.py"
+EXAMPLE = EXAMPLES / "openrl_spread.py"
 LINE = re.compile(r"\s+(\d+) steps, mean return of the last 5 updates (-\d+\.\d{3})")
 
 
@@ -30,10 +28,8 @@ def example() -> Iterator[Any]:
 
 def returns(*arguments: str, timeout: float) -> list[tuple[int, float]]:
     """Return steps and mean return of each line that it prints."""
-    command = [sys.executable, "-W", "error::ResourceWarning", str(EXAMPLE), *arguments]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [(int(steps), float(value)) for steps, value in LINE.findall(done.stdout)]
+    printed = run_to_its_end(EXAMPLE, *arguments, timeout=timeout)
+    return [(int(steps), float(value)) for steps, value in LINE.findall(printed)]
 
 
 def test_advantages_are_those_of_the_definition(example: Any) -> None:

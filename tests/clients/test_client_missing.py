@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-WITHOUT = Path(__file__).parents[1] / "without.py"
+from programs import check_help, check_missing_library, run
 
 
 @pytest.mark.parametrize(
@@ -36,7 +30,7 @@ assert {adapter!r} in dir(vecenv.adapters)
 assert "torch" not in sys.modules
 vecenv.adapters.{adapter}
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
+    done = run("-c", program)
     last_line = done.stderr.strip().splitlines()[-1]
     command = f"pip install -e '.[{extra}]' in a checkout, or pip install 'vecenv[{extra}]' from a release"
     assert last_line == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"
@@ -63,11 +57,7 @@ def test_unknown_adapter_raises_attribute_error() -> None:
     ],
 )
 def test_example_without_its_library_names_the_install_command(program: str, library: str, extra: str) -> None:
-    command = [sys.executable, str(WITHOUT), library, str(EXAMPLES / f"{program}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    expected = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, expected)
-    assert "Traceback" not in done.stderr
+    check_missing_library(program, library, extra)
 
 
 PROGRAMS = [
@@ -79,9 +69,4 @@ PROGRAMS = [
 def test_example_help_shows_how_to_run_it(program: str) -> None:
     if program == "rllib_vector":
         pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: docs/clients.md", exc_type=ImportError)
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{program}.py"), "--help"], capture_output=True, text=True, timeout=250, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    for text in (f"python examples/{program}.py", "--num-envs", "default: "):
-        assert text in done.stdout
+    check_help(program, "--num-envs", "default: ")

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from envs import open_engine
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from walks import ENGINES, SEED, Walk, choose, numbers
+from walks import ENGINES, SEED, Walk, choose, numbers, walked
 
 import vecenv
 from vecenv.evaluating.episodes import Episode
@@ -51,12 +51,8 @@ def expected_results(episodes: list[Episode]) -> list[Any]:
     """Return the results of one environment per task."""
     found = []
     for index, episode in enumerate(episodes):
-        env, rng = tasks()[str(episode.env)](), np.random.default_rng(np.random.SeedSequence(SEED, spawn_key=(index,)))
-        observation, total, length, over = env.reset(seed=episode.seed)[0], 0.0, 0, (False, False)
-        while not any(over):
-            observation, reward, *over, info = env.step(choose([observation], [rng])[0])
-            total, length = total + reward, length + 1
-        found.append((index, episode.seed, total, length, *over, info, None))
+        env = tasks()[str(episode.env)]()
+        found.append(walked(env, env.reset(seed=episode.seed)[0], index, SEED, episode.seed))
     return found
 
 

@@ -112,10 +112,10 @@ def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
 def expected_results(count: int, seed: int = SEED, **how: Any) -> list[Any]:
     """Return the expected results, from a plain loop over one environment."""
     env = Walk(**how)
-    return [_walked(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
+    return [walked(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
 
 
-def _walked(env: Walk, observation: Any, index: int, seed: int, own: int | None) -> Any:
+def walked(env: Walk, observation: Any, index: int, seed: int, own: int | None) -> Any:
     """Return the result of one walk, from its current state."""
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(index,)))
     total, length, over = 0.0, 0, (False, False)
@@ -154,5 +154,5 @@ def expected_from(starts: list[tuple[int, int]], seed: int = SEED) -> list[Any]:
         observation = env.reset(seed=own)[0]
         for _ in range(steps):
             observation = env.step(1)[0]
-        results.append(_walked(env, observation, index, seed, None))
+        results.append(walked(env, observation, index, seed, None))
     return results

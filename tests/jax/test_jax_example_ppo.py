@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import EXAMPLES, check_help, check_missing_library
 from sampling import each_once
 
 import vecenv
 
-PROGRAM = Path(__file__).resolve().parents[2] / "examples" / "ppo.py"
-WITHOUT = Path(__file__).resolve().parents[1] / "without.py"
+PROGRAM = EXAMPLES / "ppo.py"
 HAS_ENVPOOL = importlib.util.find_spec("envpool") is not None
 
 
@@ -158,20 +158,10 @@ def test_usage_errors_are_one_line(ppo: ModuleType, arguments: list[str], text: 
 @pytest.mark.long
 @pytest.mark.parametrize(("program", "library"), each_once(["ppo", "ppo_jax"], ["flax", "optax", "rich", "matplotlib"]))
 def test_missing_library_names_the_install_command(program: str, library: str) -> None:
-    path = str(PROGRAM.with_stem(program))
-    done = subprocess.run(
-        [sys.executable, str(WITHOUT), library, path], capture_output=True, text=True, timeout=250, check=False
-    )
-    wanted = f"{program}: No module named {library!r}: pip install -e '.[examples]'"
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, wanted)
-    assert "Traceback" not in done.stderr
+    check_missing_library(program, library, "examples")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("program", ["ppo", "ppo_jax"])
 def test_help_shows_usage_and_options(ppo: ModuleType, program: str) -> None:
-    command = [sys.executable, str(PROGRAM.with_stem(program)), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for text in (f"python examples/{program}.py", "--learning-rate", "of Adam", "(default: 64)", "CartPole-v1"):
-        assert text in done.stdout
+    check_help(program, "--learning-rate", "of Adam", "(default: 64)", "CartPole-v1")

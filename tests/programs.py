@@ -1,0 +1,39 @@
+"""The programs in ``examples/``, each run in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+_WITHOUT = Path(__file__).with_name("without.py")
+
+
+def run(*command: str | Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments."""
+    line = [sys.executable, *map(str, command)]
+    return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def run_to_its_end(program: Path, *arguments: str, timeout: float) -> str:
+    """Run a program that succeeds and closes everything, and return what it prints."""
+    done = run("-W", "error::ResourceWarning", program, *arguments, timeout=timeout)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def check_missing_library(program: str, library: str, extra: str) -> None:
+    """Check that an example without a library that it needs names the command that installs it."""
+    done = run(_WITHOUT, library, EXAMPLES / f"{program}.py")
+    expected = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, expected)
+    assert "Traceback" not in done.stderr
+
+
+def check_help(program: str, *texts: str) -> None:
+    """Check that the help of an example shows how to run it, and these texts."""
+    done = run(EXAMPLES / f"{program}.py", "--help")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for text in (f"python examples/{program}.py", *texts):
+        assert text in done.stdout

@@ -14,8 +14,6 @@ import numpy as np
 
 from vecenv.aio import EpisodeEnv, Pool
 
-__all__ = ["Walk", "Words", "check_all_slots", "run", "step_directly"]
-
 T = TypeVar("T")
 
 

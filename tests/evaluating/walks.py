@@ -15,19 +15,6 @@ from envs import open_engine
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode
 
-__all__ = [
-    "ENGINES",
-    "LONGEST",
-    "SEED",
-    "Walk",
-    "choose",
-    "expected_from",
-    "expected_results",
-    "numbers",
-    "snapshots_midway",
-    "walks",
-]
-
 SEED = 300
 LONGEST = 30  # of walks that begin with a snapshot
 ENGINES: dict[str, dict[str, Any]] = {

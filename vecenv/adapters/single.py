@@ -16,8 +16,6 @@ from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import dropping_pending
 from vecenv.multi_agent.adapter import class_name, has_wrapper
 
-__all__ = ["SingleEnvs", "added_keys", "require", "reset_all"]
-
 AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
 

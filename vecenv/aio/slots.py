@@ -29,8 +29,6 @@ from vecenv.system.cores import let_caller_first, usable_cores
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import innermost_location
 
-__all__ = ["Slot", "Slots", "WorkerSlots", "outside_of_block"]
-
 
 @dataclass(eq=False, slots=True)
 class Slot:

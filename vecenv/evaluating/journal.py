@@ -28,8 +28,6 @@ from vecenv.evaluating.episodes import Episode, EpisodeResult
 with contextlib.suppress(ImportError):  # missing on Windows: there, two programs may write into one file
     import fcntl
 
-__all__ = ["Journal", "stored_seed"]
-
 _FORMAT: Final = 1
 _FILE: Final = "episodes.jsonl"
 _PLAIN: Final = (type(None), bool, int, str)

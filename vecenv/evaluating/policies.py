@@ -19,8 +19,6 @@ from gymnasium import Space, spaces
 
 from vecenv.evaluating.episodes import Attempt, Episode
 
-__all__ = ["ARRAYS", "BATCHES", "PolicyCaller", "join_rows", "map_leaves", "take_rows"]
-
 ARRAYS: Final = ("numpy", "torch", "jax")
 BATCHES: Final = ("ready", "padded", "single")
 _ATTEMPT_ARGUMENTS: Final[dict[str, Callable[[Sequence[Attempt]], Any]]] = {

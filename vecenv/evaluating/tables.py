@@ -9,8 +9,6 @@ from typing import Any
 
 from vecenv.errors import how_to_install
 
-__all__ = ["make_table", "mean_interval"]
-
 
 def make_table(by: str, groups: Mapping[Any, Sequence[Any]]) -> Any:
     """Build a ``rich.table.Table`` with one row per group, and one for all episodes.

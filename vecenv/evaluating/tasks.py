@@ -10,8 +10,6 @@ from vecenv.errors import EnvFailed, close_names
 from vecenv.evaluating.episodes import Episode
 from vecenv.front.capabilities import Capabilities
 
-__all__ = ["WaitingEpisodes", "require_offered"]
-
 
 class WaitingEpisodes:
     """The waiting episodes, grouped by the name of their environment.

@@ -10,8 +10,6 @@ import numpy as np
 from vecenv.front.infos import ColumnInfos, ListedInfos, RowInfos, info_rows, own_keys
 from vecenv.front.vector_env import VectorEnvBase
 
-__all__ = ["InfosByRow", "infos_by_row"]
-
 
 def infos_by_row(envs: Any) -> InfosByRow:
     """Return a view of a vector environment with the infos of single environments.

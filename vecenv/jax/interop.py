@@ -23,10 +23,6 @@ from gymnasium import spaces
 
 from vecenv.jax.env import Array, PyTree
 
-__all__ = [
-    "entropy_seeds", "from_torch", "jax_space", "keys_from", "masked_infos", "seed_keys", "to_numpy", "to_torch",
-]  # fmt: skip
-
 
 def to_numpy(space: gym.Space[Any], tree: PyTree) -> Any:
     """Convert observations to fresh NumPy arrays with the dtypes and the key order of ``space``."""

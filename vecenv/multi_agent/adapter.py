@@ -24,12 +24,6 @@ from vecenv.shm import Tree
 from vecenv.shm.layout import Array
 from vecenv.system import reporting
 
-__all__ = [
-    "ALL", "MASK_KEYS", "Adapted", "AgentsEnv", "EnvFn", "OneAgent", "RLlibGame", "StackedAgents", "TurnBased",
-    "as_parallel", "class_name", "from_aec", "has_wrapper",
-]  # fmt: skip
-
-
 # -- environments of other conventions ---------------------------------------------------------------------------------
 #
 # * :func:`from_aec`: turn-based games (PettingZoo's AEC interface);

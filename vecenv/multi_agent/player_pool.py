@@ -26,8 +26,6 @@ from vecenv.front.driver import Stepped
 from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster
 from vecenv.shm.layout import Array
 
-__all__ = ["PlayerPool", "PlayerRows"]
-
 _OBSERVATIONS = ("obs", "obs:players.obs")
 _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:current_player", "info:legal_action_mask")
 

@@ -22,19 +22,6 @@ from gymnasium.vector.utils import batch_space
 from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
-__all__ = [
-    "FLAGS",
-    "AgentActions",
-    "AgentGroup",
-    "Roster",
-    "build_tree",
-    "env_name",
-    "map_checked",
-    "map_space",
-    "read_roster",
-    "zeros",
-]  # fmt: skip
-
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
 """The lines of ``"signals"`` after the rewards, as 0 and 1; each column is an agent."""
 

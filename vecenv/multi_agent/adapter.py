@@ -552,7 +552,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 self._filled[i] = True
                 puts[i](observations[name])
             elif lives:
-                raise self._without_observation(name)
+                raise ObservationError(f"env {self.index}, agent {name!r}: is alive and has no observation")
             else:
                 self._pad(i)
             if name in rewards or (self._acting[i] and (lives or named)):  # an agent that just left or joined may lack one
@@ -570,9 +570,6 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     def _require_known(self, names: Iterable[Any]) -> None:
         if unknown := sorted({str(name) for name in names if name not in self._known}):
             raise ValueError(f"env {self.index}: unknown agents {unknown}; possible_agents are {list(self._names)}")
-
-    def _without_observation(self, name: Any) -> ObservationError:
-        return ObservationError(f"env {self.index}, agent {name!r}: is alive and has no observation")
 
     def _reward(self, name: Any, rewards: Mapping[Any, Any]) -> Any:
         try:

@@ -234,7 +234,7 @@ class Task:
         if self.pool_config.get("from_pixels"):
             self.require_drawable()
         pool = _quietly(lambda: self.make(seeds))
-        _keep_in_forked_children(pool)
+        _POOLS.add(pool)
         return pool
 
     def require_drawable(self) -> None:
@@ -344,19 +344,15 @@ def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping
 # -- pools in a forked child ------------------------------------------------------------------------------------------
 
 
-def _keep_in_forked_children(pool: Any) -> None:
-    """Keep a forked child, which has none of the pool's threads, from running the pool's destructor."""
-    _POOLS.add(pool)
-
-
-def _after_fork_in_child() -> None:
+def _keep_pools() -> None:
+    """Keep a forked child, which has none of the pools' threads, from running their destructors."""
     for pool in list(_POOLS):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
 _POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(after_in_child=_keep_pools)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

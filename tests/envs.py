@@ -300,14 +300,14 @@ class ScriptedEnv(SpaceEnv):
         self,
         observation_space: spaces.Space,
         action_space: spaces.Space | None = None,
-        env_id: int = 0,
-        lengths: Sequence[int] = (3,),
+        *,
         truncates: Sequence[bool] = (False,),
         rewards: Sequence[Any] = (1.0,),
         reset_infos: Sequence[dict[str, Any]] = ({},),
         step_infos: Sequence[dict[str, Any]] = ({},),
+        **options: Any,
     ) -> None:
-        super().__init__(observation_space, action_space, env_id, lengths)
+        super().__init__(observation_space, action_space, **options)
         self.truncates = truncates
         self.rewards = rewards
         self.reset_infos = reset_infos

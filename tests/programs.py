@@ -1,13 +1,27 @@
-"""The programs in ``examples/``, each run in a process of its own."""
+"""Programs that are not part of the package, such as those in ``examples/``: imported, or run in a process of their own."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _WITHOUT = Path(__file__).with_name("without.py")
+
+
+@contextmanager
+def imported(program: Path) -> Iterator[Any]:
+    """Yield a program as a module, while it can also import from its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(program.parent))
+        yield importlib.import_module(program.stem)
 
 
 def run(*command: str | Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:

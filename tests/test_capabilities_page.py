@@ -4,13 +4,13 @@ it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import imported
 
 from vecenv.front.capabilities import Capabilities
 
@@ -22,9 +22,8 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     pytest.importorskip("jaxlib", reason="the column of JAX needs it")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        yield importlib.import_module("capabilities_table")
+    with imported(SCRIPT) as module:
+        yield module
 
 
 def test_page_shows_the_capabilities_of_the_backends(script: Any) -> None:

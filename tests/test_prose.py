@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import imported
 
 SCRIPT = Path(__file__).parents[1] / ".ci" / "prose.py"
 
@@ -18,9 +18,8 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="an installed packag
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
     pytest.importorskip("proselint", reason="the extra lint brings it")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(SCRIPT.parent))
-        yield importlib.import_module("prose")
+    with imported(SCRIPT) as module:
+        yield module
 
 
 @pytest.mark.parametrize(

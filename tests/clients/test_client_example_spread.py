@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from programs import EXAMPLES, run_to_its_end
+from programs import EXAMPLES, imported, run_to_its_end
 
 pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
 pytest.importorskip("mpe2", reason="needs MPE: pip install mpe2")
@@ -21,9 +20,8 @@ LINE = re.compile(r"\s+(\d+) steps, mean return of the last 5 updates (-\d+\.\d{
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLE.parent))
-        yield importlib.import_module("openrl_spread")
+    with imported(EXAMPLE) as module:
+        yield module
 
 
 def returns(*arguments: str, timeout: float) -> list[tuple[int, float]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,17 @@ class Log(vecenv.Observer):
         return f"noted for {sorted(rows)}"
 
 
+@contextmanager
+def logged_engine(env_fns: Any, **options: Any) -> Iterator[tuple[Any, Log]]:
+    """Yield an engine after a reset, and the log of all that follows."""
+    log = Log()
+    with open_engine(env_fns, **options) as envs:
+        envs.add_observer(log)
+        envs.reset(seed=5)
+        log.take()
+        yield envs, log
+
+
 def own_infos(infos: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return info_rows({key: value for key, value in infos.items() if key not in ("env_id", "_env_id")}, count)
 
@@ -84,11 +96,7 @@ def test_calls_are_announced_before_they_are_submitted_and_results_before_they_a
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_that_are_sent_are_announced_and_received_by_index(engine: str) -> None:
-    log = Log()
-    with open_engine(counters(3), **ENGINES[engine]) as envs:
-        envs.add_observer(log)
-        envs.reset(seed=5)
-        log.take()
+    with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
         envs.send(np.array([1, 0]), [2, 0])
         envs.reset_async(seed=[7], options=[{"a": 1}], env_id=[1])
         assert log.take() == [("step", [2, 0], [1, 0]), ("reset", [1], [7], [{"a": 1}])]
@@ -101,11 +109,7 @@ def test_rows_that_are_sent_are_announced_and_received_by_index(engine: str) -> 
 
 
 def test_calls_that_may_change_environments_are_announced() -> None:
-    log = Log()
-    with open_engine(counters(3), num_workers=2) as envs:
-        envs.add_observer(log)
-        envs.reset(seed=5)
-        log.take()
+    with logged_engine(counters(3), num_workers=2) as (envs, log):
         envs.call("get_wrapper_attr", "unwrapped")
         envs.set_attr("extra", [4, 5, 6])
         envs.exec_func(str, [2])
@@ -123,11 +127,7 @@ def test_calls_that_may_change_environments_are_announced() -> None:
 
 
 def test_refused_calls_are_not_announced() -> None:
-    log = Log()
-    with open_engine(counters(2), num_workers=1) as envs:
-        envs.add_observer(log)
-        envs.reset(seed=5)
-        log.take()
+    with logged_engine(counters(2), num_workers=1) as (envs, log):
         for refused in ([0], [0, 0, 0]):
             with pytest.raises(ValueError, match="nothing was sent"):
                 envs.step(refused)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_envs import Flat
+from programs import EXAMPLES, imported
 
 for library in ("flax", "optax", "rich", "matplotlib"):
     pytest.importorskip(library, reason="needs what examples need: pip install 'vecenv[examples]'")
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "ppo_jax.py"
+EXAMPLE = EXAMPLES / "ppo_jax.py"
 
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLE.parent))
-        module = importlib.import_module("ppo_jax")
+    with imported(EXAMPLE) as module:
         picture = tmp_path_factory.mktemp("warm") / "curve.png"
         module.Curve(1).draw(picture, "", "", 0.0, "")  # matplotlib keeps the files of its fonts open
         yield module

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import EXAMPLES, check_help, check_missing_library
+from programs import EXAMPLES, check_help, check_missing_library, imported
 from sampling import each_once
 
 import vecenv
@@ -25,9 +25,8 @@ HAS_ENVPOOL = importlib.util.find_spec("envpool") is not None
 def ppo() -> Iterator[ModuleType]:
     for library in ("flax", "optax", "rich", "matplotlib"):
         pytest.importorskip(library, reason="needs pip install 'vecenv[examples]'")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(PROGRAM.parent))
-        yield importlib.import_module("ppo")
+    with imported(PROGRAM) as module:
+        yield module
 
 
 def by_definition(transitions: list[dict[str, Any]], last_value: float, discount: float, gae_lambda: float) -> list[float]:

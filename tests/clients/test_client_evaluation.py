@@ -15,7 +15,7 @@ import vecenv
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
 from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
-from stable_baselines3.common.vec_env import DummyVecEnv, VecNormalize  # noqa: E402
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecMonitor, VecNormalize  # noqa: E402
 
 from vecenv.adapters import as_sb3, evaluate_sb3  # noqa: E402
 
@@ -104,6 +104,24 @@ def test_a_recurrent_model_keeps_its_state_for_each_row() -> None:
         found.append(plain(evaluate_sb3(Recurrent(), envs, 6, seed=4)))
         envs.close()
     assert found[0] == found[1]
+
+
+def test_a_normalizer_around_environments_is_used_and_other_wrappers_are_refused() -> None:
+    received = []
+
+    class Model(Recurrent):
+        def predict(self, observations: Any, **how: Any) -> Any:
+            received.append(np.abs(observations).max())
+            return super().predict(observations, **how)
+
+    envs = as_sb3(engine(2))
+    normalizer = VecNormalize(VecMonitor(envs), clip_obs=1e-3)
+    found = plain(evaluate_sb3(Model(), normalizer, 4, seed=4))
+    assert max(received) <= 1e-3
+    assert found == plain(evaluate_sb3(Recurrent(), envs, 4, seed=4))
+    with pytest.raises(TypeError, match="evaluate_sb3 does not apply VecFrameStack: wrap the single environments instead"):
+        evaluate_sb3(Recurrent(), VecFrameStack(normalizer, 4), 4)
+    envs.close()
 
 
 def test_a_model_of_other_spaces_is_refused() -> None:

@@ -191,6 +191,8 @@ def test_wrong_names_list_the_valid_ones(
         (["bench", "--seconds", "inf"], "must be a positive number, got 'inf'"),
         (["bench", "--num_envs=3"], "did you mean --num-envs"),
         (["bench", "--num-env", "3"], "did you mean --num-envs"),
+        (["run", "--seed", "1", "train.py"], "unrecognized arguments: --seed; the program's own options follow its name"),
+        (["plan", "--seed", "1", "CartPole-v1"], "usage: vecenv plan"),
         (["benhc"], "did you mean bench?"),
         (["top", "--interval", "0"], "must be a positive number, got '0'"),
         ([], "required: COMMAND"),

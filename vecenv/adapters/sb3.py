@@ -20,7 +20,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import concatenate, create_empty_array
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
-from stable_baselines3.common.vec_env import VecEnv
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require, reset_all
 from vecenv.evaluating import evaluate
@@ -37,8 +37,8 @@ Indices = int | Iterable[int] | None
 def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
     """Wrap a vector environment in a Stable-Baselines3 ``VecEnv``; closing the wrapper closes ``envs``.
 
-    ``as_sb3(vecenv.make_vec("CartPole-v1", 8))`` replaces ``make_vec_env("CartPole-v1", 8)`` or ``SubprocVecEnv(...)``,
-    and works under ``VecMonitor``, ``VecNormalize`` and the like. Rewards are float32, as in ``DummyVecEnv``.
+    ``VecMonitor(as_sb3(vecenv.make_vec("CartPole-v1", 8)))`` replaces ``make_vec_env("CartPole-v1", 8)``. The result works
+    under ``VecNormalize`` and the like. Rewards are float32, as in ``DummyVecEnv``.
 
     Args:
         envs: A vector environment of any backend that returns fresh numpy arrays. With ``autoreset_mode="SameStep"`` a
@@ -194,37 +194,48 @@ def evaluate_sb3(
 ) -> list[EpisodeResult]:
     """Run :func:`vecenv.evaluate` with a Stable-Baselines3 model; replaces ``evaluate_policy``.
 
-    Observations are normalised with the statistics of the model's own ``VecNormalize``, if any, without updating them;
+    Observations are normalised by a ``VecNormalize`` around ``envs``, or else the model's own, without updating it;
     returns are those of the environments. A recurrent policy (sb3-contrib) keeps one state per row.
 
     Args:
         model: An object with ``predict``, ``observation_space`` and ``action_space``, such as SB3's algorithms.
-        envs: A vector environment, or the result of :func:`as_sb3`. Wrappers used in training other than ``VecNormalize``
-            and ``VecMonitor``, for example a stack of frames, must be in its environments.
+        envs: A vector environment, or the result of :func:`as_sb3`, also in ``VecMonitor`` and ``VecNormalize``. Other
+            wrappers used in training, for example a stack of frames, must be in its environments.
         episodes: A number of episodes, or a sequence of :class:`vecenv.Episode`.
         deterministic: Use the likeliest action. Otherwise actions are drawn from torch's generator, and evaluations differ.
         options: Further arguments of :func:`vecenv.evaluate`.
 
     Raises:
+        TypeError: ``envs`` has another wrapper of Stable-Baselines3.
         ValueError: The model's observation or action space differs from that of the environments.
         Exception: The errors of :func:`vecenv.evaluate`.
     """
+    normalize = model.get_vec_normalize_env() if hasattr(model, "get_vec_normalize_env") else None
+    while isinstance(envs, VecEnvWrapper):
+        if isinstance(envs, VecNormalize):
+            normalize = envs
+        elif not isinstance(envs, VecMonitor):
+            raise TypeError(f"evaluate_sb3 does not apply {type(envs).__name__}: wrap the single environments instead")
+        envs = envs.venv
     inner = envs.vector_env if isinstance(envs, SB3VecEnv) else envs
     for name in ("observation", "action"):
         env_space, model_space = getattr(inner, f"single_{name}_space", None), getattr(model, f"{name}_space")
         if env_space is not None and env_space.shape != model_space.shape:
-            raise ValueError(f"the model's {name}s are {model_space}, the environments' {env_space}")
-    return evaluate(inner, _Predicting(model, inner, deterministic), episodes, **options)
+            raise ValueError(
+                f"the model's {name}s are {model_space}, the environments' {env_space}; wrappers used in training other "
+                "than VecNormalize must be in the single environments"
+            )
+    return evaluate(inner, _Predicting(model, inner, normalize, deterministic), episodes, **options)
 
 
 class _Predicting:
     """A policy that calls ``model.predict``; states of recurrent models are ``(layers, rows, ...)``."""
 
-    def __init__(self, model: Any, envs: Any, deterministic: bool) -> None:
+    def __init__(self, model: Any, envs: Any, normalize: Any, deterministic: bool) -> None:
         self._model = model
         self._rows = getattr(envs, "num_envs", 0) + 1  # one more for padding
         self._deterministic = deterministic
-        self._normalize: Any = model.get_vec_normalize_env() if hasattr(model, "get_vec_normalize_env") else None
+        self._normalize = normalize
         self._states: tuple[npt.NDArray[Any], ...] | None = None
 
     def __call__(self, observations: Any, rows: npt.NDArray[np.intp], begins: npt.NDArray[np.bool_]) -> Any:

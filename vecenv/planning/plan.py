@@ -90,8 +90,8 @@ class Plan:
         else:
             waiting = f"{times.waits:.0%} of it waiting ({times.steps} steps measured)"
             lines.append(f"  a step takes {times.step * 1e6:.1f} us, {waiting}")
-            both = f"{times.pace:.1f} times, {times.pace * times.crowding:.1f} times if another process computes"
-            lines.append(f"  time that Python takes here, compared with the machine of the cost model: {both}")
+            both = f"{times.pace:.1f} times the cost model's, {times.pace * times.crowding:.1f} times beside another process"
+            lines.append(f"  time that Python takes on this machine: {both}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""
@@ -164,7 +164,7 @@ def choose(
     elif exclusion:
         reason = "one worker per usable core"
     elif use_caller is False:
-        reason = "restarts, timeouts, variables or use_caller=False need processes, one per usable core"
+        reason = "on_failure, step_timeout, WorkerOptions(env=) and use_caller=False need processes, one per usable core"
     elif safe:
         reason = "nearly the fastest, and a crash of an environment does not end the program"
     if share or not processes:

@@ -61,10 +61,10 @@ def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
     """
     for key in (*own, *names):
         if not isinstance(state, Mapping) or key not in state:
-            raise SnapshotMismatch(f"this is no state_dict() of a vector environment: it has no {key!r}")
+            raise SnapshotMismatch(f"this is not a state_dict() of a vector environment: it has no {key!r}")
     for key, value in own.items():
         if state[key] != value:
-            raise SnapshotMismatch(f"its {key} is {state[key]!r}, and that of this vector environment is {value!r}")
+            raise SnapshotMismatch(f"the saved {key} is {state[key]!r}, that of this vector environment is {value!r}")
 
 
 def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[Any]) -> WholeState:

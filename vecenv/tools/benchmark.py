@@ -492,7 +492,7 @@ def print_report(report: Report) -> None:
         print("The bare loop is the upper bound: env.step and nothing else, on all cores.")
     load = (about.get("load_average") or [0.0])[0]
     if load > about["usable_cores"] + 1:
-        print(f"The machine was busy (load {load:.1f}): other programs cost part of what rows lack.")
+        print(f"The machine was busy (load {load:.1f} on {about['usable_cores']} cores): measure again when it is quiet.")
     auto = report.row("auto")
     if auto and auto.description:
         print(f"auto chose {auto.description}")

@@ -40,21 +40,29 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(allow_abbrev=False, **settings)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse like :class:`argparse.ArgumentParser`, but let each command report what it does not know."""
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
+
     def error(self, message: str) -> NoReturn:
         known = self._known()
         for word in re.findall(r"(?:arguments|choice):\s*'?([\w-]+)", message):
             message += tools.did_you_mean(word, [name for name in known if name.startswith("-") == word.startswith("-")])
+        if self.prog.endswith(" run") and message.startswith("unrecognized"):
+            message += "; the program's own options follow its name: vecenv run train.py --seed 1"
         super().error(message)
 
     def _known(self) -> list[str]:
-        """Return all options and commands, including the options of commands: the outer parser reports a stray option."""
+        """Return all options and commands."""
         known: list[str] = []
         for action in self._actions:
             known += action.option_strings
             if isinstance(action, argparse._SubParsersAction):
-                for name, parser in action.choices.items():
-                    known += [name, *parser._known()]
-        return list(dict.fromkeys(known))
+                known += action.choices
+        return known
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -188,7 +196,8 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
     option("--num-workers", "--workers", dest="workers", type=_count, default=usable_cores(), metavar="N", help=text)
     option("--seconds", type=_number, metavar="S", help="seconds per sample (default: 1, or 0.4 with --scale)")
     option("--repeats", type=_count, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
-    option("--engines", metavar="NAMES", help="measure only these engines, separated by commas (default: all)")
+    text = "measure only these engines, separated by commas, such as auto,sync (default: all; a wrong name lists them)"
+    option("--engines", metavar="NAMES", help=text)
     option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
     text = "folder of the results (default: bench-results)"
     option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help=text)

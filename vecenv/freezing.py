@@ -46,7 +46,7 @@ from vecenv.system.descendants import new_token
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, list_open_resources
 from vecenv.system.shared_generators import seed_process
 from vecenv.system.signals import deferred_signals
-from vecenv.system.spawning import adopt
+from vecenv.system.spawning import set_up_copy
 from vecenv.system.supervision import EXIT_CODE_UNKNOWN, ProcessWatch, StackFile, flush_output
 from vecenv.worker.main import Ready, Serving, make_rows
 
@@ -187,7 +187,7 @@ def _fork(token: int) -> bool:
     try:
         if os.fork():
             os._exit(0)
-        adopt(token)
+        set_up_copy(token)
         random.setstate(drawing)  # `random` seeds it in every fork
         for fresh, numbers in files:
             for number in numbers:
@@ -592,6 +592,8 @@ def _fork_copies(
 def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
     """Replace the worker of a row by a copy that is ready."""
     pool = engine.pool
-    worker = pool.adopt(row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.held, copy.token)
+    worker = pool.wrap_process(
+        row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.held, copy.token
+    )
     pool.replace(pool.processes[row], launch=lambda index, rows: worker)
     engine.store.set_row(row, frozen.observation)

@@ -228,7 +228,7 @@ IN_PROCESS: list[Options] = [{"num_workers": 0}, {"use_caller": True}]
 OURS: list[Options] = [{"num_workers": 1}, {"use_caller": True}, {"on_failure": "restart"}]
 VARIABLES: Options = {"worker_options": WorkerOptions(env={"A": "1"})}
 BATCH_SIZE = "`batch_size` must be None, 'auto' or an int within 1..2"
-PRELOAD = "WorkerOptions(preload) must be a list of names of modules"
+PRELOAD = "WorkerOptions(preload) must be a list of module names"
 
 
 def preloads(modules: Any) -> Options:

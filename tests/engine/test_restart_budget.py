@@ -98,7 +98,7 @@ def test_steps_earn_restarts() -> None:
     assert [budget.spend("worker", range(8, 16)) for _ in range(6)] == [True] * 5 + [False]
     steps = 1250  # 250 more steps of 8 environments: 2,000 steps in total
     assert [budget.spend("worker", range(8, 16)) for _ in range(3)] == [True, True, False]
-    assert "envs 8-15 needed more than 7 restarts" in budget.refusal(range(8, 16))
+    assert "envs 8-15 needed more than 7 restarts" in budget.explain_exhaustion(range(8, 16))
     now = 60.1
     assert budget.spend("env 3", [3])
 
@@ -110,7 +110,7 @@ def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFix
     line = inspect.getsourcelines(Flaky.step)[1] + 3
     place = f"{Path(__file__).name}:{line} in step"
     cause = f"env 1: ConnectionError: simulator lost its connection, at {place}"
-    assert text == [f"vecenv restarts what failed: {cause}"] * 2
+    assert text == [f"vecenv restarts failed environments: {cause}"] * 2
 
 
 def test_a_thousand_restarts_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -121,8 +121,8 @@ def test_a_thousand_restarts_do_not_fill_the_log(caplog: pytest.LogCaptureFixtur
     now = 10.0
     log.log("env 1000")
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[:5] == [f"vecenv restarts what failed: env {index}" for index in range(5)]
-    assert lines[5:] == ["vecenv restarts what failed: env 1000 (and 995 more restarts since the last such line)"]
+    assert lines[:5] == [f"vecenv restarts failed environments: env {index}" for index in range(5)]
+    assert lines[5:] == ["vecenv restarts failed environments: env 1000 (and 995 more restarts since the last such line)"]
 
 
 @pytest.mark.parametrize(("restarts", "last_line"), [(5, None), (6, "once more"), (8, "3 more times")])
@@ -136,7 +136,7 @@ def test_closing_the_log_reports_unlogged_restarts(
     log.close()
     lines = [record.getMessage() for record in caplog.records][5:]
     latest = f" since the last such line; the latest: env {restarts - 1}"
-    assert lines == ([] if last_line is None else [f"vecenv restarted what failed {last_line}{latest}"])
+    assert lines == ([] if last_line is None else [f"vecenv restarted failed environments {last_line}{latest}"])
 
 
 def test_closing_the_engine_reports_unlogged_restarts(caplog: pytest.LogCaptureFixture) -> None:

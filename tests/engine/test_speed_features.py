@@ -27,7 +27,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
 from vecenv.planning.independence import Independence
-from vecenv.planning.plan import Plan, caller_share, choose, in_batches, workers_and_share
+from vecenv.planning.plan import Plan, caller_share, choose, plan_batches, workers_and_share
 from vecenv.planning.trial import StepTimes
 from vecenv.shm import Tree
 from vecenv.system import cores
@@ -349,16 +349,16 @@ def test_spinning_stops_under_load_and_resumes(monkeypatch: pytest.MonkeyPatch) 
     policy, other = cores.SpinPolicy(1e-2, no_spin_until), cores.SpinPolicy(1e-2, no_spin_until)
     assert kernel.run(policy, 1.0, lost=0.2) == 1000
     kernel.run(policy, 0.2, lost=0.5)
-    assert policy.rests == 1
-    assert not policy.spin(lambda timeout: pytest.fail("it must not poll while it rests"))
+    assert policy.pauses == 1
+    assert not policy.spin(lambda timeout: pytest.fail("it must not poll while it pauses"))
     assert not other.spin(lambda timeout: pytest.fail("nor may another process of the same engine"))
     kernel.run(policy, 60.0, lost=0.5)
     assert kernel.run(policy, 60.0, lost=0.5) < 0.05 * 60_000, "on a machine that stays busy it spins seldom"
-    kernel.run(policy, cores._LONGEST_REST, lost=0.0)
-    rests = policy.rests
+    kernel.run(policy, cores._MAX_PAUSE_SECONDS, lost=0.0)
+    pauses = policy.pauses
     assert kernel.run(policy, 1.0, lost=0.0) == 1000
     assert other.spin(lambda timeout: 1)
-    assert (policy.rests, other.rests) == (rests, 0)
+    assert (policy.pauses, other.pauses) == (pauses, 0)
     kernel.run(policy, 0.2, lost=0.5)
     assert not kernel.run(policy, 0.1, lost=0.0)
     assert kernel.run(policy, 0.2, lost=0.0), "the first rest after good times is a short one again"
@@ -366,7 +366,7 @@ def test_spinning_stops_under_load_and_resumes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_caller_on_a_workers_core_keeps_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = Kernel(monkeypatch)
-    assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares=True), 2.0, lost=0.5) == 2000
+    assert kernel.run(cores.SpinPolicy(1e-2, np.zeros(1), shares_core=True), 2.0, lost=0.5) == 2000
 
 
 def test_spin_stops_after_its_time() -> None:
@@ -511,7 +511,7 @@ def test_batch_size_auto(
     step: float, cpu: float, num_envs: int, workers: int, cores: int, batch: int, at_once: int | None, why: str
 ) -> None:
     whole = Plan(num_envs, workers, 0, "as requested", StepTimes(100, step, cpu), cores, {})
-    found = in_batches(whole)
+    found = plan_batches(whole)
     assert (found.batch_size, found.rows_at_once) == (batch, at_once)
     assert why in found.batch_reason
     assert (found.num_workers, found.reason) == (workers, "as requested")

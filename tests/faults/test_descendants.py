@@ -15,7 +15,7 @@ import pytest
 from observe import FAULTS, PATIENCE, alive, still_running, wait_for
 
 from vecenv.system import cores, descendants
-from vecenv.system.descendants import end_descendants, end_marked, end_own, mark, new_token
+from vecenv.system.descendants import end_descendants, end_marked, end_own_descendants, mark, new_token
 
 pytestmark = [*FAULTS, pytest.mark.linux]
 
@@ -137,7 +137,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 helps(path)
                 os.read(reader, 1)
                 if ends:
-                    end_own()
+                    end_own_descendants()
             finally:
                 os._exit(0)
         os.close(reader)
@@ -237,7 +237,7 @@ def test_helper_that_forks_while_it_is_ended_does_not_escape(start: Start) -> No
 def test_reused_process_id_is_never_signalled(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is held by a pidfd or, without one, recognized by its start time."""
     worker = start(own_session)
-    seen = descendants._look_at(worker.helper)
+    seen = descendants._read_process(worker.helper)
     assert seen is not None
     other = seen._replace(started=seen.started - 1)
     for _ in range(2):
@@ -293,7 +293,7 @@ def test_search_without_helpers_is_cheap() -> None:
         assert end_marked(tokens) == 0
         assert end_descendants([2**22 + 1]) == 0
         times.append(time.process_time() - started_at)
-    processes = len(descendants._look())
+    processes = len(descendants._list_processes())
     assert min(times) < 0.005 + processes * 400e-6
 
 
@@ -306,7 +306,7 @@ def test_search_does_nothing_on_other_systems(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(descendants, "_LINUX", False)
     assert new_token() == 0
     mark(0)
-    assert end_marked([1]) == end_descendants([os.getpid()]) == end_own() == 0
+    assert end_marked([1]) == end_descendants([os.getpid()]) == end_own_descendants() == 0
 
 
 def test_search_without_permissions_raises_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_search_without_permissions_raises_nothing(monkeypatch: pytest.MonkeyPat
     for module, name in ((os, "listdir"), (os, "pidfd_open"), (cores, "FileIO"), (descendants.resource, "setrlimit")):
         monkeypatch.setattr(module, name, forbidden)
     mark(new_token())
-    assert end_marked([1]) == end_descendants([1]) == end_own() == 0
+    assert end_marked([1]) == end_descendants([1]) == end_own_descendants() == 0
     mark(0)
 
 

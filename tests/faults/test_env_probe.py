@@ -83,7 +83,7 @@ class HoldsThePipe(EchoEnv):
 @pytest.mark.parametrize("step", [False, True])
 def test_probed_environment_is_closed(tmp_path: Path, method: str, step: bool) -> None:
     context = multiprocessing.get_context(method)
-    probe = EnvProbe([functools.partial(WritesOnClose, tmp_path / "closed")], context, here=False, step=step)
+    probe = EnvProbe([functools.partial(WritesOnClose, tmp_path / "closed")], context, in_this_process=False, step=step)
     assert isinstance(probe.describe(), EnvDescription)
     assert (probe._measured is not None) == step
     assert (tmp_path / "closed").exists()
@@ -182,7 +182,7 @@ def test_environment_that_fails_in_the_probe_is_isolated(
     tmp_path: Path, end: str, text: str, at: int
 ) -> None:
     env_fn = functools.partial(FaultInThirdStep, tmp_path / "helper", ENDS[end][0], at)
-    probe = EnvProbe([env_fn], timeout=1.0, here=False)
+    probe = EnvProbe([env_fn], timeout=1.0, in_this_process=False)
     assert isinstance(probe.describe(), EnvDescription)
     assert probe.measure()[0].steps == 0
     assert text in probe.measure()[0].failure
@@ -231,7 +231,7 @@ def test_probed_environment_may_have_children_without_daemon(method: str) -> Non
     env_fn = functools.partial(NestedEnv, inner)
     with pytest.raises(Exception, match="daemon"):
         EnvProbe([env_fn], context, 15.0).measure()[0]
-    probe = EnvProbe([env_fn], context, 15.0, here=False, daemon=False)
+    probe = EnvProbe([env_fn], context, 15.0, in_this_process=False, daemon=False)
     assert probe.describe().metadata is not None
     assert probe.measure()[0].steps > 0
     assert EnvProbe([env_fn], context, 15.0, daemon=False).measure()[0].steps > 0
@@ -252,7 +252,7 @@ class Large(EchoEnv):
 @pytest.mark.parametrize("method", METHODS)
 def test_probed_environment_may_be_larger_than_a_pipe(method: str) -> None:
     env_fn = functools.partial(Large, b"x" * 2_000_000)
-    probe = EnvProbe([env_fn], multiprocessing.get_context(method), here=False, step=False)
+    probe = EnvProbe([env_fn], multiprocessing.get_context(method), in_this_process=False, step=False)
     assert isinstance(probe.describe(), EnvDescription)
 
 
@@ -301,14 +301,14 @@ def test_exception_while_the_caller_waits_ends_the_probe(tmp_path: Path) -> None
 def test_exception_at_any_moment_leaves_nothing(take_stock: Callable[[], Any]) -> None:
     """Resources are compared after each trial, because a later trial could hide the leak of an earlier one."""
     env_fn = functools.partial(EchoEnv, 0)
-    EnvProbe([env_fn], here=False, step=False).describe()
+    EnvProbe([env_fn], in_this_process=False, step=False).describe()
     moments = random.Random(1)
     interrupted = 0
     for _ in range(60):
         before = take_stock()
         try:
             with alarm_after(moments.uniform(1e-4, 0.03)):
-                EnvProbe([env_fn], here=False, step=False).describe()
+                EnvProbe([env_fn], in_this_process=False, step=False).describe()
         except Alarm:
             interrupted += 1
         left = take_stock().beyond(before, ("processes", "descriptors"))
@@ -320,7 +320,7 @@ def test_repeated_exceptions_leave_nothing(take_stock: Callable[[], Any]) -> Non
     before = take_stock()
     for _ in range(10):
         with pytest.raises(Alarm), alarm_after(0.002, 0.0005):
-            EnvProbe([functools.partial(EchoEnv, 0)], here=False, step=False).describe()
+            EnvProbe([functools.partial(EchoEnv, 0)], in_this_process=False, step=False).describe()
     gc.collect()
     assert not take_stock().beyond(before, ("processes", "descriptors"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -365,7 +365,7 @@ def test_probe_runs_in_its_own_session() -> None:
             super().__init__(0)
             self.metadata = {"session": os.getsid(0), "pid": os.getpid(), "sigint": signal.getsignal(signal.SIGINT)}
 
-    description = EnvProbe([Tells], multiprocessing.get_context("fork"), here=False, step=False).describe()
+    description = EnvProbe([Tells], multiprocessing.get_context("fork"), in_this_process=False, step=False).describe()
     found = [description.metadata[name] for name in ("session", "pid", "sigint")]
     assert found[0] == found[1] != os.getpid()
     assert found[2] == signal.SIG_IGN
@@ -414,6 +414,6 @@ def test_masks_are_respected(where: str, start: int) -> None:
 
 
 def test_failed_probe_without_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "why_no_processes", lambda: "for this test")
+    monkeypatch.setattr(probe, "explain_missing_processes", lambda: "for this test")
     assert "illegal" in probe.EnvProbe([lambda: AllowsOneAction("hidden", 0)]).measure()[0].failure
 

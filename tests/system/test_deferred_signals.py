@@ -13,7 +13,7 @@ import pytest
 from forks import in_a_fork
 from signals import Alarm, handled
 
-from vecenv.system.signals import by_handler, deferred_signals, watched_handlers
+from vecenv.system.signals import deferred_signals, raised_by_handler, watched_handlers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -161,9 +161,9 @@ def test_exceptions_of_handlers_are_recognized_as_a_cause() -> None:
             for call in (interrupt, wrap):
                 with pytest.raises((Alarm, RuntimeError)) as raised:
                     call()
-                assert by_handler(raised.value)
-            assert not by_handler(Alarm())
-        assert not by_handler(raised.value)
+                assert raised_by_handler(raised.value)
+            assert not raised_by_handler(Alarm())
+        assert not raised_by_handler(raised.value)
         assert handlers() == before
 
 

@@ -22,7 +22,7 @@ import vecenv
 from vecenv.errors import WorkerDied
 from vecenv.system import cores
 from vecenv.system.helper_process import HelperProcess
-from vecenv.system.spawning import why_no_processes
+from vecenv.system.spawning import explain_missing_processes
 
 HERE = Path(__file__).parent
 
@@ -121,7 +121,7 @@ def test_macos_has_no_stack_signals(macos: dict[str, Any]) -> None:
 
 
 def test_this_system_can_have_processes() -> None:
-    assert why_no_processes() is None
+    assert explain_missing_processes() is None
 
 
 # -- without pidfds -------------------------------------------------------------------------------------------------------

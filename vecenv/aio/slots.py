@@ -25,7 +25,7 @@ from gymnasium.error import ClosedEnvironmentError
 
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import EnvFailed, ForkedError, LoopError, RestartsExhausted, StepTimeout
-from vecenv.system.cores import let_caller_first, usable_cores
+from vecenv.system.cores import lower_priority, usable_cores
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.supervision import innermost_location
 
@@ -451,7 +451,7 @@ class Slots:
 
     def _lower_priority(self, group: WorkerSlots) -> None:
         if len(self.groups) > usable_cores():
-            let_caller_first(self._envs.processes[group.index].pid)
+            lower_priority(self._envs.processes[group.index].pid)
 
     def _make_available(self, group: WorkerSlots) -> None:
         """Make the slots of a worker available to the episodes that wait."""

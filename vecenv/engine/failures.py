@@ -329,7 +329,7 @@ class Restarts:
         worker = next(worker for worker in workers if failed[0] in worker.rows)
         last = worker.death or self._failures.latest_death
         return RestartsExhausted(
-            budget.refusal(rows),
+            budget.explain_exhaustion(rows),
             worker=last.worker if last else worker.index,
             pid=last.pid if last else worker.pid,
             exitcode=last.exitcode if last else None,

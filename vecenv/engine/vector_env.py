@@ -68,7 +68,13 @@ from vecenv.system.generators import GeneratorsOption
 from vecenv.system.reporting import warn
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import deferred_signals
-from vecenv.system.spawning import context_of, end_if_importing_main, is_about_main, too_late, variables_of
+from vecenv.system.spawning import (
+    end_if_importing_main,
+    find_late_variables,
+    is_main_file_error,
+    make_context,
+    resolve_variables,
+)
 
 __all__ = ["AsyncVectorEnv", "Observer"]
 
@@ -197,12 +203,12 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if dummy_env is not None and not isinstance(dummy_env, bool):
             dummy_env, example = None, dummy_env
         require_processes_for(type(self).__name__, num_workers, use_caller, dummy_env)
-        mp, alone = context_of(context, workers.preload), use_caller is False and self.num_envs <= usable_cores()
+        mp, alone = make_context(context, workers.preload), use_caller is False and self.num_envs <= usable_cores()
         self._probe = EnvProbe(
             env_fns, mp, workers.start_timeout,
-            example=example, here=False if dummy_env is None and workers.env else dummy_env,
+            example=example, in_this_process=False if dummy_env is None and workers.env else dummy_env,
             step="auto" in (num_workers, batch_size) or bool(use_caller), check=num_workers == "auto" and not alone,
-            own_generators=generators == "own", daemon=daemon, variables=variables_of(workers.env, 0),
+            own_generators=generators == "own", daemon=daemon, variables=resolve_variables(workers.env, 0),
         )  # fmt: skip
         about_main = None
         try:
@@ -216,7 +222,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
                 batch_size = self._use_plan(engine, env_threads)
             self._adopt(engine, batch_size)
         except RuntimeError as error:
-            if not is_about_main(error):
+            if not is_main_file_error(error):
                 raise
             about_main, error.__context__ = error.with_traceback(None), None  # its traceback would say nothing
         if about_main is not None:
@@ -278,8 +284,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
         processes = self.num_workers
         if workers.env:
-            options.variables = [variables_of(workers.env, index) for index in range(processes)]
-            if context.get_start_method() == "fork" and (late := too_late(options.variables)):
+            options.variables = [resolve_variables(workers.env, index) for index in range(processes)]
+            if context.get_start_method() == "fork" and (late := find_late_variables(options.variables)):
                 read = ", ".join(f"{name} (by {module})" for name, module in late.items())
                 logger.warn(
                     "%s",

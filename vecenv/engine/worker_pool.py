@@ -135,7 +135,7 @@ class WorkerPool:
         self._message = b""  # the latest message for every worker
         self._write_fds: list[int] = []
         shares_core = any(placement.with_caller for placement in options.placements)
-        self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares=shares_core)
+        self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
         self.watchdog = Watchdog(bounded)
@@ -209,7 +209,7 @@ class WorkerPool:
             self._workers_changed()
         return new
 
-    def adopt(
+    def wrap_process(
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int,
     ) -> WorkerProcess:  # fmt: skip
@@ -543,7 +543,7 @@ class WorkerPool:
         self.descriptors.close()
         end_unclosed(self._lifeline, self.started, os.getpid())
         self._poll = self._running = None
-        self._spin_policy.forget()
+        self._spin_policy.release()
         abandoned_after_fork.discard(self)
         self.released = True
 

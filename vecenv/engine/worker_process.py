@@ -25,7 +25,7 @@ from vecenv.system.supervision import (
     STACK_SIGNALS,
     ProcessWatch,
     StackFile,
-    catches,
+    catches_signal,
     close_process,
     describe_exit,
     env_frames,
@@ -233,7 +233,7 @@ class WorkerProcess:
         """Read the stack as :meth:`read_stack` does, but yield the seconds to sleep instead of sleeping."""
         stack = ""
         for number in STACK_SIGNALS:
-            if not stack and not self.is_stopped() and catches(self.pid, number):
+            if not stack and not self.is_stopped() and catches_signal(self.pid, number):
                 stack = yield from self._request_stack(number)
         self.stack_file.clear()
         return env_frames(stack)

@@ -30,7 +30,7 @@ from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsup
 from vecenv.front.infos import RowInfos
 from vecenv.state.snapshots import Kind, Snapshot
 from vecenv.system.reporting import warn
-from vecenv.system.signals import by_handler, watched_handlers
+from vecenv.system.signals import raised_by_handler, watched_handlers
 
 __all__ = ["evaluate"]
 
@@ -360,7 +360,7 @@ class FirstReadyRunner(EpisodeRunner):
             except WorkerDied as error:
                 self._handle_death(error)
             except Exception as error:
-                if by_handler(error):  # e.g. a time limit that expired in an environment of this process
+                if raised_by_handler(error):  # e.g. a time limit that expired in an environment of this process
                     raise
                 self._handle_exception(error)
             else:
@@ -569,7 +569,7 @@ class FirstReadyRunner(EpisodeRunner):
 
     def _record_failure(self, attempt: Attempt, error: Exception) -> None:
         """Record the failure of an attempt, and repeat the episode or report its result."""
-        if by_handler(error):
+        if raised_by_handler(error):
             raise error
         self._free_row(attempt)
         result = self._episodes.record_failure(attempt, error)

@@ -25,7 +25,7 @@ from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, s
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
 from vecenv.front.guard import CallState
 from vecenv.front.infos import RowInfos
-from vecenv.system.signals import by_handler, watched_handlers
+from vecenv.system.signals import raised_by_handler, watched_handlers
 
 # -- the order of calls ------------------------------------------------------------------------------------------------
 #
@@ -121,7 +121,7 @@ def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
         except StepTimeout:
             raise
         except Exception as error:  # the dropped result is an error, which `errors` has recorded
-            if by_handler(error):
+            if raised_by_handler(error):
                 raise
     return begin()
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from vecenv.errors import InfoError
 from vecenv.system.reporting import warn
-from vecenv.system.signals import contained
+from vecenv.system.signals import call_with_fallback
 
 Array = npt.NDArray[Any]
 
@@ -239,14 +239,14 @@ def _items(info: Mapping[Any, Any], env: int) -> list[tuple[Any, Any]]:
     def fail(error: BaseException) -> list[tuple[Any, Any]]:
         raise InfoError(f"env {env}: its info, a {type(info).__name__}, cannot be read ({type(error).__name__})") from error
 
-    return contained(lambda: list(info.items()), fail, Exception)
+    return call_with_fallback(lambda: list(info.items()), fail, Exception)
 
 
 def _mask_name(key: Any, env: int) -> str:
     def fail(error: BaseException) -> str:
         raise InfoError(f"env {env}: a key of its info, a {type(key).__name__}, cannot be formatted") from error
 
-    return contained(lambda: f"_{key}", fail, Exception)
+    return call_with_fallback(lambda: f"_{key}", fail, Exception)
 
 
 _WITH_DTYPES: Final = (bool, int, float, np.generic, np.ndarray)
@@ -297,7 +297,9 @@ def _cast_silently(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> 
 def shown(value: Any) -> str:
     """Return a value's ``repr``, shortened for messages."""
     kind = type(value).__name__
-    text = contained(lambda: repr(value), lambda error: f"a {kind} without a repr ({type(error).__name__})", Exception)
+    text = call_with_fallback(
+        lambda: repr(value), lambda error: f"a {kind} without a repr ({type(error).__name__})", Exception
+    )
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
 
 

@@ -33,7 +33,7 @@ import cloudpickle
 from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback
 from vecenv.front.infos import shown
 from vecenv.shm.arena import Place, SharedBlock, find_place
-from vecenv.system.signals import contained
+from vecenv.system.signals import call_with_fallback
 
 # -- operations and their bytes ----------------------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ def _unpickled(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
         outcome.failures.append(Failure(row, stand_in, fatal=False))
 
     # including SystemExit: an environment's value must not end the caller's process
-    return contained(partial(pickle.loads, blob), failed, BaseException)
+    return call_with_fallback(partial(pickle.loads, blob), failed, BaseException)
 
 
 def _key_in(blob: bytes) -> str:
@@ -355,7 +355,7 @@ class PackedError:
 def summary(error: BaseException) -> str:
     """Return ``Type: text``, even if the exception's own ``__str__`` raises."""
     name = type(error).__name__
-    return contained(lambda: f"{name}: {error}", lambda _: f"{name} (it could not be printed)", BaseException)
+    return call_with_fallback(lambda: f"{name}: {error}", lambda _: f"{name} (it could not be printed)", BaseException)
 
 
 def original_summary(error: BaseException) -> str:
@@ -371,9 +371,9 @@ def pack_error(error: BaseException) -> PackedError:
         return blob if type(pickle.loads(blob)).__qualname__ == type(error).__qualname__ else None
 
     unprintable = f"{type(error).__name__} (its traceback could not be formatted)\n"
-    text = contained(lambda: "".join(traceback.format_exception(error)), lambda _: unprintable, BaseException)
+    text = call_with_fallback(lambda: "".join(traceback.format_exception(error)), lambda _: unprintable, BaseException)
     # pickling or unpickling may even raise SystemExit, which must happen here and not in the caller
-    blob = contained(pickled, lambda _: None, BaseException) if isinstance(error, Exception) else None
+    blob = call_with_fallback(pickled, lambda _: None, BaseException) if isinstance(error, Exception) else None
     return PackedError(blob, summary(error), text)
 
 
@@ -383,10 +383,12 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
     An exception that cannot be unpickled, or is not an ``Exception`` (an environment's ``sys.exit`` must not end the
     caller), becomes an :class:`~vecenv.errors.EnvError`.
     """
-    loaded = None if packed.blob is None else contained(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
+    loaded = None
+    if packed.blob is not None:
+        loaded = call_with_fallback(partial(pickle.loads, packed.blob), lambda _: None, BaseException)
     error = loaded if isinstance(loaded, Exception) else EnvError(f"{note}: {packed.summary}", original=packed.summary)
     error.__cause__ = RemoteTraceback(packed.text)
-    contained(partial(error.add_note, note), lambda _: None, Exception)
+    call_with_fallback(partial(error.add_note, note), lambda _: None, Exception)
     return error
 
 

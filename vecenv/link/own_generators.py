@@ -37,15 +37,15 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
         try:  # `_run`, inlined to save 0.2 us
             switch.active = own = self._generators
             if switch.in_use or is_imported("torch"):
-                switch.settle(own)
+                switch.swap_in(own)
             return self.env.step(action)
         finally:
             switch.active = before
-            if switch.in_use and before is not switch.resting:
+            if switch.in_use and before is not switch.skip_restoring:
                 try:
-                    switch.settle(before)
-                except BaseException:  # from a signal handler, which may have interrupted `settle`
-                    switch.settle(before)
+                    switch.swap_in(before)
+                except BaseException:  # from a signal handler, which may have interrupted `swap_in`
+                    switch.swap_in(before)
                     raise
 
     def reset(self, **arguments: Any) -> Any:
@@ -127,13 +127,13 @@ def _run(generators: Generators, function: Callable[..., Any], /, *args: Any, **
     before = switch.active
     try:
         switch.active = generators
-        switch.settle(generators)
+        switch.swap_in(generators)
         return function(*args, **kwargs)
     finally:
         switch.active = before
-        if before is not switch.resting:
+        if before is not switch.skip_restoring:
             try:
-                switch.settle(before)
-            except BaseException:  # from a signal handler, which may have interrupted `settle`
-                switch.settle(before)
+                switch.swap_in(before)
+            except BaseException:  # from a signal handler, which may have interrupted `swap_in`
+                switch.swap_in(before)
                 raise

@@ -3,7 +3,7 @@
 Every run happens in a fork of the probe's process, which has built no environment, so all runs start from the same state.
 
 1. The first environment runs alone, in a process named like its worker. It is also described and timed there.
-2. In another process, a second environment runs alone; the first is built beside it, their calls alternate, with the same
+2. In another process, a second environment runs alone; the first is built too, their calls alternate, with the same
    seeds and actions as before; the second is closed, and the first runs again.
 3. If an environment returned other values than alone, it runs alone twice more, with delays and at other addresses. Values
    that differ even then (clocks, process ids) are ignored.
@@ -137,7 +137,8 @@ class IndependenceCheck:
         self, env_fns: Sequence[Callable[[], Any]], indices: Sequence[int], own_generators: bool, close_seconds: float
     ) -> None:
         self.steps = self.builds = 0
-        self._env_fns, self._indices, self._own, self._close_seconds = env_fns, indices, own_generators, close_seconds
+        self._env_fns, self._indices = env_fns, indices
+        self._own_generators, self._close_seconds = own_generators, close_seconds
         self._start = read_settings()
         self._verdict, self._reasons, self._changes = INDEPENDENT, list[str](), list[str]()
         self._deadline = 0.0
@@ -190,7 +191,7 @@ class IndependenceCheck:
 
     def _run(self, function: Callable[..., Run], steps: int) -> Run | PackedError | ChildEnd:
         if self.steps + steps > MAX_STEPS:
-            raise _Undecided(f"{MAX_STEPS} steps did not suffice")
+            raise _Undecided(f"{MAX_STEPS} steps were not enough to decide")
         run: Run | PackedError | ChildEnd = run_in_child(function, seconds=self._deadline - time.monotonic())
         if isinstance(run, Run):
             self.steps, self.builds = self.steps + run.steps, self.builds + run.builds
@@ -211,7 +212,7 @@ class IndependenceCheck:
             return both
         if not isinstance(both, Run):
             died = isinstance(both, ChildEnd) and both.exitcode is not None
-            shares = died or (isinstance(both, PackedError) and _BESIDE in both.summary)
+            shares = died or (isinstance(both, PackedError) and _CANNOT_COEXIST in both.summary)
             self._add_reason(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
             return None
         if _find_difference(both.before, both.during):  # the first affects it, or it just counts resets: run it alone
@@ -257,7 +258,7 @@ class IndependenceCheck:
             imported = found
         for name in names:
             old, other_value, first_value, shared_value = (each.get(name, (None,)) for each in (start, other, own, shared))
-            if imported.get(name, (None,)) != old or (self._own and name in GENERATORS.values()):
+            if imported.get(name, (None,)) != old or (self._own_generators and name in GENERATORS.values()):
                 continue  # importing a module changes it, which happens once per process
             if name in GENERATORS.values():
                 advice = "which all environments of a process share; generators='own' gives each its own"
@@ -275,22 +276,22 @@ class IndependenceCheck:
 
 
 _SAME_OBJECT: Final = "the same object"
-_BESIDE: Final = "cannot be built beside another one"
+_CANNOT_COEXIST: Final = "cannot be built in the same process as another one"
 
 
 def _describe_failure(failure: PackedError | ChildEnd) -> str:
     if isinstance(failure, PackedError):
         return failure.summary.removeprefix("RuntimeError: ")
     if failure.exitcode is None:
-        return "it takes too long"
+        return "trying them took too long"
     return f"a process that tried environments {describe_exit(failure.exitcode)}"
 
 
-def _find_difference(one: Record, other: Record, ignored: set[str] | frozenset[str] = frozenset()) -> Any:
+def _find_difference(first: Record, second: Record, ignored: set[str] | frozenset[str] = frozenset()) -> Any:
     """Return number and name of the first call with different results, and the name of a differing value; or ``None``."""
-    for number, ((call, values), (_, others)) in enumerate(zip(one, other, strict=False)):
-        for name in {**values, **others}:
-            if name not in ignored and values.get(name) != others.get(name):
+    for number, ((call, first_values), (_, second_values)) in enumerate(zip(first, second, strict=False)):
+        for name in {**first_values, **second_values}:
+            if name not in ignored and first_values.get(name) != second_values.get(name):
                 return number, call, name
     return None
 
@@ -311,7 +312,7 @@ def _run_alone(
 ) -> Run:  # fmt: skip
     """Run an environment alone. In the first run, ``plan`` is ``None`` and steps are timed."""
     modules = _name_process(index)
-    tried = TriedEnv(env_fn, index, place, junk=int(delay * 2e6))
+    tried = TriedEnv(env_fn, index, place, padding=int(delay * 2e6))
     states = read_states()
     if opened is not None:
         opened.append(tried.env)
@@ -350,7 +351,7 @@ def _run_together(
     try:
         first = TriedEnv(env_fns[0], indices[0], 0)
     except Exception as error:
-        raise RuntimeError(f"an environment {_BESIDE}: {error!r}") from error
+        raise RuntimeError(f"an environment {_CANNOT_COEXIST}: {error!r}") from error
     if getattr(first.env, "unwrapped", first.env) is getattr(other.env, "unwrapped", other.env):
         raise same_object_error(indices, first.env)
     play(other.phase(*other_plan), first.phase(*plan))

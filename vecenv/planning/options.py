@@ -163,17 +163,19 @@ def int_check(low: int, high: float = math.inf) -> _Check:
     return lambda value: isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(low <= value <= high)
 
 
-def _seconds(value: Any) -> bool:
+def _is_positive_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.number)) and not isinstance(value, bool) and bool(value > 0)
 
 
 def choice_check(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
     """Return a check that accepts these constants and what ``or_`` accepts. 0 is not ``False``, and 1 is not ``True``."""
-    return lambda value: any(value is one or (isinstance(one, str) and value == one) for one in accepted) or or_(value)
+    return lambda value: any(
+        value is choice or (isinstance(choice, str) and value == choice) for choice in accepted
+    ) or or_(value)
 
 
-_SWITCH_OR_NONE: Final = choice_check(None, True, False), "None, True or False"
-_DURATION: Final = _seconds, "a number of seconds above 0"
+_OPTIONAL_BOOL: Final = choice_check(None, True, False), "None, True or False"
+_DURATION: Final = _is_positive_number, "a number of seconds above 0"
 _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
     "num_envs": (int_check(1), "an int from 1 on"),
     "num_workers": (
@@ -184,10 +186,10 @@ _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
         choice_check("raise", "restart", or_=lambda value: isinstance(value, Restart)),
         "'raise', 'restart' or a vecenv.Restart(limit=, period=)",
     ),
-    "step_timeout": (choice_check(None, or_=_seconds), "None or a number of seconds above 0"),
+    "step_timeout": (choice_check(None, or_=_is_positive_number), "None or a number of seconds above 0"),
     "env_threads": (int_check(1), "an int from 1 on"),
     "generators": (choice_check("shared", "own"), "'shared' or 'own'"),
-    "use_caller": _SWITCH_OR_NONE,
+    "use_caller": _OPTIONAL_BOOL,
     "worker_options": (
         choice_check(None, or_=lambda value: isinstance(value, WorkerOptions)), "None or a vecenv.WorkerOptions(...)"
     ),
@@ -197,9 +199,9 @@ _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
 _NEED_PROCESSES: Final[dict[str, tuple[_Check, str]]] = {
     "step_timeout": (lambda value: value is not None, "can be killed"),
     "worker_options": (
-        lambda value: value is not None and bool(value.env), "have the environment variables of WorkerOptions(env)"
+        lambda value: value is not None and bool(value.env), "can have the environment variables of WorkerOptions(env)"
     ),
-    "env_threads": (lambda value: value != 1, "run these threads"),
+    "env_threads": (lambda value: value != 1, "can run these threads"),
 }
 """Option -> (check for values that need worker processes, what only those can do)."""
 

@@ -25,20 +25,20 @@ from vecenv.planning.options import check_option
 from vecenv.planning.probe import EnvProbe
 from vecenv.planning.trial import SLOW_STEP_SECONDS, StepTimes
 from vecenv.system.cores import usable_cores
-from vecenv.system.spawning import require_processes, why_no_processes
+from vecenv.system.spawning import explain_missing_processes, require_processes
 
-__all__ = ["Plan", "caller_share", "choose", "in_batches", "plan", "workers_and_share"]
+__all__ = ["Plan", "caller_share", "choose", "plan", "plan_batches", "workers_and_share"]
 
 # Costs of a batch in seconds, apart from the environments' own steps.
-PER_ENV: Final = 0.5e-6  # passing the action in, and the observation, reward and flags out
-IN_PROCESS: Final = 6.5e-6  # a batch in this process
-WITH_CALLER: Final = 15e-6  # a batch of which the caller steps a share, while workers spin on cores of their own
-SENDING: Final = 1.5e-6  # part of WITH_CALLER in which the caller sends requests while workers already step
-BY_WORKERS: Final = 28e-6  # a batch by one worker per core
-WAKE: Final = 12e-6  # per worker, if there are more workers than cores: a sleep and a wake-up
+PER_ENV_SECONDS: Final = 0.5e-6  # passing the action in, and the observation, reward and flags out
+IN_PROCESS_SECONDS: Final = 6.5e-6  # a batch in this process
+WITH_CALLER_SECONDS: Final = 15e-6  # a batch of which the caller steps a share, while workers spin on cores of their own
+SENDING_SECONDS: Final = 1.5e-6  # part of WITH_CALLER_SECONDS in which the caller sends requests while workers already step
+BY_WORKERS_SECONDS: Final = 28e-6  # a batch by one worker per core
+WAKE_SECONDS: Final = 12e-6  # per worker, if there are more workers than cores: a sleep and a wake-up
 
-RECEIVING: Final = 50e-6  # receiving a first-ready batch and resending it, in a caller with cold caches
-PER_MESSAGE: Final = 6e-6  # in addition, per message of that batch
+RECEIVING_SECONDS: Final = 50e-6  # receiving a first-ready batch and resending it, in a caller with cold caches
+PER_MESSAGE_SECONDS: Final = 6e-6  # in addition, per message of that batch
 
 _MIN_WAITING_SHARE: Final = 0.3  # the share of waiting above which more processes than cores are considered
 _MAX_SAFETY_COST: Final = 1.1  # relative cost up to which workers are preferred, as the program survives their crashes
@@ -80,11 +80,12 @@ class Plan:
         return self.caller_share > 0
 
     def __str__(self) -> str:
-        times, found = self.probe, self.independence
+        times, independence = self.probe, self.independence
         lines = [f"Plan for {self.num_envs} environments on {self.cores} usable cores:"]
-        if found.steps:
-            lines.append(f"  tried in temporary processes: {found.builds} environments, {found.steps} steps in all")
-            lines.append(f"  environments in one process: {found}")
+        if independence.steps:
+            tried = f"{independence.builds} environments, {independence.steps} steps in all"
+            lines.append(f"  tried in temporary processes: {tried}")
+            lines.append(f"  environments in one process: {independence}")
         if times.failure:
             lines.append(f"  no step could be timed: {times.failure}")
         else:
@@ -105,10 +106,10 @@ def caller_share(num_envs: int, workers: int, step: float) -> int:
     """Return the number of environments that the caller steps if it is to finish at the same time as its workers.
 
     The caller does most of its sending and collecting while no environment is stepped. Only the rest of that work,
-    ``SENDING``, reduces its share.
+    ``SENDING_SECONDS``, reduces its share.
     """
     even = num_envs / (workers + 1)
-    reduction = SENDING / max(step + PER_ENV, 1e-9) * workers / (workers + 1)
+    reduction = SENDING_SECONDS / max(step + PER_ENV_SECONDS, 1e-9) * workers / (workers + 1)
     return min(max(round(even - reduction), 1), max(num_envs - workers, 1))
 
 
@@ -132,7 +133,7 @@ def choose(
     """
     independence = independence or Independence()
     make_plan = partial(Plan, num_envs, probe=times, cores=cores, independence=independence)
-    if (obstacle := why_no_processes()) is not None and use_caller is not False:
+    if (obstacle := explain_missing_processes()) is not None and use_caller is not False:
         return make_plan(num_workers=0, caller_share=0, reason=f"in this process: {obstacle}")
     if not independence.may_share:
         doubt = "" if independence.verdict == SHARES_STATE else "they may not be independent: "
@@ -146,10 +147,10 @@ def choose(
         return make_plan(num_workers=min(cores, num_envs), caller_share=0, reason=reason)
     exclusion = ""
     if independence.changes or in_thread:
-        thread = "this is not the main thread, and signal handlers and event loops belong to that"
+        thread = "this is not the main thread, which environments may need for signal handlers and event loops"
         cause = independence.changes[0] if independence.changes else thread
         use_caller, exclusion = False, f"; no environment runs in your program's process, because {cause}"
-    choices = _choices(times, num_envs, cores, processes_only=use_caller is False)
+    choices = _estimate_choices(times, num_envs, cores, processes_only=use_caller is False)
     estimates = {name: choice[0] for name, choice in choices.items()}
     best = min(choices.values())
     safest = min(choice for choice in choices.values() if not choice[2])
@@ -157,7 +158,7 @@ def choose(
     _, processes, share = safest if safe else best
     reason = "it steps on every usable core"
     if processes == 0:
-        reason = f"a batch of {num_envs} such steps is over before another process pays"
+        reason = f"a batch of {num_envs} such steps takes less time here than in another process"
         share = 0
     elif processes > cores:
         reason = f"steps that wait {times.waits:.0%} of their time overlap in more processes than cores"
@@ -173,39 +174,41 @@ def choose(
     return make_plan(num_workers=processes, caller_share=share, reason=reason, estimates=estimates)
 
 
-def _choices(times: StepTimes, num_envs: int, cores: int, *, processes_only: bool) -> dict[str, tuple[float, int, int]]:
+def _estimate_choices(
+    times: StepTimes, num_envs: int, cores: int, *, processes_only: bool
+) -> dict[str, tuple[float, int, int]]:
     """Return, by name, (expected seconds per batch, worker processes, environments that the caller steps)."""
     waiting_step = max(times.step - times.cpu, 0.0)
     # Part of the crowding may come from other users of the hardware, who come and go and slow down a single process as well.
     # So a single process is expected to be slowed down by the square root of this factor.
     crowding = min(times.crowding, 2.0) if cores > 1 else 1.0
     single, crowded = times.pace * math.sqrt(crowding), times.pace * crowding
-    single_step = waiting_step + times.cpu * math.sqrt(crowding) + PER_ENV * single
-    computing_step = times.cpu * crowding + PER_ENV * crowded
+    single_step = waiting_step + times.cpu * math.sqrt(crowding) + PER_ENV_SECONDS * single
+    computing_step = times.cpu * crowding + PER_ENV_SECONDS * crowded
     step = waiting_step + computing_step
     choices: dict[str, tuple[float, int, int]] = {}
     if not processes_only:
-        choices["in this process"] = (IN_PROCESS * single + num_envs * single_step, 0, num_envs)
-        if why_no_processes() is not None:
+        choices["in this process"] = (IN_PROCESS_SECONDS * single + num_envs * single_step, 0, num_envs)
+        if explain_missing_processes() is not None:
             return choices
         if cores > 1 and num_envs > 1:
             workers = min(cores - 1, num_envs - 1)
             share = caller_share(num_envs, workers, times.step / times.pace)
-            slowest = max(SENDING * crowded + share * step, -(-(num_envs - share) // workers) * step)
+            slowest = max(SENDING_SECONDS * crowded + share * step, -(-(num_envs - share) // workers) * step)
             name = f"{workers} worker{'s' * (workers != 1)} + this process"
-            choices[name] = (WITH_CALLER * crowded + slowest, workers, share)
+            choices[name] = (WITH_CALLER_SECONDS * crowded + slowest, workers, share)
     workers = min(cores, num_envs)
-    choices[f"{workers} workers"] = (BY_WORKERS * crowded + -(-num_envs // workers) * step, workers, 0)
+    choices[f"{workers} workers"] = (BY_WORKERS_SECONDS * crowded + -(-num_envs // workers) * step, workers, 0)
     for power in range(1, 6) if times.waits > _MIN_WAITING_SHARE else ():
         processes = min(num_envs, cores * 2**power)
-        wake = WAKE * crowded
+        wake = WAKE_SECONDS * crowded
         computing = num_envs * computing_step / cores + processes * wake / cores
-        seconds = BY_WORKERS * crowded + max(-(-num_envs // processes) * step, computing) + processes * wake / 4
+        seconds = BY_WORKERS_SECONDS * crowded + max(-(-num_envs // processes) * step, computing) + processes * wake / 4
         choices[f"{processes} workers"] = (seconds, processes, 0)
     return choices
 
 
-def in_batches(whole: Plan) -> Plan:
+def plan_batches(plan: Plan) -> Plan:
     """Return the plan with a batch of half the environments, or of all (a lock-step) where halves would not pay off.
 
     While the caller handles one half, the workers step the other, and a late environment delays only its own half. The price
@@ -213,22 +216,26 @@ def in_batches(whole: Plan) -> Plan:
     requests continues while the caller reads its first reply; but the caller then reads two replies and needs a core for
     that.
     """
-    times, count, workers = whole.probe, whole.num_envs, whole.num_workers
+    times, count, workers = plan.probe, plan.num_envs, plan.num_workers
     half = max(count // 2, 1)
-    if times.failure or count == 1 or not workers or whole.use_caller:
+    if times.failure or count == 1 or not workers or plan.use_caller:
         reason = "no step could be timed" if times.failure else "no environment can be ahead of another"
-        return replace(whole, batch_size=count, batch_reason=f"a lock-step: {reason}")
+        return replace(plan, batch_size=count, batch_reason=f"a lock-step: {reason}")
     rows = -(-count // workers)  # the environments of one worker
-    caller_has_core = times.waits > _MIN_WAITING_SHARE or whole.cores > workers
-    meanwhile = -(-half // workers) * times.step
-    once, twice = ((RECEIVING + PER_MESSAGE * min(workers * n // 2 or 1, half)) * times.pace for n in (1, 2))
-    reason = f"half of them are stepped in {meanwhile * 1e6:,.0f} us, and a batch costs the caller {once * 1e6:,.0f} us"
-    if meanwhile < (once if caller_has_core else 2 * once):
-        return replace(whole, batch_size=count, batch_reason=f"a lock-step: {reason}")
-    at_once = -(-rows // 2) if rows > 1 and caller_has_core and meanwhile >= twice else None
-    if at_once:
-        reason += f"; {at_once} of a worker's {rows} in one message, so that it continues while the caller reads the others"
-    return replace(whole, batch_size=half, rows_at_once=at_once, batch_reason=f"halves: {reason}")
+    caller_has_core = times.waits > _MIN_WAITING_SHARE or plan.cores > workers
+    half_seconds = -(-half // workers) * times.step
+    cost, cost_of_two_messages = (
+        (RECEIVING_SECONDS + PER_MESSAGE_SECONDS * min(workers * n // 2 or 1, half)) * times.pace for n in (1, 2)
+    )
+    reason = f"half of them are stepped in {half_seconds * 1e6:,.0f} us, and a batch costs the caller {cost * 1e6:,.0f} us"
+    if half_seconds < (cost if caller_has_core else 2 * cost):
+        return replace(plan, batch_size=count, batch_reason=f"a lock-step: {reason}")
+    rows_at_once = -(-rows // 2) if rows > 1 and caller_has_core and half_seconds >= cost_of_two_messages else None
+    if rows_at_once:
+        reason += (
+            f"; {rows_at_once} of a worker's {rows} in one message, so that it continues while the caller reads the others"
+        )
+    return replace(plan, batch_size=half, rows_at_once=rows_at_once, batch_reason=f"halves: {reason}")
 
 
 def workers_and_share(
@@ -245,23 +252,25 @@ def workers_and_share(
     """
     cores = usable_cores()
     if batch_size == "auto":
-        processes, share, chosen = workers_and_share(num_envs, num_workers, use_caller, measure)
-        if chosen is None:
-            times, found = measure()
-            chosen = Plan(
-                num_envs, processes, share if processes else 0, "as requested", times, cores, independence=found
+        processes, share, lockstep_plan = workers_and_share(num_envs, num_workers, use_caller, measure)
+        if lockstep_plan is None:
+            times, independence = measure()
+            lockstep_plan = Plan(
+                num_envs, processes, share if processes else 0, "as requested", times, cores, independence=independence
             )  # fmt: skip
-        elif chosen.use_caller:  # while it steps environments, the caller cannot receive a batch
-            found = chosen.independence
-            halves = in_batches(choose(chosen.probe, num_envs, cores, use_caller=False, independence=found))
+        elif lockstep_plan.use_caller:  # while it steps environments, the caller cannot receive a batch
+            independence = lockstep_plan.independence
+            halves = plan_batches(
+                choose(lockstep_plan.probe, num_envs, cores, use_caller=False, independence=independence)
+            )
             if halves.batch_size != num_envs:
                 return halves.num_workers, 0, replace(halves, reason="first-ready batches need the caller to be free")
-        return processes, share, in_batches(chosen)
+        return processes, share, plan_batches(lockstep_plan)
     in_thread = threading.current_thread() is not threading.main_thread()
     if num_workers == "auto":
-        times, found = measure()
-        chosen = choose(times, num_envs, cores, use_caller=use_caller, independence=found, in_thread=in_thread)
-        return chosen.num_workers, chosen.caller_share if chosen.num_workers else num_envs, chosen
+        times, independence = measure()
+        best = choose(times, num_envs, cores, use_caller=use_caller, independence=independence, in_thread=in_thread)
+        return best.num_workers, best.caller_share if best.num_workers else num_envs, best
     if num_workers is None:
         processes = max(cores - 1, 1) if use_caller else num_envs
     else:
@@ -297,5 +306,5 @@ def plan(
         require_processes("vecenv.plan with use_caller=False")
     if isinstance(env_fn, str):
         env_fn = partial(gymnasium.make, env_fn)
-    times, found = EnvProbe([env_fn] * num_envs, multiprocessing.get_context(context)).measure()
-    return choose(times, num_envs, usable_cores(), use_caller=use_caller, independence=found)
+    times, independence = EnvProbe([env_fn] * num_envs, multiprocessing.get_context(context)).measure()
+    return choose(times, num_envs, usable_cores(), use_caller=use_caller, independence=independence)

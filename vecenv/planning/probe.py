@@ -31,7 +31,7 @@ from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
 from vecenv.planning.trial import ChildEnd, StepTimes, run_in_child, try_to_time
 from vecenv.system.helper_process import HelperProcess
-from vecenv.system.spawning import NO_GUARD, Variables, missing_guard, why_no_processes
+from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_processes, missing_guard
 from vecenv.system.supervision import describe_exit
 
 __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
@@ -41,7 +41,7 @@ _BENCHMARK_RUNS: Final = 100
 _REFERENCE_SECONDS: Final = 40e-6  # per run where plan.py's constants were measured; a step of CartPole-v1 takes 6 us there
 _CLOSE_SECONDS: Final = 5.0  # for env.close()
 _READY: Final = b"?"  # sent by the process when it is ready to receive the functions
-_DESCRIBED: Final = "described"
+_DESCRIPTION_SENT: Final = "described"
 _STAY_AWAKE: Final = b"!"  # sent by the process: the caller must poll for the next message without sleeping
 
 
@@ -98,7 +98,8 @@ class EnvProbe:
         context: A ``multiprocessing`` context; ``None``: the default one.
         timeout: Seconds to build and step the environment in another process.
         example: An object with the spaces and metadata of all environments; none is built to read them.
-        here: Describe an environment built in this process; ``None``: only without ``step``, or if it cannot be sent.
+        in_this_process: Describe an environment built in this process; ``None``: only without ``step``, or if a description
+            cannot be sent.
         step: Also try the environment and time its steps.
         check: Check whether environments may share a process.
         own_generators: Each environment has generators of its own.
@@ -111,7 +112,7 @@ class EnvProbe:
     timeout: float = 60.0
     _: KW_ONLY
     example: Any = None
-    here: bool | None = None
+    in_this_process: bool | None = None
     step: bool = True
     check: bool = True
     own_generators: bool = False
@@ -129,16 +130,16 @@ class EnvProbe:
             StartupTimeout: The environment was not built within ``timeout`` seconds; the process was killed.
             WorkerDied: The process ended, or closed its pipe, while the environment was built.
             ValueError: Two functions returned the same environment.
-            Exception: An error of ``env_fn``; or of sending the description, if ``here`` is ``False``.
+            Exception: An error of ``env_fn``; or of sending the description, if ``in_this_process`` is ``False``.
         """
         if self.example is not None:
             found = _describe(self.example, (), False)
             return replace(found, observation_spaces=found.observation_spaces * (len(self.env_fns) if all_envs else 1))
-        if not (self.here or (self.here is None and not self.step) or why_no_processes()):
+        if not (self.in_this_process or (self.in_this_process is None and not self.step) or explain_missing_processes()):
             description = self._probe_in_process(all_envs, self.step and not find_process_object(self.env_fns))
             if isinstance(description, EnvDescription):
                 return description
-            if self.here is not None:
+            if self.in_this_process is not None:
                 raise description
         with closing(build_env(self.env_fns[0], 0)) as env:
             return _describe(env, self.env_fns, all_envs)
@@ -152,7 +153,7 @@ class EnvProbe:
         Raises:
             Exception: The errors of :meth:`describe`.
         """
-        if self._measured is None and why_no_processes():
+        if self._measured is None and explain_missing_processes():
             with closing(build_env(self.env_fns[0], 0)) as env:
                 times = replace(try_to_time(env, _WARM_UP_STEPS), pace=_time_benchmark() / _REFERENCE_SECONDS)
             self._measured = times, Independence(steps=_WARM_UP_STEPS + times.steps, builds=1)
@@ -211,10 +212,11 @@ class EnvProbe:
         try:
             reply = self._receive(helper, b"", deadline)
         except (StartupTimeout, WorkerDied) as error:
-            return StepTimes.failed(str(error)), Independence(CANNOT_TELL, f"one failed while it was tried: {error}")
+            reason = f"one of them failed when it was tried: {error}"
+            return StepTimes.failed(str(error)), Independence(CANNOT_TELL, reason)
         if isinstance(reply, PackedError):
-            failed = f"one failed while it was tried: {reply.summary}"
-            return StepTimes.failed(reply.summary), Independence(CANNOT_TELL, failed)
+            reason = f"one of them failed when it was tried: {reply.summary}"
+            return StepTimes.failed(reply.summary), Independence(CANNOT_TELL, reason)
         times, found = reply
         if isinstance(found, PackedError):
             raise unpack_error(found, "found by trying two environments in one process")
@@ -308,14 +310,14 @@ def _main(connection: Connection[Any, Any], env_fns: Any, job: _Job) -> None:
         result = pack_error(error)
     if os.getpid() != pid:  # a child that the environment forked has returned into this code
         os._exit(0)
-    if result is not _DESCRIBED:
+    if result is not _DESCRIPTION_SENT:
         send(result)
 
 
 def _describe_only(env_fns: Sequence[Callable[[], Any]], job: _Job, send: Callable[[Any], None]) -> Any:
-    """Build an environment, send its description and close it; return ``_DESCRIBED``."""
+    """Build an environment, send its description and close it; return ``_DESCRIPTION_SENT``."""
     pid, env = os.getpid(), build_env(env_fns[0], 0)
-    packed = _pack(_describe(env, env_fns, job.all_envs))
+    packed = _pack_description(_describe(env, env_fns, job.all_envs))
     if os.getpid() != pid:
         os._exit(0)
     send((packed,))
@@ -323,7 +325,7 @@ def _describe_only(env_fns: Sequence[Callable[[], Any]], job: _Job, send: Callab
         env.close()
     except BaseException:  # the description has been sent; the caller gets this error from a worker's environment
         traceback.print_exc()
-    return _DESCRIBED
+    return _DESCRIPTION_SENT
 
 
 def _try_envs(
@@ -335,18 +337,18 @@ def _try_envs(
     check = IndependenceCheck(to_try, indices, job.own_generators, _CLOSE_SECONDS)
 
     def describe(env: Any) -> None:
-        pid, packed = os.getpid(), _pack(_describe(env, env_fns, False))
+        pid, packed = os.getpid(), _pack_description(_describe(env, env_fns, False))
         if os.getpid() == pid:
             send((packed,))
 
     if job.all_envs:  # in another child: the first environment must run alone
         run = run_in_child(_describe_only, env_fns, job, send, seconds=job.timeout)
-    if not job.all_envs or run == _DESCRIBED:
+    if not job.all_envs or run == _DESCRIPTION_SENT:
         run = check.try_first(None if job.all_envs else describe, job.timeout)
     if isinstance(run, PackedError):
         return run
     if not isinstance(run, Run):
-        _end_like(run)
+        _exit_like(run)
     times = run.times
     assert times is not None
     checked = job.check and not times.slow
@@ -358,7 +360,7 @@ def _try_envs(
     return replace(times, pace=alone_seconds / _REFERENCE_SECONDS, crowding=crowding), check.result(checked=checked)
 
 
-def _end_like(child: ChildEnd) -> NoReturn:
+def _exit_like(child: ChildEnd) -> NoReturn:
     """End this process the way the first child ended. If the child hung, hang until the caller's timeout."""
     if child.exitcode is not None and child.exitcode >= 0:
         os._exit(child.exitcode)
@@ -368,7 +370,7 @@ def _end_like(child: ChildEnd) -> NoReturn:
         signal.pause()
 
 
-def _pack(description: EnvDescription) -> bytes | PackedError:
+def _pack_description(description: EnvDescription) -> bytes | PackedError:
     try:
         return dumps(description)
     except Exception as error:

@@ -41,7 +41,7 @@ _MAX_RESETS: Final = 4  # per phase
 _SLOW_RESET_SECONDS: Final = 0.1  # after a slower first reset, a phase makes none at step `middle`
 _POLL_SECONDS: Final = 0.005
 _MASK_KEYS: Final = ("action_mask", "action_masks")
-_VALUES: Final = {
+_VALUE_NAMES: Final = {
     "reset": ("observation", "info"),
     "step": ("observation", "reward", "termination", "truncation", "info"),
 }
@@ -137,7 +137,7 @@ class TriedEnv:
         env_fn: The function that builds the environment.
         index: The environment's index, for error messages.
         place: 0 or 1, which determines seeds and actions.
-        junk: The number of objects to allocate first, so that later ones have other addresses.
+        padding: The number of objects to allocate first, so that later ones have other addresses.
 
     Attributes:
         record: The calls.
@@ -149,7 +149,7 @@ class TriedEnv:
         Exception: The error of building the environment.
     """
 
-    def __init__(self, env_fn: Callable[[], Any], index: int, place: int, junk: int = 0) -> None:
+    def __init__(self, env_fn: Callable[[], Any], index: int, place: int, padding: int = 0) -> None:
         self.place = place
         self.record: Record = []
         self.error: Exception | None = None
@@ -160,8 +160,8 @@ class TriedEnv:
         self.plan = (0, 0)
         self._entropy = random.Random(place)
 
-        def build() -> Any:  # the junk comes last: the environment could reuse an address freed after it
-            self._junk = [bytes(number % 600) for number in range(junk)]
+        def build() -> Any:  # the padding comes last: the environment could reuse an address freed after it
+            self._junk = [bytes(number % 600) for number in range(padding)]
             return env_fn()
 
         self.env: Any = self.call("build", build_env, build, index)
@@ -251,8 +251,8 @@ def _digest_values(call: str, value: Any) -> dict[str, bytes]:
             data = pickle.dumps(np.asarray(item) if hasattr(item, "__array__") else item)
             digests[name] = hashlib.blake2b(data, digest_size=8).digest()
 
-    if call in _VALUES and isinstance(value, (tuple, list)):
-        for name, item in zip(_VALUES[call], value, strict=False):
+    if call in _VALUE_NAMES and isinstance(value, (tuple, list)):
+        for name, item in zip(_VALUE_NAMES[call], value, strict=False):
             visit(name, item)
     else:
         visit(call, value)
@@ -319,10 +319,10 @@ def _receive(receiver: Any) -> Any:
 def _poll_exit(pid: int, options: int | None = None) -> int | None:
     """Return the exit code of a child, or ``None`` while it runs."""
     try:
-        found, status = os.waitpid(pid, os.WNOHANG if options is None else options)
+        ended_pid, status = os.waitpid(pid, os.WNOHANG if options is None else options)
     except ChildProcessError:  # the program ignores SIGCHLD, so the kernel reaped it
         return 255
-    return os.waitstatus_to_exitcode(status) if found else None
+    return os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
 def _run_and_exit(function: Callable[..., Any], args: tuple[Any, ...], sender: Any, state: Any, close: Any) -> None:

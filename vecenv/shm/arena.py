@@ -29,7 +29,7 @@ from vecenv.errors import ArenaError
 from vecenv.shm.layout import ALIGNMENT, Array
 from vecenv.system.cores import kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
-from vecenv.system.spawning import why_no_processes
+from vecenv.system.spawning import explain_missing_processes
 
 if sys.platform != "win32":
     import fcntl
@@ -87,7 +87,7 @@ def _memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: 
         )
     if hasattr(os, "memfd_create"):
         file = owner.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    elif why_no_processes() is None:
+    elif explain_missing_processes() is None:
         file = owner.open(open_unnamed_file, "/dev/shm" if os.path.isdir("/dev/shm") else None)
     else:
         return Descriptor()
@@ -270,7 +270,7 @@ def share(data: _Data) -> _Data:
     if not places:
         return data.copy()
     shared: list[Array]
-    if why_no_processes():  # this process is the only one
+    if explain_missing_processes():  # this process is the only one
         shared = [array.copy() for array in named.values()]
         for array in shared:
             array.flags.writeable = False

@@ -23,7 +23,7 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch
-from vecenv.system.signals import contained
+from vecenv.system.signals import call_with_fallback
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def made(state: Any) -> Any:
     """Return a new object with this state; ``None`` if no codec can make one."""
     for how in _BY_NAME.values():
         make = how.make if isinstance(how, Codec) else None
-        if make is not None and (found := contained(partial(make, state), lambda _: None, Exception)) is not None:
+        if make is not None and (found := call_with_fallback(partial(make, state), lambda _: None, Exception)) is not None:
             return found
     return None
 

@@ -28,7 +28,7 @@ from vecenv.state.capture import capture_state, layers_of, prepare_restore, reac
 from vecenv.state.codecs import name_of
 from vecenv.state.snapshots import kind_of
 from vecenv.system.shared_generators import read_states, restore_states
-from vecenv.system.signals import by_handler, watched_handlers
+from vecenv.system.signals import raised_by_handler, watched_handlers
 from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["Proof", "Shared", "first_line_of", "prove", "stepped"]
@@ -83,7 +83,7 @@ def _build(env_fn: Callable[[], Any], envs: list[Any]) -> None:
     try:
         envs += [env_fn(), env_fn(), env_fn()]
     except Exception as error:
-        if by_handler(error):
+        if raised_by_handler(error):
             raise
         raise NotRestorable(
             f"the proof needs more environments of {getattr(env_fn, '__name__', env_fn)!s}, and one could not be built: "
@@ -250,7 +250,7 @@ def stepped(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
     try:
         *others, info = env.step(copy.deepcopy(action))
     except Exception as error:
-        if by_handler(error):  # in the calling process, such as a time limit
+        if raised_by_handler(error):  # in the calling process, such as a time limit
             raise
         return {"exception": f"{type(error).__name__}: {error}"}, True
     if isinstance(info, Mapping) and isinstance(episode := info.get("episode"), Mapping):
@@ -306,7 +306,7 @@ def _plain_text(value: Any) -> str:
         try:
             return repr(value)
         except Exception as error:
-            if by_handler(error):
+            if raised_by_handler(error):
                 raise
             return ""
     if isinstance(value, np.random.Generator):

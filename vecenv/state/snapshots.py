@@ -17,7 +17,7 @@ import gymnasium
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.state.capture import layers_of
 from vecenv.state.describe import describe, describe_space, differ, is_importable
-from vecenv.system.signals import contained
+from vecenv.system.signals import call_with_fallback
 
 FORMAT: Final = 6
 
@@ -199,14 +199,14 @@ def _pickled(value: Any) -> bytes:
         text = f"what is known of the row cannot be pickled: {type(error).__name__}: {error}"
         raise NotRestorable(text) from error
 
-    return contained(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL), refuse, Exception)
+    return call_with_fallback(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL), refuse, Exception)
 
 
 def _read(blob: bytes, kind: type[_T]) -> _T:
     def refuse(error: Exception) -> Any:
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
 
-    found = contained(partial(pickle.loads, blob), refuse, Exception)
+    found = call_with_fallback(partial(pickle.loads, blob), refuse, Exception)
     if not isinstance(found, kind):
         raise SnapshotMismatch(f"it is a {type(found).__name__}, and no {kind.__name__}")
     return found

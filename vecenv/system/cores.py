@@ -23,14 +23,14 @@ import numpy.typing as npt
 SPIN_SECONDS: Final = 150e-6
 """Longest spin before a process goes to sleep: as long as a few wake-ups."""
 
-_NICE: Final = 7
+_NICE_INCREMENT: Final = 7
 """For workers that yield to their caller: an asyncio program's loop is 4 ms late with it, 10 ms with 5."""
 _REVIEW_SECONDS: Final = 0.1  # minimum between two reviews: many time slices of the kernel
-_TRIAL_SECONDS: Final = 0.03  # from the end of a rest to the first review
-_REVIEW_SPINS: Final = 16  # minimum between two reviews
-_FIRST_REST: Final = 0.25  # seconds without spinning after a bad review, doubled with every further one
-_LONGEST_REST: Final = 4.0
-_BEARABLE: Final = 0.25  # of the time; 0.04 in 95 of 100 reviews on a quiet machine, about half next to another busy process
+_TRIAL_SECONDS: Final = 0.03  # from the end of a pause to the first review
+_MIN_SPINS_PER_REVIEW: Final = 16
+_FIRST_PAUSE_SECONDS: Final = 0.25  # without spinning after a bad review, doubled with every further one
+_MAX_PAUSE_SECONDS: Final = 4.0
+_MAX_WAIT_SHARE: Final = 0.25  # 0.04 in 95 of 100 reviews on a quiet machine, about half next to another busy process
 
 
 def usable_cores() -> int:
@@ -44,8 +44,8 @@ def usable_cores() -> int:
     except AttributeError:
         cores = os.cpu_count() or 1
     quota = _cgroup_quota()
-    given = os.environ.get("SLURM_CPUS_PER_TASK", "")
-    limits = [cores, *([] if quota is None else [int(quota)]), *([int(given)] if given.isdigit() else [])]
+    slurm_cpus = os.environ.get("SLURM_CPUS_PER_TASK", "")
+    limits = [cores, *([] if quota is None else [int(quota)]), *([int(slurm_cpus)] if slurm_cpus.isdigit() else [])]
     return max(1, min(limits))
 
 
@@ -116,24 +116,24 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
         raise ValueError(f"WorkerOptions(cores) must be a list with the cores of {workers} workers, got {affinity!r}.")
     usable = os.sched_getaffinity(0)
     found = []
-    for worker, given in enumerate(affinity):
-        cores = frozenset([given] if isinstance(given, int) else given if isinstance(given, Iterable) else ())
+    for worker, entry in enumerate(affinity):
+        cores = frozenset([entry] if isinstance(entry, int) else entry if isinstance(entry, Iterable) else ())
         if not cores or not cores <= usable:
-            raise ValueError(f"WorkerOptions(cores)[{worker}] must be some of the cores {sorted(usable)}, got {given!r}.")
+            raise ValueError(f"WorkerOptions(cores)[{worker}] must be some of the cores {sorted(usable)}, got {entry!r}.")
         found.append(Placement(cores, bound=True))
     return found
 
 
-def let_caller_first(pid: int) -> None:
+def lower_priority(pid: int) -> None:
     """Lower the priority of a worker below this process; it can still use an idle core.
 
     With 32 busy workers per core, a process that wakes up waits 35 ms for its core. Linux schedules a session as a whole
     (``sched_autogroup``), by the nice value of the session.
     """
     with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE)
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE_INCREMENT)
     with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text(str(_NICE))
+        Path(f"/proc/{pid}/autogroup").write_text(str(_NICE_INCREMENT))
 
 
 def seconds_waited() -> float | None:
@@ -159,69 +159,70 @@ class SpinPolicy:
         no_spin_until: float64 ``(1,)``, shared by all processes of an engine: none spins before ``time.perf_counter()``
             reaches it (one clock for all processes of a machine, on systems with placements to spin on).
         cpus: Cores this process is bound to while it spins.
-        shares: True if another process of the engine uses the same core by design, so that waits for it mean nothing.
+        shares_core: True if another process of the engine uses the same core by design, so that waits for it mean nothing.
     """
 
     def __init__(
-        self, spin: float, no_spin_until: npt.NDArray[np.float64], cpus: frozenset[int] | None = None, shares: bool = False
-    ) -> None:
-        self.rests = 0  # bad reviews of this process
-        self._resting = False
-        self._seconds = spin
+        self, spin: float, no_spin_until: npt.NDArray[np.float64], cpus: frozenset[int] | None = None,
+        shares_core: bool = False,
+    ) -> None:  # fmt: skip
+        self.pauses = 0  # bad reviews of this process
+        self._paused = False
+        self._spin_seconds = spin
         self._no_spin_until = no_spin_until.data.cast("B").cast("d")  # four times faster to read
         self._cpus = cpus
-        self._free = os.sched_getaffinity(0) if cpus else None
-        self._shares = shares
-        self._rest = _FIRST_REST
+        self._unbound_cpus = os.sched_getaffinity(0) if cpus else None
+        self._shares_core = shares_core
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._bind(cpus)
         self._begin_review(time.perf_counter(), _REVIEW_SECONDS)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release the shared memory."""
         self._no_spin_until = memoryview(bytes(8)).cast("d")
-        self._seconds = 0.0
+        self._spin_seconds = 0.0
 
     def spin(self, poll: Callable[[int], object]) -> bool:
         """Call ``poll(0)`` until it finds something, for as long as spinning is allowed; False if it found nothing."""
-        if not self._seconds:
+        if not self._spin_seconds:
             return False
         clock = time.perf_counter
         now = clock()
         if now < self._no_spin_until[0]:
-            if not self._resting:
-                self._resting = True
-                self._bind(self._free)
+            if not self._paused:
+                self._paused = True
+                self._bind(self._unbound_cpus)
             return False
-        if self._resting:
-            self._resting = False
+        if self._paused:
+            self._paused = False
             self._bind(self._cpus)
             self._begin_review(now, _TRIAL_SECONDS)
-        elif now > self._review_at and self._spins >= _REVIEW_SPINS and not self._review(now):
+        elif now > self._review_at and self._spins >= _MIN_SPINS_PER_REVIEW and not self._review(now):
             return False
         self._spins += 1
-        until = now + self._seconds
+        until = now + self._spin_seconds
         while not poll(0):
             if clock() > until:
                 return False
         return True
 
     def _begin_review(self, now: float, seconds: float) -> None:
-        self._began = now
+        self._review_began = now
         self._review_at = now + seconds
-        self._waited = seconds_waited() or 0.0
+        self._waited_before = seconds_waited() or 0.0
         self._spins = 0
 
     def _review(self, now: float) -> bool:
         """True if spinning may continue."""
-        waited = (seconds_waited() or 0.0) - self._waited
-        good = self._shares or waited < _BEARABLE * (now - self._began)
+        waited = (seconds_waited() or 0.0) - self._waited_before
+        good = self._shares_core or waited < _MAX_WAIT_SHARE * (now - self._review_began)
         if good:
-            self._rest = _FIRST_REST
+            self._pause_seconds = _FIRST_PAUSE_SECONDS
             self._begin_review(now, _REVIEW_SECONDS)
         else:
-            self.rests += 1
-            self._no_spin_until[0] = max(self._no_spin_until[0], now + self._rest)
-            self._rest = min(2 * self._rest, _LONGEST_REST)
+            self.pauses += 1
+            self._no_spin_until[0] = max(self._no_spin_until[0], now + self._pause_seconds)
+            self._pause_seconds = min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS)
         return good
 
     def _bind(self, cpus: Iterable[int] | None) -> None:

@@ -70,7 +70,7 @@ def mark(token: int) -> None:
             resource.setrlimit(_RLIMIT_LOCKS, (token, resource.getrlimit(_RLIMIT_LOCKS)[1]))
 
 
-def end_own() -> int:
+def end_own_descendants() -> int:
     """End every process with this worker's mark, after its environments are closed; return the number killed."""
     if not _LINUX:
         _terminate_group()
@@ -107,7 +107,7 @@ def end_marked(tokens: Collection[int]) -> int:
                 if token in owners or token & ~_INNER_BITS in owners:
                     yield process
 
-    return _end_all(find) if owners else 0
+    return _kill_until_none_found(find) if owners else 0
 
 
 def end_descendants(pids: Collection[int]) -> int:
@@ -123,7 +123,7 @@ def end_descendants(pids: Collection[int]) -> int:
             unvisited += [process.pid for process in found]
             yield from (process for process in found if process.pid not in pids)
 
-    return _end_all(find) if pids else 0
+    return _kill_until_none_found(find) if pids else 0
 
 
 def end_group(pids: Iterable[int]) -> None:
@@ -145,32 +145,32 @@ def _read_token(pid: int | str) -> int:
     return int(soft[0]) if soft and soft[0].isdigit() else 0
 
 
-def _look() -> dict[int, _Process]:
+def _list_processes() -> dict[int, _Process]:
     """Return all processes by pid."""
     found: list[_Process | None] = []
     with contextlib.suppress(OSError):
-        found = [_look_at(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+        found = [_read_process(int(name)) for name in os.listdir("/proc") if name.isdigit()]
     return {process.pid: process for process in found if process is not None}
 
 
-def _look_at(pid: int) -> _Process | None:
+def _read_process(pid: int) -> _Process | None:
     fields = kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return _Process(pid, int(fields[1]), int(fields[19]), fields[0] in "ZX") if len(fields) >= 20 else None
 
 
 def _is_alive(process: _Process) -> bool:
-    now = _look_at(process.pid)
+    now = _read_process(process.pid)
     return now is not None and now.started == process.started and not now.ended
 
 
-def _end_all(find: Callable[[dict[int, _Process]], Iterable[_Process]]) -> int:
+def _kill_until_none_found(find: Callable[[dict[int, _Process]], Iterable[_Process]]) -> int:
     """Search and kill until nothing is found. A search that coincides with a fork may miss the child, so it is repeated."""
     count = 0
     empty_searches_left = _MAX_EMPTY_SEARCHES
     for _ in range(_MAX_SEARCHES if _LINUX else 0):
         with deferred_signals():
             newest = _newest_pid()
-            if killed := _kill_and_wait([process for process in find(_look()) if not _must_survive(process.pid)]):
+            if killed := _kill_and_wait([process for process in find(_list_processes()) if not _must_survive(process.pid)]):
                 count += killed
                 continue
             empty_searches_left -= 1

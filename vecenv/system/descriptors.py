@@ -42,7 +42,7 @@ class Descriptor:
         return bool(self._cell)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (reduction.DupFd(self.number),)
+        return _rebuild_descriptor, (reduction.DupFd(self.number),)
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
@@ -54,7 +54,7 @@ class Descriptor:
         return f"Descriptor({self.number})"
 
 
-def _received(handle: Any) -> Descriptor:
+def _rebuild_descriptor(handle: Any) -> Descriptor:
     descriptor = Descriptor()
     descriptor._cell.append(handle.detach())
     return descriptor
@@ -102,7 +102,7 @@ def list_open_resources() -> frozenset[tuple[str, str]]:
     return frozenset(found)
 
 
-Held = TypeVar("Held", "Descriptor", "DescriptorOwner")
+Member = TypeVar("Member", "Descriptor", "DescriptorOwner")
 
 
 class DescriptorOwner:
@@ -113,14 +113,14 @@ class DescriptorOwner:
     """
 
     def __init__(self, owner: object | None) -> None:
-        self._held: list[Descriptor | DescriptorOwner] = []
+        self._members: list[Descriptor | DescriptorOwner] = []
         if owner is not None:
             self.close_with(owner)
 
     def close_with(self, owner: object) -> None:
         """Close the descriptors when ``owner`` is collected."""
         occupy_standard_descriptors()
-        weakref.finalize(owner, _close_all, self._held, os.getpid())
+        weakref.finalize(owner, _close_all, self._members, os.getpid())
 
     def child(self) -> DescriptorOwner:
         """Return a new subgroup, which can be closed before the rest."""
@@ -139,25 +139,25 @@ class DescriptorOwner:
         writer._cell.extend(map(reader._cell.pop, (-1,)))
         return reader, writer
 
-    def _register(self, held: Held) -> Held:
-        if len(self._held) > 64:
-            self._held[:] = filter(None, self._held)
-        self._held.append(held)
-        return held
+    def _register(self, member: Member) -> Member:
+        if len(self._members) > 64:
+            self._members[:] = filter(None, self._members)
+        self._members.append(member)
+        return member
 
     def close(self) -> None:
         """Close all open descriptors. Idempotent."""
-        _close_all(self._held, os.getpid())
+        _close_all(self._members, os.getpid())
 
     def __len__(self) -> int:
-        return sum(len(held) if isinstance(held, DescriptorOwner) else bool(held) for held in self._held)
+        return sum(len(member) if isinstance(member, DescriptorOwner) else bool(member) for member in self._members)
 
 
-def _close_all(held: list[Descriptor | DescriptorOwner], owner: int) -> None:
-    if os.getpid() != owner:  # a forked child is ending, and its descriptors are copies
+def _close_all(members: list[Descriptor | DescriptorOwner], owner_pid: int) -> None:
+    if os.getpid() != owner_pid:  # a forked child is ending, and its descriptors are copies
         return
-    for descriptor in held:
-        descriptor.close()
+    for member in members:
+        member.close()
 
 
 # -- the limit -------------------------------------------------------------------------------------------------------

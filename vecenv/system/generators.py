@@ -33,7 +33,7 @@ from vecenv.system.signals import deferred_signals
 GeneratorsOption: TypeAlias = Literal["shared", "own"]
 
 _NUMPY: Final[Any] = np.random
-_HIDDEN: Final[Any] = random._inst  # the functions of ``random`` are its methods
+_HIDDEN_RANDOM: Final[Any] = random._inst  # the functions of ``random`` are its methods
 _WRITTEN_IN_C: Final = {"random": random.random, "getrandbits": random.getrandbits}
 is_imported: Final = sys.modules.__contains__
 
@@ -71,12 +71,12 @@ class Generators:
         continue: the environment may have seeded them itself.
         """
         if seed is not None:
-            self.seed, self.episode = _as_number(seed), 0
+            self.seed, self.episode = _seed_as_int(seed), 0
         elif self.seed is not None:
             self.episode += 1
         else:
             return
-        switch.withdraw(self)
+        switch.swap_out(self)
         self._clear()
 
     def _sequence(self, number: int) -> np.random.SeedSequence:
@@ -95,27 +95,27 @@ class Generators:
         self.python = self.python or random.Random(self._integer(1))
         return self.python
 
-    def _first_torch(self) -> bytes:
+    def _initial_torch_state(self) -> bytes:
         return torch_state(sys.modules["torch"].Generator().manual_seed(self._integer(2) >> 65))
 
     def put_torch(self, generator: Any) -> None:
         """Put the state of torch's generator in place; create it if there is none."""
-        state = self._first_torch() if self.torch is None else self.torch
+        state = self._initial_torch_state() if self.torch is None else self.torch
         generator.set_state(sys.modules["torch"].frombuffer(bytearray(state), dtype=sys.modules["torch"].uint8))
 
     def state(self) -> dict[str, Any]:
         """Return all states, for pickling."""
-        switch.withdraw(self)
+        switch.swap_out(self)
         return {
             "entropy": self.entropy, "seed": self.seed, "episode": self.episode, "gauss": self.gauss,
             "numpy": None if self.numpy is None else self.numpy.state,
             "python": None if self.python is None else self.python.getstate(),
-            "torch": None if self.torch is None or self.torch == self._first_torch() else self.torch,
+            "torch": None if self.torch is None or self.torch == self._initial_torch_state() else self.torch,
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from what :meth:`state` returned."""
-        switch.withdraw(self)
+        switch.swap_out(self)
         self._clear()
         self.entropy, self.seed, self.episode = state["entropy"], state["seed"], state["episode"]
         if state["numpy"] is not None:
@@ -128,7 +128,7 @@ class Generators:
             self.python.setstate(state["python"])
 
 
-def _as_number(seed: Any) -> int:
+def _seed_as_int(seed: Any) -> int:
     try:
         return abs(operator.index(seed))
     except TypeError:  # only the environment can interpret it
@@ -178,7 +178,7 @@ class _Trap(np.random.MT19937):
 
     def __init__(self) -> None:
         super().__init__(0)
-        self._held: list[Any] = []
+        self._held_locks: list[Any] = []
         self._is_being_set = False  # True while numpy sets a bit generator, for which it takes the lock
 
     def set(self) -> None:
@@ -206,42 +206,42 @@ class _Trap(np.random.MT19937):
     def acquire(self, *_: Any) -> bool:
         if self._is_being_set:
             return True
-        held = len(self._held)
+        num_held = len(self._held_locks)
         try:
             with deferred_signals():
                 lock = switch.put_numpy().lock
                 lock.acquire()
-                self._held.append(lock)
+                self._held_locks.append(lock)
         except BaseException:
-            if len(self._held) > held:
+            if len(self._held_locks) > num_held:
                 self.release()
             raise
         return True
 
     def release(self) -> None:
         if not self._is_being_set:
-            self._held.pop().release()
+            self._held_locks.pop().release()
 
     __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _present(self) -> Any:
+    def _active_bit_generator(self) -> Any:
         with deferred_signals():
             return switch.put_numpy()
 
     @property
     def state(self) -> Any:
-        return self._present().state
+        return self._active_bit_generator().state
 
     @state.setter
     def state(self, value: Any) -> None:
-        self._present()
+        self._active_bit_generator()
         _NUMPY.set_state(value)
 
     def _legacy_seeding(self, seed: Any) -> None:
-        self._present()._legacy_seeding(seed)
+        self._active_bit_generator()._legacy_seeding(seed)
 
 
 # -- the stand-in for the functions of random -------------------------------------------------------------------------------
@@ -280,10 +280,10 @@ class _Switch:
     Attributes:
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
         active: The states to draw from.
-        resting: ``outside`` in a worker, where only environments draw: states stay in place there until another
-            environment is called. ``None`` elsewhere.
-        numpy_of: The owner of the numpy state that is in place; ``None``: the trap is in place.
-        torch_of: The owner of the torch state that is in place; ``None``: an environment that has ended.
+        skip_restoring: ``outside`` in a worker, where only environments draw: it is not swapped in after a call, so the
+            environment's states stay in place until another environment is called. ``None`` elsewhere.
+        numpy_owner: The owner of the numpy state that is in place; ``None``: the trap is in place.
+        torch_owner: The owner of the torch state that is in place; ``None``: an environment that has ended.
         in_use: False while numpy's trap and the process's own torch state are in place.
         original: The process's bit generator before the traps.
         users: The states of the environments for which traps are set.
@@ -291,14 +291,15 @@ class _Switch:
     """
 
     __slots__ = (
-        "active", "in_use", "numpy_of", "original", "outside", "replaced", "resting", "torch_of", "trap", "users",
+        "active", "in_use", "numpy_owner", "original", "outside", "replaced", "skip_restoring", "torch_owner", "trap",
+        "users",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.active = self.outside = Generators()
-        self.resting: Generators | None = None
-        self.numpy_of: Generators | None = None
-        self.torch_of: Generators | None = self.outside
+        self.skip_restoring: Generators | None = None
+        self.numpy_owner: Generators | None = None
+        self.torch_owner: Generators | None = self.outside
         self.in_use = False
         self.original: Any = None
         self.trap: Any = None
@@ -307,67 +308,67 @@ class _Switch:
 
     def put_numpy(self) -> Any:
         """Put the bit generator of the active states in place of the trap, and return it."""
-        if self.trap is not None and self.numpy_of is None:
+        if self.trap is not None and self.numpy_owner is None:
             self.in_use = True
-            self.numpy_of = self.active
+            self.numpy_owner = self.active
             self.trap.replace(self.active.make_numpy(), self.active.gauss)
         return _NUMPY.get_bit_generator()
 
     def python(self) -> Any:
         """Return the generator that ``random`` draws from."""
-        return _HIDDEN if self.active is self.outside else self.active.make_python()
+        return _HIDDEN_RANDOM if self.active is self.outside else self.active.make_python()
 
-    def settle(self, row: Generators) -> None:
+    def swap_in(self, row: Generators) -> None:
         """Put the states of ``row`` in place: torch's, and numpy's or the trap."""
-        other = self.numpy_of is not None and self.numpy_of is not row
-        if other or (self.torch_of is not row and self.users and is_imported("torch")):
+        other = self.numpy_owner is not None and self.numpy_owner is not row
+        if other or (self.torch_owner is not row and self.users and is_imported("torch")):
             with deferred_signals():
                 if other:
                     self._store_numpy()
                     if row.numpy is not None and row is not self.outside:  # it has drawn before, and probably will again
-                        self.numpy_of = row
+                        self.numpy_owner = row
                         self.trap.replace(row.numpy, row.gauss)
-                if (generator := torch_generator()) is not None and self.torch_of is not row:
+                if (generator := torch_generator()) is not None and self.torch_owner is not row:
                     self._store_torch(generator)
                     row.put_torch(generator)
-                    self.torch_of = row
-                self.in_use = self.numpy_of is not None or self.torch_of is not self.outside
+                    self.torch_owner = row
+                self.in_use = self.numpy_owner is not None or self.torch_owner is not self.outside
 
-    def withdraw(self, row: Generators) -> None:
+    def swap_out(self, row: Generators) -> None:
         """Store in ``row`` those of its states that are in place."""
         generator = torch_generator()
         with deferred_signals():
-            if self.numpy_of is row:
+            if self.numpy_owner is row:
                 self._store_numpy()
-            if self.torch_of is row and generator is not None:
+            if self.torch_owner is row and generator is not None:
                 self._store_torch(generator)
 
     def _store_numpy(self) -> None:
         """Store numpy's state with its owner, and set the trap."""
-        if self.numpy_of is not None:
+        if self.numpy_owner is not None:
             now = _NUMPY.get_bit_generator()
             if now is not self.trap:
-                self.numpy_of.gauss, self.numpy_of.numpy = _exchange_gauss(), now
+                self.numpy_owner.gauss, self.numpy_owner.numpy = _exchange_gauss(), now
             self.trap.set()
-            self.numpy_of = None
+            self.numpy_owner = None
 
     def _store_torch(self, generator: Any) -> None:
-        if self.torch_of is not None:
-            self.torch_of.torch, self.torch_of = torch_state(generator), None
+        if self.torch_owner is not None:
+            self.torch_owner.torch, self.torch_owner = torch_state(generator), None
 
     def install(self, user: Generators) -> None:
         """Add the states of an environment to the users of the traps; set the traps for the first one."""
         with deferred_signals():
             if not self.users:
-                self.trap, self.torch_of, self.outside.torch = _Trap(), self.outside, None
-                self._take_outside()
-                _HIDDEN.__class__ = _DelegatingRandom
+                self.trap, self.torch_owner, self.outside.torch = _Trap(), self.outside, None
+                self._save_outside()
+                _HIDDEN_RANDOM.__class__ = _DelegatingRandom
                 for name in _WRITTEN_IN_C:
-                    setattr(random, name, getattr(_HIDDEN, name))
+                    setattr(random, name, getattr(_HIDDEN_RANDOM, name))
                 self._replace_references()
             self.users.add(user)
 
-    def _take_outside(self) -> None:
+    def _save_outside(self) -> None:
         """Store the process's own bit generator in ``outside``, and set the trap."""
         own = _NUMPY.get_bit_generator()
         state: Any = _NUMPY.get_state(legacy=False)
@@ -401,7 +402,7 @@ class _Switch:
             return
         with deferred_signals():
             self.users.discard(user)
-            if self.numpy_of is user:
+            if self.numpy_owner is user:
                 self._store_numpy()
             if not self.users:
                 self.restore()
@@ -417,10 +418,10 @@ class _Switch:
             self.trap.replace(outside.numpy, outside.gauss)
         self.trap = None
         generator = torch_generator()
-        if self.torch_of is not outside and generator is not None and outside.torch is not None:
+        if self.torch_owner is not outside and generator is not None and outside.torch is not None:
             outside.put_torch(generator)
-        self.torch_of, self.in_use = outside, False
-        _HIDDEN.__class__ = random.Random
+        self.torch_owner, self.in_use = outside, False
+        _HIDDEN_RANDOM.__class__ = random.Random
         for name, function in _WRITTEN_IN_C.items():
             setattr(random, name, function)
         while self.replaced:
@@ -445,5 +446,5 @@ def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
         switch.users.clear()
         switch.active = switch.outside
         switch.restore()
-    switch.resting = switch.outside
+    switch.skip_restoring = switch.outside
     return seed_process(np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key))

@@ -16,13 +16,13 @@ from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import Any, Final
 
-from vecenv.system.descendants import end_group, end_marked, end_own, new_token
+from vecenv.system.descendants import end_group, end_marked, end_own_descendants, new_token
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import Lifeline, Variables, spawn
 from vecenv.system.supervision import ProcessWatch, close_process, flush_output
 
-_LONGEST_POLL: Final = 1e6  # seconds; poll() counts milliseconds in an int
+_MAX_POLL_SECONDS: Final = 1e6  # seconds; poll() counts milliseconds in an int
 _REAP_SECONDS: Final = 5.0  # for a killed process to end; an uninterruptible system call may take longer
 
 
@@ -52,38 +52,38 @@ class HelperProcess:
     ) -> None:
         self.pipe: Any = None
         self.method = str(context.get_start_method())
-        self._started: list[Any] = []
+        self._processes: list[Any] = []
         self._token = new_token()
         self._arguments = abrupt, target, args
         options: dict[str, Any] = {"name": name, "daemon": daemon, "variables": variables}
-        self._spawn = partial(spawn, context, _serve, token=self._token, into=self._started, **options)
-        self._owned = DescriptorOwner(self)
+        self._spawn = partial(spawn, context, _serve, token=self._token, into=self._processes, **options)
+        self._descriptors = DescriptorOwner(self)
         self._watch: ProcessWatch | None = None
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
 
     def start(self) -> None:
         """Start the process."""
         with deferred_signals():
-            lifeline = Lifeline(self._owned)
-            self.pipe, theirs = Pipe()
+            lifeline = Lifeline(self._descriptors)
+            self.pipe, child_end = Pipe()
             try:
-                process = self._spawn(args=(theirs, *self._arguments), lifeline=lifeline)
-                self._watch = ProcessWatch(process, self._owned)
+                process = self._spawn(args=(child_end, *self._arguments), lifeline=lifeline)
+                self._watch = ProcessWatch(process, self._descriptors)
                 self._poll = select.poll()
                 for descriptor in (self.pipe.fileno(), self._watch.descriptor):
                     self._poll.register(descriptor, select.POLLIN)
             finally:
-                theirs.close()
+                child_end.close()
 
     @property
     def pid(self) -> int | None:
         """The process id, after :meth:`start`."""
-        return self._started[0].pid if self._started else None
+        return self._processes[0].pid if self._processes else None
 
     def wait(self, deadline: float) -> bool:
         """Wait until the process has sent something or ended; False if neither happened until ``deadline`` (monotonic)."""
         assert self._watch is not None
-        left = min(max(deadline - time.monotonic(), 0.0), _LONGEST_POLL)
+        left = min(max(deadline - time.monotonic(), 0.0), _MAX_POLL_SECONDS)
         return bool(self._watch.poll(self._poll, left * 1000))
 
     def receive(self) -> bytes:
@@ -102,13 +102,13 @@ class HelperProcess:
 
     def has_ended(self, seconds: float = 0.0) -> bool:
         """True if the process has ended, or ends within ``seconds``; a zombie process has ended."""
-        return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _LONGEST_POLL))
+        return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _MAX_POLL_SECONDS))
 
     def exit_code(self) -> int | None:
         """Return the exit code, after a wait of at most 5 seconds."""
         if self._watch is None:
             return None
-        (process,) = self._started
+        (process,) = self._processes
         if process._popen.returncode is None:  # not reaped yet, so no other process can have its pid
             end_group([process.pid])
         return self._watch.exit_code(_REAP_SECONDS)
@@ -122,12 +122,12 @@ class HelperProcess:
             with deferred_signals():
                 self._end()
         finally:
-            if self._started or self.pipe is not None:  # interrupted before the cleanup began
+            if self._processes or self.pipe is not None:  # interrupted before the cleanup began
                 self.end()
 
     def __del__(self) -> None:
         """Clean up if :meth:`end` was interrupted twice before its cleanup began."""
-        if (self._started or self.pipe is not None) and os.getpid() == self._owner:
+        if (self._processes or self.pipe is not None) and os.getpid() == self._owner_pid:
             with contextlib.suppress(BaseException):
                 self.end()
 
@@ -137,10 +137,10 @@ class HelperProcess:
             self._watch.has_ended(_REAP_SECONDS)
             self.exit_code()
             end_marked([self._token])
-            close_process(*self._started)
+            close_process(*self._processes)
             self._watch = None
-        self._started.clear()
-        self._owned.close()
+        self._processes.clear()
+        self._descriptors.close()
         if self.pipe is not None:
             self.pipe.close()
             self.pipe = None
@@ -154,7 +154,7 @@ def _serve(pipe: Connection[Any, Any], abrupt: bool, target: Callable[..., None]
         if os.getpid() != pid:  # an environment forked a child that returned here: the cleanup is not the child's
             os._exit(0)
         pipe.close()
-        end_own()
+        end_own_descendants()
         if abrupt:
             flush_output()
             os._exit(0)

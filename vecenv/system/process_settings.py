@@ -46,10 +46,11 @@ def read_settings(modules: Iterable[str] = ()) -> Settings:
             importlib.import_module(name)
     os.umask(umask := os.umask(0o22))
     settings: Settings = {f"environment variable {key}": (value,) for key, value in os.environ.items()}
-    settings |= {f"handler of signal {int(number)}": _name(signal.getsignal(number)) for number in signal.valid_signals()}
+    signals = signal.valid_signals()
+    settings |= {f"handler of signal {int(number)}": _identify(signal.getsignal(number)) for number in signals}
     settings |= {
         "decimal context": (repr([getattr(decimal.getcontext(), name) for name in ("prec", "rounding", "traps")]),),
-        "event loop policy": _name(policy),
+        "event loop policy": _identify(policy),
         "garbage collection": (gc.isenabled(),),
         "locale": (locale.setlocale(locale.LC_ALL),),
         "numpy error handling": (repr(np.geterr()),),
@@ -57,11 +58,11 @@ def read_settings(modules: Iterable[str] = ()) -> Settings:
         "recursion limit": (sys.getrecursionlimit(),),
         "root logger": (repr([type(handler) for handler in logging.root.handlers]),),
         "socket timeout": (socket.getdefaulttimeout(),),
-        "sys.excepthook": _name(sys.excepthook),
+        "sys.excepthook": _identify(sys.excepthook),
         "sys.path": (repr(sys.path),),
-        "sys.stderr": _name(sys.stderr),
-        "sys.stdout": _name(sys.stdout),
-        "threading.excepthook": _name(threading.excepthook),
+        "sys.stderr": _identify(sys.stderr),
+        "sys.stdout": _identify(sys.stdout),
+        "threading.excepthook": _identify(threading.excepthook),
         "umask": (umask,),
         "warning filters": (repr(warnings.filters),),
         "working directory": (os.getcwd(),),
@@ -90,8 +91,9 @@ def _read_library_settings() -> Settings:
     return settings
 
 
-def _name(thing: Any) -> tuple[str, int]:
-    return getattr(thing, "__qualname__", type(thing).__qualname__), id(thing)
+def _identify(value: Any) -> tuple[str, int]:
+    """Return the name and the id of a function or other object."""
+    return getattr(value, "__qualname__", type(value).__qualname__), id(value)
 
 
 class SettingsGuard:
@@ -150,14 +152,14 @@ class SettingsGuard:
 
         If modules were imported in the meantime, changes are attributed to the imports and not returned.
         """
-        before, modules, by = self._state, self._modules, self._changed_by
+        before, modules, changed_by = self._state, self._modules, self._changed_by
         self.draws = [] if switch.users else find_draws(self._generators)
         self.restart()
         if len(sys.modules) != modules:
             self.draws = []
             return []
         pairs = zip(self.NAMES, before, self._state, strict=True)
-        return [(name, by if name in self.NAMES[:2] else "") for name, old, new in pairs if old != new]
+        return [(name, changed_by if name in self.NAMES[:2] else "") for name, old, new in pairs if old != new]
 
     @staticmethod
     def _read() -> tuple[Any, ...]:

@@ -16,7 +16,7 @@ from typing import Final
 import gymnasium
 
 _PERIOD_SECONDS: Final = 10.0
-_MOST_LINES: Final = 5  # about restarts, per period
+_MAX_LINES: Final = 5  # about restarts, per period
 
 _log = logging.getLogger("vecenv")
 
@@ -50,7 +50,7 @@ class RestartLog:
         self._clock = clock
         self._began = -float("inf")
         self._lines = 0
-        self._held_back = 0
+        self._num_suppressed = 0
         self._latest_cause = ""
 
     def log(self, cause: str) -> None:
@@ -58,17 +58,17 @@ class RestartLog:
         now = self._clock()
         if now - self._began >= _PERIOD_SECONDS:
             self._began, self._lines = now, 0
-        if self._lines >= _MOST_LINES:
-            self._held_back, self._latest_cause = self._held_back + 1, cause
+        if self._lines >= _MAX_LINES:
+            self._num_suppressed, self._latest_cause = self._num_suppressed + 1, cause
             return
-        held_back, self._held_back, self._lines = self._held_back, 0, self._lines + 1
-        more = f" (and {held_back} more restarts since the last such line)" if held_back else ""
-        _log.warning("vecenv restarts what failed: %s%s", cause, more)
+        num_suppressed, self._num_suppressed, self._lines = self._num_suppressed, 0, self._lines + 1
+        more = f" (and {num_suppressed} more restarts since the last such line)" if num_suppressed else ""
+        _log.warning("vecenv restarts failed environments: %s%s", cause, more)
 
     def close(self) -> None:
         """Log the number of restarts since the last line."""
-        held_back, self._held_back = self._held_back, 0
-        if held_back:
-            times = f"{held_back} more times" if held_back > 1 else "once more"
-            text = f"vecenv restarted what failed {times} since the last such line; the latest: {self._latest_cause}"
+        num_suppressed, self._num_suppressed = self._num_suppressed, 0
+        if num_suppressed:
+            times = f"{num_suppressed} more times" if num_suppressed > 1 else "once more"
+            text = f"vecenv restarted failed environments {times} since the last such line; the latest: {self._latest_cause}"
             _log.warning("%s", text)

@@ -60,8 +60,8 @@ class RestartBudget:
         made = (self._steps() - steps[0]) * len(mine) if steps else 0.0
         return len(steps), FREE_RESTARTS + made // STEPS_PER_RESTART
 
-    def refusal(self, rows: Sequence[int]) -> str:
-        """Return the reason why there is no further restart of these rows, and what can be done about it."""
+    def explain_exhaustion(self, rows: Sequence[int]) -> str:
+        """Explain why these rows cannot be restarted again, and what can be done about it."""
         causes = "\n".join(f"- {cause}" for cause in self.causes)
         if self.limit is not None:
             return (

@@ -66,7 +66,7 @@ def deferred_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched_handlers() -> Iterator[None]:
-    """Run signal handlers as usual, and let :func:`by_handler` recognize their exceptions within the block."""
+    """Run signal handlers as usual, and let :func:`raised_by_handler` recognize their exceptions within the block."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -95,10 +95,10 @@ def watched_handlers() -> Iterator[None]:
             raise raised
 
 
-def by_handler(error: BaseException | None) -> bool:
+def raised_by_handler(error: BaseException | None) -> bool:
     """True if a signal handler raised this exception, its cause or its context, within :func:`watched_handlers`."""
-    raised = {id(one) for latest in _watched for one in latest}
-    while error is not None and id(error) not in raised:
+    raised_ids = {id(exception) for latest in _watched for exception in latest}
+    while error is not None and id(error) not in raised_ids:
         error = error.__cause__ or error.__context__
     return error is not None
 
@@ -116,8 +116,10 @@ def succeeds_when_repeated(function: Callable[[], object]) -> bool:
     return True
 
 
-def contained(function: Callable[[], _Result], instead: Callable[[_Error], _Result], kind: type[_Error]) -> _Result:
-    """Call a repeatable function and return its result; if it raises ``kind``, return ``instead(error)``.
+def call_with_fallback(
+    function: Callable[[], _Result], fallback: Callable[[_Error], _Result], kind: type[_Error]
+) -> _Result:
+    """Call a repeatable function and return its result; if it raises ``kind``, return ``fallback(error)``.
 
     An exception of a signal handler (Ctrl-C, a time limit) is passed on unchanged.
     """
@@ -126,7 +128,7 @@ def contained(function: Callable[[], _Result], instead: Callable[[_Error], _Resu
     except kind as error:
         if succeeds_when_repeated(function):
             raise
-        return instead(error)
+        return fallback(error)
 
 
 def _current_handlers() -> dict[int, Any]:

@@ -36,7 +36,7 @@ _NO_FILE_TEXT: Final = "the main file is missing"
 # -- support for worker processes ---------------------------------------------------------------------------------------
 
 
-def why_no_processes() -> str | None:
+def explain_missing_processes() -> str | None:
     """Return the reason that worker processes are not possible here; ``None``: they are.
 
     Windows lacks ``poll()``, by which the engine waits for workers, and process groups, with which helpers of environments
@@ -61,11 +61,11 @@ def require_processes(what: str) -> None:
     Raises:
         NotImplementedError: They are not possible; the message names the alternatives.
     """
-    why = why_no_processes()
-    if why is not None:
+    reason = explain_missing_processes()
+    if reason is not None:
         raise NotImplementedError(
-            f"{what}: {why}. Use num_workers=0, which steps all environments in this process, or backend='envpool' of "
-            "vecenv.make_vec for what EnvPool's threads can step"
+            f"{what}: {reason}. Use num_workers=0, which steps all environments in this process, or, for environments that "
+            "EnvPool has, backend='envpool' of vecenv.make_vec"
         )
 
 
@@ -77,7 +77,7 @@ WorkerEnv: TypeAlias = Mapping[str, str | int | float | Callable[[int], str | in
 Variables: TypeAlias = dict[str, str | None]
 """Name -> value for one process; ``None``: removed."""
 
-_READ_BY: Final = {
+_READING_MODULES: Final = {
     "JAX_ENABLE_X64": "jax",
     "JAX_PLATFORMS": "jax",
     "MKL_NUM_THREADS": "numpy",
@@ -104,12 +104,12 @@ def check_variables(variables: Any) -> None:
         if not isinstance(name, str):
             raise TypeError(f"WorkerOptions(env) has a name that is not a string: {name!r}")
         if not name or "=" in name or "\0" in name:
-            raise ValueError(f"WorkerOptions(env) has a name that no environment variable can have: {name!r}")
+            raise ValueError(f"WorkerOptions(env) has an invalid name of an environment variable: {name!r}")
         if not callable(value):
             _text(name, value, "")
 
 
-def variables_of(variables: WorkerEnv | None, index: int) -> Variables:
+def resolve_variables(variables: WorkerEnv | None, index: int) -> Variables:
     """Return the variables of worker ``index``.
 
     Raises:
@@ -134,16 +134,16 @@ def _text(name: str, value: Any, where: str) -> str | None:
     return text
 
 
-def too_late(each: Sequence[Variables]) -> dict[str, str]:
+def find_late_variables(variables_by_worker: Sequence[Variables]) -> dict[str, str]:
     """Map each variable that is set too late to the module that has already read another value in this process.
 
     A forked worker inherits that module.
     """
-    here = os.environ
     return {
         name: module
-        for name, module in _READ_BY.items()
-        if module in sys.modules and any(name in own and own[name] != here.get(name) for own in each)
+        for name, module in _READING_MODULES.items()
+        if module in sys.modules
+        and any(name in variables and variables[name] != os.environ.get(name) for variables in variables_by_worker)
     }
 
 
@@ -164,10 +164,10 @@ class NameWithVariables(str):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        given = {name: value for name, value in self.variables.items() if value is not None}
-        removed = [name for name, value in self.variables.items() if value is None]
+        to_set = {name: value for name, value in self.variables.items() if value is not None}
+        to_remove = [name for name, value in self.variables.items() if value is None]
         environ = "__import__('os').environ"
-        program = f"({environ}.update({given!r}), [{environ}.pop(n, None) for n in {removed!r}], {str(self)!r})[-1]"
+        program = f"({environ}.update({to_set!r}), [{environ}.pop(n, None) for n in {to_remove!r}], {str(self)!r})[-1]"
         return eval, (program,)
 
 
@@ -177,14 +177,14 @@ class NameWithVariables(str):
 def missing_guard(method: str) -> str:
     """Return the advice for a program without a main guard, which would start workers in each worker."""
     return (
-        f"{_NO_GUARD_TEXT} in {_file_of_main() or 'the program'}: under {method!r} each worker imports the program again, "
+        f"{_NO_GUARD_TEXT} in {_find_main_file() or 'the program'}: under {method!r} each worker imports the program again, "
         "and this one would start workers there.\n"
         "Move what it does into a function, `def main():`, and end it with these two lines:\n\n"
         '    if __name__ == "__main__":\n        main()'
     )
 
 
-def is_about_main(error: BaseException) -> bool:
+def is_main_file_error(error: BaseException) -> bool:
     """True if an error is about the program's main file, so that its traceback adds nothing."""
     return str(error).startswith((_NO_GUARD_TEXT, _NO_FILE_TEXT))
 
@@ -195,7 +195,7 @@ def end_if_importing_main() -> None:
         os._exit(NO_GUARD)
 
 
-def _file_of_main() -> str:
+def _find_main_file() -> str:
     """Return the file that ``multiprocessing`` imports again; empty for a module, a notebook, or ``-c``."""
     main = sys.modules.get("__main__")
     if getattr(getattr(main, "__spec__", None), "name", None) is not None:
@@ -215,7 +215,7 @@ def _server_exit() -> int | None:
     return ended.si_status if ended else None
 
 
-def context_of(method: str | None, preload: Sequence[str] | None) -> Any:
+def make_context(method: str | None, preload: Sequence[str] | None) -> Any:
     """Return the ``multiprocessing`` context of a start method, with modules for its fork server to import.
 
     Raises:
@@ -225,11 +225,11 @@ def context_of(method: str | None, preload: Sequence[str] | None) -> Any:
     if preload is None:
         return context
     if isinstance(preload, str) or not all(isinstance(name, str) for name in preload):
-        raise ValueError(f"WorkerOptions(preload) must be a list of names of modules, got {preload!r}")
+        raise ValueError(f"WorkerOptions(preload) must be a list of module names, got {preload!r}")
     if context.get_start_method() != "forkserver":
         raise ValueError(f"WorkerOptions(preload) needs context='forkserver', got {context.get_start_method()!r}")
     if (server := forkserver_pid()) is not None:
-        text = "WorkerOptions(preload) comes too late: the fork server (pid %s) runs already"
+        text = "WorkerOptions(preload) has no effect: the fork server (pid %s) is already running"
         logging.getLogger("vecenv").warning(text, server)
     context.set_forkserver_preload(list(preload))
     return context
@@ -334,11 +334,11 @@ def spawn(
     )  # fmt: skip
     into.append(process)
     end_if_importing_main()
-    file = _file_of_main()
+    file = _find_main_file()
     if method != "fork" and file and not os.path.exists(file):
         raise RuntimeError(
-            f"{_NO_FILE_TEXT}: under {method!r} workers import it again, and {file!r} is none. Save a program that comes "
-            "from standard input as a file, or use context='fork'"
+            f"{_NO_FILE_TEXT}: under {method!r} workers import it again, and {file!r} does not exist. Save a program that "
+            "comes from standard input as a file, or use context='fork'"
         )
     try:
         with _ctrl_c_blocked(method):
@@ -367,11 +367,11 @@ def _ctrl_c_blocked(method: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def adopt(token: int) -> None:
+def set_up_copy(token: int) -> None:
     """Give a copy of a started process its own session and mark, and make it end with the caller."""
     os.setsid()
-    reader, *own = _lifeline
-    for number in own:  # its signal goes to the group of the original
+    reader, *own_descriptors = _lifeline
+    for number in own_descriptors:  # its signal goes to the group of the original
         os.close(number)
     _end_with_caller(reader)
     mark(token)
@@ -412,8 +412,8 @@ def advice_for_fork(context: Any) -> str:
     if context.get_start_method() != "fork" or threading.active_count() < 2:
         return ""
     return (
-        f"\n({threading.active_count()} threads were running when it was forked; a lock that one of them held is held for "
-        "ever in the child: use context='forkserver')"
+        f"\n({threading.active_count()} threads were running when it was forked; a lock that one of them held is never "
+        "released in the child: use context='forkserver')"
     )
 
 
@@ -435,12 +435,12 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
     deadline = time.monotonic() + 1.0
     for process in started:
         with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
-            while process.exitcode is None and time.monotonic() < deadline and _may_be_there(process.pid):
+            while process.exitcode is None and time.monotonic() < deadline and _may_exist(process.pid):
                 time.sleep(0.001)
         close_process(process)
     processes.clear()
 
 
-def _may_be_there(pid: int) -> bool:
+def _may_exist(pid: int) -> bool:
     """True if the process may still exist, so that its exit code may arrive; always without ``/proc``."""
     return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")

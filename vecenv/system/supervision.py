@@ -18,7 +18,7 @@ No single signal works in both states of a worker, so there are two:
   stack of the main thread only, which cannot change meanwhile.
 
 Why not ``SIGUSR1``: programs use it themselves, while libraries and environments leave the last real-time signals alone.
-Without a handler these signals kill, so they are only sent to a process that still catches them (:func:`catches`).
+Without a handler these signals kill, so they are only sent to a process that still catches them (:func:`catches_signal`).
 
 What does not work
 ------------------
@@ -98,7 +98,7 @@ class ProcessWatch:
         left = math.inf if timeout_ms is None else timeout_ms
         while True:
             events = poller.poll(min(left, EXIT_POLL_INTERVAL_MS))
-            if not events and (self.exit_code(0.0) is not None or _is_gone(self._pid)):
+            if not events and (self.exit_code(0.0) is not None or _was_reaped(self._pid)):
                 return [(self.descriptor, select.POLLIN)]
             if events or left <= EXIT_POLL_INTERVAL_MS:
                 return events
@@ -118,7 +118,7 @@ class ProcessWatch:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(ValueError):  # the process object is closed
             while (code := self._process.exitcode) is None and time.monotonic() < deadline:
-                if _is_gone(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                if _was_reaped(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
                     return None  # the kernel reaped it and discarded the code
                 time.sleep(0.001)
             return None if code is None or code == EXIT_CODE_UNKNOWN else int(code)
@@ -216,7 +216,7 @@ STACK_SIGNALS: Final[tuple[int, ...]] = (
 """The signals that request a stack, in the order to try them; empty on systems without them."""
 
 
-def catches(pid: int, number: int) -> bool:
+def catches_signal(pid: int, number: int) -> bool:
     """True if ``/proc`` shows that the process has a handler for the signal."""
     caught = kernel_file(f"/proc/{pid}/status").partition("SigCgt:")[2].split(maxsplit=1)
     return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
@@ -232,7 +232,7 @@ _LINK_FOLDER: Final = os.path.join(os.path.dirname(os.path.dirname(__file__)), "
 _WORKER_MAIN: Final = f'"{_WORKER_FOLDER}main.py"'
 _THIS_FILE: Final = f'"{__file__}"'
 _STDLIB_FOLDER: Final = os.path.dirname(os.__file__) + os.sep
-_FRAME: Final = re.compile(r'^  File "(.*)", line (\d+),? in (.*)$', re.MULTILINE)  # of faulthandler, or of a traceback
+_FRAME_PATTERN: Final = re.compile(r'^  File "(.*)", line (\d+),? in (.*)$', re.MULTILINE)  # of a dump or a traceback
 _PACKAGE_FOLDER: Final = os.path.dirname(os.path.dirname(_WORKER_FOLDER)) + os.sep
 
 
@@ -263,16 +263,16 @@ def _frames_above_worker(thread: str) -> list[str]:
 
 def innermost_location(stack: str) -> str:
     """Return ``file:line in function`` of the innermost frame, if possible one outside the standard library."""
-    return _location_of(_FRAME.findall(stack))
+    return _choose_location(_FRAME_PATTERN.findall(stack))
 
 
 def location_in_traceback(traceback: str) -> str:
     """Return ``file:line in function`` of the frame that raised, or an empty string if that is in this package."""
-    frames = _FRAME.findall(traceback)[::-1]
-    return "" if not frames or frames[0][0].startswith(_PACKAGE_FOLDER) else _location_of(frames)
+    frames = _FRAME_PATTERN.findall(traceback)[::-1]
+    return "" if not frames or frames[0][0].startswith(_PACKAGE_FOLDER) else _choose_location(frames)
 
 
-def _location_of(frames: list[tuple[str, str, str]]) -> str:
+def _choose_location(frames: list[tuple[str, str, str]]) -> str:
     if not frames:
         return ""
     outside = [frame for frame in frames if not frame[0].startswith(_STDLIB_FOLDER) or f"-packages{os.sep}" in frame[0]]
@@ -287,13 +287,13 @@ def close_process(process: Any) -> None:
     """Close the descriptors that ``multiprocessing`` holds for a process that has ended."""
     # an exception inside its finalizer would leak two descriptors
     with deferred_signals(), contextlib.suppress(ValueError, AttributeError, AssertionError):
-        if process.exitcode is None and _is_gone(process.pid):
+        if process.exitcode is None and _was_reaped(process.pid):
             # close() requires an exit code, which is lost if SIGCHLD is ignored or an exception followed waitpid()
             process._popen.returncode = 255
         process.close()
 
 
-def _is_gone(pid: int) -> bool:
+def _was_reaped(pid: int) -> bool:
     """True if the process has ended and was reaped."""
     if os.path.exists("/proc/self"):
         return not os.path.exists(f"/proc/{pid}")

@@ -17,7 +17,7 @@ import numpy as np
 from vecenv.state.proof import Shared, first_line_of, stepped
 from vecenv.state.snapshots import kind_of
 from vecenv.system.shared_generators import GENERATORS, find_draws, read_states, restore_states, torch_generator
-from vecenv.system.signals import by_handler, watched_handlers
+from vecenv.system.signals import raised_by_handler, watched_handlers
 from vecenv.trajectories import assert_identical
 
 __all__ = ["assert_isolated"]
@@ -107,7 +107,7 @@ class _Comparison:
                         other.reset(seed=self._seed + 100 + number + index)
                     other.step(copy.deepcopy(action))
                 except Exception as error:
-                    if by_handler(error):
+                    if raised_by_handler(error):
                         raise
             _reseed(to_reseed, number + 1000)
             if ended:

@@ -24,7 +24,7 @@ from vecenv import tools
 from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
 from vecenv.system.cores import usable_cores
-from vecenv.system.spawning import why_no_processes
+from vecenv.system.spawning import explain_missing_processes
 from vecenv.tools import benchmark, conform, limits, replay, run, runners, top
 
 _ENV_ID = (
@@ -215,7 +215,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     3 an engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
     """
     tools.require("bench", "rich", "matplotlib")
-    if (why := why_no_processes()) is not None:
+    if (why := explain_missing_processes()) is not None:
         raise tools.CliError(f"vecenv bench compares engines in processes of their own: {why}")
     env_fn = runners.resolve(arguments.env_id)
     try:

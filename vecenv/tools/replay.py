@@ -27,7 +27,7 @@ from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import (
     STACK_SIGNALS,
     StackFile,
-    catches,
+    catches_signal,
     describe_exit,
     env_frames,
     has_all_env_frames,
@@ -189,7 +189,7 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
     """Let a process that hangs write its stack."""
     assert helper.pid is not None
     for number in STACK_SIGNALS:
-        if not catches(helper.pid, number):
+        if not catches_signal(helper.pid, number):
             return
         stack_file.allow_dump()
         os.kill(helper.pid, number)

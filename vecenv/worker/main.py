@@ -37,7 +37,7 @@ from vecenv.link.messages import (
 )
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
-from vecenv.system.descendants import end_own
+from vecenv.system.descendants import end_own_descendants
 from vecenv.system.descriptors import list_open_resources
 from vecenv.system.generators import begin_worker
 from vecenv.system.supervision import StackFile, flush_output
@@ -265,7 +265,7 @@ def _live(process: Serving, ready: Ready) -> int:
         traceback.print_exc()
     flush_output()
     if abandoned:  # no other process ends the helpers that environments started
-        end_own()
+        end_own_descendants()
     if left_behind():  # an ordinary exit would wait for them
         os._exit(0 if clean else 1)
     return 0 if clean else 1

@@ -30,7 +30,7 @@ from vecenv.link.observations import WRITTEN, RowWriter, make_exact_rows, make_r
 from vecenv.shm.layout import Array, Batch, Tree, fixed_tree, memory_of
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
-from vecenv.system.signals import by_handler
+from vecenv.system.signals import raised_by_handler
 from vecenv.worker.row_writer import make_compiled_rows
 
 _LONG_MESSAGE_SECONDS: Final = 1e-3  # a message that takes this long is followed by another timed one
@@ -507,7 +507,7 @@ class EnvRows:
                 self.note_running(k)
                 out.results[self.first + k] = function(k)
             except BaseException as error:
-                if self._interrupts and by_handler(error):
+                if self._interrupts and raised_by_handler(error):
                     raise _cause_of(error)  # noqa: B904 - it is one of its causes
                 if fatal:
                     self._drop(k)

@@ -38,7 +38,7 @@ from vecenv.state.capture import layers_of, prepare_restore
 from vecenv.state.snapshots import Snapshot, kind_of
 from vecenv.system.cores import usable_cores
 from vecenv.system.descendants import end_descendants
-from vecenv.system.spawning import variables_of
+from vecenv.system.spawning import resolve_variables
 
 _LARGE: Final = 64 * 1024  # bytes; copying this many takes about as long as pickling four arrays
 
@@ -386,7 +386,7 @@ def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
         needs_processes = options.get("on_failure") != "raise" or options.get("step_timeout") is not None or own.env
         probe = EnvProbe(
             env_fns, multiprocessing.get_context(options["context"]), own.start_timeout, daemon=options["daemon"],
-            own_generators=options["generators"] == "own", variables=variables_of(own.env, 0),
+            own_generators=options["generators"] == "own", variables=resolve_variables(own.env, 0),
         )  # fmt: skip
         times, found = probe.measure()
         chosen = choose(times, len(env_fns), plan.cpus, use_caller=False if needs_processes else None, independence=found)

@@ -73,7 +73,7 @@ def reply_of(host: Host) -> Any:
 
 def reply_to(kind: str) -> Any:
     """Return the reply of a host with such environments."""
-    fns = PackedEnvFns.of(range(ENVS_PER_HOST), [still(kind)] * ENVS_PER_HOST, "travels")
+    fns = PackedEnvFns.pack(range(ENVS_PER_HOST), [still(kind)] * ENVS_PER_HOST, "travels")
     host = Host(HostPlan(0, range(ENVS_PER_HOST), fns, 1, 0, {}, []))
     host.start()
     reply = reply_of(host)

@@ -48,7 +48,7 @@ from vecenv.system.shared_generators import seed_process
 from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import set_up_copy
 from vecenv.system.supervision import EXIT_CODE_UNKNOWN, ProcessWatch, StackFile, flush_output
-from vecenv.worker.main import Ready, Serving, make_rows
+from vecenv.worker.main import Ready, WorkerState, make_rows
 
 _READY_SECONDS: Final = 10.0  # a copy takes milliseconds
 _CLOSE_SECONDS: Final = 2.0
@@ -88,7 +88,7 @@ class CopyPlan:
 # -- in a worker ------------------------------------------------------------------------------------------------------
 
 
-def copy_worker(process: Serving, plan: CopyPlan) -> Outcome | None:
+def copy_worker(process: WorkerState, plan: CopyPlan) -> Outcome | None:
     """Fork a worker. The copy waits for requests to fork in turn; each of its forks serves a row.
 
     Returns:
@@ -108,7 +108,7 @@ def copy_worker(process: Serving, plan: CopyPlan) -> Outcome | None:
     return None
 
 
-def _wait_to_be_copied(process: Serving, plan: CopyPlan) -> None:
+def _wait_to_be_copied(process: WorkerState, plan: CopyPlan) -> None:
     """Fork at each request. This returns only in the forks; the waiting process ends here."""
     process.channel.close()
     policy = SpinPolicy(0.0, np.zeros(1))
@@ -124,7 +124,7 @@ def _wait_to_be_copied(process: Serving, plan: CopyPlan) -> None:
     os._exit(0)
 
 
-def _serve_row(process: Serving, plan: CopyPlan) -> None:
+def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
     """Turn a copy into the worker of a row, which continues with its environment."""
     before, start = process.rows, process.start
     assert before is not None
@@ -135,7 +135,7 @@ def _serve_row(process: Serving, plan: CopyPlan) -> None:
     os.sched_setaffinity(0, bound)
     process.channel = _connect(process, plan)
     process.rows = make_rows(before.env_fns, plan.row, plan.row, start.plan, start.plan.layout.view(start.arena.buffer))
-    process.rows.follow(before)
+    process.rows.take_over(before)
     if plan.seed is not None:
         _reseed(process.rows.envs[0], plan.seed)
     process.inherited = list_open_resources()
@@ -153,7 +153,7 @@ def _reseed(env: Any, seed: int) -> None:
         seed_process(np.random.SeedSequence(seed))()
 
 
-def _connect(process: Serving, plan: CopyPlan) -> WorkerEnd:
+def _connect(process: WorkerState, plan: CopyPlan) -> WorkerEnd:
     """Open the channel and the stack file of a copy."""
     assert process.rows is not None
     process.rows.forked.clear()
@@ -233,7 +233,7 @@ def _flags_of(number: int) -> int:
     return int(kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()[0], 8)
 
 
-def _reason_against_fork(process: Serving) -> str:
+def _reason_against_fork(process: WorkerState) -> str:
     """Return the reason why a copy of this process would not continue like the original; empty if there is none."""
     if _threads() > 1:
         _stop_library_threads()
@@ -275,7 +275,7 @@ def _is_shared(number: int, file: str) -> bool:
     return False
 
 
-def _objects_in_shared_memory(process: Serving) -> Iterator[str]:
+def _objects_in_shared_memory(process: WorkerState) -> Iterator[str]:
     """Yield where an environment refers to memory that was shared before it was built."""
     arena = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
     every = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
@@ -448,7 +448,7 @@ class Frozen:
     def __init__(self, engine: Any, row: int) -> None:
         self.env = row
         self.observation = engine.store.row(row)
-        self.info = engine.infos.one(row)
+        self.info = engine.infos.row_info(row)
         worker = engine.pool.processes[row]
         self._copy, self._watch, self.method = _Copy(engine.pool), worker.watch, str(worker.process._popen.method)
         self._engine = weakref.ref(engine)

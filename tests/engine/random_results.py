@@ -208,7 +208,7 @@ class Side:
     def __init__(self, space: spaces.Space[Any], mode: AutoresetMode, seed: int, *, pure: bool) -> None:
         os.environ["VECENV_PURE"] = "1" if pure else "0"
         tree, action = fixed_tree(space), Scripted.action_space
-        layout = Layout.of(tree, fixed_tree(action, "action"), ROWS, 1, final=mode is AutoresetMode.SAME_STEP)
+        layout = Layout.for_spaces(tree, fixed_tree(action, "action"), ROWS, 1, final=mode is AutoresetMode.SAME_STEP)
         self.batch: Batch = layout.view(bytearray(layout.size))
         plan = WorkerPlan(layout, mode, Expected("same", space, action))
         self.envs = [Scripted(space, seed + k) for k in range(ROWS)]

@@ -281,7 +281,7 @@ def test_a_reset_within_a_step_whose_info_is_no_dict_keeps_the_end_of_the_episod
     zeros = np.zeros(4, np.float32)
     resets, steps = [(zeros, {"b": 2}), (zeros, None)], [(zeros, 1.0, True, False, {"a": 1})] * 2
     with ready_engine([partial(ReturningEnv, resets=resets, steps=steps)] * 2, autoreset_mode="SameStep", **engine) as envs:
-        with pytest.warns(UserWarning, match="is no dict but a NoneType; with same-step autoreset it is left out") as seen:
+        with pytest.warns(UserWarning, match="is not a dict but a NoneType; with same-step autoreset it is left") as seen:
             infos = [envs.step([0, 0])[4] for _ in range(2)]
         assert len(seen) == 1
         for info in infos:
@@ -349,7 +349,7 @@ def test_thousands_of_key_combinations_are_not_all_cached() -> None:
                 assert writer.write(row, info)
             else:
                 schemas[row] = 0
-        writer.send_new(told := {})
+        writer.add_new_definitions(told := {})
         reader.learn(told)
         combinations.add(frozenset(kinds.tolist()))
         assert_identical(reader.read(None, rows, {}, {}), merged(infos))
@@ -368,7 +368,7 @@ def test_keys_that_never_repeat_are_not_cached() -> None:
     for t in range(5000):
         infos = [{f"k{t}": t, "x": 1.5}, {"x": 2.5}, {f"k{t + row}": 1 for row in range(2)}]
         pickled = {row: info for row, info in enumerate(infos) if not writer.write(row, info)}
-        writer.send_new(told := {})
+        writer.add_new_definitions(told := {})
         reader.learn(told)
         assert_identical(reader.read(None, rows, pickled, {}), merged(infos))
     sizes = [len(value) for holder in (writer, reader) for value in vars(holder).values() if isinstance(value, dict)]

@@ -332,7 +332,8 @@ def test_a_lock_for_another_start_method_is_an_error_that_names_the_env_fn() -> 
 
 def test_unpickled_layout_has_numpys_own_dtype_objects() -> None:
     """Dtypes are compared for each observation, which takes longer with equal objects than with identical ones."""
-    layout = Layout.of(fixed_tree(Box(-1, 1, (4, 2), np.float32)), fixed_tree(Discrete(2), "action"), 3, 1, final=False)
+    observation, action = fixed_tree(Box(-1, 1, (4, 2), np.float32)), fixed_tree(Discrete(2), "action")
+    layout = Layout.for_spaces(observation, action, 3, 1, final=False)
     travelled = pickle.loads(pickle.dumps(layout))
     assert travelled == layout
     batch = travelled.view(bytearray(layout.size))

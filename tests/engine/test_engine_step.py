@@ -344,7 +344,7 @@ def test_signal_during_iteration_of_actions_is_raised_unchanged() -> None:
         with pytest.raises(TimeoutError, match="time is up"):
             envs.step(words)
         assert envs.step(words)[4]["action"].tolist() == [describe("ab"), describe("c")]
-        with pytest.raises(TypeError, match=r"actions: got object .*, wanted 2, one per environment"):
+        with pytest.raises(TypeError, match=r"actions: got object .*, expected 2, one per environment"):
             envs.step(object())
 
 

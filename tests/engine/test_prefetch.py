@@ -383,7 +383,7 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
             call()
     with pytest.raises(SnapshotMismatch):
         envs.load(envs.save()[:1])
-    with pytest.raises(ValueError, match="got 1, wanted 2"):
+    with pytest.raises(ValueError, match="got 1, expected 2"):
         envs.step(np.zeros(1, np.int64))
     assert envs.reset(options={"reset_mask": mask})[0].shape == (2, 3)
 

@@ -115,7 +115,7 @@ def test_infos_are_learned_when_they_repeat(infos: list[Any], learned: list[Any]
 def count_compiled_rows(*shape: int) -> int:
     """Return the number of compiled writers for two of four rows."""
     box = fixed_tree(spaces.Box(-1, 1, shape))
-    layout = Layout.of(box, None, 4, 1, final=False)
+    layout = Layout.for_spaces(box, None, 4, 1, final=False)
     return len(row_writer.make_compiled_rows(box.leaf, layout.view(bytearray(layout.size)), slice(1, 3)))
 
 

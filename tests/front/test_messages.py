@@ -91,12 +91,12 @@ ENGINES = pytest.mark.parametrize("workers", [0, 2], ids=["in process", "two wor
 @pytest.mark.parametrize(
     ("actions", "kind", "text"),
     [
-        (0, TypeError, "actions: got int 0, wanted 3, one per environment; nothing was sent"),
-        (None, TypeError, "actions: got NoneType None, wanted 3, one per environment; nothing was sent"),
-        (np.array(0.5), TypeError, "actions: got a scalar, wanted 3, one per environment; nothing was sent"),
+        (0, TypeError, "actions: got int 0, expected 3, one per environment; nothing was sent"),
+        (None, TypeError, "actions: got NoneType None, expected 3, one per environment; nothing was sent"),
+        (np.array(0.5), TypeError, "actions: got a scalar, expected 3, one per environment; nothing was sent"),
         (np.zeros(3, np.float32), ValueError, "actions: got shape (3,), expected (3, 1); nothing was sent"),
         (np.zeros((3, 2)), ValueError, "actions: got shape (3, 2), expected (3, 1); nothing was sent"),
-        (np.zeros((2, 1)), ValueError, "actions: got 2, wanted 3, one per environment; nothing was sent"),
+        (np.zeros((2, 1)), ValueError, "actions: got 2, expected 3, one per environment; nothing was sent"),
     ],
 )
 def test_actions(workers: int, actions: Any, kind: type[Exception], text: str) -> None:

@@ -362,7 +362,7 @@ class Restarts:
             last = request.rebuilding.pop(row)
             info: dict[Any, Any] = {"restarted": True}
             if not stepping or same_step:
-                info = {**(request.infos.get(row) or self._infos.one(row)), **info}
+                info = {**(request.infos.get(row) or self._infos.row_info(row)), **info}
             request.infos[row] = info
             request.finals.pop(row, None)
             batch.info_schemas[row], batch.final[row] = NO_INFO, False

@@ -192,7 +192,7 @@ class Submissions:
         if row in request.infos:
             info = request.infos[row]
         else:
-            info = exchange.infos.one(row) if request.has_infos else {}
+            info = exchange.infos.row_info(row) if request.has_infos else {}
         observation = exchange.store.row(row)
         if request.command == "reset":
             exchange.counters.resets += 1

@@ -304,7 +304,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
         registered = self._registered_store(options.context) if self.shared_memory and observations is None else None
-        layout = Layout.of(
+        layout = Layout.for_spaces(
             observations, actions, self.num_envs, self.num_workers + 1,
             final=self.autoreset_mode is AutoresetMode.SAME_STEP,
         )  # fmt: skip

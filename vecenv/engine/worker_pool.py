@@ -251,7 +251,7 @@ class WorkerPool:
         functions = env_fns if forks else EnvFnsToStart(rows, env_fns, "the start method of its worker needs")
         placement = self.placement_of(index)
         variables = options.variables[index] if options.variables else {}
-        life = self._starts[index]
+        generation = self._starts[index]
         self._starts[index] += 1
         self._running[index] = -1
         descriptors = self.descriptors.child()
@@ -264,7 +264,7 @@ class WorkerPool:
             assert self._arena is not None
             start = Start(
                 index, rows[0], functions, self._plan, self._arena, channel.worker_ends, stack_file, placement,
-                fingerprint(), life,
+                fingerprint(), generation,
             )  # fmt: skip
             with deferred_signals():  # an exception between spawn() and append() would leak the process
                 process = spawn(
@@ -558,5 +558,5 @@ class WorkerPool:
         """In a forked child, close the copies of resources that belong to the caller alone."""
         self.abandoned = True
         for channel in list(self.channels):
-            channel.forget()
+            channel.close_own_ends()
         self._finalizer.detach()

@@ -32,8 +32,8 @@ from vecenv.system.supervision import (
     has_all_env_frames,
     innermost_location,
 )
-from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.main import execute
+from vecenv.worker.snapshot_rows import SnapshotRows
 
 Pending: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message that has not been replied to: the bytes of a reply that reports nothing, its rows, and its request."""

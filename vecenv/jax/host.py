@@ -187,7 +187,7 @@ class CallbackHost:
 
     def _leaves(self, observations: Any, rows: int) -> list[Array]:
         """Check a batch of observations and return its arrays."""
-        exact = self.observation_tree.exact(observations, rows)
+        exact = self.observation_tree.match(observations, rows)
         if exact is not None:
             return exact
         try:

@@ -61,7 +61,7 @@ class ActionStage:
     def put_some(self, actions: Any, rows: Any, count: int) -> list[Any] | None:
         """Stage one action for each of the ``count`` rows, in the order of ``rows``; return the same as :meth:`put`."""
         if self._tree is not None:
-            arrays = self._tree.exact(actions, count)
+            arrays = self._tree.match(actions, count)
             if arrays is not None:
                 for leaf, values in zip(self._leaves, arrays, strict=True):
                     leaf[rows] = values
@@ -100,7 +100,7 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
         parts = [_get_part(actions, key) for key in space.spaces]
         if any(part is _MISSING for part in parts):
             got = f"a dict with {list(actions)}" if isinstance(actions, dict) else type(actions).__name__
-            raise ValueError(f"{name}: got {got}, wanted a dict with {list(space.spaces)}; nothing was sent")
+            raise ValueError(f"{name}: got {got}, expected a dict with {list(space.spaces)}; nothing was sent")
         for key, part in zip(space.spaces, parts, strict=True):
             _check_counts(single.spaces[key], space.spaces[key], part, count, f"{name}[{key!r}]")
     elif isinstance(space, spaces.Tuple) and isinstance(single, spaces.Tuple):  # other spaces can have Tuple batches
@@ -108,19 +108,21 @@ def _check_counts(single: Space[Any], space: Space[Any], actions: Any, count: in
         parts = [_get_part(actions, index) for index in range(size)]
         if any(part is _MISSING for part in parts) or (isinstance(actions, Sized) and len(actions) != size):
             length = f" of {len(actions)}" if isinstance(actions, Sized) else ""
-            raise ValueError(f"{name}: got a {type(actions).__name__}{length}, wanted a tuple of {size}; nothing was sent")
+            raise ValueError(f"{name}: got a {type(actions).__name__}{length}, expected a tuple of {size}; nothing was sent")
         for index, part in enumerate(parts):
             _check_counts(single.spaces[index], space.spaces[index], part, count, f"{name}[{index}]")
     elif not _can_iterate(actions) or getattr(actions, "shape", None) == ():
         got = "a scalar" if getattr(actions, "shape", None) == () else f"{type(actions).__name__} {actions!r}"
-        raise TypeError(f"{name}: got {got}, wanted {count}, one per environment; nothing was sent")
+        raise TypeError(f"{name}: got {got}, expected {count}, one per environment; nothing was sent")
     elif isinstance(actions, Sized) and len(actions) != count:
-        raise ValueError(f"{name}: got {len(actions)}, wanted {count}, one per environment; nothing was sent")
-    elif type(single) in _ARRAYS and (shape := _get_shape(actions)) not in (None, wanted := (count, *(single.shape or ()))):
-        raise shape_error(name, shape, wanted)
+        raise ValueError(f"{name}: got {len(actions)}, expected {count}, one per environment; nothing was sent")
+    elif type(single) in _ARRAY_SPACES:
+        expected = (count, *(single.shape or ()))
+        if (shape := _get_shape(actions)) not in (None, expected):
+            raise shape_error(name, shape, expected)
 
 
-_ARRAYS: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+_ARRAY_SPACES: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 _MISSING: Final = object()
 
 

@@ -20,8 +20,8 @@ from vecenv.link.messages import FULL_HEAD, HEAD, PAYLOAD, Message, decode, enco
 from vecenv.system.cores import SpinPolicy
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
 
-_CHUNK: Final = 1 << 20
-_SHORT: Final = (HEAD,)
+_CHUNK_BYTES: Final = 1 << 20
+_HEAD_SIZES: Final = (HEAD,)
 Ends: TypeAlias = tuple[Descriptor, Descriptor]
 """A worker's descriptors, for reading and for writing. They can be pickled while its process is being started."""
 
@@ -72,7 +72,7 @@ class Channel:
         chunks = self._chunks
         try:
             if not chunks:
-                chunks.extend(map(read, self._read_fds, _SHORT))
+                chunks.extend(map(read, self._read_fds, _HEAD_SIZES))
                 head = chunks[0]
                 if len(head) == HEAD and head[0] < PAYLOAD:  # no payload, as in nearly all messages
                     self._chunks = []
@@ -80,7 +80,7 @@ class Channel:
             while missing := self._count_missing():
                 if not chunks[-1]:
                     raise ChannelClosed
-                chunks.extend(map(read, self._read_fds, (min(missing, _CHUNK),)))
+                chunks.extend(map(read, self._read_fds, (min(missing, _CHUNK_BYTES),)))
         except BlockingIOError:
             return None
         except OSError as error:
@@ -144,7 +144,7 @@ class Channel:
         for end in self.worker_ends:
             end.close()
 
-    def forget(self) -> None:
+    def close_own_ends(self) -> None:
         """Close the caller's ends in a forked child, which inherited copies of them."""
         self._reader.close()
         self._writer.close()
@@ -154,7 +154,7 @@ class Channel:
         self._read_fds = self._write_fds = (-1,)
         self.fd = self.out = -1
         self.close_worker_ends()
-        self.forget()
+        self.close_own_ends()
 
 
 class WorkerEnd:
@@ -180,13 +180,13 @@ class WorkerEnd:
         for end in self._ends:
             end.close()
 
-    def send(self, word: int, seq: int, payload: bytes | None = None) -> None:
+    def send(self, code: int, seq: int, payload: bytes | None = None) -> None:
         """Send one message; block until the pipe has accepted all of it.
 
         Raises:
             ChannelClosed: The caller has closed its end.
         """
-        data = encode(word, seq, payload)
+        data = encode(code, seq, payload)
         try:
             sent = os.write(self._out, data)
             while sent < len(data):
@@ -194,9 +194,9 @@ class WorkerEnd:
         except OSError as error:
             raise ChannelClosed from error
 
-    def wait(self, patience: SpinPolicy) -> Message:
-        """Wait for a message and return it. ``patience`` determines how long to poll before sleeping."""
-        if not self.blocks and not patience.spin(self.poll):
+    def wait(self, spin_policy: SpinPolicy) -> Message:
+        """Wait for a message and return it. ``spin_policy`` determines how long to poll before sleeping."""
+        if not self.blocks and not spin_policy.spin(self.poll):
             self.poll()
         try:
             data = os.read(self._in, HEAD)
@@ -204,10 +204,10 @@ class WorkerEnd:
             data = b""
         if len(data) == HEAD and data[0] < PAYLOAD:  # no payload, as in nearly all messages
             return data[0], int.from_bytes(data[1:], "little"), None
-        whole = bytearray(data or self._read(HEAD))
-        while lacking := missing_bytes(whole):
-            whole += self._read(min(lacking, _CHUNK))
-        return decode(whole)
+        received = bytearray(data or self._read(HEAD))
+        while missing := missing_bytes(received):
+            received += self._read(min(missing, _CHUNK_BYTES))
+        return decode(received)
 
     def _read(self, size: int) -> bytes:
         while True:

@@ -117,10 +117,10 @@ class Schema:
             return False
         return tuple(map(type, info)) == self._key_types  # True and 1.0 equal 1, but their masks have other names
 
-    def places_of(self, info: Mapping[Any, Any]) -> Places:
+    def locate_values(self, info: Mapping[Any, Any]) -> Places:
         """Return the places of an info's values, for a schema without nested dicts."""
         places = zip(info.items(), self.columns, strict=True)
-        return tuple((*item, at, dtype.itemsize * math.prod(shape)) for item, ((dtype, shape), at) in places)
+        return tuple((*item, offset, dtype.itemsize * math.prod(shape)) for item, ((dtype, shape), offset) in places)
 
     def read(self, record: memoryview) -> dict[Any, Any]:
         """Restore the info, with its original types."""
@@ -154,7 +154,7 @@ class InfoWriter:
         self._learners = learners
         self._learned: list[Schema | None] = [None] * len(schemas)
         self._records = [memoryview(record).cast("B") for record in records]
-        self._known: dict[Definition, Schema] = {}
+        self._schemas: dict[Definition, Schema] = {}
         self._last: list[Schema | None] = [None] * len(self._records)
         self._unsent: dict[int, Definition] = {}
 
@@ -167,13 +167,13 @@ class InfoWriter:
             values = []
             definition = _flatten(info, values)
             if schema is None or schema.definition != definition:
-                schema = None if definition is None else self._schema_of(definition)
+                schema = None if definition is None else self._get_schema(definition)
         try:
             if schema is not None:
                 schema.pack(self._records[index], 0, *values)
                 if self._learners and schema is self._last[index] is not self._learned[index] and not schema.is_nested:
                     self._learned[index] = schema
-                    self._learners[index](schema.number, schema.places_of(deepcopy(info)))
+                    self._learners[index](schema.number, schema.locate_values(deepcopy(info)))
                 self._last[index] = schema
                 self._numbers[index] = schema.number
                 return True
@@ -182,15 +182,15 @@ class InfoWriter:
         self._numbers[index] = BY_PICKLE
         return False
 
-    def _schema_of(self, definition: Definition) -> Schema | None:
-        schema = self._known.get(definition)
-        if schema is None and len(self._known) < _MAX_SCHEMAS:
-            schema = self._known[definition] = Schema(definition)
+    def _get_schema(self, definition: Definition) -> Schema | None:
+        schema = self._schemas.get(definition)
+        if schema is None and len(self._schemas) < _MAX_SCHEMAS:
+            schema = self._schemas[definition] = Schema(definition)
             if schema.size <= INFO_BYTES:
                 self._unsent[schema.number] = definition
         return schema
 
-    def send_new(self, schemas: dict[int, Definition]) -> None:
+    def add_new_definitions(self, schemas: dict[int, Definition]) -> None:
         """Add to ``schemas`` the definitions that came into use since the last call."""
         schemas.update(self._unsent)
         self._unsent.clear()
@@ -228,7 +228,7 @@ class InfoReader:
             if number not in self._schemas:
                 self._schemas[number] = Schema(definition)
 
-    def one(self, row: int) -> dict[Any, Any]:
+    def row_info(self, row: int) -> dict[Any, Any]:
         """Return the info of one row from its record; an empty dict if it has none there."""
         number = int(self._numbers[row])
         return self._schemas[number].read(memoryview(self._records[row])) if number > BY_PICKLE else {}
@@ -280,17 +280,17 @@ class InfoReader:
         for number in numbers:
             if number != NO_INFO:
                 schema = self._schemas[number]
-                if not self._add_to(plan, schema.definition, number, iter(schema.columns)):
+                if not self._add_to_plan(plan, schema.definition, number, iter(schema.columns)):
                     return None
         return None if _has_mask_conflict(plan) else plan
 
-    def _add_to(self, plan: _Plan, definition: Definition, number: int, columns: Iterator[Any]) -> bool:
+    def _add_to_plan(self, plan: _Plan, definition: Definition, number: int, columns: Iterator[Any]) -> bool:
         """Add a schema's keys to a plan. Return ``False`` if a key has two types."""
         for key, spec in definition:
             column, offset = (None, 0) if spec[0] == "d" else next(columns)
             view = column and self._view(offset, *column)
             _, planned, children, _, views = plan.setdefault(key, (f"_{key}", column, {}, view, {}))
-            if column != planned or (column is None and not self._add_to(children, spec[1], number, columns)):
+            if column != planned or (column is None and not self._add_to_plan(children, spec[1], number, columns)):
                 return False
             views[number] = view
         return True
@@ -304,11 +304,11 @@ class InfoReader:
         numbers = self._numbers if rows is None else self._numbers[rows]
         return any(number > BY_PICKLE and self._schemas[number].has_chunks for number in set(numbers.tolist()))
 
-    def exact(self, rows: Iterable[int], pickled: Mapping[int, Any], final_obs: Mapping[int, Any]) -> list[Any]:
+    def unmerged(self, rows: Iterable[int], pickled: Mapping[int, Any], final_obs: Mapping[int, Any]) -> list[Any]:
         """Return the infos of some rows as the environments returned them. The arguments are those of :meth:`read`."""
         infos: list[Any] = []
         for row in rows:
-            info = pickled[row] if row in pickled else self.one(row)
+            info = pickled[row] if row in pickled else self.row_info(row)
             if row in final_obs:
                 info = {**info, "final_obs": final_obs[row]}
             elif type(info) is dict:
@@ -320,7 +320,7 @@ class InfoReader:
         self, rows: Array | None, count: int, pickled: Mapping[int, Any], final_obs: Mapping[int, Any]
     ) -> dict[Any, Any]:
         listed = range(count) if rows is None else rows.tolist()
-        return self.merger.merge(self.exact(listed, pickled, final_obs), listed)
+        return self.merger.merge(self.unmerged(listed, pickled, final_obs), listed)
 
 
 class WorkerInfos(RowInfos):
@@ -343,11 +343,11 @@ class WorkerInfos(RowInfos):
 
     def rows(self) -> list[Any]:
         rows = range(self._count) if self.env_ids is None else self.env_ids.tolist()
-        return self._reader.exact(rows, self._pickled, self._final_obs)
+        return self._reader.unmerged(rows, self._pickled, self._final_obs)
 
     def row(self, position: int) -> Any:
         row = position if self.env_ids is None else int(self.env_ids[position])
-        return self._reader.exact([row], self._pickled, self._final_obs)[0]
+        return self._reader.unmerged([row], self._pickled, self._final_obs)[0]
 
     def merged(self) -> dict[Any, Any]:
         rows = self.env_ids
@@ -389,10 +389,10 @@ def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numb
             infos[key] = np.zeros((len(numbers), *shape), dtype)
         infos[mask] = np.zeros(len(numbers), np.bool_)
         for number, view in views.items():
-            chosen = numbers == number
-            infos[mask] |= chosen
+            selected = numbers == number
+            infos[mask] |= selected
             if column is not None:
-                infos[key][chosen] = view[chosen if rows is None else rows[chosen]]
+                infos[key][selected] = view[selected if rows is None else rows[selected]]
 
 
 def _has_mask_conflict(plan: _Plan) -> bool:

@@ -88,37 +88,37 @@ pack_head: Final = _HEADER.pack
 """``(operation, number) -> bytes``: a message without a payload. Pass plain ints: packing an enum takes longer."""
 
 
-def encode(word: int, seq: int, payload: bytes | None = None) -> bytes:
+def encode(code: int, seq: int, payload: bytes | None = None) -> bytes:
     """Encode one message. ``payload`` is already pickled."""
     if payload is None:
-        return _HEADER.pack(word, seq)
-    return _HEADER.pack(word | PAYLOAD, seq) + _LENGTH.pack(len(payload)) + payload
+        return _HEADER.pack(code, seq)
+    return _HEADER.pack(code | PAYLOAD, seq) + _LENGTH.pack(len(payload)) + payload
 
 
 def decode(data: bytes | bytearray) -> Message:
     """Decode the bytes of exactly one message."""
-    word, seq = _HEADER.unpack_from(data)
-    if word < PAYLOAD:
-        return word, seq, None
-    return word & ~PAYLOAD, seq, bytes(memoryview(data)[FULL_HEAD:])
+    code, seq = _HEADER.unpack_from(data)
+    if code < PAYLOAD:
+        return code, seq, None
+    return code & ~PAYLOAD, seq, bytes(memoryview(data)[FULL_HEAD:])
 
 
-def missing_bytes(data: bytes | bytearray, have: int | None = None) -> int:
+def missing_bytes(data: bytes | bytearray, received: int | None = None) -> int:
     """Return the number of bytes that a message lacks, or that its head lacks while the length of the message is unknown.
 
     Args:
         data: The first bytes of the message.
-        have: Number of bytes received, if more than those in ``data``.
+        received: Number of bytes received, if more than those in ``data``.
     """
-    have = len(data) if have is None else have
-    if have < HEAD:
-        return HEAD - have
+    received = len(data) if received is None else received
+    if received < HEAD:
+        return HEAD - received
     if data[0] < PAYLOAD:
         return 0
-    if have < FULL_HEAD:
-        return FULL_HEAD - have
+    if received < FULL_HEAD:
+        return FULL_HEAD - received
     (length,) = _LENGTH.unpack_from(data, HEAD)
-    return max(FULL_HEAD + int(length) - have, 0)
+    return max(FULL_HEAD + int(length) - received, 0)
 
 
 # -- outcomes ----------------------------------------------------------------------------------------------------------
@@ -176,42 +176,45 @@ class Outcome:
 PLAIN_OUTCOME: Final = Outcome()
 """The outcome of a step or a reset without a payload. The object is shared: never modify it."""
 
-_WHAT: Final = {"results": "result", "observations": "observation", "finals": "observation"}
+_VALUE_KINDS: Final = {"results": "result", "observations": "observation", "finals": "observation"}
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
     """Pickle an outcome. A value that cannot be pickled becomes a failure of its environment."""
     failures = [
-        one if isinstance(one.error, PackedError) else Failure(one.env, pack_error(one.error), one.fatal)
-        for one in outcome.failures
+        failure
+        if isinstance(failure.error, PackedError)
+        else Failure(failure.env, pack_error(failure.error), failure.fatal)
+        for failure in outcome.failures
     ]
 
-    def note(row: int, error: BaseException, text: str) -> None:
+    def add_failure(row: int, error: BaseException, text: str) -> None:
         error.add_note(f"env {row}: its {text}")
         failures.append(Failure(row, pack_error(error), fatal=False))
 
-    def items_of(row: int, info: Any) -> list[tuple[Any, Any]]:
+    def read_items(row: int, info: Any) -> list[tuple[Any, Any]]:
         if not isinstance(info, Mapping):
             return [(None, info)]
         try:
             return [(key, value) for key, value in info.items()]
         except BaseException as error:  # raised by the environment's code: the worker continues
-            note(row, error, f"info, a {type(info).__name__}, cannot be read")
+            add_failure(row, error, f"info, a {type(info).__name__}, cannot be read")
             return []
 
-    def pickled(row: int, value: Any, what: str = "") -> bytes | None:
+    def try_pickle(row: int, value: Any, kind: str = "") -> bytes | None:
         try:
             return dumps(value)
         except Exception as error:
-            note(row, error, f"{what or f'info key {shown(value[0])}'} cannot be pickled")
+            add_failure(row, error, f"{kind or f'info key {shown(value[0])}'} cannot be pickled")
             return None
 
     infos = {}
     for row, info in outcome.infos.items():
-        items = [pickled(row, item) for item in items_of(row, info)]
+        items = [try_pickle(row, item) for item in read_items(row, info)]
         infos[row] = isinstance(info, Mapping), [blob for blob in items if blob is not None]
     tables = {
-        name: {row: pickled(row, each, what) for row, each in getattr(outcome, name).items()} for name, what in _WHAT.items()
+        name: {row: try_pickle(row, value, kind) for row, value in getattr(outcome, name).items()}
+        for name, kind in _VALUE_KINDS.items()
     }
     message = Outcome(
         infos, failures=failures, schemas=outcome.schemas, warnings=outcome.warnings, columns=outcome.columns, **tables
@@ -223,26 +226,28 @@ def decode_outcome(payload: bytes) -> Outcome:
     """Unpickle an outcome. A value that cannot be unpickled becomes a failure of its environment."""
     outcome: Outcome = pickle.loads(payload)
     for row, (is_mapping, blobs) in list(outcome.infos.items()):
-        items = [item for blob in blobs if (item := _unpickled(outcome, row, "info", blob)) is not None]
+        items = [item for blob in blobs if (item := _unpickle_value(outcome, row, "info", blob)) is not None]
         outcome.infos[row] = dict(items) if is_mapping else items[0][1] if items else {}
-    for name, what in _WHAT.items():
+    for name, kind in _VALUE_KINDS.items():
         table = getattr(outcome, name)
         for row, blob in list(table.items()):
-            table[row] = None if blob is None else _unpickled(outcome, row, what, blob)
+            table[row] = None if blob is None else _unpickle_value(outcome, row, kind, blob)
     return outcome
 
 
-def _unpickled(outcome: Outcome, row: int, what: str, blob: bytes) -> Any:
-    def failed(error: BaseException) -> None:
-        stand_in = EnvError(f"env {row}: its {what}{_key_in(blob)} cannot be unpickled: {summary(error)}")
-        stand_in.__cause__ = error if isinstance(error, Exception) else None
-        outcome.failures.append(Failure(row, stand_in, fatal=False))
+def _unpickle_value(outcome: Outcome, row: int, kind: str, blob: bytes) -> Any:
+    """Unpickle a value of an outcome; if that fails, add a failure to the outcome and return ``None``."""
+
+    def add_failure(error: BaseException) -> None:
+        replacement = EnvError(f"env {row}: its {kind}{_find_key(blob)} cannot be unpickled: {summary(error)}")
+        replacement.__cause__ = error if isinstance(error, Exception) else None
+        outcome.failures.append(Failure(row, replacement, fatal=False))
 
     # including SystemExit: an environment's value must not end the caller's process
-    return call_with_fallback(partial(pickle.loads, blob), failed, BaseException)
+    return call_with_fallback(partial(pickle.loads, blob), add_failure, BaseException)
 
 
-def _key_in(blob: bytes) -> str:
+def _find_key(blob: bytes) -> str:
     """Return the key of an info value that cannot be unpickled, for errors: the first string or number in its pickle."""
     import pickletools
 
@@ -265,7 +270,7 @@ def _of_main(qualname: str, copy: bytes) -> Any:
         return pickle.loads(copy)
 
 
-class _ByName:
+class _MainByName:
     """A mixin for picklers that sends classes and functions of the main module by name."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -281,7 +286,7 @@ class _ByName:
         return NotImplemented if other is None else other(value)
 
 
-class _Pickler(_ByName, pickle.Pickler):
+class _Pickler(_MainByName, pickle.Pickler):
     pass
 
 
@@ -307,7 +312,7 @@ def dumps_with_code(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-class _CloudPickler(_ByName, _CodePickler):
+class _CloudPickler(_MainByName, _CodePickler):
     pass
 
 
@@ -366,14 +371,14 @@ def original_summary(error: BaseException) -> str:
 def pack_error(error: BaseException) -> PackedError:
     """Pack an exception for a message, in the process that raised it. Errors of the exception's own code are suppressed."""
 
-    def pickled() -> bytes | None:
+    def try_pickle() -> bytes | None:
         blob = dumps(error, by_value=True)
         return blob if type(pickle.loads(blob)).__qualname__ == type(error).__qualname__ else None
 
     unprintable = f"{type(error).__name__} (its traceback could not be formatted)\n"
     text = call_with_fallback(lambda: "".join(traceback.format_exception(error)), lambda _: unprintable, BaseException)
     # pickling or unpickling may even raise SystemExit, which must happen here and not in the caller
-    blob = call_with_fallback(pickled, lambda _: None, BaseException) if isinstance(error, Exception) else None
+    blob = call_with_fallback(try_pickle, lambda _: None, BaseException) if isinstance(error, Exception) else None
     return PackedError(blob, summary(error), text)
 
 
@@ -404,24 +409,24 @@ class PackedEnvFns:
     """Pickled functions that build environments.
 
     Attributes:
-        which: Index in ``functions`` for each environment.
+        indices: Index in ``functions`` for each environment.
         functions: The distinct functions.
         blocks: The shared memory that they use. A process that is being started receives descriptors of it; pickling it at
             any other time copies the data.
     """
 
-    which: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     functions: list[bytes] = field(default_factory=list)
     blocks: list[SharedBlock] = field(default_factory=list)
 
     @classmethod
-    def of(cls, envs: Iterable[int], env_fns: Sequence[Callable[[], Any]], why: str) -> PackedEnvFns:
+    def pack(cls, envs: Iterable[int], env_fns: Sequence[Callable[[], Any]], reason: str) -> PackedEnvFns:
         """Pickle the functions that build the given environments.
 
         Args:
             envs: The environments' indices.
             env_fns: One function per environment, in the order of ``envs``.
-            why: The reason for pickling, for a note on the error.
+            reason: The reason for pickling, for a note on the error.
 
         Raises:
             Exception: The error of pickling a function, with a note that names its environment.
@@ -434,18 +439,19 @@ class PackedEnvFns:
                 try:
                     _FunctionPickler(file, packed.blocks).dump(env_fn)
                 except Exception as error:
-                    error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {why}")
+                    error.add_note(f"env_fns[{env}] ({env_fn!r}) cannot be pickled, which {reason}")
                     raise
                 numbers[id(env_fn)] = len(packed.functions)
                 packed.functions.append(file.getvalue())
-            packed.which.append(numbers[id(env_fn)])
+            packed.indices.append(numbers[id(env_fn)])
         return packed
 
-    def part(self, envs: range) -> PackedEnvFns:
+    def select(self, envs: range) -> PackedEnvFns:
         """Select the functions of some environments, for a process of their own."""
-        which = self.which[envs.start : envs.stop]
-        numbers = sorted(set(which))
-        return PackedEnvFns([numbers.index(number) for number in which], [self.functions[n] for n in numbers], self.blocks)
+        selected = self.indices[envs.start : envs.stop]
+        numbers = sorted(set(selected))
+        indices = [numbers.index(number) for number in selected]
+        return PackedEnvFns(indices, [self.functions[number] for number in numbers], self.blocks)
 
     def load(self, first: int, where: str, hint: str = "") -> list[Callable[[], Any]]:
         """Unpickle the functions.
@@ -463,21 +469,21 @@ class PackedEnvFns:
             try:
                 functions.append(_FunctionUnpickler(io.BytesIO(blob), self.blocks).load())
             except BaseException as error:
-                env = first + self.which.index(number)
+                env = first + self.indices.index(number)
                 text = f"env_fns[{env}] could not be unpickled {where}: {type(error).__name__}: {error}{hint}"
                 wrapped = RuntimeError(text)
                 wrapped.env = env  # type: ignore[attr-defined]
                 raise wrapped from error
-        return [functions[number] for number in self.which]
+        return [functions[number] for number in self.indices]
 
 
 class EnvFnsToStart:
     """An argument for a new process, which receives it as :class:`PackedEnvFns`.
 
-    The functions are pickled when the process is started, which raises the errors of :meth:`PackedEnvFns.of`.
+    The functions are pickled when the process is started, which raises the errors of :meth:`PackedEnvFns.pack`.
 
     Args:
-        envs, env_fns, why: Arguments of :meth:`PackedEnvFns.of`.
+        envs, env_fns, reason: Arguments of :meth:`PackedEnvFns.pack`.
         separately: Leave out the pickled functions. The caller sends :attr:`functions` later.
 
     Attributes:
@@ -485,16 +491,16 @@ class EnvFnsToStart:
     """
 
     def __init__(
-        self, envs: Iterable[int], env_fns: Sequence[Callable[[], Any]], why: str, *, separately: bool = False
+        self, envs: Iterable[int], env_fns: Sequence[Callable[[], Any]], reason: str, *, separately: bool = False
     ) -> None:
         self.functions: list[bytes] = []
-        self._arguments = envs, env_fns, why
+        self._arguments = envs, env_fns, reason
         self._separately = separately
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = PackedEnvFns.of(*self._arguments)
+        packed = PackedEnvFns.pack(*self._arguments)
         self.functions = packed.functions
-        return PackedEnvFns, (packed.which, [] if self._separately else packed.functions, packed.blocks)
+        return PackedEnvFns, (packed.indices, [] if self._separately else packed.functions, packed.blocks)
 
 
 class _FunctionPickler(_CodePickler):
@@ -512,7 +518,7 @@ class _FunctionPickler(_CodePickler):
         if (found := find_place(value)) is None:
             return None
         block, place = found
-        number = next((number for number, known in enumerate(self._blocks) if known is block), len(self._blocks))
+        number = next((number for number, other in enumerate(self._blocks) if other is block), len(self._blocks))
         if number == len(self._blocks):
             self._blocks.append(block)
         return number, place
@@ -523,6 +529,6 @@ class _FunctionUnpickler(pickle.Unpickler):
         super().__init__(file)
         self._blocks = blocks
 
-    def persistent_load(self, known: tuple[int, Place]) -> Any:
-        number, place = known
+    def persistent_load(self, pid: tuple[int, Place]) -> Any:
+        number, place = pid
         return place.array(self._blocks[number])

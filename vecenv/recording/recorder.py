@@ -215,7 +215,7 @@ class Recorder:
         if isinstance(actions, list):
             self._pickled[tick] = range(self._num_envs) if rows is None else list(rows), _pickle(actions)
         elif self._tree is not None:
-            exact = self._tree.exact(actions, self._num_envs if rows is None else len(rows))
+            exact = self._tree.match(actions, self._num_envs if rows is None else len(rows))
             for leaf, values in zip(self._actions, exact or (), strict=True):
                 leaf[where] = values
         if rows is None:
@@ -576,7 +576,7 @@ def recorder_for_hosts(
 ) -> Recorder:  # fmt: skip
     """Return a recorder of a vector environment with workers on other machines. Its files are replayed on this one."""
     observations, actions = fixed_tree(envs.single_observation_space), fixed_tree(envs.single_action_space, "action")
-    layout = Layout.of(observations, actions, envs.num_envs, 1, final=False)
+    layout = Layout.for_spaces(observations, actions, envs.num_envs, 1, final=False)
     expected = Expected(envs.observation_mode, envs.single_observation_space, envs.single_action_space)
     env_fns = envs.env_fns if envs.generators == "shared" else with_own_generators(envs.env_fns)
     return Recorder(options, env_fns, env_id, WorkerPlan(layout, envs.autoreset_mode, expected), save, stats)

@@ -155,7 +155,7 @@ class Replay:
     def _build(self, env_fn: Callable[[], Any]) -> None:
         plan, row = self.record.plan, self.record.row
         known = plan.layout
-        layout = Layout.of(known.observations, known.actions, row + 1, 1, final=known.final)
+        layout = Layout.for_spaces(known.observations, known.actions, row + 1, 1, final=known.final)
         self._plan = replace(plan, layout=layout, env_threads=1)
         self._batch = layout.view(bytearray(layout.size))
         self._rows = make_rows([env_fn], row, 0, self._plan, self._batch)

@@ -142,7 +142,7 @@ class Arena:
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self.size, self._file)
+        return _attach_arena, (self.size, self._file)
 
     def __repr__(self) -> str:
         return f"Arena({self.size:,} bytes)"
@@ -156,7 +156,7 @@ class Arena:
         self._file.close()
 
 
-def _attach(size: int, file: Descriptor) -> Arena:
+def _attach_arena(size: int, file: Descriptor) -> Arena:
     arena = Arena.__new__(Arena)
     arena.size, arena._file = size, file
     arena.buffer = mmap.mmap(file.number, size)
@@ -186,7 +186,7 @@ class SharedBlock(mmap.mmap):
     file: Descriptor
 
     @classmethod
-    def mapped(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
+    def map_file(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
         """Map the memory of a file. The file is closed when the block is collected."""
         block = cls(file.number, size, access=mmap.ACCESS_READ)
         block.file = file
@@ -207,20 +207,20 @@ class SharedBlock(mmap.mmap):
                 for place, array in zip(places, arrays, strict=True):
                     place.array(memory)[...] = array
             _seal(file, contents=True)
-            return cls.mapped(file, size, owner)
+            return cls.map_file(file, size, owner)
         except BaseException:
             owner.close()
             raise
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:  # to a process that is being started
-            return _attached, (len(self), reduction.DupFd(self.file.number))
+            return _attach_block, (len(self), reduction.DupFd(self.file.number))
         return _copied, (PickleBuffer(self),)
 
 
-def _attached(size: int, handle: Any) -> SharedBlock:
+def _attach_block(size: int, handle: Any) -> SharedBlock:
     owner = DescriptorOwner(None)
-    return SharedBlock.mapped(owner.open(handle.detach), size, owner)
+    return SharedBlock.map_file(owner.open(handle.detach), size, owner)
 
 
 def _copied(data: Any) -> SharedBlock:

@@ -1,8 +1,8 @@
 """Lays out the shared block: spaces become named fields, fields become numpy views.
 
-There are no system calls here. The caller runs :meth:`Layout.of` once and sends the layout to the workers, and both sides
-call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all environments,
-row i for environment i, on a 64-byte boundary, so that giving out a batch is one copy per leaf.
+There are no system calls here. The caller runs :meth:`Layout.for_spaces` once and sends the layout to the workers, and both
+sides call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all
+environments, row i for environment i, on a 64-byte boundary, so that returning a batch is one copy per leaf.
 
 A :class:`Tree` is the shape of a (nested) space without the space: it takes a structured value apart into leaves and puts
 leaves together again, for one environment or for a batch, in the containers Gymnasium uses (``dict``, ``tuple``).
@@ -24,7 +24,6 @@ Array: TypeAlias = npt.NDArray[Any]
 ALIGNMENT: Final = 64
 INFO_BYTES: Final = 4096
 """Room for one environment's numeric infos: about 500 numbers. What does not fit goes by pickle."""
-_NUMBERS: Final = 16  # of latest preparations, for each environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +69,16 @@ class Tree:
         parts = {key: child.map(function, value[key]) for key, child in self.children}
         return parts if self.keyed else tuple(parts.values())
 
-    def exact(self, value: Any, rows: int | None = None) -> list[Array] | None:
+    def match(self, value: Any, rows: int | None = None) -> list[Array] | None:
         """Return the leaves of ``value`` if container types, shapes and dtypes match this tree to the letter, else ``None``.
 
         With ``rows`` the value is a batch of that many rows; without, it is one environment's, where a leaf of shape
         ``()`` is a numpy scalar of the very dtype.
         """
         found: list[Any] = []
-        return found if self._exact(value, rows, found) else None
+        return found if self._collect_matching(value, rows, found) else None
 
-    def _exact(self, value: Any, rows: int | None, found: list[Any]) -> bool:
+    def _collect_matching(self, value: Any, rows: int | None, found: list[Any]) -> bool:
         leaf = self.leaf
         if leaf is not None:
             shape = leaf.shape if rows is None else (rows, *leaf.shape)
@@ -90,8 +89,8 @@ class Tree:
             return True
         if len(self.children) != (len(value) if isinstance(value, dict if self.keyed else tuple) else -1):
             return False
-        known = value if self.keyed else range(len(value))
-        return all(key in known and child._exact(value[key], rows, found) for key, child in self.children)
+        keys = value if self.keyed else range(len(value))
+        return all(key in keys and child._collect_matching(value[key], rows, found) for key, child in self.children)
 
 
 _FIXED: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
@@ -116,8 +115,8 @@ def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
 
 
 def _branch(children: Sequence[tuple[Any, Tree | None]], keyed: bool) -> Tree | None:
-    whole = tuple((key, child) for key, child in children if child is not None)
-    return Tree(children=whole, keyed=keyed) if len(whole) == len(children) else None
+    fixed = tuple((key, child) for key, child in children if child is not None)
+    return Tree(children=fixed, keyed=keyed) if len(fixed) == len(children) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +195,7 @@ class Layout:
     recorded: int = 0
 
     @classmethod
-    def of(
+    def for_spaces(
         cls, observations: Tree | None, actions: Tree | None, num_envs: int, num_workers: int, *, final: bool
     ) -> Layout:
         """Lay out one batch of ``num_envs`` rows."""
@@ -223,10 +222,10 @@ class Layout:
         return layout
 
     def _add(self, name: str, dtype: npt.DTypeLike, shape: tuple[int, ...] = (), rows: int | None = None) -> None:
-        kind = np.dtype(dtype)
-        whole = (self.num_envs if rows is None else rows, *shape)
-        self.fields[name] = Field(kind, whole, self.size)
-        size = int(np.prod(whole, dtype=np.int64)) * kind.itemsize
+        field_dtype = np.dtype(dtype)
+        field_shape = (self.num_envs if rows is None else rows, *shape)
+        self.fields[name] = Field(field_dtype, field_shape, self.size)
+        size = int(np.prod(field_shape, dtype=np.int64)) * field_dtype.itemsize
         self.size += -(-size // ALIGNMENT) * ALIGNMENT
 
     def view(self, buffer: Any) -> Batch:
@@ -244,6 +243,6 @@ class Layout:
         )
 
 
-def memory_of(array: Array) -> Any:
+def as_memoryview(array: Array) -> Any:
     """Return a memoryview: getting and setting one number costs a fraction of what it does on an array."""
     return memoryview(array)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """The main loop of a worker process, which receives requests, executes them and replies.
 
-:func:`execute` executes a request on :class:`~vecenv.worker.keeping.SnapshotRows`; the caller uses it too, for its own share
-of the environments. :func:`main` is the entry point of a worker process. It installs the signal handlers of
+:func:`execute` executes a request on :class:`~vecenv.worker.snapshot_rows.SnapshotRows`; the caller uses it too, for its own
+share of the environments. :func:`main` is the entry point of a worker process. It installs the signal handlers of
 :mod:`vecenv.system.supervision` before it builds environments, so that even a crash in a constructor is reported.
 """
 
@@ -41,10 +41,10 @@ from vecenv.system.descendants import end_own_descendants
 from vecenv.system.descriptors import list_open_resources
 from vecenv.system.generators import begin_worker
 from vecenv.system.supervision import StackFile, flush_output
-from vecenv.worker.keeping import SnapshotRows
-from vecenv.worker.variants import ThreadedRows
+from vecenv.worker.snapshot_rows import SnapshotRows
+from vecenv.worker.threaded_rows import ThreadedRows
 
-_THREADS_GRACE: Final = 0.2  # seconds for environments' threads that are about to end
+_THREADS_GRACE_SECONDS: Final = 0.2  # seconds for environments' threads that are about to end
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -61,11 +61,11 @@ class Start:
     stack_file: StackFile
     placement: Placement
     stream: bytes
-    life: int
+    generation: int
 
 
 @dataclass(slots=True)
-class Serving:
+class WorkerState:
     """The state of a worker process. A function that :attr:`Op.RUN` runs may replace any of it.
 
     Attributes:
@@ -107,9 +107,9 @@ def make_rows(
 def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     """Execute one request on ``rows``. No payload: actions are in shared memory; a reset has no seeds or options."""
     if op == Op.STEP or op == Op.STEP_SOME:
-        where = None if op == Op.STEP else rows.requested_rows(seq)
-        actions = rows.actions(where) if payload is None else payload
-        return rows.step(None if where is None else where.tolist(), actions)
+        requested = None if op == Op.STEP else rows.requested_rows(seq)
+        actions = rows.actions(requested) if payload is None else payload
+        return rows.step(None if requested is None else requested.tolist(), actions)
     if op == Op.RESET or op == Op.RESET_SOME:
         ks = None if op == Op.RESET else rows.requested_rows(seq).tolist()
         seeds, options = payload or ([None] * (rows.count if ks is None else len(ks)), None)
@@ -122,7 +122,7 @@ def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
     return outcome
 
 
-def serve(process: Serving) -> bool:
+def serve(process: WorkerState) -> bool:
     """Execute requests and reply until a request to close. Return ``True`` if every environment closed cleanly.
 
     Raises:
@@ -137,7 +137,7 @@ def serve(process: Serving) -> bool:
             return clean
 
 
-def _serve(process: Serving, rows: SnapshotRows, channel: WorkerEnd, policy: SpinPolicy) -> bool | None:
+def _serve(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy: SpinPolicy) -> bool | None:
     """Execute requests for :func:`serve`. Return ``None`` if a function has replaced parts of ``process``."""
     pid = os.getpid()
     wait, send, step, actions = channel.wait, channel.send, rows.step, rows.actions
@@ -153,7 +153,7 @@ def _serve(process: Serving, rows: SnapshotRows, channel: WorkerEnd, policy: Spi
         elif op == Op.CLOSE:
             return close_rows(channel, rows, seq)
         elif op & OVERLAPS and isinstance(rows, ThreadedRows):
-            rows.submit(execute_in_thread, channel, rows, op & ~OVERLAPS, seq, _loaded(payload))
+            rows.submit(execute_in_thread, channel, rows, op & ~OVERLAPS, seq, _unpickle(payload))
             continue
         elif op == Op.RUN:
             function, argument = pickle.loads(payload or b"")
@@ -162,7 +162,7 @@ def _serve(process: Serving, rows: SnapshotRows, channel: WorkerEnd, policy: Spi
                 return None
         else:
             rows.note_running(-1)  # unpickling the payload may kill this worker, and then no environment is to blame
-            outcome = execute(rows, op & ~OVERLAPS, seq, _loaded(payload))
+            outcome = execute(rows, op & ~OVERLAPS, seq, _unpickle(payload))
         if os.getpid() != pid:  # a child that an environment forked has returned from step(): it is not the worker
             os._exit(0)
         reply(channel, seq, outcome)
@@ -193,17 +193,17 @@ def reply(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
 def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
     """Close the environments and reply. Return ``True`` if all closed cleanly."""
     outcome = rows.close()
-    if left := left_behind():
-        outcome.warnings.append(("left", f"after close() environments {rows.span} left running: {left}"))
+    if leftovers := describe_leftovers():
+        outcome.warnings.append(("leftovers", f"after close() environments {rows.span} left running: {leftovers}"))
     with contextlib.suppress(ChannelClosed):
         channel.send(Reply.FULL, seq, encode_outcome(outcome))
     return not outcome.failures
 
 
-def left_behind() -> str:
+def describe_leftovers() -> str:
     """Return a description of the threads and processes that environments started and that keep this process from ending."""
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
-    deadline = time.monotonic() + _THREADS_GRACE
+    deadline = time.monotonic() + _THREADS_GRACE_SECONDS
     for thread in threads:
         thread.join(max(deadline - time.monotonic(), 0.0))
     names = [f"thread {thread.name!r}" for thread in threads if thread.is_alive()]
@@ -211,7 +211,7 @@ def left_behind() -> str:
     return ", ".join(names)
 
 
-def _loaded(payload: bytes | None) -> Any:
+def _unpickle(payload: bytes | None) -> Any:
     return None if payload is None else pickle.loads(payload)
 
 
@@ -222,9 +222,9 @@ def main(start: Start) -> None:
     start.stack_file.install_handlers(env_threads=start.plan.env_threads > 1)
     gc.freeze()  # objects inherited by the fork stay shared with the caller, as the collector does not write to them
     _limit_threads(start.plan.threads)
-    process = Serving(start, WorkerEnd(start.ends, blocks=not start.placement.spin))
+    process = WorkerState(start, WorkerEnd(start.ends, blocks=not start.placement.spin))
     try:
-        seed_torch = begin_worker(start.stream, (start.index, start.life))
+        seed_torch = begin_worker(start.stream, (start.index, start.generation))
         env_fns = start.env_fns
         assert not isinstance(env_fns, EnvFnsToStart)  # pickling turns it into PackedEnvFns
         if isinstance(env_fns, PackedEnvFns):
@@ -245,28 +245,28 @@ def main(start: Start) -> None:
         failures, mismatches = [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
         failure.error = pack_error(failure.error)
-    code = _live(process, Ready(os.getpid(), failures, mismatches))
+    code = _serve_until_exit(process, Ready(os.getpid(), failures, mismatches))
     if code or process.leave is not sys.exit:
         process.leave(code)
 
 
-def _live(process: Serving, ready: Ready) -> int:
+def _serve_until_exit(process: WorkerState, ready: Ready) -> int:
     """Serve requests and return the exit code. If the caller is gone, end everything that environments started."""
-    clean = abandoned = False
+    clean = caller_is_gone = False
     try:
         process.channel.send(Reply.READY, 0, pickle.dumps(ready))
         if process.rows is not None:
             clean = serve(process)
     except ChannelClosed:  # the caller closed the pipe or died, so there is no process to report to
-        clean = abandoned = True
+        clean = caller_is_gone = True
         if process.rows is not None:
             process.rows.close()
     except BaseException:
         traceback.print_exc()
     flush_output()
-    if abandoned:  # no other process ends the helpers that environments started
+    if caller_is_gone:  # no other process ends the helpers that environments started
         end_own_descendants()
-    if left_behind():  # an ordinary exit would wait for them
+    if describe_leftovers():  # an ordinary exit would wait for them
         os._exit(0 if clean else 1)
     return 0 if clean else 1
 

@@ -65,5 +65,5 @@ def make_compiled_rows(leaf: Leaf | None, batch: Batch, rows: slice) -> Sequence
         return []
     flat = (batch.rewards, batch.terminations, batch.truncations, batch.info_schemas, batch.infos)
     cells = batch.observations[0][rows], *[each[rows].reshape(-1, each[:1].size) for each in flat]
-    known = np.ndarray, np.float32, np.float64, np.False_
-    return [_module.Row(row, known) for row in zip(*cells, strict=True)]
+    numpy_objects = np.ndarray, np.float32, np.float64, np.False_
+    return [_module.Row(row, numpy_objects) for row in zip(*cells, strict=True)]

@@ -27,7 +27,7 @@ from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, 
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
 from vecenv.link.observations import WRITTEN, RowWriter, make_exact_rows, make_row_caster, make_row_writer
-from vecenv.shm.layout import Array, Batch, Tree, fixed_tree, memory_of
+from vecenv.shm.layout import Array, Batch, Tree, as_memoryview, fixed_tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import raised_by_handler
@@ -68,9 +68,9 @@ class EnvRows:
         self._interrupts = interrupts
         self._steps: list[Callable[[Any], Any]] = [partial(self._step_failed, k) for k in range(self.count)]
         self._used = [False] * self.count
-        self._next: dict[int, tuple[Any, Any]] = {}  # row -> seed and options of the next episode that autoreset begins
-        self._offered: list[Any] = [None] * self.count  # buffers of environments that write observations in place
-        self._at_end = {
+        self._next_episodes: dict[int, tuple[Any, Any]] = {}  # row -> seed and options for the next automatic reset
+        self._buffers: list[Any] = [None] * self.count  # buffers of environments that write observations in place
+        self._on_episode_end = {
             AutoresetMode.NEXT_STEP: self._reset_next_step,
             AutoresetMode.SAME_STEP: self._reset_same_step,
             AutoresetMode.DISABLED: self._reset_never,
@@ -78,11 +78,11 @@ class EnvRows:
         mine = slice(first, first + self.count)
         self._tree = plan.layout.observations
         self._leaves = [leaf[mine] for leaf in batch.observations or ()]
-        self._put = self._writer(batch)
-        self._put_final: RowWriter | None = None
+        self._write_row = self._make_writer(batch)
+        self._write_final_row: RowWriter | None = None
         if self._tree is not None and batch.final_observations is not None:
             finals = [leaf[mine] for leaf in batch.final_observations]
-            self._put_final = make_row_writer(self._tree, finals, first, self._warn)
+            self._write_final_row = make_row_writer(self._tree, finals, first, self._warn)
         leaf = self._tree.leaf if self._tree is not None else None
         # fast targets for observations that are one array, the common case; assignment to `None[:]` raises
         self._direct_rows: list[Any] = [None] * self.count
@@ -90,21 +90,21 @@ class EnvRows:
             self._direct_rows = make_exact_rows(leaf, self._leaves[0])
         compiled = make_compiled_rows(leaf, batch, mine)
         self._write_results: list[Callable[[Any], int] | None] = [row.write for row in compiled] or [None] * self.count
-        self.actions = _action_reader(plan.layout.actions, [leaf[mine] for leaf in batch.actions or ()], self.count)
-        self._cells = tuple([memory_of(each[mine]) for each in (batch.rewards, batch.terminations, batch.truncations)])
+        self.actions = _make_action_reader(plan.layout.actions, [leaf[mine] for leaf in batch.actions or ()], self.count)
+        self._cells = tuple([as_memoryview(each[mine]) for each in (batch.rewards, batch.terminations, batch.truncations)])
         self._requested = batch.requested[mine]
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
-        cells = (memory_of(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
+        cells = (as_memoryview(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
         self._times = StepClock(batch.step_time[mine], *cells)
-        self._running_cell = memory_of(batch.running[worker : worker + 1])
+        self._running_cell = as_memoryview(batch.running[worker : worker + 1])
         self.note_running(-1)
         self._infos = InfoWriter(self._schemas, batch.infos[mine], [row.learn for row in compiled])
         self._out = Outcome()
         self._was_plain = False  # the latest step or reset had nothing to report
         self._dirty = True  # info columns or final flags of some rows are set, perhaps by a previous worker that died
 
-    def _writer(self, batch: Batch) -> RowWriter:
+    def _make_writer(self, batch: Batch) -> RowWriter:
         """Return a function that writes an observation into row k, or returns it to be sent in the outcome."""
         tree, first = self._tree, self.first
         if tree is not None and batch.observations is not None:
@@ -153,9 +153,9 @@ class EnvRows:
         for name, culprit in guard.changed():
             self.warnings.append((
                 f"settings: {name}",
-                f"{culprit or 'an environment'} changed the {name} of its process, which envs {self.span} share: each may "
-                "find what another one has set, so that results depend on the number of workers. num_workers=None gives "
-                "each environment a process of its own",
+                f"{culprit or 'an environment'} changed the {name} of its process, which envs {self.span} share: this may "
+                "affect the others, so results may depend on the number of workers. num_workers=None gives each environment "
+                "a process of its own",
             ))  # fmt: skip
         if guard.draws:
             self.warnings.append(("settings: generators", describe_draws("an environment", guard.draws)))
@@ -183,16 +183,16 @@ class EnvRows:
                 self.guard.restart()
             try:
                 env = self._build(k)
-                same = rows.setdefault(id(env.unwrapped), k)
-                if same != k:
-                    raise same_object_error((self.first + same, self.first + k), env)
-                wrong = self.plan.expected.find_mismatch(env)
+                first_k = rows.setdefault(id(env.unwrapped), k)
+                if first_k != k:
+                    raise same_object_error((self.first + first_k, self.first + k), env)
+                mismatch = self.plan.expected.find_mismatch(env)
             except BaseException as error:
                 self._reraise_interrupt(error)
                 failures.append(Failure(self.first + k, error))
                 continue
-            if wrong is not None:
-                mismatches.append((self.first + k, *wrong))
+            if mismatch is not None:
+                mismatches.append((self.first + k, *mismatch))
         if self.guard is not None:
             self._check_settings(self.guard)
         return failures, mismatches
@@ -202,22 +202,22 @@ class EnvRows:
         self.envs[k] = env
         self._steps[k] = env.step
         self._used[k] = False
-        self._offer(k, env)
+        self._offer_buffer(k, env)
         return env
 
-    def _offer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
+    def _offer_buffer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
         """Pass a buffer to an environment that can write its observations in place."""
         # looked up on the class, as an environment's __getattr__ may return anything
-        offered = getattr(type(env.unwrapped), "observation_buffer", None)
-        if callable(offered) and self._tree is not None:
+        accept_buffer = getattr(type(env.unwrapped), "observation_buffer", None)
+        if callable(accept_buffer) and self._tree is not None:
             views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._leaves]
-            self._offered[k] = self._tree.build(iter(views))
-            offered(env.unwrapped, self._offered[k])
+            self._buffers[k] = self._tree.build(iter(views))
+            accept_buffer(env.unwrapped, self._buffers[k])
 
     def _env(self, k: int) -> gymnasium.Env[Any, Any]:
         env = self.envs[k]
         if env is None:
-            raise EnvFailed(f"env {self.first + k} failed earlier; reset() builds it anew")
+            raise EnvFailed(f"env {self.first + k} failed earlier; reset() rebuilds it")
         return env
 
     # Replacements of a row's `env.step`, for rows that must not be stepped.
@@ -257,7 +257,7 @@ class EnvRows:
         """Execute an automatic reset, with the seed and options that were set for it."""
         if self.guard is not None:
             self.guard.on_reset()
-        seed, options = self._next.pop(k, (None, None)) if self._next else (None, None)
+        seed, options = self._next_episodes.pop(k, (None, None)) if self._next_episodes else (None, None)
         if seed is None and options is None:
             return unpack_reset(self._env(k).reset(), self.first + k)
         return self._call_reset(k, self._env(k), seed, options)
@@ -282,7 +282,7 @@ class EnvRows:
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
 
-    def _number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
+    def _convert_number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
         """Convert a reward or flag that is not a plain Python number, as Gymnasium does; an array of size 1 is squeezed."""
         if isinstance(value, (np.bool_, np.floating, np.integer, int)):
             return kind(value)
@@ -298,7 +298,7 @@ class EnvRows:
         except (ValueError, TypeError) as error:
             problem = error
         raise ObservationError(
-            f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, wanted one {np.dtype(kind)}"
+            f"env {self.first + k}: {name}: got {type(value).__name__} {value!r}, expected one {np.dtype(kind)}"
         ) from problem
 
     def close(self) -> Outcome:
@@ -326,7 +326,7 @@ class EnvRows:
         if not self._out.is_plain():
             self._out = Outcome()
         if self._dirty:
-            self._clean(ks)
+            self._clear_results(ks)
             self._out.columns = False
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
@@ -343,7 +343,8 @@ class EnvRows:
             self._begin(ks)
         elif self._dirty or not self._was_plain:
             self._begin(None)
-        out, at_end, write, note, running = self._out, self._at_end, self._write, self._note, self._running_cell
+        out, on_episode_end, running = self._out, self._on_episode_end, self._running_cell
+        store_observation, store_info = self._store_observation, self._store_info
         forked = self.forked
         rewards, terminations, truncations = self._cells
         for k, step, write_result, action in zip(where, steps, writers, actions, strict=True):
@@ -358,23 +359,23 @@ class EnvRows:
                     continue
                 observation, reward, terminated, truncated, info = result
                 if terminated or truncated:
-                    observation, info = at_end(k, observation, info, out)
+                    observation, info = on_episode_end(k, observation, info, out)
                 try:
                     rows[k][:] = observation
                 except (TypeError, ValueError):  # another dtype or shape, or not an array
-                    write(k, observation, out)
+                    store_observation(k, observation, out)
                 if info or info.__class__ is not dict:
-                    note(k, info, out)
+                    store_info(k, info, out)
                 if reward.__class__ is not float:
-                    reward = self._number(k, "reward", reward, np.float64)
+                    reward = self._convert_number(k, "reward", reward, np.float64)
                 rewards[k] = reward
                 if terminated.__class__ is not bool or truncated.__class__ is not bool:
-                    terminated = self._number(k, "terminated", terminated, np.bool_)
-                    truncated = self._number(k, "truncated", truncated, np.bool_)
+                    terminated = self._convert_number(k, "terminated", terminated, np.bool_)
+                    truncated = self._convert_number(k, "truncated", truncated, np.bool_)
                 terminations[k] = terminated
                 truncations[k] = truncated
             except BaseException as error:
-                self._fail(k, error, out)
+                self._record_failure(k, error, out)
                 rewards[k], terminations[k], truncations[k] = 0.0, False, False
         if began is not None:
             self._times.count(clock() - began, len(steps))
@@ -394,32 +395,33 @@ class EnvRows:
         # Info and observation are copied before the reset: an environment may reuse the objects that it returned.
         if isinstance(info, dict):
             info = deepcopy(info)
-        kept = self._kept_final(k, observation)
+        final = self._keep_final(k, observation)
         reset_observation, reset_info = self._begin_next(k)
         self.leave_if_forked()
         if reset_info.__class__ is not dict and not isinstance(reset_info, Mapping):
             kind = type(reset_info).__name__
-            text = f"env {self.first + k}: reset() returned an info that is no dict but a {kind}"
+            text = f"env {self.first + k}: reset() returned an info that is not a dict but a {kind}"
             self.warnings.append(("reset info", f"{text}; with same-step autoreset it is left out"))
             reset_info = {}
         if "final_obs" in reset_info or "final_info" in reset_info:  # the reset's own keys win, as in Gymnasium
-            final = deepcopy(observation) if kept is WRITTEN else kept
-            return reset_observation, {"final_info": info, "final_obs": final, **reset_info}
-        self._note_final(k, kept, out)
+            final_obs = deepcopy(observation) if final is WRITTEN else final
+            return reset_observation, {"final_info": info, "final_obs": final_obs, **reset_info}
+        self._store_final(k, final, out)
         return reset_observation, {"final_info": info, **reset_info}
 
-    def _kept_final(self, k: int, observation: Any) -> Any:
+    def _keep_final(self, k: int, observation: Any) -> Any:
         """Keep an episode's last observation: in shared memory (``WRITTEN``), or as a copy for the outcome."""
-        if self._put_final is None or self._tree is None or self._tree.exact(observation) is None:
+        if self._write_final_row is None or self._tree is None or self._tree.match(observation) is None:
             return deepcopy(observation)
-        return self._put_final(k, observation)
+        return self._write_final_row(k, observation)
 
-    def _note_final(self, k: int, kept: Any, out: Outcome) -> None:
-        if kept is WRITTEN:
+    def _store_final(self, k: int, final: Any, out: Outcome) -> None:
+        """Report the result of :meth:`_keep_final`: by a flag in shared memory, or in the outcome."""
+        if final is WRITTEN:
             self._final[k] = True
             self._dirty = out.columns = True
         else:
-            out.finals[self.first + k] = kept
+            out.finals[self.first + k] = final
 
     # -- resetting --------------------------------------------------------------------------------------------------
 
@@ -435,22 +437,22 @@ class EnvRows:
         """
         self._begin(ks)
         out = self._out
-        each = options if isinstance(options, list) else [options] * len(seeds)
-        for k, seed, own in zip(range(self.count) if ks is None else ks, seeds, each, strict=True):
+        options_by_row = options if isinstance(options, list) else [options] * len(seeds)
+        for k, seed, env_options in zip(range(self.count) if ks is None else ks, seeds, options_by_row, strict=True):
             try:
                 self.note_running(k)
-                observation, info = self._reset(k, seed, own)
+                observation, info = self._reset(k, seed, env_options)
                 self.leave_if_forked()
                 if self.guard is not None and self.guard.first_reset:  # later resets should change no more settings
                     self.guard.restart()
                     self.guard.first_reset, self.guard.due = False, True
                 self._steps[k] = self._first_step(k, pending)
                 self._used[k] = True
-                self._write(k, observation, out)
+                self._store_observation(k, observation, out)
                 if info or info.__class__ is not dict:
-                    self._note(k, info, out)
+                    self._store_info(k, info, out)
             except BaseException as error:
-                self._fail(k, error, out)
+                self._record_failure(k, error, out)
         self._check_clients()
         if self.guard is not None:
             self.guard.on_reset()
@@ -460,40 +462,40 @@ class EnvRows:
         """Replace the environments of rows ``ks`` by new ones, unless they are unused, and reset them."""
         for k in range(self.count) if ks is None else ks:
             if self._used[k]:
-                self._drop(k)
+                self._discard_env(k)
         return self.reset(ks, seeds, options, pending=pending)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
         """Call ``env.get_wrapper_attr(name)`` of every environment, or return the attribute if it is not callable."""
-        return self._each(range(self.count), lambda k: call_env(self._env(k), name, args, kwargs))
+        return self._call_each(range(self.count), lambda k: call_env(self._env(k), name, args, kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> Outcome:
         """Call ``env.set_wrapper_attr(name, value)``, with one value per row."""
 
-        def one(k: int) -> None:
+        def set_row(k: int) -> None:
             self._env(k).set_wrapper_attr(name, values[k])
 
-        return self._each(range(self.count), one)
+        return self._call_each(range(self.count), set_row)
 
-    def set_next(self, given: Sequence[tuple[Any, Any] | None]) -> Outcome:
+    def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
         """Set seed and options of the next episode that autoreset begins, one pair per row; ``None``: no change."""
 
-        def one(k: int) -> None:
+        def set_row(k: int) -> None:
             self._env(k)
-            if (own := given[k]) is not None:
-                self._next[k] = own
+            if (pair := pairs[k]) is not None:
+                self._next_episodes[k] = pair
 
-        return self._each(range(self.count), one)
+        return self._call_each(range(self.count), set_row)
 
     def exec(
         self, ks: Sequence[int], function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Outcome:
         """Call ``function(env, *args, **kwargs)`` for the rows ``ks``."""
-        return self._each(ks, lambda k: function(self._env(k), *args, **kwargs))
+        return self._call_each(ks, lambda k: function(self._env(k), *args, **kwargs))
 
-    def _each(self, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
+    def _call_each(self, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """Call ``function(k)`` for each of the rows ``ks``, and return the results.
 
         Args:
@@ -508,22 +510,22 @@ class EnvRows:
                 out.results[self.first + k] = function(k)
             except BaseException as error:
                 if self._interrupts and raised_by_handler(error):
-                    raise _cause_of(error)  # noqa: B904 - it is one of its causes
+                    raise _find_root_cause(error)  # noqa: B904 - it is one of its causes
                 if fatal:
-                    self._drop(k)
+                    self._discard_env(k)
                 out.failures.append(Failure(self.first + k, error, fatal=fatal))
         return out
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _write(self, k: int, observation: Any, out: Outcome) -> None:
+    def _store_observation(self, k: int, observation: Any, out: Outcome) -> None:
         """Store an observation, unless the environment has written it in place."""
-        if observation is not None and observation is self._offered[k]:
+        if observation is not None and observation is self._buffers[k]:
             return
-        if (travels := self._put(k, observation)) is not WRITTEN:
-            out.observations[self.first + k] = travels
+        if (to_send := self._write_row(k, observation)) is not WRITTEN:
+            out.observations[self.first + k] = to_send
 
-    def _note(self, k: int, info: Any, out: Outcome) -> None:
+    def _store_info(self, k: int, info: Any, out: Outcome) -> None:
         """Store an info that is not empty."""
         self._dirty = True
         if info.__class__ is dict and self._infos.write(k, info):
@@ -532,7 +534,7 @@ class EnvRows:
             self._schemas[k] = BY_PICKLE
             out.infos[self.first + k] = info
 
-    def _clean(self, ks: Sequence[int] | None) -> None:
+    def _clear_results(self, ks: Sequence[int] | None) -> None:
         where: Any = slice(None) if ks is None else ks
         self._schemas[where] = NO_INFO
         self._final[where] = False
@@ -547,23 +549,23 @@ class EnvRows:
             out.warnings.extend(self.warnings)
             self.warnings.clear()
         if out.columns:
-            self._infos.send_new(out.schemas)
+            self._infos.add_new_definitions(out.schemas)
         self._was_plain = not out.columns and out.is_plain()
         return PLAIN_OUTCOME if self._was_plain else out
 
-    def _fail(self, k: int, error: BaseException, out: Outcome) -> None:
+    def _record_failure(self, k: int, error: BaseException, out: Outcome) -> None:
         self.leave_if_forked()
         row = self.first + k
         if isinstance(error, EpisodeOver):  # the environment was not called
             out.failures.append(Failure(row, error, fatal=False))
             return
-        self._drop(k)
+        self._discard_env(k)
         self._reraise_interrupt(error)
         out.failures.append(Failure(row, explain_bad_step(error, row) or error))
         out.observations.pop(row, None)
         out.infos.pop(row, None)
 
-    def _drop(self, k: int) -> None:
+    def _discard_env(self, k: int) -> None:
         """Close an environment that must not be used any more, and clear its row."""
         self._schemas[k] = NO_INFO
         self._final[k] = False
@@ -574,7 +576,7 @@ class EnvRows:
         env, self.envs[k] = self.envs[k], None
         self._steps[k] = partial(self._step_failed, k)
         self._used[k] = False
-        self._next.pop(k, None)
+        self._next_episodes.pop(k, None)
         try:
             if env is not None:
                 env.close()
@@ -584,14 +586,14 @@ class EnvRows:
         return None
 
 
-def _cause_of(error: BaseException) -> BaseException:
+def _find_root_cause(error: BaseException) -> BaseException:
     """Return the original exception behind one of vecenv's, at any depth."""
     while isinstance(error, VecEnvError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
-def _action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) -> Callable[[Array | None], Sequence[Any]]:
+def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) -> Callable[[Array | None], Sequence[Any]]:
     """Return a function that reads actions of some rows (``None``: all) from shared memory: scalars or writeable arrays."""
 
     def copies(leaf: Array, ks: Array | None) -> Sequence[Any]:

@@ -190,7 +190,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
     def _plans(self) -> list[HostPlan]:
         """Pickle the functions, connect to the cluster, and return the plan of each host."""
-        packed = PackedEnvFns.of(range(self.num_envs), self.env_fns, "it needs to get to its host")
+        packed = PackedEnvFns.pack(range(self.num_envs), self.env_fns, "it needs to get to its host")
         self._cluster = self._connect()
         ranges = self._shares()
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
@@ -203,7 +203,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
                 single = self.observation_mode[1]
                 options = {**options, "observation_mode": (batch_space(single, len(rows)), single)}
             cpus, workers = self._cores(len(rows), len(ranges))
-            plans.append(HostPlan(index, rows, packed.part(rows), cpus, workers, options, list(sys.path)))
+            plans.append(HostPlan(index, rows, packed.select(rows), cpus, workers, options, list(sys.path)))
         return plans
 
     def _shares(self) -> list[range]:

@@ -29,13 +29,14 @@ class SnapshotRows(EnvRows):
         self._proved_fns: list[Callable[[], Any]] = []
         """The functions of environments that have passed the proof."""
 
-    def follow(self, before: SnapshotRows) -> None:
-        """Take over the environment of ``before``, the previous object for this row in this process."""
-        pending = before._is_pending(0)
-        self.envs, self.forked, self._used, self._next = before.envs, before.forked, before._used, before._next
+    def take_over(self, previous: SnapshotRows) -> None:
+        """Take over the environment of ``previous``, the object for this row in this process until now."""
+        pending = previous._is_pending(0)
+        self.envs, self.forked, self._used = previous.envs, previous.forked, previous._used
+        self._next_episodes = previous._next_episodes
         if (env := self.envs[0]) is not None:
             self._steps[0] = self._first_step(0, pending)
-            self._offer(0, env)
+            self._offer_buffer(0, env)
         self._dirty = True  # the row may still have infos of its previous environment
 
     def save(self, ks: Sequence[int]) -> Outcome:
@@ -47,10 +48,10 @@ class SnapshotRows(EnvRows):
             kind = self._find_kind(k, layers)
             return Snapshot.of(
                 kind, self._capture(layers, kind), pending=self._is_pending(k), used=self._used[k],
-                upcoming=self._next.get(k),
+                upcoming=self._next_episodes.get(k),
             )  # fmt: skip
 
-        return self._each(ks, save_row)
+        return self._call_each(ks, save_row)
 
     def _capture(self, layers: list[Any], kind: Kind) -> bytes:
         try:
@@ -60,11 +61,11 @@ class SnapshotRows(EnvRows):
 
     def _find_kind(self, k: int, layers: list[Any]) -> Kind:
         """Return the kind of a row's environment. It is cached until its layers or outermost spaces change."""
-        now = [*layers, layers[0].observation_space, layers[0].action_space]
-        known = self._kinds.get(k)
-        if known is None or len(known[0]) != len(now) or not all(map(is_, known[0], now)):
-            known = self._kinds[k] = now, kind_of(layers)
-        return known[1]
+        key = [*layers, layers[0].observation_space, layers[0].action_space]
+        cached = self._kinds.get(k)
+        if cached is None or len(cached[0]) != len(key) or not all(map(is_, cached[0], key)):
+            cached = self._kinds[k] = key, kind_of(layers)
+        return cached[1]
 
     def prove(self, ks: Sequence[int]) -> Outcome:
         """Prove that environments restored from the saved states of rows ``ks`` continue exactly as the originals would.
@@ -76,7 +77,7 @@ class SnapshotRows(EnvRows):
 
             def proof_for(k: int) -> Proof:
                 env_fn = self.env_fns[k]
-                if not latest or not _are_equal(latest[0][0], env_fn):
+                if not latest or not _build_same_env(latest[0][0], env_fn):
                     scratch.close()
                     latest[:] = [(env_fn, self._new_proof(env_fn, scratch))]
                 if isinstance(found := latest[0][1], NotRestorable):
@@ -89,12 +90,12 @@ class SnapshotRows(EnvRows):
                 state = self._capture(layers, self._find_kind(k, layers))
                 proof_for(k).check(env, state, over=self._is_pending(k))
 
-            return self._each(ks, prove_row)
+            return self._call_each(ks, prove_row)
 
     def _new_proof(self, env_fn: Callable[[], Any], scratch: contextlib.ExitStack) -> Proof | NotRestorable:
         try:
             proof = scratch.enter_context(opened_proof(env_fn))
-            if not any(_are_equal(env_fn, known) for known in self._proved_fns):
+            if not any(_build_same_env(env_fn, known) for known in self._proved_fns):
                 proof.run()
                 self._proved_fns.append(env_fn)
         except NotRestorable as error:
@@ -103,12 +104,12 @@ class SnapshotRows(EnvRows):
 
     def check(self, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
         """Prepare to load snapshots, without changing the rows. A snapshot that does not fit is a failure in the outcome."""
-        given = dict(snapshots)
+        snapshot_by_row = dict(snapshots)
 
         def prepare_row(k: int) -> None:
-            self._prepared[k] = self._prepare(k, given[k]), given[k]
+            self._prepared[k] = self._prepare(k, snapshot_by_row[k]), snapshot_by_row[k]
 
-        return self._each(list(given), prepare_row)
+        return self._call_each(list(snapshot_by_row), prepare_row)
 
     def load(self, ks: Sequence[int]) -> Outcome:
         """Load the snapshots that :meth:`check` has prepared."""
@@ -120,7 +121,7 @@ class SnapshotRows(EnvRows):
             self._steps[k] = self._first_step(k, saved.pending)
             self._used[k] = saved.used
 
-        out = self._each(ks, load_row, fatal=True)
+        out = self._call_each(ks, load_row, fatal=True)
         for k in ks:
             self._prepared.pop(k, None)
         return out
@@ -130,8 +131,8 @@ class SnapshotRows(EnvRows):
         env = self.envs[k] or self._build(k)
         try:
             layers = layers_of(env)
-            if wrong := snapshot.row.kind.differs_from(self._find_kind(k, layers)):
-                raise SnapshotMismatch(wrong)
+            if difference := snapshot.row.kind.differs_from(self._find_kind(k, layers)):
+                raise SnapshotMismatch(difference)
             return prepare_restore(env, snapshot.body, layers)
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"the snapshot does not fit: {error}") from error
@@ -139,18 +140,18 @@ class SnapshotRows(EnvRows):
     def _restore(self, k: int, restore: Callable[[], None], saved: Row) -> None:
         env = self._env(k)
         restore()
-        self._next.pop(k, None)
+        self._next_episodes.pop(k, None)
         if saved.upcoming is not None:
-            self._next[k] = saved.upcoming
-        if self._offered[k] is not None:
-            env.unwrapped.observation_buffer(self._offered[k])  # type: ignore[attr-defined]
+            self._next_episodes[k] = saved.upcoming
+        if self._buffers[k] is not None:
+            env.unwrapped.observation_buffer(self._buffers[k])  # type: ignore[attr-defined]
 
 
-def _are_equal(one: Callable[[], Any], other: Callable[[], Any]) -> bool:
+def _build_same_env(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
     """True if two functions certainly build the same environment."""
-    if one is other:
+    if first is second:
         return True
     try:
-        return bool(cloudpickle.dumps(one) == cloudpickle.dumps(other))
+        return bool(cloudpickle.dumps(first) == cloudpickle.dumps(second))
     except Exception:
         return False

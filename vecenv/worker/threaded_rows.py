@@ -16,8 +16,8 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Op, Outcome
-from vecenv.worker.keeping import SnapshotRows
 from vecenv.worker.rows import clock
+from vecenv.worker.snapshot_rows import SnapshotRows
 
 
 class RecordedCall:
@@ -52,14 +52,14 @@ class ThreadedRows(SnapshotRows):
         turn: A lock, held while a request is executed, except while its environment runs.
     """
 
-    def __init__(self, *rows: Any, **how: Any) -> None:
-        super().__init__(*rows, **how)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._running_cell = memoryview(bytearray(4)).cast("i")  # not shared: several environments run at once
         self.turn = Lock()
         self._pool = ThreadPoolExecutor(self.plan.env_threads, "environment")
-        self._resets_itself = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
-        self._stepped: dict[int, RecordedCall] = {}  # row -> outcome of its step
-        self._begun: dict[int, RecordedCall] = {}  # row -> outcome of the reset or call that the loop is about to make
+        self._resets_in_thread = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
+        self._recorded_steps: dict[int, RecordedCall] = {}  # row -> outcome of its step
+        self._recorded_calls: dict[int, RecordedCall] = {}  # row -> outcome of its reset or call
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
         """Call a function in the next free thread."""
@@ -75,66 +75,66 @@ class ThreadedRows(SnapshotRows):
             self._run_reset(k, seed, options[0] if isinstance(options, list) else options)
         elif op == Op.EXEC:
             (k,), function, args, kwargs = payload
-            self._begun[k] = RecordedCall(lambda: function(self._env(k), *args, **kwargs))
+            self._recorded_calls[k] = RecordedCall(lambda: function(self._env(k), *args, **kwargs))
         self.leave_if_forked()
 
     def _run_step(self, k: int, action: Any) -> None:
-        self._stepped[k] = RecordedCall(lambda: self._step_and_reset(k, action))
+        self._recorded_steps[k] = RecordedCall(lambda: self._step_and_reset(k, action))
 
     def _run_reset(self, k: int, seed: Any, options: Any) -> None:
-        self._begun[k] = RecordedCall(lambda: super(ThreadedRows, self)._reset(k, seed, options))
+        self._recorded_calls[k] = RecordedCall(lambda: super(ThreadedRows, self)._reset(k, seed, options))
 
     def _step_and_reset(self, k: int, action: Any) -> Any:
         """Step the environment of row k; in same-step mode, reset it at the end of an episode. Called in a thread."""
         result = self._steps[k](action)
         self.leave_if_forked()
-        if self._resets_itself and isinstance(result, tuple) and len(result) == 5 and (result[2] or result[3]):
+        if self._resets_in_thread and isinstance(result, tuple) and len(result) == 5 and (result[2] or result[3]):
             # copied before the reset: an environment may reuse the objects that it returned
             observation, reward, terminated, truncated, info = result
             result = deepcopy(observation), reward, terminated, truncated, deepcopy(info)
-            self._begun[k] = RecordedCall(lambda: super(ThreadedRows, self)._begin_next(k))
+            self._recorded_calls[k] = RecordedCall(lambda: super(ThreadedRows, self)._begin_next(k))
             self.leave_if_forked()
         return result
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Run the step loop over the recorded outcomes."""
-        which = range(self.count) if ks is None else ks
+        rows = range(self.count) if ks is None else ks
         began = clock()
-        if ks is None or ks[0] not in self._stepped:
-            list(self._pool.map(self._run_step, which, actions))
-        recorded = {k: self._stepped.pop(k) for k in which}
+        if ks is None or ks[0] not in self._recorded_steps:
+            list(self._pool.map(self._run_step, rows, actions))
+        recorded = {k: self._recorded_steps.pop(k) for k in rows}
         seconds = max([clock() - began, *(call.seconds for call in recorded.values())])
         steps = {k: self._steps[k] for k in recorded}
         for k, call in recorded.items():
             self._steps[k] = call
         out = super().step(ks, actions)
         for k, call in recorded.items():
-            self._begun.pop(k, None)
+            self._recorded_calls.pop(k, None)
             if self._steps[k] is call:  # if the loop has set no other function
                 self._steps[k] = steps[k]
         self._times.add(seconds, [(k, call.seconds) for k, call in recorded.items()])
         return out
 
     def _begin_next(self, k: int) -> tuple[Any, Any]:
-        begun = self._begun.pop(k, None)
-        result: tuple[Any, Any] = super()._begin_next(k) if begun is None else begun()
+        recorded = self._recorded_calls.pop(k, None)
+        result: tuple[Any, Any] = super()._begin_next(k) if recorded is None else recorded()
         return result
 
     def reset(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
-        if ks is None or ks[0] not in self._begun:
-            which = range(self.count) if ks is None else ks
-            each = options if isinstance(options, list) else [options] * len(seeds)
-            list(self._pool.map(self._run_reset, which, seeds, each))
+        if ks is None or ks[0] not in self._recorded_calls:
+            rows = range(self.count) if ks is None else ks
+            options_by_row = options if isinstance(options, list) else [options] * len(seeds)
+            list(self._pool.map(self._run_reset, rows, seeds, options_by_row))
         return super().reset(ks, seeds, options, pending=pending)
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
-        result: tuple[Any, Any] = self._begun.pop(k)()
+        result: tuple[Any, Any] = self._recorded_calls.pop(k)()
         return result
 
     def exec(self, ks: Sequence[int], *function: Any) -> Outcome:
-        if ks[0] not in self._begun:
+        if ks[0] not in self._recorded_calls:
             return super().exec(ks, *function)
-        return self._each(ks, lambda k: self._begun.pop(k)())
+        return self._call_each(ks, lambda k: self._recorded_calls.pop(k)())
 
     def close(self) -> Outcome:
         self._pool.shutdown()

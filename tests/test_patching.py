@@ -199,7 +199,8 @@ def test_class_with_private_overrides_derives_from_gymnasiums(monkeypatch: pytes
             assert envs.step(np.array([0, 0]))[1].tolist() == [0.001, 1.001]
         assert built[1].reset()[1]["added"]
         assert built[2].first is built[2].envs[0]
-        assert "; still Gymnasium's, as it reaches into that class: Pipes, Infos, Inner" in str(patching.REPORT)
+        text = "; these still derive from Gymnasium's class, as they use its internals: Pipes, Infos, Inner"
+        assert text in str(patching.REPORT)
     finally:
         for envs in built:
             envs.close()
@@ -390,8 +391,8 @@ def test_class_that_stays_gymnasiums_is_reported(tmp_path: Path) -> None:
     done = python("-m", "vecenv", "run", "derives.py", cwd=tmp_path)
     assert done.stdout == "['gymnasium.vector.async_vector_env']\n"
     assert done.stderr.splitlines()[-1] == (
-        "vecenv run: no vector environment of vecenv's was made; "
-        "still Gymnasium's, as it reaches into that class: Derived"
+        "vecenv run: no vector environment was built by vecenv; "
+        "these still derive from Gymnasium's class, as they use its internals: Derived"
     )
 
 

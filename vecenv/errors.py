@@ -26,17 +26,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-def how_to_install(extra: str, *besides: str) -> str:
-    """Return the commands that install an extra, and the packages ``besides``, for messages."""
-    more = "".join(f" {package}" for package in besides)
-    return f"pip install -e '.[{extra}]'{more} in a checkout, or pip install 'vecenv[{extra}]'{more} from a release"
+def how_to_install(extra: str, *packages: str) -> str:
+    """Return the commands that install an extra, and the packages ``packages``, for messages."""
+    others = "".join(f" {package}" for package in packages)
+    return f"pip install -e '.[{extra}]'{others} in a checkout, or pip install 'vecenv[{extra}]'{others} from a release"
 
 
-def close_names(name: object, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: the known names close to it, or else the first ones."""
-    if close := difflib.get_close_matches(str(name), known, n=3):
+def suggest_names(name: object, names: Sequence[str]) -> str:
+    """Return the end of a message about an unknown name: the names close to it, or else the first ones."""
+    if close := difflib.get_close_matches(str(name), names, n=3):
         return f"; did you mean {' or '.join(map(repr, close))}?"
-    return f"; there are {len(known)}: {', '.join(map(repr, known[:5]))}{', ...' if len(known) > 5 else ''}"
+    return f"; there are {len(names)}: {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}"
 
 
 def envs_text(rows: Sequence[int], running: int | None = None) -> str:

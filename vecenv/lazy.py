@@ -21,23 +21,23 @@ def lazy(
         needs: Library -> text of the error if it is not installed; ``{name}`` stands for the public name.
     """
     names = vars(sys.modules[package])
-    home_of = {name: module for module, held in homes.items() for name in held}
+    module_of = {name: module for module, public_names in homes.items() for name in public_names}
 
     def load(name: str) -> Any:
         if name in modules:
             return importlib.import_module(f"{package}.{name}")
-        if name not in home_of:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            module = importlib.import_module(f"{package}.{home_of[name]}")
+            module = importlib.import_module(f"{package}.{module_of[name]}")
         except ModuleNotFoundError as error:
-            if (why := (needs or {}).get(error.name or "")) is None:
+            if (text := (needs or {}).get(error.name or "")) is None:
                 raise
-            raise ImportError(why.format(name=name)) from error
+            raise ImportError(text.format(name=name)) from error
         names[name] = getattr(module, name)
         return names[name]
 
-    def listed() -> list[str]:
-        return sorted({*names["__all__"], *home_of, *modules, *(name for name in names if name.startswith("__"))})
+    def list_names() -> list[str]:
+        return sorted({*names["__all__"], *module_of, *modules, *(name for name in names if name.startswith("__"))})
 
-    return load, listed
+    return load, list_names

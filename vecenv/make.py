@@ -35,7 +35,13 @@ if TYPE_CHECKING:
     from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
 
 __all__ = [
-    "check_env_options", "engine_options", "find_spec", "make_vec", "newest_version", "only_vector", "parameters_of",
+    "check_env_options",
+    "engine_options",
+    "find_spec",
+    "make_vec",
+    "newest_version",
+    "only_vector",
+    "parameters_of",
     "register",
 ]  # fmt: skip
 
@@ -54,7 +60,7 @@ def find_spec(env_id: str) -> EnvSpec:
         return _find_spec(env_id)  # unlike gymnasium.spec, this imports modules and finds the newest version
     except gymnasium.error.Error as error:
         kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
-        raise kind(f"{error} {_other_places(env_id)}".rstrip()) from None
+        raise kind(f"{error} {_suggest_places(env_id)}".rstrip()) from None
 
 
 def newest_version(env_id: str) -> str | None:
@@ -68,13 +74,13 @@ def newest_version(env_id: str) -> str | None:
         gymnasium.logger.min_level = level
 
 
-def _other_places(env_id: str) -> str:
+def _suggest_places(env_id: str) -> str:
     """Return hints where an unregistered environment can be found, for error messages."""
     name = env_id.rpartition(":")[2]
     hints = []
     close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
     if close:
-        hints.append(f"Registered ids like it: {', '.join(close)}.")
+        hints.append(f"Similar registered ids: {', '.join(close)}.")
     namespace = "ALE" if re.search(r"NoFrameskip-v\d|Deterministic-v\d", name) else name.partition("/")[0]
     library, command = _LIBRARIES.get(namespace, ("", ""))
     if library and importlib.util.find_spec(library) is not None:
@@ -213,32 +219,34 @@ def make_vec(
         ImportError: A library is missing. The text has the command that installs it.
         NotImplementedError: ``spare_workers`` for a backend without them.
     """
-    row = _row_of(backend)
-    found = row.spec(id_or_env_fn)
-    given, kwargs = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
-    _sort_options(options, given, kwargs, row.options(), _own_parameters(found or id_or_env_fn))
-    if {**options, **given}.get("spare_workers") and backend not in ("process", "serial"):
-        reason = "only worker processes of this machine go from row to row, those of backend='process'"
+    entry = _find_backend(backend)
+    found = entry.spec(id_or_env_fn)
+    vector_options, kwargs = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
+    _sort_options(options, vector_options, kwargs, entry.options(), _parameter_names(found or id_or_env_fn))
+    if {**options, **vector_options}.get("spare_workers") and backend not in ("process", "serial"):
+        reason = "only worker processes on this machine can move between rows, those of backend='process'"
         raise_unsupported(f"backend {backend!r}", "have spare workers", reason)
     if isinstance(id_or_env_fn, EnvSpec):
-        num_envs, given, wrappers, kwargs = _as_recorded(id_or_env_fn, num_envs, given, wrappers, kwargs)
+        num_envs, vector_options, wrappers, kwargs = _merge_recorded(
+            id_or_env_fn, num_envs, vector_options, wrappers, kwargs
+        )
     check_option("num_envs", num_envs)
     if found is not None and found.vector_entry_point == _REGISTERED:
         settings = kwargs if found is id_or_env_fn else {**found.kwargs, **kwargs}
-        settings["options"] = {**settings["options"], **given}
+        settings["options"] = {**settings["options"], **vector_options}
         if backend != "process":
             settings["backend"] = backend
         return _make_registered(int(num_envs), wrappers=wrappers, **settings)
     if backend == "process" and found is not None and only_vector(found):
-        row = _BACKENDS["native"]
-    request = MakeRequest(id_or_env_fn, int(num_envs), given, _parse_wrappers(wrappers), kwargs)
-    envs = row.build(request)
-    if (spec := request.result_spec(row.mode, envs.unwrapped.spec)) is not None:
+        entry = _BACKENDS["native"]
+    request = MakeRequest(id_or_env_fn, int(num_envs), vector_options, _parse_wrappers(wrappers), kwargs)
+    envs = entry.build(request)
+    if (spec := request.result_spec(entry.mode, envs.unwrapped.spec)) is not None:
         envs.unwrapped.spec = spec
     return envs
 
 
-def _as_recorded(
+def _merge_recorded(
     spec: EnvSpec, num_envs: int, vector_kwargs: dict[str, Any], wrappers: Wrappers | None, kwargs: dict[str, Any]
 ) -> tuple[int, dict[str, Any], Wrappers | None, dict[str, Any]]:
     """Return the arguments of :func:`make_vec`; those in a vector environment's spec have priority, as in Gymnasium."""
@@ -269,16 +277,16 @@ def register(
     Raises:
         Exception: The errors of :func:`make_vec` that are found without building an environment.
     """
-    row = _row_of(backend)
+    entry = _find_backend(backend)
     if not isinstance(id, str):
         raise TypeError(f"register needs an id, got {id!r}")
-    found = row.find(id)
-    given, env_options = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
-    _sort_options(options, given, env_options, row.options(), _own_parameters(found))
+    found = entry.find(id)
+    vector_options, env_options = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
+    _sort_options(options, vector_options, env_options, entry.options(), _parameter_names(found))
     if isinstance(found, EnvSpec):
         check_env_options(found, env_options, vector=backend == "native" or (backend == "process" and only_vector(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
-    kwargs = {**env_options, "id": id, "backend": backend, "options": given}
+    kwargs = {**env_options, "id": id, "backend": backend, "options": vector_options}
     registry.pop(name, None)
     gymnasium.register(name, vector_entry_point=_REGISTERED, kwargs=kwargs)
     return name
@@ -297,7 +305,7 @@ def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str,
 class MakeRequest:
     """The arguments of a call of :func:`make_vec`."""
 
-    what: str | EnvSpec | EnvFn
+    id_or_env_fn: str | EnvSpec | EnvFn
     num_envs: int
     vector_kwargs: dict[str, Any]
     wrappers: tuple[Callable[[Any], Any], ...]
@@ -312,25 +320,25 @@ class MakeRequest:
         """
         if self.wrappers:
             raise ValueError(
-                f"wrappers are for Python environments, of which backend {backend!r} has none: wrap the result with those "
-                "of gymnasium.wrappers.vector"
+                f"wrappers need Python environments, which backend {backend!r} does not have: wrap the result with wrappers "
+                "from gymnasium.wrappers.vector"
             )
-        if isinstance(self.what, EnvSpec):
-            return self.what.id
-        if not isinstance(self.what, str):
-            raise TypeError(f"backend {backend!r} wants the name of an environment, got {self.what!r}")
-        return self.what
+        if isinstance(self.id_or_env_fn, EnvSpec):
+            return self.id_or_env_fn.id
+        if not isinstance(self.id_or_env_fn, str):
+            raise TypeError(f"backend {backend!r} needs the name of an environment, got {self.id_or_env_fn!r}")
+        return self.id_or_env_fn
 
     def result_spec(self, mode: str, spec: EnvSpec | None) -> EnvSpec | None:
         """Return the spec from which the vector environment can be built again; ``None`` for a function."""
-        if isinstance(self.what, EnvSpec):
-            spec = self.what
-        elif isinstance(self.what, str) and mode in ("async", "sync"):
-            spec = find_spec(self.what)
+        if isinstance(self.id_or_env_fn, EnvSpec):
+            spec = self.id_or_env_fn
+        elif isinstance(self.id_or_env_fn, str) and mode in ("async", "sync"):
+            spec = find_spec(self.id_or_env_fn)
         if spec is None:
             return None
         result = copy.deepcopy(spec)
-        result.kwargs = {**({} if isinstance(self.what, EnvSpec) else result.kwargs), **self.env_kwargs}
+        result.kwargs = {**({} if isinstance(self.id_or_env_fn, EnvSpec) else result.kwargs), **self.env_kwargs}
         if self.num_envs != 1:
             result.kwargs["num_envs"] = self.num_envs
         result.kwargs["vectorization_mode"] = mode
@@ -361,56 +369,58 @@ class Backend:
     mode: str = "vector_entry_point"
     options: Callable[[], Collection[str]] = tuple
 
-    def spec(self, what: str | EnvSpec | EnvFn) -> EnvSpec | None:
+    def spec(self, id_or_env_fn: str | EnvSpec | EnvFn) -> EnvSpec | None:
         """Return the spec in Gymnasium's registry; ``None`` for functions and other libraries' names."""
-        if isinstance(what, EnvSpec):
-            return what
-        return find_spec(what) if isinstance(what, str) and self.find is find_spec else None
+        if isinstance(id_or_env_fn, EnvSpec):
+            return id_or_env_fn
+        return find_spec(id_or_env_fn) if isinstance(id_or_env_fn, str) and self.find is find_spec else None
 
     def missing(self) -> list[str]:
         """Return the required modules that are not installed."""
         return [name for name in self.needs if name not in sys.modules and importlib.util.find_spec(name) is None]
 
 
-def _row_of(backend: str) -> Backend:
-    """Return the row of a backend, after a check that its libraries are installed.
+def _find_backend(backend: str) -> Backend:
+    """Return the entry of a backend, after a check that its libraries are installed.
 
     Raises:
         ValueError: There is no such backend.
         ImportError: A library is missing.
     """
-    row = _BACKENDS.get(backend) if isinstance(backend, str) else None
-    if row is None:
+    entry = _BACKENDS.get(backend) if isinstance(backend, str) else None
+    if entry is None:
         close = difflib.get_close_matches(str(backend), _BACKENDS, n=1)
         hint = f", did you mean {close[0]!r}?" if close else "."
         absent = {name: other.extra for name, other in _BACKENDS.items() if other.missing()}
-        install = f". Not installed here: {_names(absent)}; {how_to_install(','.join(absent.values()))}" if absent else ""
-        raise ValueError(f"there is no backend {backend!r}{hint} Backends: {_names(_BACKENDS)}{install}")
-    if missing := row.missing():
+        install = ""
+        if absent:
+            install = f". Not installed here: {_quote_names(absent)}; {how_to_install(','.join(absent.values()))}"
+        raise ValueError(f"there is no backend {backend!r}{hint} Backends: {_quote_names(_BACKENDS)}{install}")
+    if missing := entry.missing():
         raise ImportError(
-            f"backend {backend!r} needs {' and '.join(missing)}, not installed here: {how_to_install(row.extra)}"
+            f"backend {backend!r} needs {' and '.join(missing)}, not installed here: {how_to_install(entry.extra)}"
         )
-    return row
+    return entry
 
 
-def _names(names: Iterable[str]) -> str:
+def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _parse_kwargs(name: str, given: Any) -> dict[str, Any]:
-    if given is not None and not isinstance(given, Mapping):
+def _parse_kwargs(name: str, kwargs: Any) -> dict[str, Any]:
+    if kwargs is not None and not isinstance(kwargs, Mapping):
         owner = "the vector environment" if name == "vector_kwargs" else "the environment"
-        raise TypeError(f"{name} wants a dict of options of {owner}, got {given!r}")
-    return dict(given or {})
+        raise TypeError(f"{name} must be a dict of options of {owner}, got {kwargs!r}")
+    return dict(kwargs or {})
 
 
-def _own_parameters(what: Any) -> frozenset[str]:
-    """Return the parameter names of an environment's constructor."""
-    entry_point = what.entry_point if isinstance(what, EnvSpec) else what
-    if entry_point is None or (isinstance(what, str) and ":" not in what):
+def _parameter_names(env: Any) -> frozenset[str]:
+    """Return the parameter names of an environment's constructor. ``env`` is its spec, its entry point, or an id."""
+    entry_point = env.entry_point if isinstance(env, EnvSpec) else env
+    if entry_point is None or (isinstance(env, str) and ":" not in env):
         return frozenset()
     parameters = parameters_of(entry_point) or {}
-    return frozenset(name for name, each in parameters.items() if each.kind is not each.VAR_KEYWORD)
+    return frozenset(name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD)
 
 
 def _sort_options(
@@ -436,7 +446,7 @@ def _sort_options(
 
 def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ...]:
     if wrappers is not None and not (isinstance(wrappers, Sequence) and all(callable(wrapper) for wrapper in wrappers)):
-        raise TypeError(f"wrappers wants a sequence of functions that wrap an environment, got {wrappers!r}")
+        raise TypeError(f"wrappers must be a sequence of functions that wrap an environment, got {wrappers!r}")
     return tuple(wrappers or ())
 
 
@@ -471,22 +481,22 @@ def _engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
 
 
 def _env_fn(request: MakeRequest) -> EnvFn:
-    what, kwargs = request.what, request.env_kwargs
-    if isinstance(what, str | EnvSpec):
-        spec = copy.deepcopy(find_spec(what) if isinstance(what, str) else what)
+    env_fn, kwargs = request.id_or_env_fn, request.env_kwargs
+    if isinstance(env_fn, str | EnvSpec):
+        spec = copy.deepcopy(find_spec(env_fn) if isinstance(env_fn, str) else env_fn)
         # Gymnasium's make() needs the arguments in its call, not in the spec
-        kwargs = kwargs if isinstance(what, EnvSpec) else {**spec.kwargs, **kwargs}
+        kwargs = kwargs if isinstance(env_fn, EnvSpec) else {**spec.kwargs, **kwargs}
         check_env_options(spec, kwargs)
         spec.kwargs = {}
-        what = functools.partial(gymnasium.make, spec)
-    if not callable(what):
+        env_fn = functools.partial(gymnasium.make, spec)
+    if not callable(env_fn):
         raise TypeError(
             "make_vec needs an id, an EnvSpec or a function that builds an environment, got "
-            + ("a list: write vecenv.AsyncVectorEnv(env_fns)" if isinstance(what, list) else repr(what))
+            + ("a list: write vecenv.AsyncVectorEnv(env_fns)" if isinstance(env_fn, list) else repr(env_fn))
         )
-    if what is request.what:
-        _check_function_options(what, kwargs)
-    return functools.partial(_build, what, request.wrappers, kwargs)
+    if env_fn is request.id_or_env_fn:
+        _check_function_options(env_fn, kwargs)
+    return functools.partial(_build, env_fn, request.wrappers, kwargs)
 
 
 def _check_function_options(function: EnvFn, kwargs: Mapping[str, Any]) -> None:
@@ -497,11 +507,12 @@ def _check_function_options(function: EnvFn, kwargs: Mapping[str, Any]) -> None:
         return
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    named: Any = function
-    while isinstance(named, functools.partial):
-        named = named.func
-    accepted = [name for name, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
-    check_option_names(kwargs, accepted, getattr(named, "__qualname__", repr(named)), vector_options=engine_options())
+    wrapped: Any = function
+    while isinstance(wrapped, functools.partial):
+        wrapped = wrapped.func
+    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    accepted = [name for name, parameter in parameters.items() if parameter.kind in kinds]
+    check_option_names(kwargs, accepted, getattr(wrapped, "__qualname__", repr(wrapped)), vector_options=engine_options())
 
 
 def _build(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
@@ -539,19 +550,19 @@ def _native(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import NativeVectorEnv
 
     request.name("native")
-    spec = copy.deepcopy(find_spec(request.what) if isinstance(request.what, str) else request.what)
+    spec = copy.deepcopy(find_spec(request.id_or_env_fn) if isinstance(request.id_or_env_fn, str) else request.id_or_env_fn)
     assert isinstance(spec, EnvSpec)
-    if isinstance(request.what, EnvSpec):
+    if isinstance(request.id_or_env_fn, EnvSpec):
         spec.kwargs = {}  # make_vec() has merged them
     options = {**request.env_kwargs, **request.vector_kwargs}
     check_env_options(spec, options, vector=True)
-    keep = options.pop("copy", True)
+    copies = options.pop("copy", True)
     mode = options.pop("autoreset_mode", None)
     if mode is not None:
         mode = parse_autoreset_mode(mode)
         if "autoreset_mode" in (parameters_of(spec.vector_entry_point) or ()):
             options["autoreset_mode"] = mode
-    reason = f"{spec.id} has nothing but a vector entry point" if only_vector(spec) else "backend='native' was requested"
+    reason = f"{spec.id} has only a vector entry point" if only_vector(spec) else "backend='native' was requested"
     refusal = f"backend 'native': the library of {spec.id!r} does not offer {mode}"
     try:
         library = gymnasium.make_vec(spec, request.num_envs, "vector_entry_point", **options)
@@ -559,7 +570,7 @@ def _native(request: MakeRequest) -> AnyVectorEnv:
         if mode is not None and "autoreset_mode" in str(error):
             raise NotImplementedError(refusal) from error
         raise
-    envs = NativeVectorEnv(library, copy=keep, reason=reason)
+    envs = NativeVectorEnv(library, copy=copies, reason=reason)
     if mode is not None and envs.autoreset_mode is not mode:
         envs.close()
         raise NotImplementedError(f"{refusal}, only {envs.autoreset_mode}")

@@ -79,7 +79,9 @@ class PatchReport:
     def __str__(self) -> str:
         for envs in list(self._open):
             self.ended(envs)
-        more = f"; still Gymnasium's, as it reaches into that class: {', '.join(self.kept)}" if self.kept else ""
+        more = ""
+        if self.kept:
+            more = f"; these still derive from Gymnasium's class, as they use its internals: {', '.join(self.kept)}"
         if self._was_reloaded():
             more += "; the program reloaded gymnasium.vector, and its new classes are Gymnasium's"
         engines, environments = self._children.sum(axis=0).tolist()
@@ -87,7 +89,7 @@ class PatchReport:
             built = f"{_vector_environments(engines, environments)} in child processes, which do not report their steps"
             more = f"; and {built}{more}" if self.engines else f"{built}{more}"
         if self.began is None:
-            return more if engines else f"no vector environment of vecenv's was made{more}" if more else self._why_unused()
+            return more if engines else f"no vector environment was built by vecenv{more}" if more else self._why_unused()
         seconds = max(time.monotonic() - self.began, 1e-9)
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
@@ -180,8 +182,8 @@ class _AsyncReplacement(  # type: ignore[misc]
     _reported = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = _SIGNATURE.bind_partial(self, *args, **kwargs).arguments
-        options: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in given} | kwargs
+        passed = _SIGNATURE.bind_partial(self, *args, **kwargs).arguments
+        options: dict[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in passed} | kwargs
         try:
             super().__init__(*args, **options)
         except Exception as error:

@@ -108,14 +108,14 @@ def assert_same_steps(actual: AnyVectorEnv, expected: AnyVectorEnv, steps: int, 
     disabled = expected.metadata["autoreset_mode"] is AutoresetMode.DISABLED
     for t in range(steps):
         actions = sample()
-        mine, theirs = actual.step(actions), expected.step(copy.deepcopy(actions))
-        for name, one, other in zip(STEP_FIELDS, mine, theirs, strict=True):
-            assert_identical(one, other, f"step {t}: {name}")
-        dones = theirs[2] | theirs[3]
+        actual_step, expected_step = actual.step(actions), expected.step(copy.deepcopy(actions))
+        for name, actual_value, expected_value in zip(STEP_FIELDS, actual_step, expected_step, strict=True):
+            assert_identical(actual_value, expected_value, f"step {t}: {name}")
+        dones = expected_step[2] | expected_step[3]
         if disabled and dones.any():
-            mine_again = actual.reset(options={"reset_mask": dones.copy()})
-            theirs_again = expected.reset(options={"reset_mask": dones.copy()})
-            assert_identical(mine_again, theirs_again, f"masked reset after step {t}")
+            actual_reset = actual.reset(options={"reset_mask": dones.copy()})
+            expected_reset = expected.reset(options={"reset_mask": dones.copy()})
+            assert_identical(actual_reset, expected_reset, f"masked reset after step {t}")
 
 
 def reset(envs: AnyVectorEnv, seed: Any = None) -> Any:

@@ -425,7 +425,7 @@ def test_native_engine_is_used_only_if_requested_or_the_only_one(only_vector: st
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "native")) as envs:
         assert str(envs.plan).endswith("CartPoleVectorEnv: backend='native' was requested")
     with contextlib.closing(vecenv.make_vec(only_vector, 2)) as envs:
-        assert str(envs.plan).endswith("CartPoleVectorEnv: OnlyVector-v0 has nothing but a vector entry point")
+        assert str(envs.plan).endswith("CartPoleVectorEnv: OnlyVector-v0 has only a vector entry point")
         assert envs.library.max_episode_steps == 30
         assert repr(envs) == "NativeVectorEnv(OnlyVector-v0, num_envs=2)"
         with contextlib.closing(vecenv.make_vec(envs.spec)) as again:
@@ -458,8 +458,8 @@ def test_registered_names_build_their_environments(only_vector: str) -> None:
     ("arguments", "error", "text"),
     [
         ({"id_or_env_fn": "Acrobot-v1"}, gymnasium.error.Error, "no vector entry point"),
-        ({"id_or_env_fn": SyncVectorEnv}, TypeError, "wants the name of an environment"),
-        ({"wrappers": [lambda env: env]}, ValueError, "wrappers are for Python environments"),
+        ({"id_or_env_fn": SyncVectorEnv}, TypeError, "needs the name of an environment"),
+        ({"wrappers": [lambda env: env]}, ValueError, "wrappers need Python environments"),
         ({"max_episode_step": 3}, TypeError, r"'CartPole-v1', backend 'native', has no option .*'max_episode_steps'\?"),
         ({"vector_kwargs": {"num_workers": 2}}, TypeError, "has no option 'num_workers'"),
         (

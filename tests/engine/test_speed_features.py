@@ -161,7 +161,7 @@ def test_unpickled_dtypes_use_the_fast_path(monkeypatch: pytest.MonkeyPatch) -> 
         actions = envs.action_space.sample()
         assert actions.dtype is not np.dtype(np.float32), "nothing would be shown"
         for rows in (vars(worker).get("env_rows") or worker._rows for worker in envs._driver.pool.workers):
-            monkeypatch.setattr(rows, "_write_row", lambda k, observation: pytest.fail("the long way to write an observation"))
+            monkeypatch.setattr(rows, "_write_row", lambda k, observation: pytest.fail("the long way to write observations"))
         monkeypatch.setattr(Tree, "match", lambda *args: pytest.fail("the long way to stage actions"))
         assert (envs.step(actions)[0] == 1).all()
 

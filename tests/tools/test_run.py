@@ -142,7 +142,7 @@ ELSEWHERE = """
 @pytest.mark.parametrize(
     ("how", "replaced", "output"),
     [
-        ("reload", False, "no vector environment of vecenv's was made; the program reloaded gymnasium.vector, and its new"),
+        ("reload", False, "no vector environment was built by vecenv; the program reloaded gymnasium.vector, and its new"),
         ("fork", True, "1 vector environment of 2 environments in child processes, which do not report their steps"),
         ("os.fork", True, "1 vector environment of 2 environments in child processes, which do not report their steps"),
         ("spawn", False, "; processes that it started (spawn, forkserver, subprocess) have Gymnasium's"),

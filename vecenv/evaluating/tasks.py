@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from vecenv.errors import EnvFailed, close_names
+from vecenv.errors import EnvFailed, suggest_names
 from vecenv.evaluating.episodes import Episode
 from vecenv.front.capabilities import Capabilities
 
@@ -91,7 +91,7 @@ def require_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequ
                 "build it from vecenv.EnvChoice"
             )
         elif name not in offered:
-            raise ValueError(f"episodes[{index}]: there is no environment {name!r}{close_names(name, offered)}")
+            raise ValueError(f"episodes[{index}]: there is no environment {name!r}{suggest_names(name, offered)}")
 
 
 def _offered_names(envs: Any, capabilities: Capabilities | None) -> tuple[str, ...]:

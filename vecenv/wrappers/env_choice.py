@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import gymnasium
 
-from vecenv.errors import SnapshotMismatch, close_names
+from vecenv.errors import SnapshotMismatch, suggest_names
 from vecenv.state.capture import capture_state, prepare_restore
 from vecenv.state.snapshots import kind_of
 
@@ -114,7 +114,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     def _choose(self, name: str) -> gymnasium.Env[Any, Any]:
         """Make an environment the current one; build it if it is not open."""
         if name not in self.env_choices:
-            raise ValueError(f"EnvChoice: there is no environment {name!r}{close_names(name, self.env_choices)}")
+            raise ValueError(f"EnvChoice: there is no environment {name!r}{suggest_names(name, self.env_choices)}")
         env = self._open.pop(name, None)
         if env is None:
             while len(self._open) >= self._keep:

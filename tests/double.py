@@ -127,7 +127,7 @@ class _Memory(LockstepDriver):
             time.sleep(late if seconds is None else min(late, seconds))
             return self.ready.wait(seconds) and time.monotonic() >= self._due
         finally:
-            self._waited += time.monotonic() - started
+            self._seconds_waited += time.monotonic() - started
 
     def close(self, *, terminate: bool = False) -> None:
         self.ready.set()

@@ -216,7 +216,7 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
     ) -> None:
         if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` passes one, before Gymnasium 1.4
             env_fns = list(env_fns)
-        self._asks_for_shared_memory = False  # SyncVectorEnv's second argument has another meaning
+        self._requires_shared_memory = False  # SyncVectorEnv's second argument has another meaning
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
 
     @property

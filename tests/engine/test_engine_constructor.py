@@ -239,7 +239,7 @@ def preloads(modules: Any) -> Options:
     ("options", "error", "text"),
     [
         ({"autoreset_mode": "x"}, ValueError, "'x' is not a valid AutoresetMode: expected one of 'NextStep', 'SameStep', "),
-        ({"context": "forkservr"}, ValueError, "cannot find context for 'forkservr': wanted None or one of 'fork', "),
+        ({"context": "forkservr"}, ValueError, "cannot find context for 'forkservr': expected None or one of 'fork', "),
         (
             {"max_concurrency": 1.5},
             ValueError,

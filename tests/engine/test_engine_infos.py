@@ -193,7 +193,7 @@ def test_a_warning_about_a_column_is_given_once_and_names_the_environment_and_th
 
 def test_a_key_that_is_the_mask_of_another_is_dropped_with_a_warning(engine: Options) -> None:
     with ready_engine([info_env([{"_a": 0, "a": 1}])] * 2, **engine) as envs:
-        with pytest.warns(UserWarning, match=r"infos\['_a'\] of env 0 is dropped: that key is the mask of another one"):
+        with pytest.warns(UserWarning, match=r"infos\['_a'\] of env 0 is dropped: that key is the mask of another key"):
             infos = envs.step([0, 0])[4]
         mask = np.ones(2, np.bool_)
         assert_identical(infos, {"_a": mask, "__a": mask, "a": np.ones(2, int)})
@@ -281,7 +281,8 @@ def test_a_reset_within_a_step_whose_info_is_no_dict_keeps_the_end_of_the_episod
     zeros = np.zeros(4, np.float32)
     resets, steps = [(zeros, {"b": 2}), (zeros, None)], [(zeros, 1.0, True, False, {"a": 1})] * 2
     with ready_engine([partial(ReturningEnv, resets=resets, steps=steps)] * 2, autoreset_mode="SameStep", **engine) as envs:
-        with pytest.warns(UserWarning, match="is not a dict but a NoneType; with same-step autoreset it is left") as seen:
+        text = "is not a dict but a NoneType; with same-step autoreset it is left out"
+        with pytest.warns(UserWarning, match=text) as seen:
             infos = [envs.step([0, 0])[4] for _ in range(2)]
         assert len(seen) == 1
         for info in infos:
@@ -446,7 +447,7 @@ def test_infos_by_row_has_what_wrappers_changed(closes: Any) -> None:
 
 
 def test_removed_option_names_its_replacement() -> None:
-    text = r"AsyncVectorEnv has no option 'ragged_infos'\. It is gone: .*infos_by_row"
+    text = r"AsyncVectorEnv has no option 'ragged_infos'\. It was removed: .*infos_by_row"
     with pytest.raises(TypeError, match=text):
         vecenv.make_vec("CartPole-v1", 2, vector_kwargs={"ragged_infos": True})
     with pytest.raises(TypeError, match=text):

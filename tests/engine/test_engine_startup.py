@@ -122,7 +122,7 @@ def test_restarts_and_worker_options_are_checked_when_they_are_made(options: Any
 
 
 FORMER_OPTIONS = {
-    "strict": "It is gone", "ragged_infos": "It is gone", "isolate": "use_caller=False in place of isolate=True",
+    "strict": "It was removed", "ragged_infos": "It was removed", "isolate": "use_caller=False in place of isolate=True",
     "restart_limit": "on_failure=vecenv.Restart(limit=...)", "restart_period": "vecenv.Restart(limit=..., period=...)",
     "threads_per_worker": "WorkerOptions(threads=...)", "worker_affinity": "WorkerOptions(cores=...)",
     "worker_env": "WorkerOptions(env=...)", "preload": "WorkerOptions(preload=...)",

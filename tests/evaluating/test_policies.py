@@ -25,7 +25,7 @@ from walks import ENGINES, LONGEST, SEED, Walk, choose, expected_from, expected_
 import vecenv
 from vecenv.errors import SnapshotMismatch, WorkerDied
 from vecenv.evaluating.episodes import EpisodeResults
-from vecenv.front.driver import dropping_pending
+from vecenv.front.driver import drop_pending_and_retry
 
 # --- arguments and results of a policy, and refusals before anything runs ------------------------
 
@@ -546,8 +546,8 @@ def test_time_limit_in_a_dropped_step_is_raised() -> None:
     with ready_engine([lambda: HitByTimeLimit(1)] * 2, num_workers=0) as envs:
         envs.step_async(np.zeros(2, int))
         with pytest.raises(Alarm):
-            dropping_pending(envs, envs.reset)
-        assert dropping_pending(envs, envs.reset)[0].shape == (2, 1)
+            drop_pending_and_retry(envs, envs.reset)
+        assert drop_pending_and_retry(envs, envs.reset)[0].shape == (2, 1)
 
 
 # --- ``vecenv.evaluate`` of episodes that begin with a snapshot instead of a reset ----------------

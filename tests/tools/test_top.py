@@ -133,7 +133,7 @@ def test_folder_open_to_others_is_not_used(folder: Path, tmp_path: Path, monkeyp
     folder.mkdir(mode=0o755)
     monkeypatch.setattr(published.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
     with contextlib.closing(make()) as envs:
-        with pytest.raises(OSError, match=r"publish_stats\(\) finds no folder.*open to other users; set XDG_RUNTIME_DIR"):
+        with pytest.raises(OSError, match=r"publish_stats\(\) found no folder.*open to other users; set XDG_RUNTIME_DIR"):
             envs.publish_stats()
         (tmp_path / "temporary").mkdir()
         envs.publish_stats("elsewhere")

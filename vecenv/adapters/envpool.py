@@ -16,7 +16,7 @@ from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
 from vecenv.adapters.single import AnyVectorEnv, require
-from vecenv.front.driver import dropping_pending
+from vecenv.front.driver import drop_pending_and_retry
 
 __all__ = ["EnvPoolLike", "as_envpool"]
 
@@ -125,7 +125,7 @@ class EnvPoolLike:
         seeds = [None if self._seeded[row] else seed + row for row in rows.tolist()]
         row_seeds = None if all(one is None for one in seeds) else seeds
         if ids is None:
-            dropping_pending(self.vector_env, lambda: self.vector_env.reset_async(seed=row_seeds))
+            drop_pending_and_retry(self.vector_env, lambda: self.vector_env.reset_async(seed=row_seeds))
         else:
             self.vector_env.reset_async(seed=row_seeds, env_id=ids)
         self._begins[rows] = True

@@ -24,7 +24,7 @@ from ray.rllib.env.vector.vector_multi_agent_env import VectorMultiAgentEnv
 from ray.tune.registry import ENV_CREATOR, _global_registry
 
 from vecenv.evaluating.policies import map_leaves
-from vecenv.front.driver import dropping_pending
+from vecenv.front.driver import drop_pending_and_retry
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.multi_agent.views import forwarding
 
@@ -93,7 +93,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             self.vector_env.reset_async(seed=seed, options=options)
             return self.vector_env.results_by_row("reset_wait")
 
-        (obs, infos), own = dropping_pending(self.vector_env, begin)
+        (obs, infos), own = drop_pending_and_retry(self.vector_env, begin)
         acting = infos["agent_mask"]
         return self._observations(obs, acting), self._infos(infos, own, acting)
 

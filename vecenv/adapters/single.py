@@ -13,7 +13,7 @@ from gymnasium import Env
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from vecenv.front.capabilities import capabilities_of
-from vecenv.front.driver import dropping_pending
+from vecenv.front.driver import drop_pending_and_retry
 from vecenv.multi_agent.adapter import class_name, has_wrapper
 
 AnyEnv = Env[Any, Any]
@@ -60,7 +60,7 @@ def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, An
     Raises:
         StepTimeout: The pending result is still not ready; it stays pending.
     """
-    result: tuple[Any, Any] = dropping_pending(envs, lambda: envs.reset(seed=seed, options=options))
+    result: tuple[Any, Any] = drop_pending_and_retry(envs, lambda: envs.reset(seed=seed, options=options))
     return result
 
 

@@ -380,7 +380,7 @@ class JaxDriver(LockstepDriver):
                 time.sleep(_PAUSE)
             return True
         finally:
-            self._waited += time.monotonic() - began
+            self._seconds_waited += time.monotonic() - began
 
     def read(self, kind: Phase) -> Stepped:
         """Return the state as the results of a call."""
@@ -399,7 +399,7 @@ class JaxDriver(LockstepDriver):
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
         terminated = np.array(state.terminated)  # the first access waits for the whole program
-        self._waited += time.perf_counter() - began
+        self._seconds_waited += time.perf_counter() - began
         truncated = np.array(state.truncated)
         shown = self._infos(state, terminated | truncated) if infos else {}
         observations = to_numpy(self.functional.observation_space, state.obs)

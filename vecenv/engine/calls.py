@@ -48,7 +48,7 @@ class Calls:
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
         """Begin to call a function with each of some environments."""
         self._require_picklable((func, args, kwargs))
-        positions = _positions_of(rows)
+        positions = _select_positions(rows)
 
         def build_payload(worker: Worker) -> Any:
             mine = positions(worker)
@@ -64,16 +64,16 @@ class Calls:
         self.announce(range(self._exchange.num_envs), "set_attr", (name, values))
         self._exchange.begin_call("set_attr", Op.SET_ATTR, lambda worker: (name, [values[row] for row in worker.rows]))
 
-    def begin_set_next(self, rows: Collection[int], given: Sequence[Any]) -> None:
-        """Begin to set the seed and options of the next episode of some environments; ``given`` has an entry for all."""
-        self._require_picklable(given)
-        chosen = set(rows)
+    def begin_set_next(self, rows: Collection[int], pairs: Sequence[Any]) -> None:
+        """Begin to set the seed and options of the next episode of some environments; ``pairs`` has an entry for all."""
+        self._require_picklable(pairs)
+        selected = set(rows)
 
         def build_payload(worker: Worker) -> Any:
-            mine = [given[row] if row in chosen else None for row in worker.rows]
-            return mine if any(item is not None for item in mine) else None
+            mine = [pairs[row] if row in selected else None for row in worker.rows]
+            return mine if any(pair is not None for pair in mine) else None
 
-        self.announce(list(rows), "set_next_options", ([given[row] for row in rows],))
+        self.announce(list(rows), "set_next_options", ([pairs[row] for row in rows],))
         self._exchange.begin_call("set_next_options", Op.SET_NEXT, build_payload)
 
     def announce(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
@@ -93,9 +93,9 @@ class Calls:
         return Snapshots(self._save(rows, verify))
 
     def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
-        saved = self._call("save", Op.SAVE, _positions_of(rows))
+        saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
-            self._call("save", Op.PROVE, _positions_of(new))
+            self._call("save", Op.PROVE, _select_positions(new))
             self.verified |= set(new)
         return [self.with_observation(row, saved[row]) for row in rows]
 
@@ -110,7 +110,7 @@ class Calls:
             NotRestorable: An environment cannot be saved, or its worker has died.
         """
         rows = range(self._exchange.num_envs)
-        self._exchange.begin_call("save", Op.SAVE, _positions_of(rows))
+        self._exchange.begin_call("save", Op.SAVE, _select_positions(rows))
         request = self._exchange.finish_quietly()
         if request.deaths or request.failures:
             raise NotRestorable(request.deaths[0].text if request.deaths else request.failures[0][0].text)
@@ -122,28 +122,28 @@ class Calls:
 
     def _load(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Any:
         exchange, failed = self._exchange, self._exchange.failures.failed
-        snapshot_of = dict(zip(rows, snapshots, strict=True))
-        row_states = {row: snapshot.row for row, snapshot in snapshot_of.items()}
+        snapshot_by_row = dict(zip(rows, snapshots, strict=True))
+        row_states = {row: snapshot.row for row, snapshot in snapshot_by_row.items()}
         for row, row_state in row_states.items():
             require_observation(exchange.store, row, row_state)
 
         def build_payload(worker: Worker) -> Any:
             first = worker.rows[0]
-            return [(row - first, snapshot_of[row]) for row in worker.rows if row in snapshot_of] or None
+            return [(row - first, snapshot_by_row[row]) for row in worker.rows if row in snapshot_by_row] or None
 
         self.announce(rows, "load", (list(snapshots),))
         self._call("load", Op.CHECK, build_payload)
         for row in rows:  # an interrupted load may have changed any of these environments
             failed[row] = _INTERRUPTED_LOAD
         try:
-            self._call("load", Op.LOAD, _positions_of(rows))
+            self._call("load", Op.LOAD, _select_positions(rows))
         except Exception:
             if exchange.call is None:  # it was not interrupted: the other environments are loaded
                 exchange.failures.forget([row for row in rows if failed.get(row) == _INTERRUPTED_LOAD])
             raise
-        for row, snapshot in snapshot_of.items():
+        for row, snapshot in snapshot_by_row.items():
             self.accept_loaded(row, snapshot)
-        exchange.restarting.keep_good(rows)
+        exchange.restarting.keep_observations(rows)
         all_used = all(row_state.used for row_state in row_states.values())
         return exchange.store.take(np.array(rows, np.intp)) if all_used else None
 
@@ -169,14 +169,14 @@ class Calls:
     def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
         """Restore a state from :meth:`state_dict`, and return the observations."""
         exchange = self._exchange
-        whole = read_state(state, exchange.num_envs, self._mode, spaces)
-        observations = self._load(whole.snapshots, list(range(exchange.num_envs)))
-        exchange.restarting.seeds = whole.seeds
-        whole.load(exchange.counters, exchange.failures)
+        saved = read_state(state, exchange.num_envs, self._mode, spaces)
+        observations = self._load(saved.snapshots, list(range(exchange.num_envs)))
+        exchange.restarting.seeds = saved.seeds
+        saved.load(exchange.counters, exchange.failures)
         return observations
 
 
-def _positions_of(rows: Collection[int]) -> Callable[[Worker], list[int] | None]:
+def _select_positions(rows: Collection[int]) -> Callable[[Worker], list[int] | None]:
     """Return a function from a worker to the positions of those of its rows that are in ``rows``, or ``None``."""
-    chosen = set(rows)
-    return lambda worker: [row - worker.rows[0] for row in worker.rows if row in chosen] or None
+    selected = set(rows)
+    return lambda worker: [row - worker.rows[0] for row in worker.rows if row in selected] or None

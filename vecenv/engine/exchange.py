@@ -32,7 +32,7 @@ from vecenv.front.driver import (
     Counters,
     advance,
     require_no_step,
-    step_timeout,
+    step_timeout_error,
     too_few_in_flight,
     wait_method,
 )
@@ -222,7 +222,7 @@ class Exchange:
             container.clear()
         for worker in self.pool.workers:
             worker.pending.clear()
-        self.pool.forget_unsent()
+        self.pool.drop_unsent()
 
     def drop_if_droppable(self) -> bool:
         """Drop a pending call that an interrupted method left behind; return ``True`` if no call is pending now."""
@@ -233,11 +233,11 @@ class Exchange:
         request = self.call
         self.state.changing = True
         for worker in self.pool.workers:
-            kept = [one for one in worker.pending if one[2] is not request]
+            others = [message for message in worker.pending if message[2] is not request]
             worker.pending.clear()
-            worker.pending.extend(kept)
+            worker.pending.extend(others)
         if (local := self.pool.local) is not None:
-            local.forget_calls()
+            local.drop_calls()
         self.call = None
         self.state.changing = False
         return True
@@ -330,7 +330,9 @@ class Exchange:
         self.state.changing = True
         self.call, request.by_row = None, True
         self.put_in_flight(rows)
-        waiting = {row for worker in self.pool.workers for _, mine, one in worker.pending if one is request for row in mine}
+        waiting = {
+            row for worker in self.pool.workers for _, mine, other in worker.pending if other is request for row in mine
+        }
         self._make_ready(request, [row for row in rows if row not in waiting])
         self.state.changing = False
         self.flush()
@@ -357,24 +359,24 @@ class Exchange:
         """
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
-        enough, moment = (count, math.inf) if least is None else least
+        enough, enough_from = (count, math.inf) if least is None else least
         while True:
             if self.unraised:
                 self._raise_next()
             ready = len(self.ready)
             if ready >= count:
                 return True
-            underway = len(self.in_flight) - ready
-            if ready + underway < enough:
-                raise too_few_in_flight(enough, underway, ready)
+            num_unready = len(self.in_flight) - ready
+            if ready + num_unready < enough:
+                raise too_few_in_flight(enough, num_unready, ready)
             if least is not None and ready >= enough:
-                until = moment if deadline is None else min(moment, deadline)
-                if not underway or not self._wait_for_any(None if until == math.inf else until):
+                until = enough_from if deadline is None else min(enough_from, deadline)
+                if not num_unready or not self._wait_for_any(None if until == math.inf else until):
                     return True
                 if time.monotonic() >= until:
                     return True
-            elif not (self._wait_for_all if ready + underway == count == self.num_envs else self._wait_for_any)(deadline):
-                self._collect()
+            elif not (self._wait_for_all if ready + num_unready == count == self.num_envs else self._wait_for_any)(deadline):
+                self._apply_arrived_replies()
                 if self.unraised or len(self.ready) >= count:
                     continue
                 if limit is None:
@@ -448,7 +450,7 @@ class Exchange:
                     return False
             return True
         while not self._wait_for_all(deadline):
-            self._collect()
+            self._apply_arrived_replies()
             if not request.remaining:
                 return True
             if limit is None:
@@ -472,7 +474,7 @@ class Exchange:
                     if not self._wait_for_any(deadline):
                         return False
                     continue
-                due = _earlier(deadline, worker.rebuild_deadline)
+                due = _earlier_deadline(deadline, worker.rebuild_deadline)
                 ended = False if try_first else pool.wait_for_one(worker, due)
                 if ended is None:
                     if due == deadline:
@@ -503,7 +505,7 @@ class Exchange:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
         first = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
-        due = deadline if first is None else _earlier(deadline, first.rebuild_deadline)
+        due = deadline if first is None else _earlier_deadline(deadline, first.rebuild_deadline)
         events = pool.wait(due)
         if events is None:
             if due == deadline or first is None:
@@ -519,7 +521,7 @@ class Exchange:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def _collect(self) -> None:
+    def _apply_arrived_replies(self) -> None:
         """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
@@ -547,12 +549,12 @@ class Exchange:
         return True
 
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
-        word, _, payload = decode(message)
-        if word == Reply.READY:
+        code, _, payload = decode(message)
+        if code == Reply.READY:
             worker.set_ready(payload)
         else:
             outcome = None if payload is None else decode_outcome(payload)
-            self._apply(worker, message[1:HEAD], outcome, word != _PLAIN)
+            self._apply(worker, message[1:HEAD], outcome, code != _PLAIN)
 
     def execute_own_messages(self) -> None:
         """Carry out all messages to the caller's own share."""
@@ -563,11 +565,11 @@ class Exchange:
 
     def _step_own_share(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves their state undefined."""
-        calls = local.is_calling
+        calls = local.next_is_call
         self.state.changing = not calls
         number = pack_head(_NO_REPLY, local.messages[0][1])[1:]
         try:
-            outcome = local.perform()
+            outcome = local.execute_next()
         except BaseException:
             if calls:  # there will be no reply, so the next call drops the request
                 local.pending[0][2].droppable = True
@@ -598,7 +600,8 @@ class Exchange:
             index += 1
         if index == len(pending):  # the request was dropped
             if outcome is not None:
-                self.failures.record("step", [(one, worker) for one in outcome.failures if one.fatal], mark="none")
+                failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
+                self.failures.record("step", failures, mark="none")
             return
         expected, rows, request = pending[index]
         del pending[index]
@@ -658,7 +661,7 @@ class Exchange:
     def _rebuild(self, request: Request, rows: Sequence[int]) -> Exception | None:
         """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
         request.collect()
-        error: Exception | None = self.restarting.count(rows, self.pool.workers) or self.replace_dead(rows)
+        error: Exception | None = self.restarting.count_restarts(rows, self.pool.workers) or self.replace_dead(rows)
         if error is None:
             for worker, mine in self.split(rows):
                 self._queue_rebuild(worker, mine, request)
@@ -702,7 +705,7 @@ class Exchange:
             self._apply_message(worker, message)
         pending = list(worker.pending)
         death = worker.record_death()
-        self.pool.worker_died(worker)
+        self.pool.drop_messages(worker)
         worker.pending.clear()
         self.failures.record_death(death)
         for _, rows, request in pending:
@@ -745,8 +748,8 @@ class Exchange:
         for worker in workers:
             worker.timeout = timeout
             stack = worker.read_stack()
-            at = f" at {found}" if (found := innermost_location(stack)) else ""
-            worker.kill_reason = f"{reason} and was killed{at}" + (f"\nits stack:\n{stack}" if stack else "")
+            where = f" at {location}" if (location := innermost_location(stack)) else ""
+            worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
             worker.signal(9)
             self.handle_death(worker)
@@ -759,10 +762,10 @@ class Exchange:
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception of a call that got no reply in time."""
-        return step_timeout(method, timeout, self.pool.describe_late)
+        return step_timeout_error(method, timeout, self.pool.describe_late)
 
 
-def _earlier(deadline: float | None, other: float) -> float | None:
+def _earlier_deadline(deadline: float | None, other: float) -> float | None:
     """Return the earlier of two deadlines; ``None`` and 0.0 mean no deadline."""
     if not other:
         return deadline

@@ -38,7 +38,7 @@ from vecenv.system.restart_budget import RestartBudget
 from vecenv.system.signals import deferred_signals
 from vecenv.system.supervision import location_in_traceback
 
-_KEPT_ERRORS: Final = 1000
+_MAX_ERRORS: Final = 1000
 
 
 class FailureLog:
@@ -55,7 +55,7 @@ class FailureLog:
     """
 
     def __init__(self, observers: Sequence[Observer], *, like_gymnasium: bool) -> None:
-        self.errors: deque[ErrorRecord] = deque(maxlen=_KEPT_ERRORS)
+        self.errors: deque[ErrorRecord] = deque(maxlen=_MAX_ERRORS)
         self.failed: dict[int, str] = {}
         self.counted: set[int] = set()
         self.restarts = 0
@@ -99,12 +99,12 @@ class FailureLog:
             if "daemonic processes are not allowed" in summary(error):
                 note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
             # a copy for the record, because a raised exception keeps the program's frames and their objects alive
-            kept = unpack_error(packed, note)
+            recorded = unpack_error(packed, note)
             if failure.fatal:
-                self._notify((row,), (error, kept), worker_died=False)
+                self._notify((row,), (error, recorded), worker_died=False)
             raised.append((row, error))
             index = -1 if worker.local else worker.index
-            self.errors.append(ErrorRecord(row, index, worker.pid, command, kept, packed.text, time.monotonic()))
+            self.errors.append(ErrorRecord(row, index, worker.pid, command, recorded, packed.text, time.monotonic()))
         return raised
 
     def _notify(self, rows: Sequence[int], errors: Sequence[Exception], *, worker_died: bool) -> None:
@@ -132,11 +132,11 @@ class FailureLog:
             for note in notes:
                 note_once(error, note)
         for worker in workers:
-            kept = StepTimeout(*error.args, timeout=error.timeout)  # a copy, because `error` keeps the program's frames
+            recorded = StepTimeout(*error.args, timeout=error.timeout)  # a copy: `error` keeps the program's frames
             for note in notes if ordered[0] in worker.rows else ():
-                note_once(kept, note)
+                note_once(recorded, note)
             row, now = worker.running_row, time.monotonic()
-            self.errors.append(ErrorRecord(row, worker.index, worker.pid, worker.command, kept, str(error), now))
+            self.errors.append(ErrorRecord(row, worker.index, worker.pid, worker.command, recorded, str(error), now))
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
         """Return one exception for all failures of a request: that of the first environment, with notes about the others."""
@@ -258,9 +258,9 @@ class LastGoodObservations:
         elif self._batch is None or all_rows:
             self._batch = self._store.batch(copy=True)
         elif rows:
-            fresh = flatten(self._tree, self._store.take(np.array(rows)))
-            for kept, leaf in zip(flatten(self._tree, self._batch), fresh, strict=True):
-                kept[list(rows)] = leaf
+            new_leaves = flatten(self._tree, self._store.take(np.array(rows)))
+            for leaf, new_leaf in zip(flatten(self._tree, self._batch), new_leaves, strict=True):
+                leaf[list(rows)] = new_leaf
 
     def copy_row(self, row: int) -> Any:
         """Return a copy of the last good observation of an environment, or ``None``."""
@@ -299,40 +299,40 @@ class Restarts:
         self.seeds = np.random.SeedSequence()
         self._failures, self._batch, self._store, self._infos, self._mode = failures, batch, store, infos, mode
 
-    def count(
+    def count_restarts(
         self, rows: Iterable[int], workers: Sequence[Worker], budget: RestartBudget | None = None
     ) -> RestartsExhausted | None:
         """Count the restarts of these rows; return the error if they exceed the budget.
 
         A dead worker is one restart, whatever the number of its rows.
         """
-        failures, wanted, budget = self._failures, set(rows) - self._failures.counted, budget or self.budget
+        failures, uncounted, budget = self._failures, set(rows) - self._failures.counted, budget or self.budget
         causes: list[tuple[str, Sequence[int]]] = []
         for worker in workers:
-            if worker.death is not None and not wanted.isdisjoint(worker.rows):
+            if worker.death is not None and not uncounted.isdisjoint(worker.rows):
                 causes.append((worker.death.first_line, list(worker.rows)))
-                wanted -= set(worker.rows)
-        causes += [(f"env {row}: {failures.failed.get(row, 'it failed again')}", [row]) for row in sorted(wanted)]
+                uncounted -= set(worker.rows)
+        causes += [(f"env {row}: {failures.failed.get(row, 'it failed again')}", [row]) for row in sorted(uncounted)]
         for cause, mine in causes:
             if notes := failures.notes.get(mine[0]):
                 cause += f" ({'; '.join(notes)})".replace("\n", " ")
             if not budget.spend(cause, mine):
-                return self._exhausted(mine, workers, budget)
+                return self._exhausted_error(mine, workers, budget)
             failures.restarts += 1
             failures.counted |= set(mine)
             failures.restart_log.log(cause)
         return None
 
-    def _exhausted(self, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget) -> RestartsExhausted:
+    def _exhausted_error(self, rows: Sequence[int], workers: Sequence[Worker], budget: RestartBudget) -> RestartsExhausted:
         """Return the error about the exhausted budget of ``rows``, which names all failed rows of ``workers``."""
         failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
         worker = next(worker for worker in workers if failed[0] in worker.rows)
-        last = worker.death or self._failures.latest_death
+        death = worker.death or self._failures.latest_death
         return RestartsExhausted(
             budget.explain_exhaustion(rows),
-            worker=last.worker if last else worker.index,
-            pid=last.pid if last else worker.pid,
-            exitcode=last.exitcode if last else None,
+            worker=death.worker if death else worker.index,
+            pid=death.pid if death else worker.pid,
+            exitcode=death.exitcode if death else None,
             envs=failed, command="restart",
         )  # fmt: skip
 
@@ -346,8 +346,8 @@ class Restarts:
             request.rebuilding[row] = self.last_good.copy_row(row) if stepping else None
         seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
-            again = set(rows if request.rows is None else request.rows) - request.repeated
-            seeds = [request.seeds[row] if row in again else fresh for row, fresh in zip(rows, seeds, strict=True)]
+            reseeded = set(rows if request.rows is None else request.rows) - request.repeated
+            seeds = [request.seeds[row] if row in reseeded else fresh for row, fresh in zip(rows, seeds, strict=True)]
             request.repeated.update(rows)
         for observer in self._observers:
             observer.on_reset(rows, seeds, select_options(request.options, rows))
@@ -373,7 +373,7 @@ class Restarts:
                     if not same_step:
                         self._store.set_row(row, deepcopy(last))
 
-    def keep_good(self, rows: Sequence[int]) -> None:
+    def keep_observations(self, rows: Sequence[int]) -> None:
         """Keep the observations of these rows as the last good ones, if failures are restarted."""
         if self._restarts_rows:
             self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))

@@ -87,8 +87,8 @@ class Engine(WorkerDriver):
         )
         if not options.placements:
             options.placements, options.caller_spin = placements(num_workers)
-        bounded = () if policy.step_timeout is None else ("step", "reset")
-        self.pool = WorkerPool(plan, self.arena, batch, options, bounded)
+        limited_commands = () if policy.step_timeout is None else ("step", "reset")
+        self.pool = WorkerPool(plan, self.arena, batch, options, limited_commands)
         self.exchange = Exchange(
             self.state, self.pool, policy, self.failures, self.restarting, batch, self.store, self.infos, self.counters
         )
@@ -108,14 +108,14 @@ class Engine(WorkerDriver):
             env_rows = make_rows(env_fns[:caller_share], 0, num_workers, plan, self.batch, interrupts=True)
             local = LocalWorker(num_workers, range(caller_share), env_rows)
         shares = split_evenly(caller_share, self.num_envs, num_workers) if num_workers else []
-        readies = self.pool.start([(rows, env_fns[rows.start : rows.stop]) for rows in shares], local)
+        ready_messages = self.pool.start([(rows, env_fns[rows.start : rows.stop]) for rows in shares], local)
         if local is not None:
-            readies.insert(0, Ready(local.pid, *local.env_rows.build()))
-        workers = zip(self.pool.workers, readies, strict=True)
+            ready_messages.insert(0, Ready(local.pid, *local.env_rows.build()))
+        workers = zip(self.pool.workers, ready_messages, strict=True)
         if failures := [(failure, worker) for worker, ready in workers for failure in ready.failures]:
             request = Request("start", 0, by_row=False)
             raise self.failures.combine(request, self.failures.record("start", failures))
-        return [mismatch for ready in readies for mismatch in ready.mismatches]
+        return [mismatch for ready in ready_messages for mismatch in ready.mismatches]
 
     # -- all rows at once ----------------------------------------------------------------------------------------------
 
@@ -193,8 +193,8 @@ class Engine(WorkerDriver):
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
         for observer in self.observers:
-            own = infos if isinstance(infos, RowInfos) else WorkerInfos(self.infos, None, self.num_envs, {}, {})
-            observer.on_result(None, (*result[:4], own) if request.command == "step" else (observations, own))
+            row_infos = infos if isinstance(infos, RowInfos) else WorkerInfos(self.infos, None, self.num_envs, {}, {})
+            observer.on_result(None, (*result[:4], row_infos) if request.command == "step" else (observations, row_infos))
         self.state.changing = True  # until the guard has returned the result
         exchange.call = None
         if request.command == "step" and not exchange.not_counted:  # the usual case
@@ -202,7 +202,7 @@ class Engine(WorkerDriver):
         else:
             exchange.count_results(request)
         if self.policy.restart:
-            self.restarting.keep_good(range(self.num_envs))
+            self.restarting.keep_observations(range(self.num_envs))
         return result
 
     def _read_infos(self, request: Request) -> RowInfos:
@@ -259,7 +259,7 @@ class Engine(WorkerDriver):
                 raise  # a signal handler raised it
             self.exchange.remove_received(listed)
             raise
-        infos = self._read_infos_of(listed, rows)
+        infos = self._read_row_infos(listed, rows)
         result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
@@ -267,14 +267,14 @@ class Engine(WorkerDriver):
         self.exchange.remove_received(listed)
         self.last_received = rows
         if self.policy.restart:
-            self.restarting.keep_good(listed)
+            self.restarting.keep_observations(listed)
         return result
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
         return self.recv(count, deadline, (enough, enough_from))
 
-    def _read_infos_of(self, listed: list[int], rows: Array) -> RowInfos:
+    def _read_row_infos(self, listed: list[int], rows: Array) -> RowInfos:
         exchange = self.exchange
         finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(listed)
         infos: dict[int, Any] = {}
@@ -302,9 +302,9 @@ class Engine(WorkerDriver):
         """Begin to set an attribute of every environment."""
         self.calls.begin_set_attr(name, values)
 
-    def begin_set_next(self, rows: Collection[int], given: Sequence[Any]) -> None:
-        """Begin to give environments the seed and options of their next episode."""
-        self.calls.begin_set_next(rows, given)
+    def begin_set_next(self, rows: Collection[int], pairs: Sequence[Any]) -> None:
+        """Begin to set the seed and options of the next episode of some environments."""
+        self.calls.begin_set_next(rows, pairs)
 
     def save(self, rows: list[int], verify: bool) -> Any:
         """Return the states of some rows."""
@@ -364,7 +364,7 @@ class Engine(WorkerDriver):
         """Return the reason why a capability is missing."""
         return freezing.reason_against(self) if capability == "freezing" else super().reason(capability)
 
-    def _figures(self) -> dict[str, float]:
+    def _compute_stats(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
         counters = self.counters
         pending = self.num_envs if self.exchange.call is not None and self.exchange.call.command in PHASES else 0

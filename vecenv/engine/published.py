@@ -27,7 +27,7 @@ from vecenv.engine.stats import WorkerStats
 _FORMAT: Final = 2
 _PERIOD_SECONDS: Final = 0.5  # between two writes
 _MAX_FILE_BYTES: Final = 64 << 20  # a reader stops there: 100,000 workers need fewer
-_NUMBERS: Final = itertools.count()
+_file_numbers: Final = itertools.count()
 
 
 def available() -> bool:
@@ -116,9 +116,8 @@ class PublishedStats:
         try:
             found = json.loads(text)
             if found["format"] != _FORMAT:
-                raise BadFile(f"it is of another version of vecenv: this one reads format {_FORMAT}")
-            listed = found["workers"]
-            workers = [_parse(PublishedWorker, entry) for entry in listed]
+                raise BadFile(f"it was written by another version of vecenv: this one reads format {_FORMAT}")
+            workers = [_parse(PublishedWorker, entry) for entry in found["workers"]]
             stats: PublishedStats = _parse(cls, {**found, "workers": []}, workers=workers)
             return stats
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -129,15 +128,15 @@ class BadFile(ValueError):
     """A file in the folder that this version cannot read."""
 
 
-def _parse(kind: type[Any], found: dict[str, Any], **done: Any) -> Any:
+def _parse(kind: type[Any], found: dict[str, Any], **parsed: Any) -> Any:
     """Build an object of this class from JSON. Numbers must be finite and at least -1; unknown names are ignored."""
     values = {}
     for field in fields(kind):
         values[field.name] = value = found[field.name]
-        wanted = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(field.type), (list,))
-        if type(value) not in wanted or (wanted[0] is int and not (-1 <= value < 1 << 63 and math.isfinite(value))):
+        accepted = {"int": (int,), "float": (int, float), "str": (str,)}.get(str(field.type), (list,))
+        if type(value) not in accepted or (accepted[0] is int and not (-1 <= value < 1 << 63 and math.isfinite(value))):
             raise BadFile(f"its {field.name} is invalid")
-    return kind(**values | done)
+    return kind(**values | parsed)
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -150,10 +149,10 @@ def _folders() -> Iterator[Path]:
     yield Path(tempfile.gettempdir(), f"vecenv-{os.getuid()}")
 
 
-def _is_ours(folder: Path) -> bool:
+def _is_private_folder(folder: Path) -> bool:
     """True for a folder of this user that no other user may enter."""
-    about = folder.lstat()
-    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def _folder() -> Path:
@@ -165,17 +164,17 @@ def _folder() -> Path:
     for folder in _folders():
         with contextlib.suppress(OSError):
             folder.mkdir(mode=0o700, exist_ok=True)
-            if _is_ours(folder):
+            if _is_private_folder(folder):
                 return folder
-    raise OSError(f"publish_stats() finds no folder for its file: {' and '.join(map(str, _folders()))} cannot be made, or "
-                  "are open to other users; set XDG_RUNTIME_DIR")  # fmt: skip
+    raise OSError(f"publish_stats() found no folder for its file: {' and '.join(map(str, _folders()))} cannot be created, "
+                  "or are open to other users; set XDG_RUNTIME_DIR")  # fmt: skip
 
 
 def published() -> Iterator[Path]:
     """Yield the files of this user's running programs, and remove those of programs that have ended."""
     for folder in _folders():
         with contextlib.suppress(OSError):
-            for path in sorted(folder.iterdir()) if _is_ours(folder) else ():
+            for path in sorted(folder.iterdir()) if _is_private_folder(folder) else ():
                 pid, _, rest = path.name.partition("-")
                 if not (pid.isdecimal() and path.suffix in (".json", ".new")):
                     continue
@@ -207,7 +206,7 @@ class StatsFile(Observer):
         list(published())  # removes the files of programs that have ended
         self._envs, self._name, self._pid = weakref.proxy(envs), name, os.getpid()
         state = process_state(self._pid)
-        self._path = _folder() / f"{self._pid}-{state[1] if state else 0}-{next(_NUMBERS)}.json"
+        self._path = _folder() / f"{self._pid}-{state[1] if state else 0}-{next(_file_numbers)}.json"
         self._workers: dict[int, PublishedWorker] = {}
         self._began = time.monotonic()
         self._write(self._began)

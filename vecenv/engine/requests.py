@@ -62,7 +62,7 @@ class Request:
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
         droppable: The method that submitted this call also waits for it; if interrupted, the next call drops the request.
         interrupted: An exception interrupted the wait for its result.
-        then: A function that converts the results of a call to what its method returns.
+        convert_result: A function that converts the result of a call to what its method returns; ``None``: no conversion.
         has_infos: True if some infos or final observations lie in shared memory, or were pickled.
         infos, finals: By row: infos and final observations that were pickled.
         results: By row: the results of a call.
@@ -77,7 +77,7 @@ class Request:
     seeds: Sequence[Any] | None = None
     options: Any = None
     droppable = interrupted = False
-    then: Any = None
+    convert_result: Any = None
     has_infos = False
     infos: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     finals: dict[int, Any] = _NOTHING  # type: ignore[assignment]
@@ -113,5 +113,5 @@ class Request:
 
 def reset_payload(rows: Sequence[int], seeds: Sequence[Any], options: ResetOptions) -> Any:
     """Return the payload of a reset of some rows: their seeds and options, or ``None`` if there are none."""
-    chosen = [seeds[row] for row in rows]
-    return None if options is None and all(seed is None for seed in chosen) else (chosen, select_options(options, rows))
+    selected = [seeds[row] for row in rows]
+    return None if options is None and all(seed is None for seed in selected) else (selected, select_options(options, rows))

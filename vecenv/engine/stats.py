@@ -53,10 +53,10 @@ class WorkerStats:
 
 def worker_stats(workers: Iterable[Any], batch: Batch) -> list[WorkerStats]:
     """Return the statistics of these workers, ordered by index. The workers update them in shared memory."""
-    return sorted((_stats_of(worker, batch) for worker in workers), key=lambda worker: worker.index)
+    return sorted((_measure_worker(worker, batch) for worker in workers), key=lambda worker: worker.index)
 
 
-def _stats_of(worker: Any, batch: Batch) -> WorkerStats:
+def _measure_worker(worker: Any, batch: Batch) -> WorkerStats:
     first, last = int(worker.rows[0]), int(worker.rows[-1])
     times = batch.step_time[first : last + 1]
     slowest = int(times.argmax())

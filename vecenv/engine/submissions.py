@@ -65,7 +65,7 @@ class Submissions:
         self._selector = selectors.DefaultSelector()
         self._descriptors = DescriptorOwner(self)
         self._watched: dict[WorkerProcess, tuple[int, Descriptor]] = {}
-        self._full: dict[WorkerProcess, int] = {}  # workers with a full pipe -> its descriptor
+        self._full_pipes: dict[WorkerProcess, int] = {}  # workers with a full pipe -> its descriptor
         self._starting: dict[WorkerProcess, Request] = {}
         for worker in workers:
             self._watch(worker)
@@ -93,7 +93,7 @@ class Submissions:
             SnapshotMismatch: The observation of the snapshot does not fit.
             Exception: The payload cannot be pickled.
         """
-        exchange, worker = self._exchange, self._worker_of(row)
+        exchange, worker = self._exchange, self._find_worker(row)
         if worker.death is not None or (command != "reset" and row in self.failed):
             raise failed_earlier({row: self.failed[row]})
         if command == "check":
@@ -103,11 +103,11 @@ class Submissions:
         request = Request(name, 0, by_row=False)
         request.rows = [row]
         if command == "save":
-            request.then = partial(self._calls.with_observation, row)
+            request.convert_result = partial(self._calls.with_observation, row)
         elif command == "verify":
-            request.then = lambda _: self.verified.add(row)
+            request.convert_result = lambda _: self.verified.add(row)
         elif command == "load":
-            request.then = partial(self._accept_loaded, row, payload)
+            request.convert_result = partial(self._accept_loaded, row, payload)
         elif command == "reset":
             exchange.failures.forget([row])
         exchange.state.changing = True
@@ -129,18 +129,18 @@ class Submissions:
         """
         ended: dict[WorkerProcess, bool] = {}
         for key, _ in self._selector.select(0):
-            worker, ends = key.data
-            ended[worker] = ends or ended.get(worker, False)
+            worker, is_exit = key.data
+            ended[worker] = is_exit or ended.get(worker, False)
         if self.poll_interval is not None:
             ended |= {worker: True for worker in self._watched if worker.watch.has_ended()}
         finished: list[Request] = []
-        for worker, ends in ended.items():
+        for worker, has_ended in ended.items():
             self._exchange.state.changing = True
-            finished += self._receive(worker, ends)
+            finished += self._receive(worker, has_ended)
             self._exchange.state.changing = False
-        if self._full:
+        if self._full_pipes:
             self._flush()
-        return [(request, *self._result_of(request)) for request in finished]
+        return [(request, *self._take_result(request)) for request in finished]
 
     def _receive(self, worker: WorkerProcess, ended: bool) -> list[Request]:
         """Apply the replies of a worker, and return the requests that these or its death have finished."""
@@ -162,7 +162,7 @@ class Submissions:
             finished.insert(0, start)
         return finished
 
-    def _result_of(self, request: Request) -> tuple[Any, Exception | None]:
+    def _take_result(self, request: Request) -> tuple[Any, Exception | None]:
         """Return the result of a finished request, or its error."""
         exchange, command = self._exchange, request.command
         assert request.rows is not None
@@ -188,7 +188,7 @@ class Submissions:
         exchange, batch = self._exchange, self._exchange.batch
         if request.command not in ("step", "reset"):
             result = request.results.get(row)
-            return result if request.then is None else request.then(result)
+            return result if request.convert_result is None else request.convert_result(result)
         if row in request.infos:
             info = request.infos[row]
         else:
@@ -198,8 +198,8 @@ class Submissions:
             exchange.counters.resets += 1
             return observation, info
         exchange.counters.steps += 1
-        ends = bool(batch.terminations[row]), bool(batch.truncations[row])
-        return observation, float(batch.rewards[row]), *ends, info
+        flags = bool(batch.terminations[row]), bool(batch.truncations[row])
+        return observation, float(batch.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
         self._calls.accept_loaded(row, snapshot)
@@ -209,7 +209,7 @@ class Submissions:
 
     def kill(self, row: int, reason: str) -> None:
         """Kill the worker of a row. Its pending requests finish with ``WorkerDied`` when it has ended."""
-        worker = self._worker_of(row)
+        worker = self._find_worker(row)
         worker.kill_reason = worker.kill_reason or reason
         worker.signal(signal.SIGKILL)
 
@@ -227,10 +227,10 @@ class Submissions:
             RestartsExhausted: There is no restart left in the budget.
             OSError: The system lacks resources for it at the moment. The budget counts a repeated attempt once.
         """
-        exchange, worker = self._exchange, self._worker_of(row)
+        exchange, worker = self._exchange, self._find_worker(row)
         if (death := worker.death) is None:
             raise ValueError(f"{worker.label}, is alive")
-        if budget is not None and (error := exchange.restarting.count(worker.rows, [worker], budget)) is not None:
+        if budget is not None and (error := exchange.restarting.count_restarts(worker.rows, [worker], budget)) is not None:
             raise error
         try:
             new = exchange.pool.replace(worker)
@@ -249,7 +249,7 @@ class Submissions:
 
     def find_stack(self, row: int) -> Generator[float, None, str]:
         """Look for the Python stack of the worker of a row: yield seconds to sleep, and return it, or ``""``."""
-        worker = self._worker_of(row)
+        worker = self._find_worker(row)
         search = worker.look_for_stack()
         while worker.death is None:
             try:
@@ -265,23 +265,23 @@ class Submissions:
             self._unwatch(worker)
         self._selector.close()
 
-    def _worker_of(self, row: int) -> WorkerProcess:
+    def _find_worker(self, row: int) -> WorkerProcess:
         return self._exchange.pool.processes[self._index_of[row]]
 
     def _watch(self, worker: WorkerProcess) -> None:
         # Forked processes have a copy of the original, which would keep its registration after it is closed here.
-        end = self._descriptors.open(os.dup, worker.watch.descriptor)
-        self._watched[worker] = worker.channel.fd, end
+        exit_descriptor = self._descriptors.open(os.dup, worker.watch.descriptor)
+        self._watched[worker] = worker.channel.fd, exit_descriptor
         self._selector.register(worker.channel.fd, selectors.EVENT_READ, (worker, False))
-        self._selector.register(end.number, selectors.EVENT_READ, (worker, True))
+        self._selector.register(exit_descriptor.number, selectors.EVENT_READ, (worker, True))
 
     def _unwatch(self, worker: WorkerProcess) -> None:
-        replies, end = self._watched.pop(worker)
-        self._selector.unregister(replies)
-        self._selector.unregister(end.number)
-        end.close()
-        if worker in self._full:
-            self._selector.unregister(self._full.pop(worker))
+        reply_fd, exit_descriptor = self._watched.pop(worker)
+        self._selector.unregister(reply_fd)
+        self._selector.unregister(exit_descriptor.number)
+        exit_descriptor.close()
+        if worker in self._full_pipes:
+            self._selector.unregister(self._full_pipes.pop(worker))
 
     def _flush(self) -> None:
         """Write queued messages as far as pipes accept them, and watch full pipes."""
@@ -289,11 +289,11 @@ class Submissions:
         if pool.held:
             pool.release_held()
         pool.flush()  # a worker that has closed its pipe is found by :meth:`collect`
-        if not pool.unsent and not self._full:  # nearly always
+        if not pool.unsent and not self._full_pipes:  # nearly always
             return
-        for worker in self._full.keys() - pool.unsent:
-            self._selector.unregister(self._full.pop(worker))
-        for worker in pool.unsent - self._full.keys():
-            self._full[worker] = worker.channel.out
+        for worker in self._full_pipes.keys() - pool.unsent:
+            self._selector.unregister(self._full_pipes.pop(worker))
+        for worker in pool.unsent - self._full_pipes.keys():
+            self._full_pipes[worker] = worker.channel.out
             self._selector.register(worker.channel.out, selectors.EVENT_WRITE, (worker, False))
 

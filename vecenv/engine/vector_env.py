@@ -84,8 +84,9 @@ class _Signature:
     """The signature of a class that has a ``__new__``, taken from its ``__init__``, for editors and ``help``."""
 
     def __get__(self, instance: object, owner: type[Any]) -> inspect.Signature:
-        whole = inspect.signature(owner.__init__)
-        return whole.replace(parameters=list(whole.parameters.values())[1:], return_annotation=inspect.Signature.empty)
+        signature = inspect.signature(owner.__init__)
+        parameters = list(signature.parameters.values())[1:]
+        return signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
 
 
 class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsync):  # type: ignore[misc]
@@ -157,20 +158,20 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     generators: GeneratorsOption = "shared"
     _draws_shared = False  # whether an environment was tried and drew from generators that its process shares
     _refuses_finished = False  # in place of SyncVectorEnv, which refuses to step finished environments
-    _asks_for_shared_memory = False  # whether `shared_memory=True` was given, and is not just the default
+    _requires_shared_memory = False  # True if `shared_memory=True` was given, and is not just the default
 
     def __new__(
         cls, env_fns: Any = None, shared_memory: bool | None = None, copy: bool = True, context: str | None = None,
         daemon: bool = True, worker: Any = None, *args: Any, **kwargs: Any,
     ) -> AsyncVectorEnv[ObsType, ActType]:  # fmt: skip
         if worker is not None:  # it uses Gymnasium's own pipe protocol
-            return _gymnasiums_own(  # type: ignore[no-any-return]
+            return _make_gymnasium_env(  # type: ignore[no-any-return]
                 env_fns, shared_memory is not False, copy, context, daemon, worker, *args, **kwargs
             )
         if cls.__init__ is AsyncVectorEnv.__init__:
             check_option_names(kwargs, inspect.signature(cls).parameters, cls.__name__)
         self = super().__new__(cls)
-        self._asks_for_shared_memory = shared_memory is True
+        self._requires_shared_memory = shared_memory is True
         return self
 
     def __init__(
@@ -186,7 +187,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         record_failures: str | os.PathLike[str] | FlightRecorder | None = None,
         generators: GeneratorsOption = "shared", worker_options: WorkerOptions | None = None,
     ) -> None:  # fmt: skip
-        self._take_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
+        self._store_options(env_fns, shared_memory, copy, context, daemon, observation_mode, autoreset_mode, max_concurrency)
         self._refuses_finished = self._refuses_finished or num_workers == 0
         self.worker, self.generators, self._recording = worker, generators, FlightRecorder.from_option(record_failures)
         check_options(
@@ -203,14 +204,15 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if dummy_env is not None and not isinstance(dummy_env, bool):
             dummy_env, example = None, dummy_env
         require_processes_for(type(self).__name__, num_workers, use_caller, dummy_env)
-        mp, alone = make_context(context, workers.preload), use_caller is False and self.num_envs <= usable_cores()
+        mp, has_core_per_env = make_context(context, workers.preload), self.num_envs <= usable_cores()
         self._probe = EnvProbe(
             env_fns, mp, workers.start_timeout,
             example=example, in_this_process=False if dummy_env is None and workers.env else dummy_env,
-            step="auto" in (num_workers, batch_size) or bool(use_caller), check=num_workers == "auto" and not alone,
+            step="auto" in (num_workers, batch_size) or bool(use_caller),
+            check=num_workers == "auto" and not (use_caller is False and has_core_per_env),
             own_generators=generators == "own", daemon=daemon, variables=resolve_variables(workers.env, 0),
         )  # fmt: skip
-        about_main = None
+        main_file_error = None
         try:
             self._read_spaces()
             self.num_workers, share, self.plan = workers_and_share(
@@ -220,15 +222,15 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             engine = self._start_engine(options, policy, share, workers.threads, env_threads)
             if batch_size == "auto":
                 batch_size = self._use_plan(engine, env_threads)
-            self._adopt(engine, batch_size)
+            self._use_engine(engine, batch_size)
         except RuntimeError as error:
             if not is_main_file_error(error):
                 raise
-            about_main, error.__context__ = error.with_traceback(None), None  # its traceback would say nothing
-        if about_main is not None:
-            raise about_main
+            main_file_error, error.__context__ = error.with_traceback(None), None  # its traceback would say nothing
+        if main_file_error is not None:
+            raise main_file_error
 
-    def _take_options(
+    def _store_options(
         self, env_fns: Sequence[Callable[[], Env[Any, Any]]], shared_memory: bool, copy: bool, context: str | None,
         daemon: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
     ) -> None:  # fmt: skip
@@ -254,7 +256,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self.max_concurrency = max_concurrency
         self.num_envs = len(env_fns)
 
-    def _adopt(self, engine: Engine, batch_size: int | None) -> None:
+    def _use_engine(self, engine: Engine, batch_size: int | None) -> None:
         """Take over an engine that was started; it is ended if its environments do not go together."""
         self._driver = engine
         if batch_size is not None:
@@ -273,7 +275,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             engine.pool.release()
             raise
 
-    def _warn_of_draws(self) -> None:
+    def _warn_about_draws(self) -> None:
         """Warn if the environment that was tried drew from generators that it shares with others."""
         if self.generators == "shared" and self._probe.draws:
             self._draws_shared = True
@@ -289,8 +291,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
                 read = ", ".join(f"{name} (by {module})" for name, module in late.items())
                 logger.warn(
                     "%s",
-                    "WorkerOptions(env) comes too late for what this process has imported, and every forked worker with "
-                    f"it: {read}. Use context='spawn', or 'forkserver'.",
+                    "WorkerOptions(env) has no effect on modules that this process has imported, because forked workers "
+                    f"inherit them: {read}. Use context='spawn', or 'forkserver'.",
                 )
         if workers.cores is not None:
             options.placements = bound_placements(workers.cores, processes)
@@ -300,7 +302,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self, options: PoolOptions, policy: Policy, share: int, threads: int | None, env_threads: int
     ) -> Engine:
         """Lay out the shared memory, choose how observations travel, and start the workers."""
-        self._warn_of_draws()
+        self._warn_about_draws()
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
         registered = self._registered_store(options.context) if self.shared_memory and observations is None else None
@@ -367,7 +369,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         try:
             return RegisteredStore(self.single_observation_space, self.num_envs, context)
         except CustomSpaceError as error:
-            if self._asks_for_shared_memory:  # Gymnasium's engine raises this for the default, too
+            if self._requires_shared_memory:  # Gymnasium's engine raises this for the default, too
                 raise ValueError(
                     f"{type(self).__name__}(..., shared_memory=True): observations of {self.single_observation_space} "
                     "cannot lie in shared memory, since its class is not registered with gymnasium.vector.utils."
@@ -378,13 +380,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             return None
 
     def _check_spaces(self) -> None:
-        for env, which, got in self._driver.mismatches:
-            if which == "action":
+        for env, kind, got in self._driver.mismatches:
+            if kind == "action":
                 raise different_action_space(self.single_action_space, env, got)
-            detail = f" Env {env} has {got}, wanted {self.single_observation_space}."
+            detail = f" Env {env} has {got}, expected {self.single_observation_space}."
             if self.observation_mode == "same":
                 advice = "If this is intentional, use `observation_mode='different'` instead."
-                if which == "shape":
+                if kind == "shape":
                     advice = "Their shapes or dtypes differ: no mode can batch these."
                 raise RuntimeError(
                     "AsyncVectorEnv(..., observation_mode='same') however some of the sub-environments observation spaces "
@@ -556,14 +558,15 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
 
 
-def _gymnasiums_own(*args: Any, **options: Any) -> Any:
+def _make_gymnasium_env(*args: Any, **options: Any) -> Any:
     """Return an object of Gymnasium's own class.
 
     Raises:
         ValueError: An option is ours alone.
     """
-    own, theirs = (inspect.signature(one.__init__).parameters for one in (AsyncVectorEnv, GymnasiumAsync))
-    if refused := [f"`{name}`" for name in own if name in options and name not in theirs]:
+    parameters = inspect.signature(AsyncVectorEnv.__init__).parameters
+    accepted = inspect.signature(GymnasiumAsync.__init__).parameters
+    if refused := [f"`{name}`" for name in parameters if name in options and name not in accepted]:
         raise ValueError(
             f"{', '.join(refused)} cannot be combined with a custom `worker`, which is run by "
             "gymnasium.vector.AsyncVectorEnv; leave one of them out"

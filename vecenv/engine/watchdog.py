@@ -20,20 +20,20 @@ REPORT_AFTER_SECONDS: Final = [60.0, 600.0]
 CHECK_INTERVAL_SECONDS: Final = [5.0]
 
 _log = logging.getLogger("vecenv")
-_DOING: Final = {"step": "stepping", "reset": "resetting"}
+_ACTIVITIES: Final = {"step": "stepping", "reset": "resetting"}
 
 
 class Watchdog:
     """The start times of the requests that workers are executing.
 
     Attributes:
-        bounded: Commands that ``step_timeout`` limits, so they are not logged.
+        limited_commands: Commands that ``step_timeout`` limits, so they are not logged.
         next_check: The ``time.perf_counter()`` of the next check.
         interval_ms: Milliseconds between checks.
     """
 
-    def __init__(self, bounded: Iterable[str] = ()) -> None:
-        self.bounded = tuple(bounded)
+    def __init__(self, limited_commands: Iterable[str] = ()) -> None:
+        self.limited_commands = tuple(limited_commands)
         self.next_check = 0.0
         self.interval_ms = CHECK_INTERVAL_SECONDS[0] * 1000
         self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, message) -> time first found, times logged
@@ -50,22 +50,22 @@ class Watchdog:
             began, logged = before.get((worker.index, message), (now, 0))
             late = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
             self._busy[worker.index, message] = began, logged + late
-            if late and request.command not in self.bounded:
+            if late and request.command not in self.limited_commands:
                 self._report(worker, list(rows), request.command, now - began)
 
     def _report(self, worker: WorkerProcess, rows: list[int], command: str, seconds: float) -> None:
-        several = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
-        envs = f"env {rows[0]} has" if len(rows) == 1 else f"envs {several} have"
+        rows_text = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
+        envs = f"env {rows[0]} has" if len(rows) == 1 else f"envs {rows_text} have"
         if len(rows) > 1 and (running := worker.running_row) is not None:
-            envs = f"env {running}, of envs {several}, has"
+            envs = f"env {running}, of envs {rows_text}, has"
         location = innermost_location(worker.read_stack())
         where = f", at {location}" if location else ", stopped by SIGSTOP" * worker.is_stopped()
         hint = f"; {text}" if (text := _hint(command)) else ""
-        doing = _DOING.get(command, f"busy with {command}")
-        _log.warning("%s been %s for %.0f s%s (%s)%s", envs, doing, seconds, where, worker.label, hint)
+        activity = _ACTIVITIES.get(command, f"busy with {command}")
+        _log.warning("%s been %s for %.0f s%s (%s)%s", envs, activity, seconds, where, worker.label, hint)
 
 
 def _hint(command: str) -> str:
-    if command in _DOING:
+    if command in _ACTIVITIES:
         return "step_timeout= ends it"
     return "call_wait(timeout=) stops waiting" if command == "call" else ""

@@ -53,7 +53,7 @@ from vecenv.worker.main import Ready, Start, main
 
 _LATE_WORKERS_NAMED: Final = 4
 _SHORTEST_TIMEOUT_WITH_STACKS: Final = 0.01  # seconds; programs poll with shorter ones, and a stack may take longer
-_LAST_BOUNDED: Final = int(Op.REBUILD_SOME)  # up to here: steps and resets, which `max_busy` limits
+_LAST_LIMITED_OP: Final = int(Op.REBUILD_SOME)  # up to here: steps and resets, which `max_busy` limits
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class WorkerPool:
         arena: The shared memory.
         batch: Views of the shared memory.
         options: The options of the worker processes.
-        bounded: Commands that ``step_timeout`` limits.
+        limited_commands: Commands that ``step_timeout`` limits.
 
     Attributes:
         processes: The worker processes, in the order of their rows.
@@ -109,7 +109,7 @@ class WorkerPool:
     abandoned = closing = released = False
 
     def __init__(
-        self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, bounded: Sequence[str] = ()
+        self, plan: WorkerPlan, arena: Arena, batch: Batch, options: PoolOptions, limited_commands: Sequence[str] = ()
     ) -> None:
         self._plan, self._options = plan, options
         self._arena: Arena | None = arena
@@ -138,7 +138,7 @@ class WorkerPool:
         self._spin_policy = SpinPolicy(options.caller_spin, batch.no_spin_until, shares_core=shares_core)
         self._spin = self._spin_policy.spin
         self.seconds_waited = 0.0
-        self.watchdog = Watchdog(bounded)
+        self.watchdog = Watchdog(limited_commands)
         self._poll: tuple[select.poll, dict[int, WorkerProcess]] | None = None
         abandoned_after_fork.add(self)  # before any worker is forked
 
@@ -166,7 +166,7 @@ class WorkerPool:
                 for index, (rows, env_fns) in enumerate(shares):
                     self._env_fns[index] = env_fns
                     self._start(index, rows, len(shares), started)
-            readies = [self._wait_for_start(worker, deadline) for worker in started]
+            ready_messages = [self._wait_for_start(worker, deadline) for worker in started]
         except BaseException:
             self.end(started, 0.0, terminate=True)
             raise
@@ -175,7 +175,7 @@ class WorkerPool:
         # message last: once it has replied, most others have too, and the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
         self._workers_changed()
-        return readies
+        return ready_messages
 
     def replace(
         self, worker: WorkerProcess, launch: Callable[[int, range], WorkerProcess] | None = None
@@ -247,15 +247,15 @@ class WorkerPool:
             Exception: An ``env_fn`` cannot be pickled.
         """
         options, env_fns = self._options, self._env_fns[index]
-        forks = options.context.get_start_method() == "fork"
-        functions = env_fns if forks else EnvFnsToStart(rows, env_fns, "the start method of its worker needs")
+        is_fork = options.context.get_start_method() == "fork"
+        functions = env_fns if is_fork else EnvFnsToStart(rows, env_fns, "the start method of its worker needs")
         placement = self.placement_of(index)
         variables = options.variables[index] if options.variables else {}
         generation = self._starts[index]
         self._starts[index] += 1
         self._running[index] = -1
         descriptors = self.descriptors.child()
-        known = len(self.started)
+        num_started = len(self.started)
         try:
             channel = Channel(descriptors)
             self.channels.add(channel)
@@ -281,7 +281,7 @@ class WorkerPool:
         except BaseException as error:
             if not any(worker.descriptors is descriptors for worker in into):
                 descriptors.close()
-                for process in self.started[known:]:
+                for process in self.started[num_started:]:
                     self._end_process(process)
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
                 raise too_few_descriptors(error, count) from error
@@ -351,9 +351,9 @@ class WorkerPool:
         if isinstance(worker, LocalWorker):
             worker.queue(op, seq, payload)
             return
-        data, counts = encode(op, seq, payload), op & ~OVERLAPS <= _LAST_BOUNDED
-        if self.max_busy is not None and (counts or any(other is worker for other, *_ in self.held)):
-            self.held.append((worker, data, counts))
+        data, makes_busy = encode(op, seq, payload), op & ~OVERLAPS <= _LAST_LIMITED_OP
+        if self.max_busy is not None and (makes_busy or any(other is worker for other, *_ in self.held)):
+            self.held.append((worker, data, makes_busy))
         else:
             worker.channel.queue(data)
             self.unsent.add(worker)
@@ -362,8 +362,8 @@ class WorkerPool:
         """Queue held messages while fewer than ``max_busy`` workers are busy."""
         busy = sum(len(worker.pending) for worker in self.processes) - len(self.held)
         while self.held and (not self.held[0][2] or busy < (self.max_busy or 0)):
-            worker, data, counts = self.held.popleft()
-            busy += counts
+            worker, data, makes_busy = self.held.popleft()
+            busy += makes_busy
             worker.channel.queue(data)
             self.unsent.add(worker)
 
@@ -389,7 +389,7 @@ class WorkerPool:
                 self.unsent.add(worker)
         self.accepted = [0] * len(self.processes)
 
-    def forget_unsent(self) -> None:
+    def drop_unsent(self) -> None:
         """Drop messages that are in no channel yet. Bytes that a channel has queued stay, and precede its next message."""
         self.held.clear()
         self._workers_changed()  # an interruption of `replace` may have skipped this
@@ -450,7 +450,8 @@ class WorkerPool:
         if now > self.watchdog.next_check:
             self.watchdog.check(self.processes)
         if not events:
-            if must_poll and (ended := [(one, True) for one in self.processes if one.death is None and one.has_ended()]):
+            alive = [worker for worker in self.processes if worker.death is None]
+            if must_poll and (ended := [(worker, True) for worker in alive if worker.has_ended()]):
                 return ended
             return None if deadline is not None and time.monotonic() >= deadline else []
         return [(worker_of[fd], fd == worker_of[fd].watch.descriptor) for fd, _ in events]
@@ -478,10 +479,10 @@ class WorkerPool:
         self._poll = None if self.unsent else (poll, worker_of)
         return poll, worker_of
 
-    def worker_died(self, worker: WorkerProcess) -> None:
+    def drop_messages(self, worker: WorkerProcess) -> None:
         """Drop the messages that are queued for a dead worker."""
         self.unsent.discard(worker)
-        self.held = deque(one for one in self.held if one[0] is not worker)
+        self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
 
     def describe_late(self, seconds: float | None) -> str:
@@ -491,7 +492,7 @@ class WorkerPool:
         for worker in late[:_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]
-            stack = f"\n{found}" if asks_for_stacks and (found := worker.read_stack()) else ""
+            stack = f"\n{frames}" if asks_for_stacks and (frames := worker.read_stack()) else ""
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
             running = worker.running_row
             envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
@@ -503,8 +504,8 @@ class WorkerPool:
     def _retire(self, worker: WorkerProcess) -> None:
         """Keep a replaced worker until it has ended, and end such workers in batches, as each call searches /proc."""
         self._retired.append(worker)
-        ended = sum(one.watch.has_ended() for one in self._retired)
-        if ended >= 16 or len(self._retired) >= 64:
+        num_ended = sum(retired.watch.has_ended() for retired in self._retired)
+        if num_ended >= 16 or len(self._retired) >= 64:
             retired, self._retired = self._retired, []
             self.end(retired, 0.0, terminate=False)
 

@@ -82,7 +82,7 @@ class LocalWorker:
         """Queue a message; environments may write into their actions, so those of a step are copied."""
         self.messages.append((op, seq, deepcopy(payload) if payload is not None and op <= Op.STEP_SOME else payload))
 
-    def perform(self) -> Outcome:
+    def execute_next(self) -> Outcome:
         """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
         op, seq, payload = self.messages.popleft()
         if op == _STEP and payload is None:  # nearly always
@@ -92,12 +92,12 @@ class LocalWorker:
         with watched_handlers():
             return execute(self.env_rows, op, seq, payload)
 
-    def forget_calls(self) -> None:
+    def drop_calls(self) -> None:
         """Drop calls that have not been executed."""
         self.messages = deque(message for message in self.messages if message[0] <= Op.REBUILD_SOME)
 
     @property
-    def is_calling(self) -> bool:
+    def next_is_call(self) -> bool:
         """True if the oldest message is a call. Interrupting a call leaves the environments usable."""
         return self.messages[0][0] > Op.REBUILD_SOME
 
@@ -209,8 +209,8 @@ class WorkerProcess:
         stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
         running = None if command == "idle" else self.running_row
         where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows, running)})"
-        doing = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
-        text = f"{where} died {doing}: {reason or describe_exit(self.exitcode)}"
+        activity = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
+        text = f"{where} died {activity}: {reason or describe_exit(self.exitcode)}"
         if location := innermost_location(stack):
             text += f", at {location}"
         if stack:

@@ -142,9 +142,9 @@ def check_env_fns(env_fns: Any, class_name: str, example: str = "") -> None:
 
 
 _REMOVED_OPTIONS: Final = {
-    "ragged_infos": "It is gone: values that differ in type or shape become object arrays by themselves, and "
+    "ragged_infos": "It was removed: values that differ in type or shape become object arrays by themselves, and "
     "vecenv.infos_by_row(envs) merges nothing.",
-    "strict": "It is gone: numbers that become infinite in the cast to the space's dtype cause one warning.",
+    "strict": "It was removed: numbers that become infinite in the cast to the space's dtype cause one warning.",
     "spare_workers": "Write vecenv.make_vec(env_fn, num_envs, spare_workers=k), or "
     "vecenv.EpisodePrefetcher(vecenv.AsyncVectorEnv([env_fn] * (num_envs + k), autoreset_mode='Disabled'), k).",
     "isolate": "Write use_caller=False in place of isolate=True, and use_caller=True in place of isolate=False.",
@@ -201,7 +201,7 @@ def check_start_method(context: Any) -> None:
         ValueError: The text names the start methods.
     """
     if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
-        raise ValueError(f"cannot find context for {context!r}: wanted None or one of {', '.join(map(repr, accepted))}.")
+        raise ValueError(f"cannot find context for {context!r}: expected None or one of {', '.join(map(repr, accepted))}.")
 
 
 def check_flags(class_name: str, **flags: Any) -> None:
@@ -286,7 +286,7 @@ def parse_seeds(seed: Any, num_envs: int, rows: Sequence[int] | None = None) -> 
         raise CompatValueError(
             f"If seeds are passed as a list the length must match num_envs={expected} but got length={len(seed)}."
         )
-    return _expand([int(one) if isinstance(one, np.integer) else one for one in seed], rows, num_envs)
+    return _expand([int(value) if isinstance(value, np.integer) else value for value in seed], rows, num_envs)
 
 
 def _expand(values: list[Any], rows: Sequence[int] | None, num_envs: int) -> list[Any]:

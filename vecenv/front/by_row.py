@@ -36,7 +36,7 @@ class InfosByRow:
         self.envs = envs
         base = getattr(envs, "unwrapped", envs)
         self._base = base if isinstance(base, VectorEnvBase) else None
-        self._direct = self._base is envs and bool(getattr(type(envs), "_gives_rows", False))
+        self._direct = self._base is envs and bool(getattr(type(envs), "_supports_row_infos", False))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -63,9 +63,9 @@ class InfosByRow:
         *results, infos = self.results("step_wait", *([] if timeout is None else [timeout]))
         return (*results, infos.rows())
 
-    def recv(self, timeout: float | None = None, **how_many: Any) -> tuple[Any, Any, Any, Any, list[Any], Any]:
+    def recv(self, timeout: float | None = None, **options: Any) -> tuple[Any, Any, Any, Any, list[Any], Any]:
         """Return the results of :meth:`step` for the next rows, and sixth the environment of each row, int ``(k,)``."""
-        *results, infos = self.results("recv", timeout, **how_many)
+        *results, infos = self.results("recv", timeout, **options)
         return (*results, infos.rows(), np.array(infos.env_ids))
 
     def results(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -73,25 +73,25 @@ class InfosByRow:
         method = getattr(self.envs, name)
         if self._direct:
             return method(*args, _by_row=True, **kwargs)
-        *results, infos, beneath = self._called(method, *args, **kwargs)
+        *results, infos, base_infos = self._call_and_collect(method, *args, **kwargs)
         if isinstance(infos, (list, tuple)):  # Gymnasium's DictInfoToList
             return (*results, ListedInfos(list(infos)))
-        env_ids = infos.get("env_id") if name == "recv" or getattr(beneath, "env_ids", None) is not None else None
+        env_ids = infos.get("env_id") if name == "recv" or getattr(base_infos, "env_ids", None) is not None else None
         count = self.envs.num_envs if env_ids is None else len(env_ids)
         split = ColumnInfos(infos, count, env_ids)
-        if beneath is None or isinstance(beneath, ColumnInfos):
+        if base_infos is None or isinstance(base_infos, ColumnInfos):
             return (*results, split)
-        listed = _with_changes(beneath.rows(), beneath.merged(), infos, count)
+        listed = _with_changes(base_infos.rows(), base_infos.merged(), infos, count)
         return (*results, ListedInfos(listed, env_ids))
 
-    def _called(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of wrappers. Return its results, and last the :class:`RowInfos` beneath them or ``None``."""
+    def _call_and_collect(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Call a method of wrappers. Return its results, and last the base's :class:`RowInfos` or ``None``."""
         if self._base is None:
             return (*method(*args, **kwargs), None)
-        beneath: list[RowInfos] = []
-        self._base._collected_infos = beneath
+        collected: list[RowInfos] = []
+        self._base._collected_infos = collected
         try:
-            return (*method(*args, **kwargs), beneath[-1] if beneath else None)
+            return (*method(*args, **kwargs), collected[-1] if collected else None)
         finally:
             self._base._collected_infos = None
 
@@ -99,11 +99,10 @@ class InfosByRow:
 def _with_changes(rows: list[Any], before: dict[Any, Any], after: Mapping[Any, Any], count: int) -> list[Any]:
     """Apply the changes that wrappers made to the merged dict of arrays to the single infos."""
     removed = [key for key in own_keys(before) if key not in after]
-    both = {key: (key, f"_{key}") for key in own_keys(after)}
     changed = {
         key: after[key]
-        for key, names in both.items()
-        if key not in before or not all(_is_same(before.get(name), after.get(name)) for name in names)
+        for key in own_keys(after)
+        if key not in before or not all(_is_same(before.get(name), after.get(name)) for name in (key, f"_{key}"))
     }
     if not removed and not changed:
         return rows

@@ -89,7 +89,7 @@ class WorkerOnlyAttribute:
         if instance is None:
             return self
         try:
-            instance._need(self._capability, self._name)
+            instance._require_capability(self._capability, self._name)
         except NotImplementedError as error:
             raise _UnsupportedAttribute(*error.args) from None
 

@@ -29,8 +29,8 @@ from vecenv.system.signals import raised_by_handler, watched_handlers
 
 # -- the order of calls ------------------------------------------------------------------------------------------------
 #
-# One table, :data:`NEXT`: method -> (required phase, next phase). Every other call is illegal; only :func:`advance` raises
-# for it, with Gymnasium's classes and texts.
+# One table, :data:`TRANSITIONS`: method -> (required phase, next phase). Every other call is illegal; only :func:`advance`
+# raises for it, with Gymnasium's classes and texts.
 
 R = TypeVar("R")
 
@@ -45,7 +45,7 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-NEXT: Final[dict[str, tuple[Phase, Phase]]] = {
+TRANSITIONS: Final[dict[str, tuple[Phase, Phase]]] = {
     "reset_async": (Phase.DEFAULT, Phase.WAITING_RESET),
     "step_async": (Phase.DEFAULT, Phase.WAITING_STEP),
     "call_async": (Phase.DEFAULT, Phase.WAITING_CALL),
@@ -73,7 +73,7 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
 
     Args:
         phase: The current phase.
-        method: One of the names in :data:`NEXT`.
+        method: One of the names in :data:`TRANSITIONS`.
         owner: The vector environment. The message after ``close()`` names its class.
         name: The name of the called method, if it is not ``method`` (``save``).
 
@@ -82,7 +82,7 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
         AlreadyPendingCallError: A new request while a call is pending.
         NoAsyncCallError: Waiting for the result of a call that was never made.
     """
-    before, after = NEXT[method]
+    before, after = TRANSITIONS[method]
     if phase is before:
         return after
     if phase is Phase.CLOSED:
@@ -90,16 +90,16 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
     verb, _, kind = method.partition("_")
     if kind == "wait":
         raise NoAsyncCallError(f"Calling `{method}` without any prior call to `{verb}_async`.", verb)
-    raise AlreadyPendingCallError(still_pending(name or method, phase), phase.value)
+    raise AlreadyPendingCallError(pending_call_text(name or method, phase), phase.value)
 
 
-def still_pending(name: str, phase: Phase) -> str:
+def pending_call_text(name: str, phase: Phase) -> str:
     """Return the error text for a method called too early. Gymnasium's methods have its texts, some without a full stop."""
-    end = "" if name == "reset_async" else "." if name in NEXT else f": call `{phase.value}_wait()` first."
+    end = "" if name == "reset_async" else "." if name in TRANSITIONS else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
 
 
-def dropping_pending(envs: Any, begin: Callable[[], R]) -> R:
+def drop_pending_and_retry(envs: Any, begin: Callable[[], R]) -> R:
     """Call ``begin``, a reset of all environments. If a call is pending, fetch and drop its result first.
 
     A step that timed out, or was interrupted by Ctrl-C, is still pending. Interfaces of other libraries have no method that
@@ -213,7 +213,7 @@ class Driver:
     pending_error: BaseException | None = None
     num_envs: int
     batch_size: int
-    _last_figures: dict[str, float] | None = None
+    _frozen_stats: dict[str, float] | None = None
 
     def __init__(self) -> None:
         self.state, self.counters = CallState(), Counters()
@@ -254,7 +254,7 @@ class Driver:
         return self.missing_reasons[capability]
 
     @property
-    def waited(self) -> float:
+    def seconds_waited(self) -> float:
         raise NotImplementedError
 
     @property
@@ -350,9 +350,9 @@ class Driver:
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception for a call that has timed out."""
-        return step_timeout(method, timeout, self._lateness)
+        return step_timeout_error(method, timeout, self._describe_late)
 
-    def _lateness(self, seconds: float | None) -> str:
+    def _describe_late(self, seconds: float | None) -> str:
         """Describe the workers that are late after this many seconds, one per line."""
         return ""
 
@@ -360,20 +360,20 @@ class Driver:
 
     def stats(self) -> dict[str, float]:
         """Return statistics since the start; see :meth:`vecenv.AsyncVectorEnv.stats`. After closing they stay unchanged."""
-        return self._figures() if self._last_figures is None else dict(self._last_figures)
+        return self._compute_stats() if self._frozen_stats is None else dict(self._frozen_stats)
 
     def freeze_stats(self) -> None:
         """Keep the current statistics for use after closing."""
-        self._last_figures = self.stats()
+        self._frozen_stats = self.stats()
 
-    def _figures(self) -> dict[str, float]:
+    def _compute_stats(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
         steps = self.counters.steps
         return complete_stats({
             "steps": float(steps),
             "steps_per_second": steps / elapsed,
             "seconds": elapsed,
-            "wait_fraction": self.waited / elapsed,
+            "wait_fraction": self.seconds_waited / elapsed,
             "resets": float(self.counters.resets),
             "restarts": 0.0,
             "errors": 0.0,
@@ -385,7 +385,7 @@ class Driver:
         """Release all resources. Idempotent."""
 
 
-def step_timeout(method: str, timeout: Any, describe: Callable[[float | None], str]) -> StepTimeout:
+def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | None], str]) -> StepTimeout:
     """Return the exception for a call that has timed out; ``describe`` lists the late workers, one per line."""
     seconds = parse_timeout(timeout)
     return StepTimeout(
@@ -409,7 +409,7 @@ def require_idle(outstanding: Call, method: str) -> None:
     if outstanding.rows and outstanding.by_row:
         raise still_in_flight(method, f"0..{outstanding.rows - 1}")
     if outstanding.rows:
-        raise AlreadyPendingCallError(still_pending(method, outstanding.kind), outstanding.kind.value)
+        raise AlreadyPendingCallError(pending_call_text(method, outstanding.kind), outstanding.kind.value)
 
 
 def still_in_flight(method: str, rows: Sequence[int] | str) -> AlreadyPendingCallError:
@@ -492,7 +492,7 @@ class WorkerDriver(Driver):
         exchange = self.exchange
         if exchange.call is not None and not exchange.drop_if_droppable():
             phase = exchange.call.phase
-            raise AlreadyPendingCallError(still_pending(method, phase), phase.value)
+            raise AlreadyPendingCallError(pending_call_text(method, phase), phase.value)
         if rows is not None and len(rows) < self.num_envs:
             self.require_not_in_flight(method, list(rows))
         elif in_flight := len(exchange.in_flight):
@@ -576,7 +576,7 @@ class LockstepDriver(Driver):
         self.returned: Call | None = None
         self.num_envs = self.batch_size = num_envs
         self.all_or_none_reason = "they step together"
-        self._waited = 0.0
+        self._seconds_waited = 0.0
 
     @property
     @abstractmethod
@@ -599,8 +599,8 @@ class LockstepDriver(Driver):
         """Return the result of a step, or of a reset (rewards 0, flags ``False``). Can be repeated."""
 
     @property
-    def waited(self) -> float:
-        return self._waited
+    def seconds_waited(self) -> float:
+        return self._seconds_waited
 
     @property
     def outstanding(self) -> Call:

@@ -23,8 +23,8 @@ from vecenv.errors import BusyError, ForkedError, VecEnvError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_OURS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
-_BARE: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
+_OWN_ERRORS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
+_BUILTIN_ERRORS: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 _OTHER_THREAD_TIMEOUT: Final = 10.0
 _RESETS: Final = ("reset", "reset_async")
 _WAITS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
@@ -67,9 +67,9 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
     @functools.wraps(method)
     def guarded(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
         state, thread = self._driver.state, get_ident()
-        if state.caller or state.changing or state.unusable or self._in_halves:
-            if name in self._in_halves:
-                return self._make_in_halves(name, args, kwargs)  # type: ignore[no-any-return]
+        if state.caller or state.changing or state.unusable or self._methods_in_halves:
+            if name in self._methods_in_halves:
+                return self._call_halves(name, args, kwargs)  # type: ignore[no-any-return]
             _check_usable(self, self._driver, name)
         try:
             state.caller = thread
@@ -83,7 +83,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
                 _explain_unusable(self, self._driver, error)
             if error is self._driver.pending_error:  # the exception is the result, so the call has ended
                 self._driver.pending_error, state.changing = None, False
-            elif name in _WAITS and not isinstance(error, _OURS) and type(error) not in (TypeError, ValueError):
+            elif name in _WAITS and not isinstance(error, _OWN_ERRORS) and type(error) not in (TypeError, ValueError):
                 self._driver.record_interruption()
             raise
         state.changing = False; return result  # noqa: E702 - no call and no jump between the two
@@ -94,10 +94,11 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
     """Raise ``ClosedEnvironmentError`` instead of an error that ``close()`` caused during the call.
 
-    Only errors of vecenv and Gymnasium and exact classes of ``_BARE`` are replaced: others may be a signal handler's.
+    Only errors of vecenv and Gymnasium and exact classes of ``_BUILTIN_ERRORS`` are replaced: others may come from a signal
+    handler.
     """
     driver.release()
-    if driver.state.unusable != "forked" and (isinstance(error, _OURS) or type(error) in _BARE):
+    if driver.state.unusable != "forked" and (isinstance(error, _OWN_ERRORS) or type(error) in _BUILTIN_ERRORS):
         try:
             raise_unusable(envs, driver)
         except ClosedEnvironmentError as closed:

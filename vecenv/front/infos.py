@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 _PYTHON_NUMBERS: Final = "?ld"  # codes of bool, int64 and float64, which Gymnasium uses for Python's bool, int, float
 _ID_KEYS: Final = ("env_id", "_env_id")
 _WIDENED_TOGETHER: Final = ("iufc", "U", "S", "M", "m")  # groups of dtype kinds: a column is widened only within its group
-_MAX_SHOWN_CHARACTERS: Final = 80
+_MAX_REPR_CHARACTERS: Final = 80
 
 
 class RowInfos:
@@ -131,8 +131,8 @@ class InfoMerger:
         for env, info in zip(env_ids, infos, strict=True):
             if not isinstance(info, Mapping):
                 raise InfoError(
-                    f"env {env} returned an info that is not a dict but {shown(info)}: it cannot be merged with those of "
-                    "other environments. `error.result` is the result of the call, with one info per row"
+                    f"env {env} returned an info that is not a dict but {short_repr(info)}: it cannot be merged with those "
+                    "of other environments. `error.result` is the result of the call, with one info per row"
                 )
         return self._merge(infos, range(len(infos)), len(infos), env_ids, "infos")
 
@@ -143,7 +143,7 @@ class InfoMerger:
         columns: dict[Any, tuple[list[int], list[Any]]] = {}
         names: dict[Any, dict[str, list[int]]] = {}  # key that is not a plain string -> name of its mask -> positions
         for position, info in zip(positions, infos, strict=True):
-            for key, value in info.items() if type(info) is dict else _items(info, env_ids[position]):
+            for key, value in info.items() if type(info) is dict else _read_items(info, env_ids[position]):
                 if key in columns:
                     where, values = columns[key]
                 else:
@@ -156,9 +156,9 @@ class InfoMerger:
         masks = {f"_{key}" for key in columns if type(key) is str}.union(*names.values())
         merged: dict[Any, Any] = {}
         for key, (where, values) in columns.items():
-            inner = f"{path}[{shown(key)}]"
+            inner = f"{path}[{short_repr(key)}]"
             if key in masks:
-                self._warn(inner, f"{inner} of env {env_ids[where[0]]} is dropped: that key is the mask of another one")
+                self._warn(inner, f"{inner} of env {env_ids[where[0]]} is dropped: that key is the mask of another key")
                 merged.setdefault(key, np.zeros(count, np.bool_))
             else:
                 merged[key] = self._column(key, where, values, count, env_ids, inner)
@@ -204,14 +204,14 @@ class InfoMerger:
         shape: tuple[int, ...],
     ) -> Array:  # fmt: skip
         """Return a column for values of several types. ``dtype`` and ``shape`` are those of the first value."""
-        parts = [np.asarray(value) if isinstance(value, _WITH_DTYPES) else None for value in values]
+        parts = [np.asarray(value) if isinstance(value, _NUMPY_COMPATIBLE_TYPES) else None for value in values]
         column: Array | None = None
         if all(part is not None and part.shape == shape for part in parts):
             kinds = [part.dtype for part in parts if part is not None]
-            for wanted in (dtype, _widest(kinds)):
-                if wanted is not None and all(part is not None and _survives_cast(part, wanted) for part in parts):
-                    column = np.zeros((count, *shape), wanted)
-                    column[where] = np.array([part for part in parts if part is not None], wanted)
+            for target in (dtype, _widest(kinds)):
+                if target is not None and all(part is not None and _survives_cast(part, target) for part in parts):
+                    column = np.zeros((count, *shape), target)
+                    column[where] = np.array([part for part in parts if part is not None], target)
                     break
         if column is None:
             column = object_column(where, values, count)
@@ -219,8 +219,8 @@ class InfoMerger:
             for position, value in zip(where, values, strict=True):
                 if (stored := _cast_silently(value, dtype, shape)) is not None:
                     text = (
-                        f"{path}: env {env_ids[position]} returned {shown(value)}, and the column that env "
-                        f"{env_ids[where[0]]} began has dtype {dtype}: Gymnasium would store {shown(stored)}. Here the "
+                        f"{path}: env {env_ids[position]} returned {short_repr(value)}, and the column that env "
+                        f"{env_ids[where[0]]} began has dtype {dtype}: Gymnasium would store {short_repr(stored)}. Here the "
                         f"column has dtype {column.dtype} in that case; return the same type in every environment"
                     )
                     self._warn(path, text)
@@ -233,7 +233,7 @@ class InfoMerger:
             warn(text)
 
 
-def _items(info: Mapping[Any, Any], env: int) -> list[tuple[Any, Any]]:
+def _read_items(info: Mapping[Any, Any], env: int) -> list[tuple[Any, Any]]:
     """Return the items of a mapping that is not a plain dict. Reading one of an environment's own class may raise."""
 
     def fail(error: BaseException) -> list[tuple[Any, Any]]:
@@ -249,7 +249,7 @@ def _mask_name(key: Any, env: int) -> str:
     return call_with_fallback(lambda: f"_{key}", fail, Exception)
 
 
-_WITH_DTYPES: Final = (bool, int, float, np.generic, np.ndarray)
+_NUMPY_COMPATIBLE_TYPES: Final = (bool, int, float, np.generic, np.ndarray)
 
 
 def object_column(where: Sequence[int], values: Sequence[Any], count: int) -> Array:
@@ -294,13 +294,13 @@ def _cast_silently(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> 
         return None
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """Return a value's ``repr``, shortened for messages."""
     kind = type(value).__name__
     text = call_with_fallback(
         lambda: repr(value), lambda error: f"a {kind} without a repr ({type(error).__name__})", Exception
     )
-    return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[:_MAX_SHOWN_CHARACTERS]}..."
+    return text if len(text) <= _MAX_REPR_CHARACTERS else f"{text[:_MAX_REPR_CHARACTERS]}..."
 
 
 # -- splitting a dict of arrays ------------------------------------------------------------------------------------------

@@ -48,14 +48,14 @@ CLOSE_TIMEOUT: Final = 60.0
 SHORT_CLOSE_TIMEOUT: Final = 1.0
 """Seconds that it waits for environments after a worker was late or a call was interrupted."""
 
-_RESERVED: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
-_SPACES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
+_RESERVED_METHODS: Final = ("reset", "step", "close", "_setattr", "_check_spaces")
+_SPACE_ATTRIBUTES: Final = "single_action_space", "action_space", "single_observation_space", "observation_space"
 HALVES: Final = {
     "step": ("step_async", "step_wait"), "reset": ("reset_async", "reset_wait"), "call": ("call_async", "call_wait"),
     "exec_func": ("exec_func_send", "exec_func_fetch"),
 }  # fmt: skip
 """Call -> the two calls that it consists of."""
-_WITH_INFOS: Final = ("reset", "reset_wait", "step", "step_wait", "recv")
+_METHODS_WITH_INFOS: Final = ("reset", "reset_wait", "step", "step_wait", "recv")
 
 
 class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
@@ -68,14 +68,14 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     autoreset_mode: AutoresetMode
     _collected_infos: list[RowInfos] | None = None  # collects the infos of each result, for `infos_by_row` around wrappers
     _driver: Any
-    _in_halves: ClassVar[frozenset[str]] = frozenset()
-    _gives_rows: ClassVar[bool] = True
+    _methods_in_halves: ClassVar[frozenset[str]] = frozenset()
+    _supports_row_infos: ClassVar[bool] = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         own = overridden_methods(cls, VectorEnvBase)
-        cls._gives_rows = own.isdisjoint(_WITH_INFOS)
-        cls._in_halves = frozenset(whole for whole, halves in HALVES.items() if not own.isdisjoint(halves))
+        cls._supports_row_infos = own.isdisjoint(_METHODS_WITH_INFOS)
+        cls._methods_in_halves = frozenset(name for name, halves in HALVES.items() if not own.isdisjoint(halves))
 
     def _open(self, driver: Driver) -> None:
         self._driver = driver
@@ -131,9 +131,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             self._require_phase("reset_async")
         mask, others = split_reset_mask(options, self.num_envs, rows)
         if others is not None:
-            able = self.capabilities
-            if not (able.row_options if isinstance(others, list) else able.reset_options):
-                reject_options(self, others, "its environments take none")
+            capabilities = self.capabilities
+            if not (capabilities.row_options if isinstance(others, list) else capabilities.reset_options):
+                reject_options(self, others, "its environments take no options")
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         if self._driver.state.changing and (ids is not None or mask is not None):
@@ -281,9 +281,9 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._driver.keep_call()
 
     def _begin_call(self, method: str, name: str, args: Any, kwargs: Any) -> None:
-        self._need("attributes", method)
+        self._require_capability("attributes", method)
         self._driver.require_idle("call_async")
-        if name in _RESERVED:
+        if name in _RESERVED_METHODS:
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
         self._driver.begin_call(name, args, kwargs)
 
@@ -295,7 +295,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
             Exception: An environment's exception; the environments stay alive.
         """
-        self._need("attributes", "call_wait")
+        self._require_capability("attributes", "call_wait")
         self._require_phase("call_wait")
         return self._driver.wait_for_call(timeout)  # type: ignore[no-any-return]
 
@@ -319,7 +319,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._driver.keep_call()
 
     def _begin_exec(self, method: str, func: Callable[..., Any], indices: Any, args: Any, kwargs: Any) -> None:
-        self._need("attributes", method)
+        self._require_capability("attributes", method)
         self._driver.require_idle("exec_func")
         if not callable(func):
             raise TypeError(f"exec_func needs a callable that takes an environment, got {func!r}")
@@ -329,7 +329,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     @exclusive
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Fetch the result of :meth:`exec_func_send`."""
-        self._need("attributes", "exec_func_fetch")
+        self._require_capability("attributes", "exec_func_fetch")
         self._require_phase("call_wait")
         return self._driver.wait_for_call(timeout)  # type: ignore[no-any-return]
 
@@ -342,7 +342,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     @exclusive
     def set_attr(self, name: str, values: list[Any] | tuple[Any, ...] | object) -> None:
         """Set an attribute of every environment: a list or tuple has one value for each, any other value is for all."""
-        self._need("attributes", "set_attr")
+        self._require_capability("attributes", "set_attr")
         if not isinstance(values, (list, tuple)):
             values = [values] * self.num_envs
         if len(values) != self.num_envs:
@@ -375,7 +375,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
                 Nothing was sent.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
-        self._need("attributes", "set_next_options")
+        self._require_capability("attributes", "set_next_options")
         rows = parse_rows(env_id, self.num_envs)
         if self.autoreset_mode is AutoresetMode.DISABLED:
             raise ValueError("autoreset_mode=DISABLED begins no episodes: pass the options to reset(), with a reset_mask")
@@ -384,9 +384,12 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if mask is not None:
             raise ValueError("options['reset_mask'] is about a reset of many environments: use env_id instead")
         self._driver.require_idle("set_next_options")
-        each = options if isinstance(options, list) else [options] * self.num_envs
-        given = [(own, None if one is None else dict(one)) for own, one in zip(seeds, each, strict=True)]  # kept until then
-        self._driver.begin_set_next(rows, given)
+        options_by_row = options if isinstance(options, list) else [options] * self.num_envs
+        pairs = [  # with copies, because the options are kept until then
+            (env_seed, None if env_options is None else dict(env_options))
+            for env_seed, env_options in zip(seeds, options_by_row, strict=True)
+        ]
+        self._driver.begin_set_next(rows, pairs)
         self._driver.wait_for_call(None)
 
     @exclusive
@@ -421,7 +424,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             EnvFailed: One of them failed and has not been reset since.
             gymnasium.error.ResetNeeded: JAX: before the first ``reset``.
         """
-        self._need("snapshots", "save")
+        self._require_capability("snapshots", "save")
         rows = parse_rows(env_id, self.num_envs)
         self._driver.require_idle("save")
         return self._driver.save(rows, verify)  # type: ignore[no-any-return]
@@ -447,7 +450,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             EnvFailed: The worker of one of them is dead; reset its rows first.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
-        self._need("snapshots", "load")
+        self._require_capability("snapshots", "load")
         rows = parse_rows(env_id, self.num_envs)
         self._driver.require_idle("load")
         return self._driver.load(snapshots, rows)
@@ -459,16 +462,16 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         It has snapshots of all environments, counters, seeds of restarts, and the generators of the vector environment's own
         spaces. The errors are those of :meth:`save`.
         """
-        self._need("snapshots", "state_dict")
+        self._require_capability("snapshots", "state_dict")
         self._driver.require_idle("state_dict")
-        return self._driver.state_dict([getattr(self, name) for name in _SPACES], verify)  # type: ignore[no-any-return]
+        return self._driver.state_dict([getattr(self, name) for name in _SPACE_ATTRIBUTES], verify)  # type: ignore[no-any-return]
 
     @exclusive
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Load the result of :meth:`state_dict`, here or elsewhere. Returns and raises like :meth:`load`."""
-        self._need("snapshots", "load_state_dict")
+        self._require_capability("snapshots", "load_state_dict")
         self._driver.require_idle("load_state_dict")
-        return self._driver.load_state_dict(state, [getattr(self, name) for name in _SPACES])
+        return self._driver.load_state_dict(state, [getattr(self, name) for name in _SPACE_ATTRIBUTES])
 
     @exclusive
     def freeze(self, env_id: Any = None) -> Any:
@@ -490,7 +493,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             EnvFailed: The worker of one of them is dead.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
-        self._need("freezing", "freeze")
+        self._require_capability("freezing", "freeze")
         rows = parse_rows(env_id, self.num_envs)
         self._driver.require_idle("freeze")
         return self._driver.freeze(rows)
@@ -513,7 +516,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             WorkerDied: The copy has ended. Nothing has changed.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
-        self._need("freezing", "thaw")
+        self._require_capability("freezing", "thaw")
         rows = parse_rows(into, self.num_envs)
         self._driver.require_idle("thaw")
         return self._driver.thaw(frozen, rows, reseed)  # type: ignore[no-any-return]
@@ -530,23 +533,23 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     def add_observer(self, observer: Any) -> None:
         """Add an observer of all calls; see :meth:`vecenv.AsyncVectorEnv.add_observer`."""
-        self._need("workers", "add_observer")
+        self._require_capability("workers", "add_observer")
 
     def abandon(self, env_id: Any) -> None:
         """Stop waiting for some environments; see :meth:`vecenv.AsyncVectorEnv.abandon`."""
-        self._need("workers", "abandon")
+        self._require_capability("workers", "abandon")
 
     def submissions(self) -> Any:
         """Return the requests to single environments; see :meth:`vecenv.AsyncVectorEnv.submissions`."""
-        self._need("workers", "submissions")
+        self._require_capability("workers", "submissions")
 
     def publish_stats(self, name: str | None = None) -> None:
         """Publish statistics for ``vecenv top``; see :meth:`vecenv.AsyncVectorEnv.publish_stats`."""
-        self._need("workers", "publish_stats")
+        self._require_capability("workers", "publish_stats")
 
     def worker_stats(self) -> Any:
         """Return the statistics of each worker; see :meth:`vecenv.AsyncVectorEnv.worker_stats`."""
-        self._need("workers", "worker_stats")
+        self._require_capability("workers", "worker_stats")
 
     for _name in (  # a `__getattr__` would slow down all attributes
         "env_fns", "observations", "shared_memory", "context", "daemon", "worker", "observation_mode", "max_concurrency",
@@ -636,11 +639,11 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if state.unusable == "forked":  # the backend's resources belong to the parent
             return
         state.unusable = "closed"  # before anything is released, so that a call in progress raises the right error
-        outside = 0, get_ident()
+        no_other_thread = 0, get_ident()
         closable = driver.can_be_closed_during_call
-        while state.caller not in outside and not closable and (until is None or time.monotonic() < until):
+        while state.caller not in no_other_thread and not closable and (until is None or time.monotonic() < until):
             time.sleep(0.001)
-        if state.caller in outside or closable:
+        if state.caller in no_other_thread or closable:
             driver.close(terminate=terminate)
 
     # -- inside ----------------------------------------------------------------------------------------------------
@@ -659,13 +662,13 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             self._collected_infos.append(infos)
         return (unmerged_result if by_row else merged_result)(self._driver, stepped, infos)
 
-    def _make_in_halves(self, whole: str, args: Any, kwargs: Any) -> Any:
+    def _call_halves(self, name: str, args: Any, kwargs: Any) -> Any:
         """Make a call by its two halves, one of which a subclass has overridden."""
-        begin, wait = HALVES[whole]
+        begin, wait = HALVES[name]
         getattr(self, begin)(*args, **kwargs)
         return getattr(self, wait)()
 
-    def _need(self, capability: str, name: str) -> None:
+    def _require_capability(self, capability: str, name: str) -> None:
         """Raise for ``name`` if the backend lacks a capability.
 
         Raises:
@@ -682,7 +685,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         return self._driver.phase  # type: ignore[no-any-return]
 
     def _require_phase(self, method: str) -> None:
-        """Raise for one of the methods of :data:`vecenv.front.driver.NEXT` that is out of order."""
+        """Raise for one of the methods of :data:`vecenv.front.driver.TRANSITIONS` that is out of order."""
         advance(self._phase, method, self)
 
 

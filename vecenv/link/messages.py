@@ -31,7 +31,7 @@ from typing import Any, Final, TypeAlias
 import cloudpickle
 
 from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback
-from vecenv.front.infos import shown
+from vecenv.front.infos import short_repr
 from vecenv.shm.arena import Place, SharedBlock, find_place
 from vecenv.system.signals import call_with_fallback
 
@@ -205,7 +205,7 @@ def encode_outcome(outcome: Outcome) -> bytes:
         try:
             return dumps(value)
         except Exception as error:
-            add_failure(row, error, f"{kind or f'info key {shown(value[0])}'} cannot be pickled")
+            add_failure(row, error, f"{kind or f'info key {short_repr(value[0])}'} cannot be pickled")
             return None
 
     infos = {}

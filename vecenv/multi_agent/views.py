@@ -29,7 +29,7 @@ from gymnasium.vector.utils import batch_space
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import NoCloseOnCollect, split_reset_mask
-from vecenv.front.driver import dropping_pending
+from vecenv.front.driver import drop_pending_and_retry
 from vecenv.front.infos import InfoMerger, own_keys
 from vecenv.multi_agent.adapter import MASK_KEYS, AgentsEnv, class_name, has_wrapper
 from vecenv.multi_agent.roster import AgentGroup, Roster, build_tree, map_checked, map_space
@@ -316,7 +316,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         if isinstance(options, Mapping) and (mask := split_reset_mask(options, self.num_envs)[0]) is not None:
             chosen = self._whole_envs(mask)
             options = {**options, "reset_mask": chosen[:: self.num_agents].copy()}
-        obs, infos = dropping_pending(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
+        obs, infos = drop_pending_and_retry(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
         return self._rows(obs), self._infos(infos, chosen)
 
     def _whole_envs(self, mask: Bools) -> Bools:

@@ -73,7 +73,7 @@ class Receiver:
         self._received: SimpleQueue[bool] = SimpleQueue()
         self._thread: Thread | None = None
         self._helper: Thread | None = None  # the latest thread, kept even if close() has left it behind
-        self.waited = waited
+        self.seconds_waited = waited
         """Seconds spent waiting in :meth:`receive`."""
 
     def receive(self, wire: list[Any], length: int, deadline: float | None) -> bool:
@@ -104,7 +104,7 @@ class Receiver:
             except Empty:
                 return len(wire) >= length
             finally:
-                self.waited += time.perf_counter() - started
+                self.seconds_waited += time.perf_counter() - started
 
     def close(self, timeout: float = 5.0) -> None:
         """End the helper thread. One that is stuck in a hanging environment is left behind; it ends with the process."""
@@ -234,17 +234,17 @@ class PoolDriver(Driver):
         """Reset the driver's state for a new pool; ``None``: to the state before the first one."""
         calls: tuple[Any, Any, Any] = (_no_pool,) * 3 if pool is None else (pool._recv, pool._send, pool._reset)
         recv, self._pool_send, self._pool_reset = calls
-        self.receiver = Receiver(recv, self.receiver.waited)
+        self.receiver = Receiver(recv, self.receiver.seconds_waited)
         self.wire: list[Any] = []
         self.ended = np.zeros(self.num_envs, dtype=np.bool_)
 
     @property
-    def waited(self) -> float:
-        return self.receiver.waited
+    def seconds_waited(self) -> float:
+        return self.receiver.seconds_waited
 
-    def _figures(self) -> dict[str, float]:
+    def _compute_stats(self) -> dict[str, float]:
         threads = int(self.task.config["num_threads"]) or min(self.batch_size, os.cpu_count() or 1)
-        return {**super()._figures(), "pools": float(self.seeding.pools), "num_threads": float(threads)}
+        return {**super()._compute_stats(), "pools": float(self.seeding.pools), "num_threads": float(threads)}
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
         seeded = any(seed is not None for seed in seeds)

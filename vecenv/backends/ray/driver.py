@@ -336,7 +336,7 @@ class HostsDriver(WorkerDriver):
             for host in late:
                 self.exchange.bury(host, "its reply was no longer needed")
 
-    def _lateness(self, seconds: float | None) -> str:
+    def _describe_late(self, seconds: float | None) -> str:
         self.overdue = True
         late = {part.host.index: part for part in reversed(self.exchange.parts.values())}
         return "".join(
@@ -345,7 +345,7 @@ class HostsDriver(WorkerDriver):
         )
 
     @property
-    def waited(self) -> float:
+    def seconds_waited(self) -> float:
         return self.exchange.seconds_waited
 
     @property
@@ -363,8 +363,8 @@ class HostsDriver(WorkerDriver):
 
     # -- statistics and the end -------------------------------------------------------------------------------------------
 
-    def _figures(self) -> dict[str, float]:
-        own, failures = super()._figures(), self.exchange.failures
+    def _compute_stats(self) -> dict[str, float]:
+        own, failures = super()._compute_stats(), self.exchange.failures
         each = [stats for stats in self.pool.call_all("stats").values() if stats]  # of hosts that reply in time
         own["steps_per_second"] = (self.counters.steps - self.counters.steps_loaded) / own["seconds"]
         own["errors"] = float(len(failures.errors))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,22 +25,26 @@ def imported(program: Path) -> Iterator[Any]:
         yield importlib.import_module(program.stem)
 
 
-def run(*command: str | Path, timeout: float = 250) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments."""
-    line = [sys.executable, *map(str, command)]
-    return subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout, check=False)
+def python(
+    *arguments: str | Path, cwd: Path | None = None, timeout: float = 250, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments, and with these environment variables in addition to those of this process."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], cwd=cwd, env={**os.environ, **variables}, timeout=timeout, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True,
+    )  # fmt: skip
 
 
-def run_to_its_end(program: Path, *arguments: str, timeout: float) -> str:
-    """Run a program that succeeds and closes everything, and return what it prints."""
-    done = run("-W", "error::ResourceWarning", program, *arguments, timeout=timeout)
-    assert done.returncode == 0, done.stderr[-3000:]
+def printed(*arguments: str | Path, **how: Any) -> str:
+    """Run Python like :func:`python`, and return the output. It has to succeed."""
+    done = python(*arguments, **how)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 
 
 def check_missing_library(program: str, library: str, extra: str) -> None:
     """Check that an example without a library that it needs names the command that installs it."""
-    done = run(_WITHOUT, library, EXAMPLES / f"{program}.py")
+    done = python(_WITHOUT, library, EXAMPLES / f"{program}.py")
     expected = f"{program}: No module named {library!r}: pip install -e '.[{extra}]'"
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, expected)
     assert "Traceback" not in done.stderr
@@ -47,7 +52,6 @@ def check_missing_library(program: str, library: str, extra: str) -> None:
 
 def check_help(program: str, *texts: str) -> None:
     """Check that the help of an example shows how to run it, and these texts."""
-    done = run(EXAMPLES / f"{program}.py", "--help")
-    assert done.returncode == 0, done.stderr[-3000:]
+    shown = printed(EXAMPLES / f"{program}.py", "--help")
     for text in (f"python examples/{program}.py", *texts):
-        assert text in done.stdout
+        assert text in shown

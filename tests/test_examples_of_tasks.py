@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from programs import EXAMPLES, printed
 
 
 def _run(name: str, folder: Path, *options: str) -> str:
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / name, *options], cwd=folder, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return printed(EXAMPLES / name, *options, cwd=folder)
 
 
 def test_chunks_of_actions_give_the_same_returns_for_fewer_calls(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from gymnasium.envs.registration import EnvSpec, registry
 from gymnasium.error import UnregisteredEnv
 from gymnasium.vector import AutoresetMode
 from gymnasium.wrappers import FlattenObservation
+from programs import printed
 
 import vecenv.make
 from vecenv import AsyncVectorEnv
@@ -259,9 +259,9 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=True)
-    assert module in done.stdout
-    assert f"pip install 'vecenv[{extra}]'" in done.stdout
+    shown = printed("-c", program)
+    assert module in shown
+    assert f"pip install 'vecenv[{extra}]'" in shown
 
 
 of_envpool = functools.partial(pytest.param, marks=needs_envpool)

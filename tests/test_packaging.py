@@ -17,6 +17,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+from programs import python
 
 import vecenv
 
@@ -196,8 +197,7 @@ def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(bare: Path, program: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Run a program isolated (-I) and without this environment's packages (-S)."""
-    command = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(bare)!r})\n{program}"]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
+    return python("-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(bare)!r})\n{program}", cwd=cwd)
 
 
 ENGINE = """

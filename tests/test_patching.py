@@ -7,7 +7,6 @@ import gc
 import inspect
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 import typing
@@ -22,6 +21,7 @@ import pytest
 from envs import counters
 from gymnasium.vector import AsyncVectorEnv as EarlyAsync
 from gymnasium.vector import SyncVectorEnv as EarlySync
+from programs import python
 
 import vecenv
 from vecenv import patching
@@ -281,18 +281,6 @@ def program(tmp_path: Path) -> Path:
     file = tmp_path / "my program.py"
     file.write_text(textwrap.dedent(PROGRAM))
     return file
-
-
-def python(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 REPORT = re.compile(

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from programs import EXAMPLES, run_to_its_end
+from programs import EXAMPLES, printed
 
 pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
 
@@ -15,7 +15,7 @@ OURS, THEIRS = "from vecenv import AsyncVectorEnv\n", "from gymnasium.vector imp
 
 
 def run(program: Path, *arguments: str, timeout: float = 100) -> list[str]:
-    return run_to_its_end(program, *arguments, timeout=timeout).splitlines()
+    return printed("-W", "error::ResourceWarning", program, *arguments, timeout=timeout).splitlines()
 
 
 def test_results_are_equal_with_either_import(tmp_path: Path) -> None:

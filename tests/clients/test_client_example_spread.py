@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from programs import EXAMPLES, imported, run_to_its_end
+from programs import EXAMPLES, imported, printed
 
 pytest.importorskip("torch", reason="needs torch: pip install 'vecenv[clients]'")
 pytest.importorskip("mpe2", reason="needs MPE: pip install mpe2")
@@ -26,8 +26,8 @@ def example() -> Iterator[Any]:
 
 def returns(*arguments: str, timeout: float) -> list[tuple[int, float]]:
     """Return steps and mean return of each line that it prints."""
-    printed = run_to_its_end(EXAMPLE, *arguments, timeout=timeout)
-    return [(int(steps), float(value)) for steps, value in LINE.findall(printed)]
+    shown = printed("-W", "error::ResourceWarning", EXAMPLE, *arguments, timeout=timeout)
+    return [(int(steps), float(value)) for steps, value in LINE.findall(shown)]
 
 
 def test_advantages_are_those_of_the_definition(example: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from programs import check_help, check_missing_library, run
+from programs import check_help, check_missing_library, python
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ assert {adapter!r} in dir(vecenv.adapters)
 assert "torch" not in sys.modules
 vecenv.adapters.{adapter}
 """
-    done = run("-c", program)
+    done = python("-c", program)
     last_line = done.stderr.strip().splitlines()[-1]
     command = f"pip install -e '.[{extra}]' in a checkout, or pip install 'vecenv[{extra}]' from a release"
     assert last_line == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"

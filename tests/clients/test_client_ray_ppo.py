@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from programs import python
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vecenv[clients]'")
 for library in ("flax", "optax", "rich", "matplotlib"):
@@ -41,9 +40,7 @@ def address() -> Iterator[str]:
 
 def run(cwd: Path, backend: str, *arguments: str, **variables: str) -> tuple[float, bool, int, Path]:
     """Return the mean return, whether the target was reached, steps, and the path of the learning curve."""
-    command = [sys.executable, str(EXAMPLE), "CartPole-v1", "--backend", backend, *arguments]
-    environment = {**os.environ, **variables}
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = python(EXAMPLE, "CartPole-v1", "--backend", backend, *arguments, cwd=cwd, timeout=280, **variables)
     match = LAST.fullmatch(done.stdout.splitlines()[-1] if done.stdout else "")
     assert match, done.stdout + done.stderr[-3000:]
     assert done.returncode == (0 if match[2] else 1)
@@ -65,11 +62,7 @@ def test_hosts_reply_in_turn(address: str, tmp_path: Path) -> None:
 
 
 def test_full_cluster_is_a_one_line_error(address: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), "--backend", "ray", "--num-hosts", "64"]
-    environment = {**os.environ, "RAY_ADDRESS": address}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250, check=False
-    )
+    done = python(EXAMPLE, "--backend", "ray", "--num-hosts", "64", cwd=tmp_path, RAY_ADDRESS=address)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ppo: "), done.stderr[-3000:]
     assert "Traceback" not in done.stderr

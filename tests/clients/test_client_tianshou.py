@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 from client_envs import assert_equal as assert_equal_with_types
 from client_envs import full_env_fns, make_cartpole
 from envs import FixedBatchSize
+from programs import python
 
 pytest.importorskip("tianshou", reason="needs Tianshou: pip install 'vecenv[clients]'")
 
@@ -149,8 +148,7 @@ def test_bad_input_is_explained() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ppo_learns_cartpole() -> None:
-    command = [sys.executable, str(EXAMPLE)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False)
+    done = python(EXAMPLE, timeout=280)
     match = re.search(r"^return (\d+) \+- ", done.stdout, re.MULTILINE)
     assert match, done.stderr[-3000:]
     assert int(match[1]) >= 475

@@ -20,6 +20,7 @@ import pytest
 from envs import CounterEnv, MergedByGymnasium, SpaceEnv, counters, scripted
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from programs import printed
 from walks import LONGEST, SEED, choose, expected_from, expected_results, numbers, snapshots_midway, walks
 
 import vecenv
@@ -139,13 +140,9 @@ def test_running_cluster_is_found_and_left_running(cluster: Any, tmp_path: Path)
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     address, tests = cluster.get_runtime_context().gcs_address, Path(__file__).parent.parent
-    run = subprocess.run(
-        [sys.executable, str(program)],
-        env={**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
+    path = os.pathsep.join([str(tests), str(tests.parent)])
+    shown = printed(program, timeout=200, RAY_ADDRESS=address, PYTHONPATH=path)
+    assert shown.splitlines()[-3:] == [f"{address} False", "[0.001, 1.001]", "False"]
     wait_for_cores(cluster, 8)
     assert cluster.get(cluster.remote(lambda: 7).remote()) == 7  # it still works
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+from programs import printed
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install 'vecenv[ray]')")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -54,13 +53,8 @@ def test_cluster_listens_on_loopback_only_and_is_stopped(tmp_path: Path) -> None
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(PROGRAM))
     tests = Path(__file__).parent.parent
-    run = subprocess.run(
-        [sys.executable, str(program)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)])},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    report = json.loads(run.stdout.strip().splitlines()[-1])
+    shown = printed(program, timeout=200, PYTHONPATH=os.pathsep.join([str(tests), str(tests.parent)]))
+    report = json.loads(shown.strip().splitlines()[-1])
     assert set(report["addresses"]) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
     assert report["addresses"], "it listens nowhere"
     assert report["left"] == []

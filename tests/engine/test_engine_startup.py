@@ -9,7 +9,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +21,7 @@ from envs import CounterEnv, Options, SpaceEnv, assert_as_sync, counters, open_e
 from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import SyncVectorEnv
+from programs import python
 
 import vecenv
 from vecenv import Restart, WorkerOptions
@@ -372,8 +372,8 @@ if __name__ == "__main__":
 def test_fork_server_preloads_modules_for_workers(tmp_path: Any) -> None:
     file = tmp_path / "program.py"
     file.write_text(PROGRAM)
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=100, check=True)
-    assert done.stdout.splitlines() == ["([True, True], [False, False])", "([True, True], [False, False])"]
+    done = python(file)
+    assert done.stdout.splitlines() == ["([True, True], [False, False])", "([True, True], [False, False])"], done.stderr
     assert "WorkerOptions(preload) has no effect: the fork server" in done.stderr
 
 
@@ -487,11 +487,7 @@ if __name__ == "__main__":
     print(simulator.AT_IMPORT, *envs.get_attr("at_import"))
     envs.close()
 """)
-    path = str(Path(vecenv.__file__).parents[1])
-    variables = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, str(program)], capture_output=True, text=True, timeout=120, env=variables, check=False
-    )
+    done = python(program, PYTHONPATH=str(Path(vecenv.__file__).parents[1]))
     assert done.stdout.split() == ["None", "0", "1"], done.stderr
 
 

@@ -8,7 +8,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import types
 import warnings
@@ -22,6 +21,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode
+from programs import printed
 from sampling import each_once
 from signals import Alarm, handled, interrupt_at
 
@@ -492,5 +492,5 @@ def test_vecenv_run_passes_the_option_on(tmp_path: Path) -> None:
         "    print(envs.generators)\n"
         "    envs.close()\n"
     )
-    command = [sys.executable, "-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", str(program)]
-    assert subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout.split() == ["own"]
+    shown = printed("-m", "vecenv", "run", "--generators", "own", "--num-workers", "0", program)
+    assert shown.split() == ["own"]

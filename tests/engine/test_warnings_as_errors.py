@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import subprocess
-import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 from envs import CounterEnv, RaisingEnv, ready_engine
 from gymnasium.spaces import Box
+from programs import python
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +103,7 @@ def test_a_program_that_never_closes_ends_without_a_traceback_of_the_engine(
     num_workers: int, filters: str, reports: int, tmp_path: Path
 ) -> None:
     closed = tmp_path / "closed"
-    command = [sys.executable, "-W", filters, "-c", UNCLOSED, str(num_workers), str(closed)]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    ended = python("-W", filters, "-c", UNCLOSED, str(num_workers), closed, cwd=tmp_path)
     assert ended.returncode == 0
     assert "Exception ignored" not in ended.stderr
     assert ended.stderr.count("ResourceWarning: unclosed AsyncVectorEnv") == reports

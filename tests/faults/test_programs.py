@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import programs
 import pytest
 from observe import CHEAP, FAULTS, last_line
 
@@ -96,11 +97,7 @@ OWN_CLASSES = Path(__file__).parent / "own_classes.py"
 
 
 def findings(method: str, engine: str) -> dict[str, str]:
-    done = subprocess.run(
-        [sys.executable, OWN_CLASSES, method, engine], check=False, capture_output=True, text=True, timeout=120
-    )
-    assert not done.returncode, done.stdout + done.stderr
-    return dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    return dict(line.split(": ", 1) for line in programs.printed(OWN_CLASSES, method, engine).splitlines())
 
 
 @pytest.mark.long

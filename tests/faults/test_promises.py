@@ -8,7 +8,6 @@ import math
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +23,7 @@ from envs import killable_engine, ready_engine
 from gymnasium import spaces
 from gymnasium.error import ClosedEnvironmentError
 from observe import LINUX
+from programs import python
 from signals import Alarm, handled
 
 import vecenv
@@ -333,9 +333,8 @@ finally:
     print(sum(os.path.exists(f"/proc/{{pid}}") for pid in pids), len(os.listdir("/proc/self/fd")), envs.closed)
 """
     folder = Path(__file__).parent
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
     program = program.replace("from tests_promises import", "from test_promises import")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False, env=env)
+    done = python("-c", program, PYTHONPATH=os.pathsep.join([str(folder), *sys.path]))
     lines = done.stdout.splitlines()
     assert lines[0] == ("closed" if ending == "return" else "exit"), done.stderr
     left, _, closed = lines[1].split()

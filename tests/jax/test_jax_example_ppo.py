@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from programs import EXAMPLES, check_help, check_missing_library, imported
+from programs import EXAMPLES, check_help, check_missing_library, imported, python
 from sampling import each_once
 
 import vecenv
@@ -108,8 +107,7 @@ def test_transitions_equal_those_of_the_environments(ppo: ModuleType, first_read
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROGRAM), *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    return python(PROGRAM, *arguments, cwd=cwd, timeout=280)
 
 
 @pytest.mark.long

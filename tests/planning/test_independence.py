@@ -25,6 +25,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from programs import python
 
 import vecenv
 from planning.cases.registry import CASES, CHANGES, CLEAN, SAME_OBJECT, SHARES, UNKNOWN, Base
@@ -83,11 +84,10 @@ def test_vecenv_run_gives_the_results_of_gymnasium(name: str) -> None:
     options = ["--generators", "own"] if name.endswith(OWN) else []
     if name == "hangs":
         options += ["--step-timeout", "2"]
-    variables = {**os.environ, "SDL_VIDEODRIVER": "dummy", "PYTHONPATH": str(Path(__file__).parents[1])}
+    variables = {"SDL_VIDEODRIVER": "dummy", "PYTHONPATH": str(Path(__file__).parents[1])}
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *arguments, file, name]
-        return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=variables)
+        return python(*arguments, file, name, timeout=200, **variables)
 
     done = run("-m", "vecenv", "run", *options)
     if done.stdout.startswith("skipped"):
@@ -475,7 +475,5 @@ def test_daemonic_process_has_no_workers() -> None:
 def test_vecenv_run_reports_a_vector_environment_that_could_not_be_built(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import gymnasium as gym\ngym.vector.SyncVectorEnv([lambda: 1 / 0])\n")
-    command = [sys.executable, "-m", "vecenv", "run", "--sync", str(program)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    last = done.stderr.splitlines()[-1]
+    last = python("-m", "vecenv", "run", "--sync", program).stderr.splitlines()[-1]
     assert last == "vecenv run: no vector environment could be built: ZeroDivisionError: division by zero"

@@ -22,6 +22,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from history_envs import HistoryEnv
+from programs import printed, python
 from sampling import each_once
 
 import vecenv
@@ -349,9 +350,8 @@ def test_a_game_of_several_agents(tmp_path: Path) -> None:
 # -- the command ----------------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: Any, **how: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vecenv", "replay", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, stdin=subprocess.DEVNULL, **how)
+def run(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return python("-m", "vecenv", "replay", *arguments)
 
 
 @pytest.fixture(scope="module")
@@ -486,12 +486,10 @@ def test_environments_that_cannot_be_imported(tmp_path: Path) -> None:
         "    envs = vecenv.AsyncVectorEnv([gone_world.HistoryEnv], num_workers=0, record_failures='records')\n"
         "    envs.reset(seed=1); envs.step([1]); print(envs.record(0)); envs.close()\n"
     )
-    made = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert run(made.stdout.strip(), "--yes").returncode == 0, "the folder that it was imported from is known"
+    made = printed("-c", program, cwd=tmp_path).strip()
+    assert run(made, "--yes").returncode == 0, "the folder that it was imported from is known"
     module.unlink()
-    done = run(made.stdout.strip(), "--yes")
+    done = run(made, "--yes")
     assert done.returncode == 2
     assert "annot be replayed, because " in done.stdout
     assert "No module named 'gone_world'" in done.stdout

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium.vector import SyncVectorEnv
+from programs import python
 
 import vecenv
 from vecenv.errors import WorkerDied
@@ -30,9 +30,7 @@ HERE = Path(__file__).parent
 def run(world: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program, or the package's command line, as on another system."""
     path = os.pathsep.join(filter(None, [str(Path(vecenv.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, str(HERE / "other_system_program.py"), *arguments]
-    variables = {**os.environ, "WORLD": world, "PYTHONPATH": path}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False, timeout=250)
+    return python(HERE / "other_system_program.py", *arguments, WORLD=world, PYTHONPATH=path)
 
 
 def report_of(world: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import struct
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from programs import printed as printed_by_python
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
@@ -60,11 +60,7 @@ def test_every_program_is_listed() -> None:
 
 
 def printed(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=BENCH.parent, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return printed_by_python(*command, cwd=BENCH.parent)
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from pathlib import Path
 import gymnasium
 import pytest
 from gymnasium.vector import SyncVectorEnv
+from programs import python
 
 from vecenv import tools
 from vecenv.errors import how_to_install
@@ -25,8 +26,7 @@ TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "vecenv", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=250, check=False)
+    return python("-m", "vecenv", *arguments, cwd=cwd)
 
 
 def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import py_compile
 import subprocess
-import sys
 import textwrap
 import zipfile
 from pathlib import Path
 
 import pytest
+from programs import python as programs_python
 
 LOOKS = '''
     """A docstring."""
@@ -74,10 +73,7 @@ def programs(tmp_path: Path) -> Path:
 
 
 def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=240, check=False,
-        stdin=subprocess.DEVNULL, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
-    )  # fmt: skip
+    return programs_python(*arguments, cwd=folder, PYTHONDONTWRITEBYTECODE="1")
 
 
 @pytest.mark.parametrize(

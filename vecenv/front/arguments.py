@@ -366,7 +366,7 @@ def select_options(options: ResetOptions, rows: Sequence[int]) -> ResetOptions:
     return [options[row] for row in rows] if isinstance(options, list) else options
 
 
-def reject_options(envs: object, options: ResetOptions, reason: str) -> None:
+def reject_options(envs: object, options: ResetOptions) -> None:
     """Raise if there are options other than the mask, for environments that take no options.
 
     Raises:
@@ -374,7 +374,7 @@ def reject_options(envs: object, options: ResetOptions, reason: str) -> None:
         ValueError: There are options for all environments.
     """
     if isinstance(options, list):
-        raise_unsupported(envs, "reset each environment with its own options", reason)
+        raise_unsupported(envs, "reset each environment with its own options", "its environments take no options")
     if options:
         keys = sorted(map(str, options))
         raise ValueError(f"{type(envs).__name__} takes no reset options except 'reset_mask', got {keys}; nothing was sent")

@@ -133,7 +133,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if others is not None:
             capabilities = self.capabilities
             if not (capabilities.row_options if isinstance(others, list) else capabilities.reset_options):
-                reject_options(self, others, "its environments take no options")
+                reject_options(self, others)
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         if self._driver.state.changing and (ids is not None or mask is not None):

@@ -51,7 +51,7 @@ def span_text(rows: Sequence[int]) -> str:
     return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
 
 
-def failed_earlier(reasons: Mapping[int, str]) -> EnvFailed:
+def failed_earlier_error(reasons: Mapping[int, str]) -> EnvFailed:
     """Return the exception for rows that have to be reset first; ``reasons`` has the failure of each."""
     rows = sorted(reasons)
     return EnvFailed(

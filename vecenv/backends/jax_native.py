@@ -133,7 +133,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         if not hasattr(self, "_driver"):
             return f"{type(self).__name__}(closed)"
         name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
-        phase = "pending" if self._driver.outstanding.rows else "before reset" if self._driver.newest is None else "ready"
+        phase = "pending" if self._driver.pending_call.rows else "before reset" if self._driver.newest is None else "ready"
         return (
             f"{type(self).__name__}({name}, num_envs={self.num_envs}, to={self.to!r}, "
             f"autoreset_mode={self.autoreset_mode.name}, {'closed' if self.closed else phase})"

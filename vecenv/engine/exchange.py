@@ -25,7 +25,7 @@ from vecenv.engine.failures import FailureLog, Policy, Restarts
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
-from vecenv.errors import StepTimeout, failed_earlier
+from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions, deadline_after
 from vecenv.front.driver import (
     Call,
@@ -33,7 +33,7 @@ from vecenv.front.driver import (
     advance,
     require_no_step,
     step_timeout_error,
-    too_few_in_flight,
+    too_few_in_flight_error,
     wait_method,
 )
 from vecenv.front.guard import CallState
@@ -132,7 +132,7 @@ class Exchange:
         if failed:
             if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
-                raise failed_earlier({row: self.failures.failed[row] for row in failed})
+                raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
             if (error := self._rebuild(request, failed)) is not None:
                 self.state.changing = False
                 raise error
@@ -247,7 +247,7 @@ class Exchange:
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickled(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
-            raise failed_earlier({row: self.failures.failed.get(row, "its worker died") for row in dead})
+            raise failed_earlier_error({row: self.failures.failed.get(row, "its worker died") for row in dead})
         self.state.changing = True
         request = Request(command, 0, by_row=False)
         request.droppable = True
@@ -368,7 +368,7 @@ class Exchange:
                 return True
             num_unready = len(self.in_flight) - ready
             if ready + num_unready < enough:
-                raise too_few_in_flight(enough, num_unready, ready)
+                raise too_few_in_flight_error(enough, num_unready, ready)
             if least is not None and ready >= enough:
                 until = enough_from if deadline is None else min(enough_from, deadline)
                 if not num_unready or not self._wait_for_any(None if until == math.inf else until):

@@ -24,7 +24,7 @@ from vecenv.engine.stats import measure_workers
 from vecenv.engine.submissions import Submissions
 from vecenv.engine.worker_pool import PoolOptions, WorkerPool
 from vecenv.engine.worker_process import LocalWorker
-from vecenv.errors import StepTimeout, failed_earlier
+from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities, complete_stats
 from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, advance
@@ -126,7 +126,7 @@ class Engine(WorkerDriver):
             self.require_rows_idle("step_async")
         failed = self.failures.failed
         if failed and not self.restarts:
-            raise failed_earlier(failed)
+            raise failed_earlier_error(failed)
         pickled = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if pickled is None else pickled)

@@ -18,7 +18,7 @@ from vecenv.engine.calls import Calls
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import WorkerProcess
-from vecenv.errors import EnvFailed, failed_earlier
+from vecenv.errors import EnvFailed, failed_earlier_error
 from vecenv.link.envs import call_env
 from vecenv.link.messages import OVERLAPS, Op, summary
 from vecenv.link.observations import require_observation
@@ -95,7 +95,7 @@ class Submissions:
         """
         exchange, worker = self._exchange, self._find_worker(row)
         if worker.death is not None or (command != "reset" and row in self.failed):
-            raise failed_earlier({row: self.failed[row]})
+            raise failed_earlier_error({row: self.failed[row]})
         if command == "check":
             require_observation(exchange.store, row, payload.row)
         op, name, pack = _COMMANDS[command]

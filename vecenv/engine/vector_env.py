@@ -44,7 +44,7 @@ from vecenv.front.arguments import (
     parse_autoreset_mode,
     parse_timeout,
 )
-from vecenv.front.guard import exclusive, is_within_a_call, raise_unusable
+from vecenv.front.guard import exclusive, is_inside_call, raise_unusable
 from vecenv.front.vector_env import CLOSE_TIMEOUT, SHORT_CLOSE_TIMEOUT, WorkerVectorEnv
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import Expected, WorkerPlan, different_action_space
@@ -341,7 +341,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """Metadata and spaces, from an environment that is built here or elsewhere."""
         mode = self.observation_mode
         found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
-        self._describe(found)
+        self._set_attributes(found)
         if isinstance(mode, tuple) and len(mode) == 2:
             if not all(isinstance(space, Space) for space in mode):
                 raise CompatTypeError(
@@ -527,7 +527,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             for worker in self._pool.processes:
                 worker.signal(9)
             state.wait_for_other_thread()
-        nested = state.caller == thread and is_within_a_call(self)
+        nested = state.caller == thread and is_inside_call(self)
         if not self._pool.released:
             hurried = again or nested
             timeout = SHORT_CLOSE_TIMEOUT if hurried and seconds is None else seconds
@@ -545,7 +545,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         if timeout is None:
             late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.workers)
             timeout = SHORT_CLOSE_TIMEOUT if late else CLOSE_TIMEOUT
-        self._warn_of_pending_call()
+        self._warn_about_pending_call()
         self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate)
 
     def __del__(self) -> None:

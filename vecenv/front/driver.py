@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 
-from vecenv.errors import StepTimeout, failed_earlier
+from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions, parse_env_ids, parse_timeout, select_options
 from vecenv.front.capabilities import Capabilities, complete_stats, raise_unsupported
 from vecenv.front.guard import CallState
@@ -258,20 +258,20 @@ class Driver:
         raise NotImplementedError
 
     @property
-    def outstanding(self) -> Call:
+    def pending_call(self) -> Call:
         """The call in flight. Reading it changes nothing, so other threads may do it."""
         raise NotImplementedError
 
     @property
     def phase(self) -> Phase:
         """The pending operation on all environments; one with results for :meth:`recv` does not count."""
-        call = self.outstanding
+        call = self.pending_call
         return Phase.DEFAULT if call.by_row or self.state.changing else call.kind
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
         """The environments with rows that ``recv`` has yet to return, in no particular order."""
-        call = self.outstanding
+        call = self.pending_call
         if call.by_row and 0 < call.rows < self.num_envs:
             raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {call.rows}")
         return np.arange(call.rows if call.by_row else 0, dtype=np.intp)
@@ -282,7 +282,7 @@ class Driver:
         Raises:
             AlreadyPendingCallError: A call is pending.
         """
-        require_idle(self.outstanding, method)
+        require_idle(self.pending_call, method)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class Driver:
         """
         if not self.capabilities.first_ready:
             raise_unsupported(self.name, f"recv at least {enough} environments", "all of them are done at the same time")
-        most = max(min(self.batch_size if count is None else count, self.outstanding.rows), enough)
+        most = max(min(self.batch_size if count is None else count, self.pending_call.rows), enough)
         until = enough_from if deadline is None else min(enough_from, deadline)
         results = self._recv_some(most, None if until == math.inf else until)
         for fewer in range(most - 1, enough - 1, -1):
@@ -378,7 +378,7 @@ class Driver:
             "restarts": 0.0,
             "errors": 0.0,
             "bytes_pickled": 0.0,
-            "in_flight": float(self.outstanding.rows),
+            "in_flight": float(self.pending_call.rows),
         })  # fmt: skip
 
     def close(self, *, terminate: bool = False) -> None:
@@ -395,7 +395,7 @@ def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | No
     )
 
 
-def too_few_in_flight(count: int, in_flight: int, ready: int) -> NoAsyncCallError:
+def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCallError:
     """Return the exception of a ``recv`` that would wait forever."""
     return NoAsyncCallError(
         f"Calling `recv` for {count} environments, but only {in_flight} are in flight and {ready} are ready: "
@@ -404,22 +404,22 @@ def too_few_in_flight(count: int, in_flight: int, ready: int) -> NoAsyncCallErro
     )
 
 
-def require_idle(outstanding: Call, method: str) -> None:
+def require_idle(pending_call: Call, method: str) -> None:
     """Raise for a method of all environments while a call on any of them is pending."""
-    if outstanding.rows and outstanding.by_row:
-        raise still_in_flight(method, f"0..{outstanding.rows - 1}")
-    if outstanding.rows:
-        raise AlreadyPendingCallError(pending_call_text(method, outstanding.kind), outstanding.kind.value)
+    if pending_call.rows and pending_call.by_row:
+        raise still_in_flight_error(method, f"0..{pending_call.rows - 1}")
+    if pending_call.rows:
+        raise AlreadyPendingCallError(pending_call_text(method, pending_call.kind), pending_call.kind.value)
 
 
-def still_in_flight(method: str, rows: Sequence[int] | str) -> AlreadyPendingCallError:
+def still_in_flight_error(method: str, rows: Sequence[int] | str) -> AlreadyPendingCallError:
     """Return the exception of a method about some rows of which these have to be received first."""
     return AlreadyPendingCallError(
         f"Calling `{method}` for envs {rows}, which are still in flight: `recv` them first.", "send"
     )
 
 
-def some_in_flight(method: str, in_flight: int, ready: int) -> AlreadyPendingCallError:
+def some_in_flight_error(method: str, in_flight: int, ready: int) -> AlreadyPendingCallError:
     """Return the exception of a method about all rows while some are in flight, of which ``ready`` have finished."""
     return AlreadyPendingCallError(
         f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready for "
@@ -428,9 +428,9 @@ def some_in_flight(method: str, in_flight: int, ready: int) -> AlreadyPendingCal
     )
 
 
-def require_no_step(outstanding: Call) -> None:
+def require_no_step(pending_call: Call) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
-    if outstanding.kind is Phase.WAITING_STEP and not outstanding.by_row:
+    if pending_call.kind is Phase.WAITING_STEP and not pending_call.by_row:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
         )
@@ -496,19 +496,19 @@ class WorkerDriver(Driver):
         if rows is not None and len(rows) < self.num_envs:
             self.require_not_in_flight(method, list(rows))
         elif in_flight := len(exchange.in_flight):
-            raise some_in_flight(method, in_flight, len(exchange.ready))
+            raise some_in_flight_error(method, in_flight, len(exchange.ready))
 
     def require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         """Raise for rows that ``recv`` has to return first."""
         in_flight = self.exchange.in_flight
         if in_flight and not in_flight.isdisjoint(rows):
-            raise still_in_flight(method, [row for row in rows if row in in_flight])
+            raise still_in_flight_error(method, [row for row in rows if row in in_flight])
 
-    def refuse_failed(self, rows: Collection[int]) -> None:
+    def require_not_failed(self, rows: Collection[int]) -> None:
         """Raise for rows that failed, unless they are rebuilt."""
         failed = self.failures.failed
         if failed and not self.restarts and (mine := failed.keys() & set(rows)):
-            raise failed_earlier({row: failed[row] for row in mine})
+            raise failed_earlier_error({row: failed[row] for row in mine})
 
     def send(self, actions: Any, env_id: Any) -> None:
         """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
@@ -518,7 +518,7 @@ class WorkerDriver(Driver):
         rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         listed: list[int] = rows.tolist()
         self.require_not_in_flight("send", listed)
-        self.refuse_failed(listed)
+        self.require_not_failed(listed)
         items = self.stage.put_some(actions, rows, len(listed))
         for observer in self.observers:
             observer.on_step(listed, actions if items is None else items)
@@ -603,14 +603,14 @@ class LockstepDriver(Driver):
         return self._seconds_waited
 
     @property
-    def outstanding(self) -> Call:
+    def pending_call(self) -> Call:
         call = self.latest_call
         return NO_CALL if call is None or call is self.returned or self.state.changing else call
 
     def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
         if by_row:
             self._require_all(ids, "reset_async")
-            require_idle(self.outstanding, "reset_async")
+            require_idle(self.pending_call, "reset_async")
             ids = None
         rows = self.batch_size if ids is None else len(ids)
         if rows < self.batch_size and not self.capabilities.reset_mask:
@@ -620,17 +620,17 @@ class LockstepDriver(Driver):
         self.state.changing = False  # this reset has replaced a call that an exception interrupted
 
     def step(self, actions: Any) -> None:
-        require_idle(self.outstanding, "step_async")
+        require_idle(self.pending_call, "step_async")
         self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=False), actions)
 
     def send(self, actions: Any, env_id: Any) -> None:
         if env_id is not None:
             self._require_all(parse_env_ids(env_id, self.batch_size), "send")
-        require_idle(self.outstanding, "send")
+        require_idle(self.pending_call, "send")
         self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=True), actions)
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        call = self.outstanding
+        call = self.pending_call
         if deadline is not None and not self.wait(deadline):
             return None
         steps = call.rows if call.kind is Phase.WAITING_STEP else 0
@@ -644,13 +644,13 @@ class LockstepDriver(Driver):
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        total, outstanding = self.batch_size, self.outstanding
+        total, pending_call = self.batch_size, self.pending_call
         if count not in (None, total):
             raise_unsupported(self.name, f"recv {count} of {total} environments", "all of them are done at the same time")
-        require_no_step(outstanding)
-        if outstanding.rows < total:
-            raise too_few_in_flight(total, outstanding.rows, 0)
-        stepped = self.wait_for_result(outstanding.kind, deadline)
+        require_no_step(pending_call)
+        if pending_call.rows < total:
+            raise too_few_in_flight_error(total, pending_call.rows, 0)
+        stepped = self.wait_for_result(pending_call.kind, deadline)
         if stepped is not None:
             assert isinstance(stepped[4], dict)
             stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))

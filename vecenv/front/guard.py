@@ -26,8 +26,8 @@ R = TypeVar("R")
 _OWN_ERRORS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
 _BUILTIN_ERRORS: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
 _OTHER_THREAD_TIMEOUT: Final = 10.0
-_RESETS: Final = ("reset", "reset_async")
-_WAITS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
+_RESET_METHODS: Final = ("reset", "reset_async")
+_WAIT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
 """Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, a bare TypeError or ValueError."""
 
 
@@ -83,7 +83,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
                 _explain_unusable(self, self._driver, error)
             if error is self._driver.pending_error:  # the exception is the result, so the call has ended
                 self._driver.pending_error, state.changing = None, False
-            elif name in _WAITS and not isinstance(error, _OWN_ERRORS) and type(error) not in (TypeError, ValueError):
+            elif name in _WAIT_METHODS and not isinstance(error, _OWN_ERRORS) and type(error) not in (TypeError, ValueError):
                 self._driver.record_interruption()
             raise
         state.changing = False; return result  # noqa: E702 - no call and no jump between the two
@@ -130,25 +130,25 @@ def _check_usable(envs: Any, driver: Any, method: str) -> None:
     if state.caller:
         if state.caller != get_ident():
             raise BusyError(f"another thread is in a call on this {kind}; `{method}` was refused")
-        if is_within_a_call(envs, 3):
+        if is_inside_call(envs, 3):
             raise BusyError(f"a call on this {kind} is under way in this thread; `{method}` was refused")
-    if state.changing and method not in _RESETS:
+    if state.changing and method not in _RESET_METHODS:
         raise ResetNeeded(
             f"an exception interrupted an earlier call on this {kind} in the middle, and its result is lost: call reset()"
         )
 
 
-def is_within_a_call(envs: object, depth: int = 1) -> bool:
+def is_inside_call(envs: object, depth: int = 1) -> bool:
     """True if a call on ``envs`` is on this thread's stack, at least ``depth`` frames up.
 
     ``caller`` is not sufficient: an exception at the first instruction after a failed call leaves it set.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:
-        if frame.f_code is _GUARDED and frame.f_locals["self"] is envs and "thread" in frame.f_locals:
+        if frame.f_code is _GUARDED_CODE and frame.f_locals["self"] is envs and "thread" in frame.f_locals:
             return True
         frame = frame.f_back
     return False
 
 
-_GUARDED: Final = exclusive(is_within_a_call).__code__
+_GUARDED_CODE: Final = exclusive(is_inside_call).__code__

@@ -8,12 +8,12 @@ from vecenv.errors import InfoError
 from vecenv.front.infos import ColumnInfos, RowInfos, executed_steps
 
 
-def row_infos(infos: RowInfos | dict[Any, Any], count: int) -> RowInfos:
+def as_row_infos(infos: RowInfos | dict[Any, Any], count: int) -> RowInfos:
     """Return the infos of a driver's result of ``count`` rows, even if its library has merged them."""
     return infos if isinstance(infos, RowInfos) else ColumnInfos(infos, count, infos.get("env_id"))
 
 
-def merged_result(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
+def finish_merged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
     """Return a driver's result with Gymnasium's dict of arrays.
 
     Raises:
@@ -31,7 +31,7 @@ def merged_result(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]
     return observations, rewards, terminations, truncations, merged
 
 
-def unmerged_result(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
+def finish_unmerged(driver: Any, stepped: Any, infos: RowInfos) -> tuple[Any, ...]:
     """Return a driver's result with its :class:`~vecenv.front.infos.RowInfos`."""
     observations, rewards, terminations, truncations, _ = stepped
     if rewards is not None:

@@ -40,7 +40,7 @@ from vecenv.front.capabilities import Capabilities, WorkerOnlyAttribute, overrid
 from vecenv.front.driver import Driver, Phase, advance
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import RowInfos
-from vecenv.front.results import merged_result, row_infos, unmerged_result
+from vecenv.front.results import as_row_infos, finish_merged, finish_unmerged
 from vecenv.system.reporting import warn
 
 CLOSE_TIMEOUT: Final = 60.0
@@ -94,7 +94,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Observations of all environments, and infos.
         """
         self._begin_reset(seed, options, None)
-        observations, *_, infos = self._merged(self._driver.wait_for_result(Phase.WAITING_RESET, None), _by_row)
+        observations, *_, infos = self._merge_infos(self._driver.wait_for_result(Phase.WAITING_RESET, None), _by_row)
         return observations, infos
 
     @exclusive
@@ -168,7 +168,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         driver.step(actions)
         stepped = driver.wait_for_result(Phase.WAITING_STEP, None)
         if stepped[4] or _by_row:  # an empty dict needs no merging; `RowInfos` is always true
-            stepped = self._merged(stepped, _by_row)
+            stepped = self._merge_infos(stepped, _by_row)
         return stepped  # type: ignore[no-any-return]
 
     @exclusive
@@ -260,7 +260,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             stepped = driver.recv_enough(count, deadline, enough, enough_from)
         if stepped is None:
             raise driver.timeout_error("recv", timeout)
-        return self._merged(stepped, _by_row, len(stepped[1]))  # type: ignore[no-any-return]
+        return self._merge_infos(stepped, _by_row, len(stepped[1]))  # type: ignore[no-any-return]
 
     # -- the environments themselves: methods, attributes, functions, frames -----------------------------------------
 
@@ -653,14 +653,14 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._require_phase(method)
         if (stepped := self._driver.wait_for_result(kind, deadline_after(timeout))) is None:
             raise self._driver.timeout_error(method, timeout)
-        return self._merged(stepped, by_row)
+        return self._merge_infos(stepped, by_row)
 
-    def _merged(self, stepped: Any, by_row: bool, count: int | None = None) -> Any:
+    def _merge_infos(self, stepped: Any, by_row: bool, count: int | None = None) -> Any:
         """Return a driver's result with merged infos; with ``by_row``, with its :class:`RowInfos`."""
-        infos = row_infos(stepped[4], count or self.num_envs)
+        infos = as_row_infos(stepped[4], count or self.num_envs)
         if self._collected_infos is not None:
             self._collected_infos.append(infos)
-        return (unmerged_result if by_row else merged_result)(self._driver, stepped, infos)
+        return (finish_unmerged if by_row else finish_merged)(self._driver, stepped, infos)
 
     def _call_halves(self, name: str, args: Any, kwargs: Any) -> Any:
         """Make a call by its two halves, one of which a subclass has overridden."""
@@ -704,14 +704,14 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         phase = "RESET_NEEDED" if state.changing and not state.caller else self._phase.name
         return f"{type(self).__name__}({name}{self._describe_size()}, phase={phase}{restarts}{failed})"
 
-    def _describe(self, first: Any) -> None:
-        """Set Gymnasium's attributes, except the observation spaces, to those in a description of the first environment."""
-        self.metadata = {**first.metadata, "autoreset_mode": self.autoreset_mode}
-        self.render_mode, self._env_id = first.render_mode, first.env_id
-        self.single_action_space = first.action_space
-        self.action_space = batch_space(first.action_space, self.num_envs)
+    def _set_attributes(self, description: Any) -> None:
+        """Set Gymnasium's attributes, except the observation spaces, to those of a description of the first environment."""
+        self.metadata = {**description.metadata, "autoreset_mode": self.autoreset_mode}
+        self.render_mode, self._env_id = description.render_mode, description.env_id
+        self.single_action_space = description.action_space
+        self.action_space = batch_space(description.action_space, self.num_envs)
 
-    def _warn_of_pending_call(self) -> None:
+    def _warn_about_pending_call(self) -> None:
         """Warn that ``close`` was called while a call is pending."""
         if (phase := self._driver.phase) is not Phase.DEFAULT:
             warn(f"Calling `close` while waiting for a pending call to `{phase.value}` to complete.")

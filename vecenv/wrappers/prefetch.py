@@ -46,7 +46,7 @@ from vecenv.front.arguments import (
 )
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, raise_unsupported
-from vecenv.front.driver import still_in_flight
+from vecenv.front.driver import still_in_flight_error
 from vecenv.front.infos import InfoMerger
 from vecenv.link.envs import call_env
 from vecenv.planning.options import parse_spares
@@ -386,7 +386,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if (self._full_batch or self._done or self._steps or self._resets) and (
             in_flight := set(self.in_flight.tolist()) & set(rows)
         ):
-            raise still_in_flight(method, sorted(in_flight))
+            raise still_in_flight_error(method, sorted(in_flight))
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread_seeds
 from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities, raise_unsupported
-from vecenv.front.driver import NO_CALL, Call, Driver, Phase, Stepped, require_idle, require_no_step, still_in_flight
+from vecenv.front.driver import NO_CALL, Call, Driver, Phase, Stepped, require_idle, require_no_step, still_in_flight_error
 
 _INTP = np.dtype(np.intp)
 
@@ -367,7 +367,7 @@ class WholeBatchDriver(PoolDriver):
         self._last: list[Array] = []
 
     @property
-    def outstanding(self) -> Call:
+    def pending_call(self) -> Call:
         if self.pool is None or not self.wire or self.returned[0] is self.wire or self.state.changing:
             return NO_CALL
         return Call(self._kind, len(self._ids), self._by_row)
@@ -394,7 +394,7 @@ class WholeBatchDriver(PoolDriver):
             self.require_pool(method)
         if self.wire and self.returned[0] is not self.wire:
             if not self._by_row:
-                require_idle(self.outstanding, method)
+                require_idle(self.pending_call, method)
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while {len(self._ids)} environments are in flight, and a second call would overwrite "
                 "their rows: `recv` first, or pass a batch_size smaller than num_envs for first-ready batches.",
@@ -432,7 +432,7 @@ class WholeBatchDriver(PoolDriver):
         if not in_flight or (count is not None and count > in_flight):
             raise _too_few(1 if count is None else count, in_flight)
         if not self._by_row:
-            require_no_step(self.outstanding)
+            require_no_step(self.pending_call)
         if count is not None and count < in_flight:
             why = "with batch_size=num_envs, EnvPool returns all rows of a call at once"
             raise_unsupported(self.name, f"`recv` {count} of {in_flight} environments", why)
@@ -571,7 +571,7 @@ class FirstReadyDriver(PoolDriver):
         return ids
 
     @property
-    def outstanding(self) -> Call:
+    def pending_call(self) -> Call:
         in_flight = self._count_in_flight()
         if self.pool is None or not in_flight:
             return NO_CALL
@@ -590,9 +590,9 @@ class FirstReadyDriver(PoolDriver):
     def _require_idle(self, ids: Array, name: str) -> None:
         self._release_held()
         if not self.idle.issuperset(ids.tolist()):
-            if (outstanding := self.outstanding).kind is Phase.WAITING_STEP:
-                require_idle(outstanding, name)
-            raise still_in_flight(name, [i for i in ids.tolist() if i not in self.idle])
+            if (pending_call := self.pending_call).kind is Phase.WAITING_STEP:
+                require_idle(pending_call, name)
+            raise still_in_flight_error(name, [i for i in ids.tolist() if i not in self.idle])
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -666,7 +666,7 @@ class FirstReadyDriver(PoolDriver):
         if held:
             self._release_held()
         if self._call is Phase.WAITING_STEP:
-            require_no_step(self.outstanding)
+            require_no_step(self.pending_call)
         wire, size = self.wire, self.batch_size
         if batches != self._num_dropped:
             self._trim()

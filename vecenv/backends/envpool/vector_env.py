@@ -160,7 +160,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         driver.require_pool("render")
         if self.render_mode is None:
             return None
-        if in_flight := driver.outstanding.rows:
+        if in_flight := driver.pending_call.rows:
             raise RuntimeError(f"{in_flight} environments are in flight: recv() or *_wait() before render()")
         self.task.require_drawable()
         try:

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, index_of, reset_arguments
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
-from vecenv.errors import NotRestorable, VecEnvError, failed_earlier
+from vecenv.errors import NotRestorable, VecEnvError, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
@@ -85,7 +85,7 @@ class HostsDriver(WorkerDriver):
     def step(self, actions: Any) -> None:
         """Submit a step of all rows. Errors are raised before anything is sent."""
         self.require_idle("step_async")
-        self.refuse_failed(range(self.num_envs))
+        self.require_not_failed(range(self.num_envs))
         items = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if items is None else items)
@@ -256,7 +256,7 @@ class HostsDriver(WorkerDriver):
         exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
         parts = [(part, cloudpickle.dumps(arguments(part))) for part in exchange.split(request, request.rows)]
         if dead := [row for part, _ in parts if part.host.death for row in part.rows]:
-            raise failed_earlier({row: exchange.failures.failed.get(row, "its host died") for row in dead})
+            raise failed_earlier_error({row: exchange.failures.failed.get(row, "its host died") for row in dead})
         if announced is not None:
             for observer in self.observers:
                 observer.on_call(list(rows), command, announced)
@@ -349,7 +349,7 @@ class HostsDriver(WorkerDriver):
         return self.exchange.seconds_waited
 
     @property
-    def outstanding(self) -> Call:
+    def pending_call(self) -> Call:
         call = self.exchange.call
         if call is not None and call.command in PHASES:
             return Call(call.phase, len(call.rows), by_row=False)

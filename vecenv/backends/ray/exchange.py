@@ -28,7 +28,7 @@ from vecenv.backends.ray.host import HostReply, Lost, RemoteFailure, fields, rec
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
-from vecenv.front.driver import PHASES, Counters, Phase, advance, too_few_in_flight, wait_method
+from vecenv.front.driver import PHASES, Counters, Phase, advance, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState, closed_during_call
 from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
@@ -253,7 +253,7 @@ class HostExchange:
             if self.unraised:
                 raise combine(self.unraised.popleft()[0])
             if len(self.ready) < count and len(in_flight := self.in_flight) < count:
-                raise too_few_in_flight(count, len(in_flight) - len(self.ready), len(self.ready))
+                raise too_few_in_flight_error(count, len(in_flight) - len(self.ready), len(self.ready))
             return len(self.ready) >= count
 
         return self._wait(is_enough, deadline, "recv")

@@ -169,7 +169,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         pool = HostPool(self._cluster, plans, start_timeout)
         readies, mode = [host.ready for host in pool.hosts], self.observation_mode
         first = readies[0]
-        self._describe(first)
+        self._set_attributes(first)
         if isinstance(mode, tuple):
             self.observation_space, self.single_observation_space = mode
         else:
@@ -266,7 +266,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         seconds = parse_timeout(timeout)
         if state.unusable == "forked":
             return
-        self._warn_of_pending_call()
+        self._warn_about_pending_call()
         if seconds is None:
             seconds = SHORT_CLOSE_TIMEOUT if driver.overdue or state.unusable or state.caller else CLOSE_TIMEOUT
         if not state.caller and not state.unusable:

@@ -130,7 +130,7 @@ OTHERS: dict[str, tuple[tuple[EnvFn, EnvFn], str]] = {
 }  # fmt: skip
 if importlib.util.find_spec("mujoco") is not None:
     for field in ("opt.viscosity", "opt.wind", "opt.disableflags", "actuator_ctrlrange", "geom_rgba", "body_mass"):
-        OTHERS[field] = pairs(hopper, "", field), rf"HopperEnv.data: its MjModel is another one: {field} differ"
+        OTHERS[field] = pairs(hopper, "", field), rf"HopperEnv.data: its MjModel is different: {field} differ"
 if importlib.util.find_spec("ale_py") is not None:
     OTHERS |= {
         "game": (pairs(atari, "pong", "breakout"), "AtariEnv.game='pong'"),

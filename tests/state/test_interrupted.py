@@ -15,7 +15,7 @@ import pytest
 from signals import Alarm, handled
 
 import vecenv
-from vecenv.state.codecs import Codec, name_of, put
+from vecenv.state.codecs import Codec, name_of, register_rule
 from vecenv.testing import assert_identical, assert_isolated, assert_restorable
 
 ACTIONS = np.array([1, 2])
@@ -88,7 +88,7 @@ def _made(state: Any) -> Tape:
     return Tape() if state == "a tape" else state.refused
 
 
-put(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_made))
+register_rule(name_of(Tape), Codec(lambda tape: "a tape", lambda tape, state: None, make=_made))
 
 
 class LateTape(kept_envs.Counts):

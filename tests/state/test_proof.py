@@ -46,7 +46,7 @@ NAMED = {
     kept_envs.InC: r"InC cannot be saved: loaded into another environment, it continues differently: .*step 0, observations",
     kept_envs.InClosure: r"continues differently: .*InClosure\.tick",
     kept_envs.InFrame: r"InFrame\.numbers \(generator\) cannot be saved",
-    kept_envs.OverSocket: r"cannot be saved: OverSocket\.line \(socket\): a socket's other end cannot be taken back",
+    kept_envs.OverSocket: r"cannot be saved: OverSocket\.line \(socket\): the other end of a socket cannot be restored",
 }
 
 

@@ -135,7 +135,7 @@ def longer(length: int) -> Any:
 
 BAD: dict[str, tuple[Any, str]] = {
     "too few": (lambda kept: kept[:3], "3 snapshots for 4 environments"),
-    "none": (lambda kept: None, "load wants what save"),
+    "none": (lambda kept: None, r"load\(\) needs snapshots from save"),
     "bytes": (lambda kept: [*kept[:3], b"xy"], r"snapshots\[3\] is a bytes"),
     "truncated": (lambda kept: [*kept[:3], replace(kept[3], body=kept[3].body[:-9])], r"\[3\]: its bytes are damaged"),
     "format": (lambda kept: [replace(one, format=99) for one in kept], "its format is 99"),

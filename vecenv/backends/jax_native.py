@@ -478,7 +478,7 @@ class JaxDriver(LockstepDriver):
         """Load a state from :meth:`state_dict`."""
         own = {"format": FORMAT, "num_envs": self.num_envs}.items()
         if not isinstance(state, Mapping) or "snapshots" not in state or any(state.get(key) != value for key, value in own):
-            raise SnapshotMismatch(f"this is no state_dict() of {self.num_envs} environments")
+            raise SnapshotMismatch(f"this is not a state_dict() of {self.num_envs} environments")
         return self.load(state["snapshots"], range(self.num_envs))
 
     @cached_property

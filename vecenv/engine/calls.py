@@ -20,7 +20,7 @@ from vecenv.errors import NotRestorable
 from vecenv.link.messages import Op
 from vecenv.link.observations import require_observation
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
-from vecenv.state.whole import pack_state, read_state
+from vecenv.state.vector_state import pack_state, read_state
 
 _INTERRUPTED_LOAD: Final = "the load of its state was interrupted"
 

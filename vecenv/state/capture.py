@@ -23,13 +23,13 @@ import gymnasium
 import numpy as np
 
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
-from vecenv.state.codecs import STAYS, Codec, Refused, by_class, made, rule_for, save_space
+from vecenv.state.codecs import STAYS, Codec, Refused, by_class, make_from_state, rule_for, save_space
 from vecenv.state.describe import describe, differ, is_importable
 
 _ATOMS: Final = frozenset({type(None), bool, int, float, str, bytes, complex})
 _PLAIN: Final = frozenset({*_ATOMS, dict, list, tuple, set, frozenset, type})
 
-Way = tuple[Any, ...]
+ObjectPath = tuple[Any, ...]
 """The path to an object: the number of a layer, then (by attribute?, name or key) for each step."""
 
 _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
@@ -52,8 +52,8 @@ def _treatment_of(kind: type) -> int:
 
 def _is_layer(kind: type) -> bool:
     """True if objects of a class are environments of their own: they can be reset and stepped, and have attributes."""
-    can = callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))
-    return can and kind.__dictoffset__ != 0 and kind not in _PLAIN
+    has_methods = callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))
+    return has_methods and kind.__dictoffset__ != 0 and kind not in _PLAIN
 
 
 def layers_of(env: Any) -> list[Any]:
@@ -88,7 +88,7 @@ def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
         NotRestorable: A part of the state cannot be saved. The message names it.
     """
     layers = layers_of(env) if layers is None else layers
-    return _Writer(layers).written()
+    return _Writer(layers).write()
 
 
 def stands_for_(what: int, *values: Any) -> Any:
@@ -98,17 +98,17 @@ def stands_for_(what: int, *values: Any) -> Any:
 
 _A_LAYER: Final = 0  # (its number,)
 _CONTENT: Final = 1  # (path to an object that its codec loads, the codec's state)
-_KEPT: Final = 2  # (path to an object that stays, its description or None)
+_IN_PLACE: Final = 2  # (path to an object that stays, its description or None)
 _ARRAY: Final = 3  # (dtype, shape, bytes)
-_NUMBER: Final = 4  # a NumPy scalar: (dtype, bytes)
-_NUMBERS: Final = frozenset("biufc")
+_SCALAR: Final = 4  # a NumPy scalar: (dtype, bytes)
+_NUMERIC_KINDS: Final = frozenset("biufc")
 
 
 def _array(dtype: str, shape: tuple[int, ...], content: bytes) -> Any:
     return np.ndarray(shape, dtype, content).copy()
 
 
-def _number(dtype: str, content: bytes) -> Any:
+def _scalar(dtype: str, content: bytes) -> Any:
     return np.frombuffer(content, dtype)[0]
 
 
@@ -120,20 +120,20 @@ class _Writer(pickle.Pickler):
         super().__init__(self._file, pickle.HIGHEST_PROTOCOL)
         self._layers = layers
         self._numbers = {id(layer): number for number, layer in enumerate(layers)}
-        self._ways: dict[int, Way] = {}
+        self._paths: dict[int, ObjectPath] = {}
         self._walked = False
 
-    def written(self) -> bytes:
-        states = [self._state_of(number, layer) for number, layer in enumerate(self._layers)]
+    def write(self) -> bytes:
+        states = [self._layer_state(number, layer) for number, layer in enumerate(self._layers)]
         try:
             self.dump(states)
         except VecEnvError:
             raise
         except Exception as error:
-            raise self._named(states, error) from error
+            raise self._explain_error(states, error) from error
         return self._file.getvalue()
 
-    def _state_of(self, number: int, layer: Any) -> tuple[Any, Any]:
+    def _layer_state(self, number: int, layer: Any) -> tuple[Any, Any]:
         """Return a layer's attributes, and the names of those that stay; or its codec's state, and ``None``."""
         kind = type(layer)
         rule = _codec_of_layer(kind)
@@ -141,20 +141,20 @@ class _Writer(pickle.Pickler):
             return self._save_by_codec(rule, layer, kind.__name__), None
         attributes = layer.__dict__
         state = attributes.copy()
-        kept = []
+        names_in_place = []
         values = attributes.values()
-        for name, value, sort in zip(attributes, values, map(_treatment_of, map(type, values)), strict=True):
-            if sort == _ATOM:
+        for name, value, treatment in zip(attributes, values, map(_treatment_of, map(type, values)), strict=True):
+            if treatment == _ATOM:
                 continue
-            if sort in (_LAYER, _STAYING) or (sort == _SPACE and save_space(value) is None):
-                kept.append(name)
+            if treatment in (_LAYER, _STAYING) or (treatment == _SPACE and save_space(value) is None):
+                names_in_place.append(name)
                 del state[name]
                 continue
-            self._ways.setdefault(id(value), (number, (True, name)))
-            if sort == _REFUSED:
-                why = rule_for(type(value)).why  # type: ignore[union-attr]
+            self._paths.setdefault(id(value), (number, (True, name)))
+            if treatment == _REFUSED:
+                why = rule_for(type(value)).reason  # type: ignore[union-attr]
                 raise NotRestorable(f"{kind.__name__}.{name} ({type(value).__name__}): {why}")
-        return state, kept
+        return state, names_in_place
 
     def _save_by_codec(self, rule: Codec, thing: Any, where: str) -> Any:
         try:
@@ -172,48 +172,48 @@ class _Writer(pickle.Pickler):
         if rule is None:
             if kind is np.ndarray:
                 flags = obj.flags
-                if obj.dtype.kind not in _NUMBERS or not (flags.c_contiguous and flags.writeable):
+                if obj.dtype.kind not in _NUMERIC_KINDS or not (flags.c_contiguous and flags.writeable):
                     return NotImplemented
                 return stands_for_, (_ARRAY, obj.dtype.str, obj.shape, obj.tobytes())
             if obj is stands_for_:
                 return NotImplemented
-            if isinstance(obj, np.generic) and obj.dtype.kind in _NUMBERS:
-                return stands_for_, (_NUMBER, obj.dtype.str, obj.tobytes())
+            if isinstance(obj, np.generic) and obj.dtype.kind in _NUMERIC_KINDS:
+                return stands_for_, (_SCALAR, obj.dtype.str, obj.tobytes())
             if kind is FunctionType or isinstance(obj, type):
-                return NotImplemented if obj in _IMPORTABLE or _is_importable(obj) else self._stay(obj)
+                return NotImplemented if obj in _IMPORTABLE or _is_importable(obj) else self._reduce_as_reference(obj)
             if getattr(kind, "__setstate__", None) is not None and hasattr(obj, "_ezpickle_args"):
                 return copyreg.__newobj__, (kind,), vars(obj), None, None, _set_attributes  # type: ignore[attr-defined]
             if hasattr(kind, "__jax_array__") or kind.__module__.startswith("jaxlib"):
-                return _jax_reduced(obj, self._stay)
+                return _reduce_jax(obj, self._reduce_as_reference)
             return NotImplemented
         if isinstance(rule, Refused):
-            raise NotRestorable(f"{kind.__name__}: {rule.why}")
+            raise NotRestorable(f"{kind.__name__}: {rule.reason}")
         if not isinstance(rule, Codec):
-            return self._stay(obj)
+            return self._reduce_as_reference(obj)
         state = self._save_by_codec(rule, obj, kind.__name__)
-        return self._stay(obj) if state is None else (stands_for_, (_CONTENT, self._way_to(obj), state))
+        return self._reduce_as_reference(obj) if state is None else (stands_for_, (_CONTENT, self._find_path(obj), state))
 
-    def _stay(self, obj: Any) -> Any:
+    def _reduce_as_reference(self, obj: Any) -> Any:
         compared = rule_for(type(obj)) is not STAYS or isinstance(obj, ModuleType)
-        return stands_for_, (_KEPT, self._way_to(obj), describe(obj) if compared else None)
+        return stands_for_, (_IN_PLACE, self._find_path(obj), describe(obj) if compared else None)
 
-    def _way_to(self, obj: Any) -> Way:
-        way = self._ways.get(id(obj))
-        if way is None and not self._walked:
+    def _find_path(self, obj: Any) -> ObjectPath:
+        path = self._paths.get(id(obj))
+        if path is None and not self._walked:
             self._walked = True
             for key, found in _walk(self._layers, self._numbers):
-                self._ways.setdefault(key, found)
-            way = self._ways.get(id(obj))
-        if way is None:
-            raise NotRestorable(f"{type(obj).__name__} is held where it cannot be found again in another environment")
-        return way
+                self._paths.setdefault(key, found)
+            path = self._paths.get(id(obj))
+        if path is None:
+            raise NotRestorable(f"{type(obj).__name__} is held where its counterpart in another environment cannot be found")
+        return path
 
-    def _named(self, states: list[tuple[Any, Any]], error: Exception) -> NotRestorable:
+    def _explain_error(self, states: list[tuple[Any, Any]], error: Exception) -> NotRestorable:
         """Return an error that names the attribute that raised ``error``."""
         for (state, _), layer in zip(states, self._layers, strict=True):
             for name, value in state.items() if isinstance(state, dict) else ():
                 probe = _Writer(self._layers)
-                probe._ways, probe._walked = self._ways, self._walked
+                probe._paths, probe._walked = self._paths, self._walked
                 try:
                     probe.dump(value)
                 except Exception as same:
@@ -226,7 +226,7 @@ def _codec_of_layer(kind: type) -> Codec | None:
     """Return a layer's codec; ``None`` if its attributes are its whole state."""
     rule = rule_for(kind)
     if isinstance(rule, Refused):
-        raise NotRestorable(f"{kind.__name__} cannot be saved: {rule.why}")
+        raise NotRestorable(f"{kind.__name__} cannot be saved: {rule.reason}")
     if not isinstance(rule, Codec) and has_hidden_memory(kind):
         raise NotRestorable(f"{kind.__name__} has memory that its attributes do not show: it needs a codec")
     return rule if isinstance(rule, Codec) else None
@@ -246,14 +246,14 @@ def _is_importable(obj: Any) -> bool:
     return found
 
 
-def _jax_reduced(obj: Any, stay: Callable[[Any], Any]) -> Any:
+def _reduce_jax(obj: Any, reduce_as_reference: Callable[[Any], Any]) -> Any:
     import jax
 
     if isinstance(obj, jax.Array):
         if jax.numpy.issubdtype(obj.dtype, jax.dtypes.prng_key):
             return _wrapped_key, (jax.device_get(jax.random.key_data(obj)), str(jax.random.key_impl(obj)))
         return NotImplemented
-    return stay(obj)  # for example a compiled function
+    return reduce_as_reference(obj)  # for example a compiled function
 
 
 def _wrapped_key(data: Any, implementation: str) -> Any:
@@ -266,32 +266,32 @@ def reachable_objects(layers: list[Any]) -> dict[int, tuple[Any, str]]:
     """Return the objects reachable from layers, except parts of spaces, as id -> (object, path in words)."""
     numbers = {id(layer): number for number, layer in enumerate(layers)}
     return {
-        key: (_find(layers, way), _in_words(layers, way))
-        for key, way in _walk(layers, numbers)
-        if not isinstance(_find(layers, way[:-1]), gymnasium.Space)
+        key: (_find(layers, path), _format_path(layers, path))
+        for key, path in _walk(layers, numbers)
+        if not isinstance(_find(layers, path[:-1]), gymnasium.Space)
     }
 
 
-def _find(layers: list[Any], way: Way) -> Any:
-    thing = layers[way[0]]
-    for by_attribute, key in way[1:]:
+def _find(layers: list[Any], path: ObjectPath) -> Any:
+    thing = layers[path[0]]
+    for by_attribute, key in path[1:]:
         thing = getattr(thing, key) if by_attribute else thing[key]
     return thing
 
 
-def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, Way]]:
+def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, ObjectPath]]:
     """Yield (id, path) of everything that is reachable through attributes and items of layers, shortest path first."""
-    todo: deque[tuple[Any, Way]] = deque((layer, (number,)) for number, layer in enumerate(layers))
+    todo: deque[tuple[Any, ObjectPath]] = deque((layer, (number,)) for number, layer in enumerate(layers))
     seen: set[int] = set()
     while todo:
-        thing, way = todo.popleft()
+        thing, path = todo.popleft()
         for step, value in _steps(thing):
             if type(value) in _ATOMS or id(value) in numbers or id(value) in seen:
                 continue
             seen.add(id(value))
-            there = (*way, step)
-            yield id(value), there
-            todo.append((value, there))
+            value_path = (*path, step)
+            yield id(value), value_path
+            todo.append((value, value_path))
 
 
 def _steps(thing: Any) -> Iterator[tuple[tuple[bool, Any], Any]]:
@@ -312,9 +312,9 @@ class _Reader(pickle.Unpickler):
     def __init__(self, blob: bytes, layers: list[Any]) -> None:
         super().__init__(io.BytesIO(blob))
         self._layers = layers
-        self._filled: dict[int, Way] = {}
-        self.fills: list[tuple[Codec, Any, Any]] = []
-        self._readers = (layers.__getitem__, self._content, self._kept, _array, _number)
+        self._load_targets: dict[int, ObjectPath] = {}
+        self.pending_loads: list[tuple[Codec, Any, Any]] = []
+        self._readers = (layers.__getitem__, self._get_target, self._get_in_place, _array, _scalar)
 
     def find_class(self, module: str, name: str) -> Any:
         return self._read if name == "stands_for_" and module == __name__ else super().find_class(module, name)
@@ -322,41 +322,42 @@ class _Reader(pickle.Unpickler):
     def _read(self, what: int, *values: Any) -> Any:
         return self._readers[what](*values)
 
-    def _found(self, way: Way) -> Any:
+    def _find_counterpart(self, path: ObjectPath) -> Any:
         try:
-            return _find(self._layers, way)
+            return _find(self._layers, path)
         except (AttributeError, KeyError, IndexError, TypeError) as error:
-            raise SnapshotMismatch(f"it has nothing at {_in_words(self._layers, way)}, which stays where it is") from error
+            text = f"the environment has no {_format_path(self._layers, path)}, and snapshots do not contain it"
+            raise SnapshotMismatch(text) from error
 
-    def _kept(self, way: Way, description: str | None) -> Any:
-        """Return the object that stays at ``way``. Raise if it differs from the snapshot's."""
-        thing = self._found(way)
+    def _get_in_place(self, path: ObjectPath, description: str | None) -> Any:
+        """Return the object that stays at ``path``. Raise if it differs from the snapshot's."""
+        thing = self._find_counterpart(path)
         if description is not None and differ(description, here := describe(thing)):
-            raise SnapshotMismatch(f"its {_in_words(self._layers, way)} is {description}, and here it is {here}")
+            raise SnapshotMismatch(f"its {_format_path(self._layers, path)} is {description}, and here it is {here}")
         return thing
 
-    def _content(self, way: Way, state: Any) -> Any:
-        """Return the object at ``way``, to be loaded by its codec, or a new one if there is none of its own."""
+    def _get_target(self, path: ObjectPath, state: Any) -> Any:
+        """Return the object at ``path``, to be loaded by its codec, or a new one if there is none of its own."""
         try:
-            thing = self._found(way)
+            thing = self._find_counterpart(path)
         except SnapshotMismatch:
             thing = None
         rule = rule_for(type(thing))
-        if isinstance(rule, Codec) and self._filled.setdefault(id(thing), way) == way:
+        if isinstance(rule, Codec) and self._load_targets.setdefault(id(thing), path) == path:
             try:
-                self.fills.append((rule, thing, rule.open(thing, state)))
+                self.pending_loads.append((rule, thing, rule.open(thing, state)))
             except SnapshotMismatch as error:
-                raise SnapshotMismatch(f"{_in_words(self._layers, way)}: {error}") from error
+                raise SnapshotMismatch(f"{_format_path(self._layers, path)}: {error}") from error
             return thing
-        if (new := made(state)) is None:
-            raise SnapshotMismatch(f"there is nothing to be filled at {_in_words(self._layers, way)}")
+        if (new := make_from_state(state)) is None:
+            raise SnapshotMismatch(f"no object at {_format_path(self._layers, path)} can load the saved state")
         return new
 
 
-def _in_words(layers: list[Any], way: Way) -> str:
+def _format_path(layers: list[Any], path: ObjectPath) -> str:
     """Format a path, such as ``AntEnv.data``."""
-    text = type(layers[way[0]]).__name__
-    for by_attribute, key in way[1:]:
+    text = type(layers[path[0]]).__name__
+    for by_attribute, key in path[1:]:
         text += f".{key}" if by_attribute else f"[{key!r}]"
     return text
 
@@ -369,30 +370,30 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
     """
     layers = layers_of(env) if layers is None else layers
     reader = _Reader(blob, layers)
-    fills = reader.fills
+    pending_loads = reader.pending_loads
     attributes: list[tuple[dict[str, Any], dict[str, Any], list[str], int]] = []
     try:
-        for layer, (state, kept) in zip(layers, reader.load(), strict=True):
-            if kept is None:
+        for layer, (state, names_in_place) in zip(layers, reader.load(), strict=True):
+            if names_in_place is None:
                 rule = rule_for(type(layer))
                 if not isinstance(rule, Codec):
                     raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
-                fills.append((rule, layer, rule.open(layer, state)))
+                pending_loads.append((rule, layer, rule.open(layer, state)))
             else:
-                attributes.append((layer.__dict__, dict(state), list(kept), len(state) + len(kept)))
+                attributes.append((layer.__dict__, dict(state), list(names_in_place), len(state) + len(names_in_place)))
     except VecEnvError:
         raise
     except Exception as error:
         raise SnapshotMismatch(f"its bytes cannot be read: {type(error).__name__}: {error}") from error
 
     def restore() -> None:
-        for own, saved, kept, count in attributes:
+        for own, saved, names_in_place, count in attributes:
             own.update(saved)
             if len(own) != count:
-                own.update((name, None) for name in kept if name not in own)
-                for name in own.keys() - saved.keys() - set(kept):
+                own.update((name, None) for name in names_in_place if name not in own)
+                for name in own.keys() - saved.keys() - set(names_in_place):
                     own.pop(name, None)
-        for rule, thing, state in fills:
+        for rule, thing, state in pending_loads:
             rule.load(thing, state)
 
     return restore

@@ -47,7 +47,7 @@ class Codec:
 class Refused:
     """The rule for objects that cannot be saved, with the reason."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class _Stays:
 
 STAYS: Final = _Stays()
 
-How = Codec | Refused | _Stays
+Rule = Codec | Refused | _Stays
 
 _T = TypeVar("_T")
-_BY_NAME: dict[str, How] = {}
+_BY_NAME: dict[str, Rule] = {}
 _CACHES: Final[list[dict[type, Any]]] = []
 
 
@@ -93,18 +93,18 @@ def register(cls: type | str, save: Callable[[Any], Any], load: Callable[[Any, A
         save: Object -> a state that can be pickled.
         load: (object, state): restores the state in an object of that class. It may be called twice with the same state.
     """
-    put(cls if isinstance(cls, str) else name_of(cls), Codec(save, load))
+    register_rule(cls if isinstance(cls, str) else name_of(cls), Codec(save, load))
 
 
-def put(name: str, how: How) -> None:
+def register_rule(name: str, rule: Rule) -> None:
     """Register a class by its name."""
-    _BY_NAME[name] = how
-    for known in _CACHES:
-        known.clear()
+    _BY_NAME[name] = rule
+    for cache in _CACHES:
+        cache.clear()
 
 
 @by_class
-def rule_for(kind: type) -> How | None:
+def rule_for(kind: type) -> Rule | None:
     """Return the codec or rule for objects of a class; ``None``: their attributes are copied."""
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
         return Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
@@ -112,10 +112,10 @@ def rule_for(kind: type) -> How | None:
     return next((_BY_NAME[name] for name in names if name in _BY_NAME), None)
 
 
-def made(state: Any) -> Any:
+def make_from_state(state: Any) -> Any:
     """Return a new object with this state; ``None`` if no codec can make one."""
-    for how in _BY_NAME.values():
-        make = how.make if isinstance(how, Codec) else None
+    for rule in _BY_NAME.values():
+        make = rule.make if isinstance(rule, Codec) else None
         if make is not None and (found := call_with_fallback(partial(make, state), lambda _: None, Exception)) is not None:
             return found
     return None
@@ -193,13 +193,13 @@ def _make_python(state: Any) -> Any:
     return generator
 
 
-put("numpy.random._generator.Generator", Codec(_save_generator, _load_generator, _open_generator, _make_generator))
-put(
+register_rule("numpy.random._generator.Generator", Codec(_save_generator, _load_generator, _open_generator, _make_generator))
+register_rule(
     "numpy.random.mtrand.RandomState",
     Codec(_save_random_state, lambda one, state: one.set_state(state), _open_random_state, _make_random_state),
 )
-put("random.Random", Codec(_save_python, lambda one, state: one.setstate(state), _open_python, _make_python))
-put("random.SystemRandom", Refused("the operating system's random numbers cannot be repeated"))
+register_rule("random.Random", Codec(_save_python, lambda one, state: one.setstate(state), _open_python, _make_python))
+register_rule("random.SystemRandom", Refused("the operating system's random numbers cannot be repeated"))
 
 
 def _save_torch(generator: Any) -> Any:
@@ -213,7 +213,7 @@ def _load_torch(generator: Any, state: Any) -> None:
     generator.set_state(torch.from_numpy(state))
 
 
-put("torch._C.Generator", Codec(_save_torch, _load_torch))
+register_rule("torch._C.Generator", Codec(_save_torch, _load_torch))
 
 # -- spaces: only their generators ---------------------------------------------------------------------------------
 
@@ -223,9 +223,9 @@ def _spaces_in(space: Any) -> Iterator[Any]:
     yield space
     for value in vars(space).values():
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
-        for one in inner:
-            if isinstance(one, gymnasium.Space):
-                yield from _spaces_in(one)
+        for subspace in inner:
+            if isinstance(subspace, gymnasium.Space):
+                yield from _spaces_in(subspace)
 
 
 @by_class
@@ -238,30 +238,31 @@ def save_space(space: Any) -> Any:
     """Return the states of a space's generators; ``None`` if it has none yet, which is usual for environments."""
     if getattr(space, "_np_random", None) is None and not _is_composed(type(space)):
         return None
-    each = [getattr(one, "_np_random", None) for one in _spaces_in(space)]
-    return [own and _save_generator(own) for own in each] if any(each) else None
+    generators = [getattr(subspace, "_np_random", None) for subspace in _spaces_in(space)]
+    return [generator and _save_generator(generator) for generator in generators] if any(generators) else None
 
 
 def _load_space(space: Any, state: Any) -> None:
-    for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
-        if own is None:
+    for subspace, saved in zip(_spaces_in(space), state, strict=True) if state is not None else ():
+        if saved is None:
             continue
-        if getattr(one, "_np_random", None) is None:
-            one._np_random = _make_generator(own)
+        if getattr(subspace, "_np_random", None) is None:
+            subspace._np_random = _make_generator(saved)
         else:
-            _load_generator(one._np_random, own)
+            _load_generator(subspace._np_random, saved)
 
 
 def _open_space(space: Any, state: Any) -> Any:
     """Raise for a state that does not fit the generators of a space; return it otherwise."""
-    for one, own in zip(_spaces_in(space), state, strict=True) if state is not None else ():
-        if own is not None:
-            _open_generator(np.random.Generator(np.random.PCG64(0)) if one._np_random is None else one._np_random, own)
-            _make_generator(own)
+    for subspace, saved in zip(_spaces_in(space), state, strict=True) if state is not None else ():
+        if saved is not None:
+            own = subspace._np_random
+            _open_generator(np.random.Generator(np.random.PCG64(0)) if own is None else own, saved)
+            _make_generator(saved)
     return state
 
 
-put("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _open_space))
+register_rule("gymnasium.spaces.space.Space", Codec(save_space, _load_space, _open_space))
 
 # -- simulators and emulators --------------------------------------------------------------------------------------
 
@@ -274,14 +275,14 @@ def model_bytes(model: Any) -> bytes:
     return buffer.tobytes()
 
 
-def _values_of(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _iter_values(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield the numbers and arrays of a model, and of its nested structures, by name."""
     for key in dir(thing):
         value = None if key.startswith("_") or key == "signature" else getattr(thing, key, None)
         if isinstance(value, int | float | str | bytes | np.ndarray):
             yield f"{name}{key}", np.asarray(value).tobytes()
         elif type(value).__module__ == "mujoco._structs":
-            yield from _values_of(value, f"{name}{key}.")
+            yield from _iter_values(value, f"{name}{key}.")
 
 
 def _save_physics(data: Any) -> Any:
@@ -290,18 +291,18 @@ def _save_physics(data: Any) -> Any:
     return mujoco.__version__, pickle.dumps(data, pickle.HIGHEST_PROTOCOL)
 
 
-_LATEST: list[tuple[bytes, Any, bytes]] = []
+_LATEST_PHYSICS: list[tuple[bytes, Any, bytes]] = []
 """The latest state that was read, and its model: programs often load one state into many environments, and MuJoCo takes
 milliseconds to read the model each time."""
 
 
 def _read_physics(blob: bytes) -> tuple[Any, bytes]:
-    for known, data, model in _LATEST:
-        if known == blob:
+    for latest_blob, data, model in _LATEST_PHYSICS:
+        if latest_blob == blob:
             return data, model
     data = pickle.loads(blob)
     model = model_bytes(data.model)
-    _LATEST[:] = [(blob, data, model)]
+    _LATEST_PHYSICS[:] = [(blob, data, model)]
     return data, model
 
 
@@ -313,9 +314,9 @@ def _open_physics(data: Any, state: Any) -> Any:
         raise SnapshotMismatch(f"it was simulated by MuJoCo {version}, and this is {mujoco.__version__}")
     saved, model = _read_physics(blob)
     if model != model_bytes(data.model):
-        here = dict(_values_of(data.model, ""))
-        names = [name for name, value in _values_of(saved.model, "") if here.get(name) != value]
-        raise SnapshotMismatch(f"its MjModel is another one: {', '.join(names[:8]) or 'its structure'} differ")
+        here = dict(_iter_values(data.model, ""))
+        names = [name for name, value in _iter_values(saved.model, "") if here.get(name) != value]
+        raise SnapshotMismatch(f"its MjModel is different: {', '.join(names[:8]) or 'its structure'} differ")
     return saved
 
 
@@ -325,8 +326,8 @@ def _load_physics(data: Any, state: Any) -> None:
     mujoco.mj_copyData(data, data.model, state)
 
 
-put("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _open_physics))
-put("mujoco._structs.MjModel", STAYS)
+register_rule("mujoco._structs.MjData", Codec(_save_physics, _load_physics, _open_physics))
+register_rule("mujoco._structs.MjModel", STAYS)
 
 # -- Atari emulators, with the action that a sticky emulator repeats ------------------------------------------------
 #
@@ -341,24 +342,25 @@ _ALE_SETTINGS: Final = (
     ("getInt", "max_num_frames_per_episode"), ("getBool", "truncate_on_loss_of_life"),
     ("getFloat", "continuous_action_threshold"), ("getInt", "reward_min"), ("getInt", "reward_max"),
 )  # fmt: skip
-_MISSED: Final = 1e-9
+_MAX_MISS_PROBABILITY: Final = 1e-9
 """The maximum probability that the previous action is repeated for more frames than are compared."""
-_GENERATOR: Final = re.compile(rb"\d+(?: \d+){623,624}")
+_GENERATOR_PATTERN: Final = re.compile(rb"\d+(?: \d+){623,624}")
 """A Mersenne Twister as text: 624 words, and the position if the standard library writes it."""
-_LOWEST: Final = b"0"
-_HIGHEST: Final = b"316513203"
-"""A word for which the generator draws 2**32 - 1. :data:`_LOWEST` is the one for 0."""
+_WORD_DRAWING_MIN: Final = b"0"
+_WORD_DRAWING_MAX: Final = b"316513203"
+"""A word for which the generator draws 2**32 - 1. :data:`_WORD_DRAWING_MIN` is the one for 0."""
 
 
-_GAMES: Final[dict[str, int]] = {}
+_ROM_CHECKSUMS: Final[dict[str, int]] = {}
 """Path -> checksum of each ROM that was read."""
 
 
 def _ale_settings(ale: Any) -> dict[str, Any]:
     path = ale.getString("rom_file")
-    if path not in _GAMES:
-        _GAMES[path] = zlib.crc32(Path(path).read_bytes())
-    return {"game": (Path(path).stem, _GAMES[path]), **{name: getattr(ale, how)(name) for how, name in _ALE_SETTINGS}}
+    if path not in _ROM_CHECKSUMS:
+        _ROM_CHECKSUMS[path] = zlib.crc32(Path(path).read_bytes())
+    settings = {name: getattr(ale, getter)(name) for getter, name in _ALE_SETTINGS}
+    return {"game": (Path(path).stem, _ROM_CHECKSUMS[path]), **settings}
 
 
 def _save_ale(ale: Any) -> Any:
@@ -373,13 +375,13 @@ def _open_ale(ale: Any, state: Any) -> Any:
     for name, here in _ale_settings(ale).items():
         if settings[name] != here:
             raise SnapshotMismatch(f"its emulator has {name} {settings[name]}, and this one {here}")
-    return emulator, previous, None if previous is None else _drawing(emulator, _HIGHEST)
+    return emulator, previous, None if previous is None else _with_constant_draws(emulator, _WORD_DRAWING_MAX)
 
 
 def _load_ale(ale: Any, state: Any) -> None:
-    emulator, previous, obeying = state
+    emulator, previous, never_repeating = state
     if previous is not None:
-        ale.restoreState(obeying)
+        ale.restoreState(never_repeating)
         ale.act(*previous)
     ale.restoreState(emulator)
 
@@ -390,24 +392,26 @@ def _previous_action(ale: Any, state: Any) -> Any:
     if sticky <= 0:
         return None
     if ale.getBool("color_averaging"):
-        raise NotRestorable("ALE blends each frame with the one before (color_averaging), which it does not give away")
-    frames = 1 if sticky >= 1 else math.ceil(math.log(_MISSED, sticky) / max(1, ale.getInt("frame_skip")))
-    repeating, obeying = _drawing(state, _LOWEST), _drawing(state, _HIGHEST)
-    every = ale.getLegalActionSet()
-    likely = ale.getMinimalActionSet()
-    whole = [(action, 1.0) for action in (*likely, *(other for other in every if other not in likely))]
+        raise NotRestorable("ALE blends each frame with the previous one (color_averaging), which it does not expose")
+    frames = 1 if sticky >= 1 else math.ceil(math.log(_MAX_MISS_PROBABILITY, sticky) / max(1, ale.getInt("frame_skip")))
+    always_repeating = _with_constant_draws(state, _WORD_DRAWING_MIN)
+    never_repeating = _with_constant_draws(state, _WORD_DRAWING_MAX)
+    legal = ale.getLegalActionSet()
+    minimal = ale.getMinimalActionSet()
+    full_strength = [(action, 1.0) for action in (*minimal, *(other for other in legal if other not in minimal))]
 
-    def goes_on_as(action: Any) -> bool:
-        ale.restoreState(obeying)
+    def continues_like(action: Any) -> bool:
+        ale.restoreState(never_repeating)
         return all(_frame(ale, *action) == frame for frame in wanted)
 
     try:
-        ale.restoreState(repeating)
-        wanted = [_frame(ale, every[0]) for _ in range(frames)]  # of the unknown action, before anything else replaces it
-        found = next(filter(goes_on_as, chain(whole, _weaker(ale, obeying, wanted[0], whole))), None)
+        ale.restoreState(always_repeating)
+        wanted = [_frame(ale, legal[0]) for _ in range(frames)]  # of the unknown action, before anything else replaces it
+        weaker = _iter_weaker_actions(ale, never_repeating, wanted[0], full_strength)
+        found = next(filter(continues_like, chain(full_strength, weaker)), None)
         if found is None:
-            raise NotRestorable("none of its actions goes on as its previous one does, which ALE does not give away")
-        ale.restoreState(obeying)
+            raise NotRestorable("no action continues as the previous one does, which ALE does not expose")
+        ale.restoreState(never_repeating)
         ale.act(*found)
     finally:
         ale.restoreState(state)
@@ -419,12 +423,14 @@ def _frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
     return ale.act(action, strength), ale.cloneState(include_rng=False).serialize()
 
 
-def _weaker(ale: Any, obeying: Any, wanted: tuple[float, bytes], whole: Sequence[tuple[Any, float]]) -> Iterator[Any]:
+def _iter_weaker_actions(
+    ale: Any, never_repeating: Any, wanted: tuple[float, bytes], full_strength: Sequence[tuple[Any, float]]
+) -> Iterator[Any]:
     """Yield continuous actions, with a strength between 0 and 1, that turn a paddle as far as the frame ``wanted``."""
-    for action, _ in whole:
+    for action, _ in full_strength:
         states = []
         for strength in (0.0, 0.5, 1.0):
-            ale.restoreState(obeying)
+            ale.restoreState(never_repeating)
             states.append(_frame(ale, action, strength)[1])
         if len({*map(len, states), len(wanted[1])}) > 1:
             continue
@@ -436,22 +442,22 @@ def _weaker(ale: Any, obeying: Any, wanted: tuple[float, bytes], whole: Sequence
                 yield action, (abs(here - none) + 0.5) / abs(full - none)
 
 
-def _drawing(state: Any, word: bytes) -> Any:
+def _with_constant_draws(state: Any, word: bytes) -> Any:
     """Return a state with a generator that always draws the same number."""
-    whole = state.serialize()
-    *_, found = [None, *_GENERATOR.finditer(whole)]  # the first match is the console's generator
+    content = state.serialize()
+    *_, found = [None, *_GENERATOR_PATTERN.finditer(content)]  # the first match is the console's generator
     words = [word] * 624 + ([b"0"] if found and found[0].count(b" ") == 624 else [])
     room = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
     if found is None or room < 0:
         raise NotRestorable("the state that this version of ALE returns has no generator in a format that vecenv can read")
     kind: Any = type(state)
-    other = kind.__new__(kind)
+    changed = kind.__new__(kind)
     text = b" ".join(words[:-1]) + b" " * (room + 1) + words[-1]
-    other.__setstate__(whole[: found.start()] + text + whole[found.end() :])
-    return other
+    changed.__setstate__(content[: found.start()] + text + content[found.end() :])
+    return changed
 
 
-put("ale_py._ale_py.ALEInterface", Codec(_save_ale, _load_ale, _open_ale))
+register_rule("ale_py._ale_py.ALEInterface", Codec(_save_ale, _load_ale, _open_ale))
 
 # -- objects that stay ----------------------------------------------------------------------------------------------------
 
@@ -461,22 +467,22 @@ for _name in (
     "pygame.surface.Surface", "pygame.Surface", "pygame.time.Clock", "pygame.font.Font", "pygame.freetype.Font",
     "builtins.module",
 ):  # fmt: skip
-    put(_name, STAYS)
+    register_rule(_name, STAYS)
 
 # -- objects that are refused -----------------------------------------------------------------------------------------------
 
 for _name, _why in {
-    "socket.socket": "a socket's other end cannot be taken back",
-    "subprocess.Popen": "a process cannot be taken back",
-    "multiprocessing.process.BaseProcess": "a process cannot be taken back",
-    "multiprocessing.connection._ConnectionBase": "a pipe's other end cannot be taken back",
-    "threading.Thread": "a thread cannot be taken back",
-    "_io._IOBase": "an open file cannot be taken back",
+    "socket.socket": "the other end of a socket cannot be restored",
+    "subprocess.Popen": "a process cannot be restored",
+    "multiprocessing.process.BaseProcess": "a process cannot be restored",
+    "multiprocessing.connection._ConnectionBase": "the other end of a pipe cannot be restored",
+    "threading.Thread": "a thread cannot be restored",
+    "_io._IOBase": "an open file cannot be restored",
     "Box2D.Box2D.b2World": "Box2D keeps contacts and joint impulses where no program can read or write them",
     "envpool.python.envpool.EnvPoolMixin": "an EnvPool has no state that can be read",
     "stable_retro._retro.RetroEmulator": "it needs a codec: vecenv.state.register",
 }.items():
-    put(_name, Refused(_why))
+    register_rule(_name, Refused(_why))
 
 # -- wrappers that read the clock ----------------------------------------------------------------------------------
 
@@ -489,4 +495,4 @@ def _load_statistics(layer: Any, state: Any) -> None:
     vars(layer).update(state, episode_start_time=time.perf_counter() - state["episode_start_time"])
 
 
-put("gymnasium.wrappers.common.RecordEpisodeStatistics", Codec(_save_statistics, _load_statistics))
+register_rule("gymnasium.wrappers.common.RecordEpisodeStatistics", Codec(_save_statistics, _load_statistics))

@@ -31,19 +31,19 @@ from vecenv.system.shared_generators import read_states, restore_states
 from vecenv.system.signals import raised_by_handler, watched_handlers
 from vecenv.trajectories import STEP_FIELDS, assert_identical
 
-__all__ = ["Proof", "Shared", "first_line_of", "prove", "stepped"]
+__all__ = ["Proof", "SharedState", "open_proof", "prove", "step_env", "to_one_line"]
 
-_STEPS: Final = 64  # after saving the state, unless an episode ends before
+_MAX_STEPS: Final = 64  # after saving the state, unless an episode ends before
 _SHARING_ROUNDS: Final = 8  # for environments that share anything: they may be equal by chance
-_AFTER: Final = 8  # after the end of the episode
-_BRANCHES: Final = 80  # more loads: a difference in one of ten is missed once in four thousand (0.9 ** 80)
-_BRANCH: Final = 2  # steps after each of them
-_CHECK: Final = 16  # steps from the state of an environment other than the scratch ones
-_SECONDS: Final = 20.0  # no more loads after that time
+_STEPS_AFTER_END: Final = 8  # after the end of the episode
+_NUM_BRANCHES: Final = 80  # more loads: a difference in one of ten is missed once in four thousand (0.9 ** 80)
+_BRANCH_STEPS: Final = 2  # steps after each of them
+_CHECK_STEPS: Final = 16  # steps from the state of an environment other than the scratch ones
+_MAX_SECONDS: Final = 20.0  # no more loads after that time
 _NEVER_SHARED: Final = frozenset({"mujoco._structs.MjData", "ale_py._ale_py.ALEInterface"})
 
 
-def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> None:
+def prove(env_fn: Callable[[], Any], *, steps: int = _MAX_STEPS, seed: int = 0) -> None:
     """Prove that an environment continues from a saved state exactly as it would have continued.
 
     Three environments are built, make about a thousand random steps in total, and are closed. The global
@@ -58,12 +58,12 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _STEPS, seed: int = 0) -> N
         NotRestorable: It does not, or it cannot be saved. The text names the environment, the first difference, and its
             cause if known.
     """
-    with opened_proof(env_fn, steps=steps, seed=seed) as proof:
+    with open_proof(env_fn, steps=steps, seed=seed) as proof:
         proof.run()
 
 
 @contextmanager
-def opened_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
+def open_proof(env_fn: Callable[[], Any], **options: Any) -> Iterator[Proof]:
     """Build the scratch environments of a :class:`Proof`, and close them at the end. Arguments: see :func:`prove`."""
     shared, level = read_states(), gymnasium.logger.min_level
     envs: list[Any] = []
@@ -94,7 +94,7 @@ def _build(env_fn: Callable[[], Any], envs: list[Any]) -> None:
 class Proof:
     """Three scratch environments, and their comparison."""
 
-    def __init__(self, envs: list[Any], *, steps: int = _STEPS, seed: int = 0) -> None:
+    def __init__(self, envs: list[Any], *, steps: int = _MAX_STEPS, seed: int = 0) -> None:
         self._first, self._second, self._third = envs
         self._steps, self._seed = steps, seed
         self._kind = kind_of(self._first)
@@ -110,9 +110,9 @@ class Proof:
             self._require_unshared(self._second, "another environment")
             rounds, shares = 0, False
             while rounds < (_SHARING_ROUNDS if shares else 2):
-                shares = self._hold(rounds) or shares
+                shares = self._run_round(rounds) or shares
                 rounds += 1
-            self._look_often()
+            self._test_many_loads()
         except VecEnvError as error:
             raise NotRestorable(f"{self._kind.env_id} cannot be saved: {error}") from error
 
@@ -129,16 +129,16 @@ class Proof:
         """
         try:
             self._require_unshared(env, "the environments that its env_fn builds")
-            if wrong := kind_of(env).differs_from(self._kind):
-                raise NotRestorable(f"its env_fn builds other environments than this one: {wrong}")
+            if difference := kind_of(env).differs_from(self._kind):
+                raise NotRestorable(f"its env_fn builds other environments than this one: {difference}")
             self._space.seed(self._seed)
-            self._load(self._first, state, "an environment of its env_fn")
-            actions = [self._space.sample() for _ in range(_CHECK)]
+            self._load_state(self._first, state, "an environment of its env_fn")
+            actions = [self._space.sample() for _ in range(_CHECK_STEPS)]
             if over:
                 self._reset(self._first)
-            wanted = self._recorded(self._first, actions)
+            expected = self._record_results(self._first, actions)
             self._reset(self._third, self._seed)
-            self._compare(self._second, "another environment", (state, actions, wanted), [], over=over)
+            self._compare(self._second, "another environment", (state, actions, expected), [], over=over)
         except VecEnvError as error:
             raise NotRestorable(f"{self._kind.env_id} cannot be saved: {error}") from error
 
@@ -150,7 +150,7 @@ class Proof:
             if generator or name_of(type(thing)) in _NEVER_SHARED:
                 raise NotRestorable(f"{where} ({type(thing).__name__}) is the same object as in {others}")
 
-    def _hold(self, number: int) -> bool:
+    def _run_round(self, number: int) -> bool:
         """Save, continue, load, and continue again. Return ``True`` if environments share anything.
 
         Raises:
@@ -158,70 +158,71 @@ class Proof:
         """
         first, second, seed = self._first, self._second, self._seed + 17 * number
         self._space.seed(seed)
-        shared = Shared(first)
+        shared = SharedState(first)
         self._run(first, seed, 7 + 14 * (number % 3))
         self._run(second, seed + 1, 5)
         if number:  # shortly after the end of an episode
             self._reset(first)
             self._run(first, None, 3)
-        shared.look()
-        branch = self._branch(self._steps + _AFTER)
-        shared.look()
+        shared.find_changes()
+        branch = self._record_branch(self._steps + _STEPS_AFTER_END)
+        shared.find_changes()
         self._run(self._third, seed + 2, 9)
-        changed = shared.look()
-        for env, which in ((second, "another environment"), (first, "the same environment")):
-            self._compare(env, which, branch, changed)
+        changed = shared.find_changes()
+        for env, target in ((second, "another environment"), (first, "the same environment")):
+            self._compare(env, target, branch, changed)
         return bool(changed)
 
-    def _look_often(self) -> None:
+    def _test_many_loads(self) -> None:
         """Save repeatedly, and compare the first steps after each load, which finds differences that occur in one of ten."""
-        until = time.monotonic() + _SECONDS
-        for number in range(_BRANCHES):
+        until = time.monotonic() + _MAX_SECONDS
+        for number in range(_NUM_BRANCHES):
             self._run(self._first, None, 1 + number % 3)
             self._run(self._second, None, 1 + number % 2)  # so that everything that is not loaded differs from the first one
-            self._compare(self._second, "another environment", self._branch(_BRANCH), [], alone=True)
+            self._compare(self._second, "another environment", self._record_branch(_BRANCH_STEPS), [], alone=True)
             if time.monotonic() > until:
                 break
 
-    def _branch(self, steps: int) -> tuple[bytes, list[Any], dict[str, Any]]:
+    def _record_branch(self, steps: int) -> tuple[bytes, list[Any], dict[str, Any]]:
         """Return the state of the first environment, the next actions, and their results."""
         state = capture_state(self._first)
         actions = [self._space.sample() for _ in range(steps)]
-        return state, actions, self._recorded(self._first, actions)
+        return state, actions, self._record_results(self._first, actions)
 
-    def _load(self, env: Any, state: bytes, which: str) -> None:
+    def _load_state(self, env: Any, state: bytes, target: str) -> None:
         try:
             prepare_restore(env, state)()
         except SnapshotMismatch as error:
-            raise NotRestorable(f"loaded into {which}, it continues differently: {error}") from error
+            raise NotRestorable(f"loaded into {target}, it continues differently: {error}") from error
 
     def _compare(
-        self, env: Any, which: str, branch: tuple[bytes, list[Any], Any], changed: list[str], *, over: bool = False,
+        self, env: Any, target: str, branch: tuple[bytes, list[Any], Any], changed: list[str], *, over: bool = False,
         alone: bool = False,
     ) -> None:  # fmt: skip
         """Load a state, and compare the results of the same actions. ``alone``: without steps of others in between."""
-        state, actions, wanted = branch
-        self._load(env, state, which)
+        state, actions, expected = branch
+        self._load_state(env, state, target)
         if over:
             self._reset(env)
         try:
-            assert_identical(self._recorded(env, actions, interleaved=None if alone else self._third), wanted, "after")
+            results = self._record_results(env, actions, interleaved=None if alone else self._third)
+            assert_identical(results, expected, "after")
         except AssertionError as error:
-            why = f"loaded into {which}, it continues differently: {first_line_of(str(error))}"
-            raise NotRestorable(why + _hint(changed, env)) from None
+            text = f"loaded into {target}, it continues differently: {to_one_line(str(error))}"
+            raise NotRestorable(text + _hint(changed, env)) from None
 
     def _run(self, env: Any, seed: int | None, steps: int) -> None:
         if seed is not None:
             self._reset(env, seed)
         for _ in range(steps):
-            _, over = stepped(env, self._space.sample())
+            _, over = step_env(env, self._space.sample())
             if over:
                 self._reset(env)
 
     def _reset(self, env: Any, seed: int | None = None) -> Any:
         return env.reset() if seed is None else env.reset(seed=seed)
 
-    def _recorded(self, env: Any, actions: list[Any], interleaved: Any = None) -> dict[str, Any]:
+    def _record_results(self, env: Any, actions: list[Any], interleaved: Any = None) -> dict[str, Any]:
         """Return the results of these actions, up to the end or cut-off of an episode and a few steps more.
 
         ``interleaved`` is an environment that is stepped in between.
@@ -231,17 +232,17 @@ class Proof:
         for number, action in enumerate(actions):
             if interleaved is not None:
                 self._run(interleaved, None, 1)
-            fields, over = stepped(env, action)
+            fields, over = step_env(env, action)
             results.update((f"step {number}, {field}", value) for field, value in fields.items())
             if over or number == self._steps - 1:
                 results[f"reset after step {number}"] = copy.deepcopy(self._reset(env))
                 ended = number if ended < 0 else ended
-            if 0 <= ended <= number - _AFTER:
+            if 0 <= ended <= number - _STEPS_AFTER_END:
                 break
         return results
 
 
-def stepped(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
+def step_env(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
     """Call ``env.step``, within :func:`watched_handlers`. Return copies of its results, and ``True`` after an episode.
 
     Wall-clock times are left out (``RecordEpisodeStatistics``). If the environment rejects an action (some are masked), the
@@ -259,11 +260,12 @@ def stepped(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
     return fields, bool(others[2] or others[3])
 
 
-def first_line_of(text: str) -> str:
+def to_one_line(text: str) -> str:
+    """Return the beginning of a text, without line breaks."""
     return " ".join(text.split())[:300]
 
 
-class Shared:
+class SharedState:
     """The state that environments of a kind may share: global generators, attributes of classes and of modules."""
 
     def __init__(self, env: Any) -> None:
@@ -275,10 +277,10 @@ class Shared:
                     module = sys.modules.get(kind.__module__)
                     if isinstance(module, ModuleType):
                         self._places[module.__name__] = vars(module)
-        self._before = self._look()
+        self._before = self._read_values()
         self._changed: dict[str, None] = {}
 
-    def _look(self) -> dict[str, str]:
+    def _read_values(self) -> dict[str, str]:
         seen = {
             f"{place}.{name}": text
             for place, names in self._places.items()
@@ -290,9 +292,9 @@ class Shared:
         seen["numpy's global generator"] = str((numbers[1].tobytes(), *numbers[2:]))
         return seen
 
-    def look(self) -> list[str]:
+    def find_changes(self) -> list[str]:
         """Compare again, and return the names of everything that has changed so far."""
-        now = self._look()
+        now = self._read_values()
         self._changed.update((name, None) for name, text in self._before.items() if now.get(name) != text)
         return list(self._changed)
 
@@ -323,4 +325,4 @@ def _hint(changed: list[str], env: Any) -> str:
         for name, value in vars(layer).items()
         if getattr(value, "__closure__", None) or type(type(value)).__name__.startswith(("pybind11", "nb_type", "Boost"))
     ]
-    return f" (what may hide it: {', '.join(kept[:4])})" if kept else ""
+    return f" (possible cause: {', '.join(kept[:4])})" if kept else ""

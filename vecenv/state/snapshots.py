@@ -123,12 +123,12 @@ class Snapshot:
     @classmethod
     def of(cls, kind: Kind, body: bytes, **row: Any) -> Snapshot:
         """Create a snapshot. ``row`` holds the other fields of its :class:`Row`."""
-        rest = _pickled(Row(kind, **row))
+        rest = _pickle(Row(kind, **row))
         return cls(body, rest, (zlib.crc32(body), zlib.crc32(rest)))
 
     def having(self, **changes: Any) -> Snapshot:
         """Return a copy of the snapshot, with changed fields of its :class:`Row`."""
-        rest = _pickled(replace(self.row, **changes))
+        rest = _pickle(replace(self.row, **changes))
         return Snapshot(self.body, rest, (self.checksums[0], zlib.crc32(rest)))
 
     def __reduce__(self) -> Any:
@@ -153,7 +153,7 @@ class Snapshot:
             raise SnapshotMismatch(_DAMAGED)
         found = _read(self.rest, Row)
         if not isinstance(found.kind, Kind):
-            raise SnapshotMismatch(f"it does not say of which environment it is, but {found.kind!r}")
+            raise SnapshotMismatch(f"its kind of environment is invalid: {found.kind!r}")
         return found
 
     @property
@@ -191,12 +191,12 @@ class StateDict(dict[str, Any]):
         return _unsealed, (_sealed(StateDict, dict(self)),)
 
 
-_DAMAGED: Final = "its bytes are damaged: they are not those that were saved"
+_DAMAGED: Final = "its bytes are damaged: they differ from those that were saved"
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     def refuse(error: Exception) -> bytes:
-        text = f"what is known of the row cannot be pickled: {type(error).__name__}: {error}"
+        text = f"the data about the row cannot be pickled: {type(error).__name__}: {error}"
         raise NotRestorable(text) from error
 
     return call_with_fallback(partial(pickle.dumps, value, pickle.HIGHEST_PROTOCOL), refuse, Exception)
@@ -208,12 +208,12 @@ def _read(blob: bytes, kind: type[_T]) -> _T:
 
     found = call_with_fallback(partial(pickle.loads, blob), refuse, Exception)
     if not isinstance(found, kind):
-        raise SnapshotMismatch(f"it is a {type(found).__name__}, and no {kind.__name__}")
+        raise SnapshotMismatch(f"it is a {type(found).__name__}, not a {kind.__name__}")
     return found
 
 
 def _sealed(kind: type, content: Any) -> bytes:
-    blob = _pickled((kind, content))
+    blob = _pickle((kind, content))
     return zlib.crc32(blob).to_bytes(4, "big") + blob
 
 
@@ -247,20 +247,20 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
     elif isinstance(snapshots, Sequence) and not isinstance(snapshots, str | bytes | bytearray):
         each = list(snapshots)
     else:
-        raise SnapshotMismatch(f"load wants what save() gave, got {type(snapshots).__name__}")
+        raise SnapshotMismatch(f"load() needs snapshots from save(), got {type(snapshots).__name__}")
     if len(each) != len(rows):
-        raise SnapshotMismatch(f"{len(each)} snapshots for {len(rows)} environments: give as many, or one for all")
-    whole: set[int] = set()
-    for place, one in enumerate(each):
-        if not isinstance(one, Snapshot):
-            raise SnapshotMismatch(f"snapshots[{place}] is a {type(one).__name__}, and none that save() gave")
-        if id(one) in whole:
+        raise SnapshotMismatch(f"{len(each)} snapshots for {len(rows)} environments: pass one for each, or one for all")
+    checked: set[int] = set()
+    for place, snapshot in enumerate(each):
+        if not isinstance(snapshot, Snapshot):
+            raise SnapshotMismatch(f"snapshots[{place}] is a {type(snapshot).__name__}, not a snapshot from save()")
+        if id(snapshot) in checked:
             continue
         try:
-            one.require_whole()
+            snapshot.require_whole()
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"snapshots[{place}]: {error}") from None
-        whole.add(id(one))
+        checked.add(id(snapshot))
     return each
 
 
@@ -278,7 +278,7 @@ def _arguments_of(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str]]
     given = dict(getattr(spec, "kwargs", None) or {})
     for name in sorted(given.keys() - _NOT_COMPARED):
         yield name, describe(given[name])
-    for place, layer in _named(layers):
+    for place, layer in _name_layers(layers):
         own = vars(layer)
         for number, value in enumerate(own.get("_ezpickle_args", ())):
             yield f"{place}[{number}]", describe(value)
@@ -290,7 +290,7 @@ def _arguments_of(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str]]
             yield f"class {place}", describe(type(layer))
 
 
-def _named(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+def _name_layers(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
     """Yield each layer with the name of its class, numbered from the second of a class on."""
     names: Counter[str] = Counter()
     for layer in layers:
@@ -304,7 +304,7 @@ def _spaces_of(layers: Sequence[Any]) -> Iterator[tuple[str, str]]:
     for name, what in (("observation_space", "observations"), ("action_space", "actions")):
         if isinstance(space := getattr(outermost, name, None), gymnasium.Space):
             yield what, describe_space(space)
-    for place, layer in _named(layers):
+    for place, layer in _name_layers(layers):
         for name, value in vars(layer).items():
             if isinstance(value, gymnasium.Space):
                 yield f"{place}.{name}", describe_space(value)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.state.proof import Shared, first_line_of, stepped
+from vecenv.state.proof import SharedState, step_env, to_one_line
 from vecenv.state.snapshots import kind_of
 from vecenv.system.shared_generators import GENERATORS, find_draws, read_states, restore_states, torch_generator
 from vecenv.system.signals import raised_by_handler, watched_handlers
@@ -69,7 +69,7 @@ class _Comparison:
     def __init__(self, env_fn: Callable[[], Any], steps: int, seed: int) -> None:
         self._env_fn, self._steps, self._seed = env_fn, steps, seed
         self._name = ""
-        self._shared: Shared
+        self._shared: SharedState
         self._drawn: set[str] = set()
 
     def results(self, disturbances: tuple[str, ...] = (), *, seeded: bool = False) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class _Comparison:
         envs = [self._env_fn()]
         try:
             self._name = kind_of(envs[0]).env_id
-            self._shared = Shared(envs[0])
+            self._shared = SharedState(envs[0])
             space = copy.deepcopy(envs[0].action_space)
             space.seed(self._seed)
             if "others" in disturbances:
@@ -115,8 +115,8 @@ class _Comparison:
                 results[f"reset before step {number}"] = copy.deepcopy(result)
                 ended = False
                 _reseed(to_reseed, number + 2000)
-            fields, ended = stepped(env, action)
-            self._shared.look()
+            fields, ended = step_env(env, action)
+            self._shared.find_changes()
             results.update((f"step {number}, {field}", value) for field, value in fields.items())
         return results
 
@@ -129,7 +129,7 @@ class _Comparison:
                 try:
                     assert_identical((name, value), (expected_name, expected_value), name)
                 except AssertionError as error:
-                    return first_line_of(str(error))
+                    return to_one_line(str(error))
             return "the number of resets is different"
         return None
 
@@ -140,7 +140,7 @@ class _Comparison:
     def changed_attributes(self) -> list[str]:
         """Return the attributes of classes and modules that the environments change in a run with others."""
         self.results(("others",))
-        return [name for name in self._shared.look() if "generator" not in name.partition(".")[0]]
+        return [name for name in self._shared.find_changes() if "generator" not in name.partition(".")[0]]
 
     def message(self, difference: str, causes: list[str], when: str) -> str:
         """Return the error text for a difference."""

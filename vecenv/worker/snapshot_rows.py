@@ -12,7 +12,7 @@ import cloudpickle
 from vecenv.errors import NotRestorable, SnapshotMismatch
 from vecenv.link.messages import Outcome
 from vecenv.state.capture import capture_state, layers_of, prepare_restore
-from vecenv.state.proof import Proof, opened_proof
+from vecenv.state.proof import Proof, open_proof
 from vecenv.state.snapshots import Kind, Row, Snapshot, kind_of
 from vecenv.worker.rows import EnvRows
 
@@ -94,7 +94,7 @@ class SnapshotRows(EnvRows):
 
     def _new_proof(self, env_fn: Callable[[], Any], scratch: contextlib.ExitStack) -> Proof | NotRestorable:
         try:
-            proof = scratch.enter_context(opened_proof(env_fn))
+            proof = scratch.enter_context(open_proof(env_fn))
             if not any(_build_same_env(env_fn, known) for known in self._proved_fns):
                 proof.run()
                 self._proved_fns.append(env_fn)

@@ -51,7 +51,7 @@ from vecenv.front.infos import InfoMerger
 from vecenv.link.envs import call_env
 from vecenv.planning.options import parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
-from vecenv.state.whole import require_entries
+from vecenv.state.vector_state import require_entries
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
 
 __all__ = ["EpisodePrefetcher"]

@@ -31,7 +31,7 @@ from vecenv.link.observations import SharedStore, require_observation
 from vecenv.shm import INFO_BYTES, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
-from vecenv.state.whole import pack_state, read_state
+from vecenv.state.vector_state import pack_state, read_state
 from vecenv.system.reporting import warn
 from vecenv.system.signals import succeeds_when_repeated
 

@@ -19,7 +19,7 @@ Counts = tuple[int, int, int]
 """Steps, resets and restarts."""
 
 
-class WholeState(NamedTuple):
+class VectorState(NamedTuple):
     """The content of a ``state_dict()``.
 
     Attributes:
@@ -67,7 +67,7 @@ def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
             raise SnapshotMismatch(f"the saved {key} is {state[key]!r}, that of this vector environment is {value!r}")
 
 
-def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[Any]) -> WholeState:
+def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[Any]) -> VectorState:
     """Read the result of :func:`pack_state`. Nothing is changed.
 
     Raises:
@@ -76,21 +76,21 @@ def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[
     own = {"format": FORMAT, "num_envs": num_envs, "autoreset_mode": mode.name}
     require_entries(state, own, "snapshots", "counters", "seeds", "spaces")
     snapshots = parse_snapshots(state["snapshots"], range(num_envs))
-    read = partial(_read_rest, state, spaces)
+    read_rest = partial(_read_rest, state, spaces)
     try:
-        return WholeState(snapshots, *read())
+        return VectorState(snapshots, *read_rest())
     except Exception as error:
-        if succeeds_when_repeated(read):
+        if succeeds_when_repeated(read_rest):
             raise  # a signal handler raised it
         raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
 
 
 def _read_rest(state: Mapping[str, Any], spaces: Sequence[Any]) -> tuple[Counts, np.random.SeedSequence, list[Any]]:
     opened = [
-        (space, its if its is None else _space_codec(space).open(space, its))
-        for space, its in zip(spaces, state["spaces"], strict=True)
+        (space, saved if saved is None else _space_codec(space).open(space, saved))
+        for space, saved in zip(spaces, state["spaces"], strict=True)
     ]
-    steps, resets, restarts = map(_natural, state["counters"])
+    steps, resets, restarts = map(_parse_count, state["counters"])
     return (steps, resets, restarts), np.random.SeedSequence(**state["seeds"]), opened
 
 
@@ -100,7 +100,7 @@ def _space_codec(space: Any) -> Codec:
     return codec
 
 
-def _natural(number: Any) -> int:
+def _parse_count(number: Any) -> int:
     """Return a count, or raise ValueError."""
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"{number!r} is not a count")

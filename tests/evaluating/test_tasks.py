@@ -95,13 +95,13 @@ def test_rows_continue_with_their_task_and_help_when_their_worker_is_idle() -> N
     episodes = [Episode(env=name) for name in "aaaabb"] + [Episode()]
     waiting = WaitingEpisodes(episodes)
     waiting.add(range(7))
-    take = waiting.take
-    assert [take(0, worker_is_idle=True), take(1, worker_is_idle=True), take(0, worker_is_idle=False)] == [0, 4, 1]
-    assert take(2, worker_is_idle=False) == 6  # names no environment
-    assert take(2, worker_is_idle=False) is None
-    assert take(2, worker_is_idle=True) == 2  # the longest queue
-    assert take(1, worker_is_idle=False) == 5
-    assert take(1, worker_is_idle=True) == 3
+    pop_for = waiting.pop_for
+    assert [pop_for(0, worker_is_idle=True), pop_for(1, worker_is_idle=True), pop_for(0, worker_is_idle=False)] == [0, 4, 1]
+    assert pop_for(2, worker_is_idle=False) == 6  # names no environment
+    assert pop_for(2, worker_is_idle=False) is None
+    assert pop_for(2, worker_is_idle=True) == 2  # the longest queue
+    assert pop_for(1, worker_is_idle=False) == 5
+    assert pop_for(1, worker_is_idle=True) == 3
     assert not waiting
 
 
@@ -110,15 +110,15 @@ def test_the_last_tasks_are_shared_by_the_workers() -> None:
     episodes = [Episode(env=name) for name in "abcdefgh" for _ in range(10)]
     waiting = WaitingEpisodes(episodes, [range(4), range(4, 8)])
     waiting.add(range(80))
-    first = {waiting.take(row, worker_is_idle=row in (0, 4)) for row in (0, 1, 4, 5)}
+    first = {waiting.pop_for(row, worker_is_idle=row in (0, 4)) for row in (0, 1, 4, 5)}
     assert first == {0, 10, 20, 30}
     for row in (0, 1, 4, 5):
         for _ in range(9):
-            waiting.take(row, worker_is_idle=False)
-    idle_first = [waiting.take(row, worker_is_idle=row == 0) for row in (0, 1, 2, 3)]
+            waiting.pop_for(row, worker_is_idle=False)
+    idle_first = [waiting.pop_for(row, worker_is_idle=row == 0) for row in (0, 1, 2, 3)]
     assert idle_first == [40, 50, None, None]
-    assert [waiting.take(row, worker_is_idle=row == 4) for row in (4, 5, 6, 7)] == [60, 70, None, None]
-    assert waiting.take(2, worker_is_idle=True) in (41, 51, 61, 71)  # there is no unused one: it helps
+    assert [waiting.pop_for(row, worker_is_idle=row == 4) for row in (4, 5, 6, 7)] == [60, 70, None, None]
+    assert waiting.pop_for(2, worker_is_idle=True) in (41, 51, 61, 71)  # there is no unused one: it helps
 
 
 @pytest.mark.sampled(2)

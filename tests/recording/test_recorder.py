@@ -34,7 +34,7 @@ MODES = ("NextStep", "SameStep", "Disabled")
 @pytest.fixture(autouse=True)
 def _snapshots_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have snapshots recorded, however short a replay is."""
-    monkeypatch.setattr(recorder_module, "_LONG_REPLAY", -1.0)
+    monkeypatch.setattr(recorder_module, "_LONG_REPLAY_SECONDS", -1.0)
 
 
 def replay_file(path: Path, begin: str = "latest") -> tuple[ReplayResult, int]:
@@ -206,8 +206,8 @@ def require_calls_repeat(
 
 
 def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "_BLOCK", 16)
-    monkeypatch.setattr(recorder_module, "_MEMORY", 0)  # two blocks, the least
+    monkeypatch.setattr(recorder_module, "_BLOCK_TICKS", 16)
+    monkeypatch.setattr(recorder_module, "_RING_BYTES", 0)  # two blocks, the least
     with start_recorded(HistoryEnv, tmp_path, num_workers=0, snapshot_every=10) as envs:
         envs.reset(seed=2)
         envs.set_attr("gain", 3.0)
@@ -228,8 +228,8 @@ def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Pat
 
 
 def test_old_steps_are_needed_without_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module, "_BLOCK", 16)
-    monkeypatch.setattr(recorder_module, "_MEMORY", 0)
+    monkeypatch.setattr(recorder_module, "_BLOCK_TICKS", 16)
+    monkeypatch.setattr(recorder_module, "_RING_BYTES", 0)
     with start_recorded(HistoryEnv, tmp_path, num_workers=0) as envs:
         envs.reset(seed=2)
         for _ in range(100):

@@ -365,7 +365,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             vecenv.AsyncVectorEnv([functools.partial(HistoryEnv, AT)], record_failures=recording, num_workers=0)
         ) as envs,
     ):
-        patch.setattr(recorder, "_LONG_REPLAY", -1.0)
+        patch.setattr(recorder, "_LONG_REPLAY_SECONDS", -1.0)
         envs.reset(seed=1)
         with pytest.raises(ValueError, match="the pen broke"):
             step_on(envs, lambda at: [at % 5])

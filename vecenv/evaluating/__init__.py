@@ -178,7 +178,7 @@ def _make_runner(
         raise_unsupported(envs, "render single environments", "they step together")
     if limit is not None:
         raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
-    in_waves = _in_waves(envs, capabilities, todo)
+    in_waves = _needs_waves(envs, capabilities, todo)
     require_offered(envs, capabilities, todo.episodes)
     _require_loadable(envs, snapshots)
     return LockstepRunner(envs, todo, act, report, in_waves=in_waves)
@@ -206,7 +206,7 @@ def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
             raise SnapshotMismatch(f"episodes[{index}].snapshot: {error}") from error
 
 
-def _in_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> bool:
+def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> bool:
     """True if rows can only be seeded all together.
 
     Raises:
@@ -214,12 +214,12 @@ def _in_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> b
     """
     if capabilities is None:
         if envs.metadata.get("autoreset_mode") not in AutoresetMode:
-            raise_unsupported(envs, "be evaluated", "its metadata do not have its autoreset mode")
+            raise_unsupported(envs, "be evaluated", "its metadata has no autoreset mode")
         return False
     if not capabilities.row_seeds:
         raise_unsupported(envs, "evaluate episodes with a seed each", "its environments share one generator")
     if any(episode.reset_options for episode in todo.episodes) and not capabilities.reset_options:
-        raise_unsupported(envs, "evaluate episodes with options", "its environments take none")
+        raise_unsupported(envs, "evaluate episodes with options", "its environments have no reset options")
     largest = max(episode.seed or 0 for episode in todo.episodes)
     if capabilities.backend == "envpool" and largest >= _ENVPOOL_SEED_LIMIT:
         raise_unsupported(envs, f"give an episode the seed {largest}", "EnvPool's seeds are below 2**31")
@@ -250,7 +250,7 @@ class ProgressBar:
         console = Console(stderr=True)
         self._bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._task = self._bar.add_task("", total=total)
-        self._shown = 0.0
+        self._last_refresh = 0.0
 
     def __enter__(self) -> None:
         self._bar.start()
@@ -261,8 +261,8 @@ class ProgressBar:
     def update(self, completed: int) -> None:
         """Show the number of episodes that have a result, at most ten times per second."""
         self._bar.update(self._task, completed=completed)
-        if (now := time.monotonic()) > self._shown + 0.1:
-            self._shown = now
+        if (now := time.monotonic()) > self._last_refresh + 0.1:
+            self._last_refresh = now
             self._bar.refresh()
 
 
@@ -287,7 +287,7 @@ class EpisodeRunner:
         """Begin the next episodes in these rows, until rows or episodes run out."""
         attempts = []
         for row in rows:
-            index = self._waiting.take(row, worker_is_idle=self._is_idle(row)) if self._waiting else None
+            index = self._waiting.pop_for(row, worker_is_idle=self._is_idle(row)) if self._waiting else None
             if index is not None:
                 attempts.append(self._episodes.begin(index, row))
                 self._running[row] = attempts[-1]
@@ -494,7 +494,7 @@ class FirstReadyRunner(EpisodeRunner):
             return self._by_row.results("recv", count=len(self._in_flight), at_least=1)
         while True:
             now = time.monotonic()
-            deadlines = {row: since + self._limit(row) for row, since in self._in_flight.items()}
+            deadlines = {row: since + self._request_limit(row) for row, since in self._in_flight.items()}
             expired = [row for row, deadline in deadlines.items() if deadline <= now]
             if expired:
                 self._envs.abandon(expired)
@@ -505,7 +505,7 @@ class FirstReadyRunner(EpisodeRunner):
                 if expired:
                     raise
 
-    def _limit(self, row: int) -> float:
+    def _request_limit(self, row: int) -> float:
         """Return the time limit of a row's request: that of one environment, times the active rows of its worker."""
         assert self._timeout is not None
         return self._timeout * sum(other in self._running for other in self._group_of[row])

@@ -102,11 +102,11 @@ class EpisodeResults(list[EpisodeResult]):
 
     @property
     def mean(self) -> float:
-        return self._of_completed(np.mean)
+        return self._apply_to_completed(np.mean)
 
     @property
     def std(self) -> float:
-        return self._of_completed(np.std)
+        return self._apply_to_completed(np.std)
 
     def group(self, by: str = "env") -> dict[Any, EpisodeResults]:
         """Group the results by an attribute of :class:`EpisodeResult`, such as ``"env"`` or ``"terminated"``.
@@ -134,7 +134,7 @@ class EpisodeResults(list[EpisodeResult]):
         """
         return make_table(by, self.group(by))
 
-    def _of_completed(self, statistic: Callable[..., Any]) -> float:
+    def _apply_to_completed(self, statistic: Callable[..., Any]) -> float:
         returns = [each.episode_return for each in self if each.error is None]
         return float(statistic(returns)) if returns else float("nan")
 
@@ -254,7 +254,7 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
         if episode.options is not None and "reset_mask" in episode.options:
             raise ValueError(f"episodes[{index}].options has 'reset_mask', which applies to several environments")
         if episode.snapshot is not None:
-            _require_beginning(index, episode)
+            _require_valid_start(index, episode)
         if episode.env is not None and (not isinstance(episode.env, str) or "env" in (episode.options or {})):
             found = f"{episode.env!r}" + " and options with 'env'" * ("env" in (episode.options or {}))
             raise TypeError(f"episodes[{index}].env must be a name, got {found}")
@@ -263,7 +263,7 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
     return parsed, base
 
 
-def _require_beginning(index: int, episode: Episode) -> None:
+def _require_valid_start(index: int, episode: Episode) -> None:
     """Raise if an episode cannot begin with its snapshot."""
     snapshot, name = episode.snapshot, f"episodes[{index}].snapshot"
     if not isinstance(snapshot, Snapshot):

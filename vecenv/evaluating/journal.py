@@ -30,7 +30,7 @@ with contextlib.suppress(ImportError):  # missing on Windows: there, two program
 
 _FORMAT: Final = 1
 _FILE: Final = "episodes.jsonl"
-_PLAIN: Final = (type(None), bool, int, str)
+_JSON_TYPES: Final = (type(None), bool, int, str)
 
 
 class Journal:
@@ -48,7 +48,7 @@ class Journal:
     """
 
     def __init__(self, folder: str | os.PathLike[str], episodes: Sequence[Episode], seed: int, name: str | None) -> None:
-        self._path = _path_in(folder)
+        self._path = _journal_path(folder)
         self._episodes = episodes
         self._header = {
             "format": _FORMAT, "episodes": len(episodes), "seed": seed, "name": name, "list": _identify(episodes),
@@ -121,7 +121,7 @@ class Journal:
         for line in lines:
             self.results.pop(line["index"], None)
             if line["error"] is None:
-                self.results[line["index"]] = self._result(line)
+                self.results[line["index"]] = self._parse_result(line)
         return complete
 
     def _require_same_evaluation(self, header: Any) -> None:
@@ -137,7 +137,7 @@ class Journal:
                     "use another folder"
                 )
 
-    def _result(self, line: dict[str, Any]) -> EpisodeResult:
+    def _parse_result(self, line: dict[str, Any]) -> EpisodeResult:
         episode = self._episodes[line["index"]]
         return EpisodeResult(
             line["index"], line["seed"], episode.options, _decode(line["return"]), line["length"], line["terminated"],
@@ -147,13 +147,13 @@ class Journal:
 
 def stored_seed(folder: str | os.PathLike[str]) -> int | None:
     """Return the seed of the evaluation that a folder has results of; ``None`` without results."""
-    path = _path_in(folder)
+    path = _journal_path(folder)
     data = path.read_bytes() if path.exists() else b""
     lines = _parse(path, data[: data.find(b"\n") + 1])
     return lines[0].get("seed") if lines and isinstance(lines[0], dict) else None
 
 
-def _path_in(folder: str | os.PathLike[str]) -> Path:
+def _journal_path(folder: str | os.PathLike[str]) -> Path:
     try:
         path = Path(folder)
     except TypeError:
@@ -197,7 +197,7 @@ def _identify(episodes: Sequence[Episode]) -> str:
 def _encode(value: Any, *, strict: bool = False) -> Any:
     """Encode a value for JSON; with ``strict``, raise :class:`TypeError` in place of ``!repr``."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _JSON_TYPES:
         return value
     if kind is float:
         return value if math.isfinite(value) else {"!float": repr(value)}

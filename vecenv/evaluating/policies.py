@@ -105,8 +105,8 @@ class PolicyCaller:
         count, parameters = len(attempts), self._parameters
         if padding := self._num_envs - count if self._batch == "padded" else 0:
             observations = take_rows(self._spaces[0], observations, [*range(count), *[0] * padding])
-            fillers = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
-            attempts, infos = [*attempts, *fillers], [*infos, *({} for _ in range(padding))]
+            padding_attempts = [Attempt(Episode(), -1, self._num_envs, np.random.default_rng(0)) for _ in range(padding)]
+            attempts, infos = [*attempts, *padding_attempts], [*infos, *({} for _ in range(padding))]
         arguments: dict[str, Any] = {
             name: get(attempts) for name, get in _ATTEMPT_ARGUMENTS.items() if name in parameters
         }  # fmt: skip
@@ -125,8 +125,8 @@ class PolicyCaller:
         """Store the states that a recurrent policy returned, and return its actions."""
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(f"a policy with a parameter `state` must return (actions, state), got {type(returned).__name__}")
-        for place, attempt in enumerate(attempts):
-            self._states[attempt.row] = map_leaves(operator.itemgetter(place), returned[1])
+        for position, attempt in enumerate(attempts):
+            self._states[attempt.row] = map_leaves(operator.itemgetter(position), returned[1])
         return returned[0]
 
     def _check_actions(self, actions: Any, expected: int, count: int) -> Any:
@@ -136,7 +136,7 @@ class PolicyCaller:
             found = count_rows(space, actions)
         except (TypeError, KeyError, IndexError) as error:
             raise TypeError(
-                f"the policy received {expected} observations and returned no batch of {expected} actions of {space}: "
+                f"the policy received {expected} observations and did not return a batch of {expected} actions of {space}: "
                 f"{actions!r}; nothing was sent"
             ) from error
         if found - {expected}:
@@ -196,13 +196,13 @@ def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) ->
     return function(*batches)
 
 
-def take_rows(space: Space[Any], batch: Any, places: Sequence[int]) -> Any:
+def take_rows(space: Space[Any], batch: Any, positions: Sequence[int]) -> Any:
     """Select rows of a batch of a space, in the same structure."""
 
     def take(part: Any) -> Any:
         if isinstance(part, tuple | list):
-            return tuple(part[place] for place in places)
-        return part[np.asarray(places, np.intp)]
+            return tuple(part[position] for position in positions)
+        return part[np.asarray(positions, np.intp)]
 
     return map_parts(take, space, batch)
 

@@ -37,13 +37,13 @@ class WaitingEpisodes:
     def __bool__(self) -> bool:
         return bool(self._by_env)
 
-    def take(self, row: int, *, worker_is_idle: bool) -> int | None:
+    def pop_for(self, row: int, *, worker_is_idle: bool) -> int | None:
         """Remove and return the next episode for a row; ``None`` if it would only slow down the other rows of the worker."""
         env = self._env_of_row.get(row)
         if row not in self._env_of_row or env not in self._by_env:
             in_use = set(self._env_of_row.values()) - {None}
             unused = [name for name in self._by_env if name not in in_use]
-            if not worker_is_idle and (not unused or self._has_its_share(row, unused[0])):
+            if not worker_is_idle and (not unused or self._should_leave_env(row, unused[0])):
                 return None
             env = unused[0] if unused else max(self._by_env, key=lambda name: len(self._by_env[name]))
         queue = self._by_env[env]
@@ -56,16 +56,16 @@ class WaitingEpisodes:
             self._env_of_row.pop(row, None)  # the snapshot determines the row's environment
         return index
 
-    def _has_its_share(self, row: int, env: str | None) -> bool:
+    def _should_leave_env(self, row: int, env: str | None) -> bool:
         """True if the episodes of ``env`` should wait for another worker than that of the row."""
         if env is None or not self._workers:
             return False
-        loads = [self._load(rows) for rows in self._workers]
-        own = self._load(next(rows for rows in self._workers if row in rows))
+        loads = [self._count_waiting(rows) for rows in self._workers]
+        own_load = self._count_waiting(next(rows for rows in self._workers if row in rows))
         share = sum(map(len, self._by_env.values())) / len(self._workers)
-        return own > min(loads) and own + len(self._by_env[env]) / 2 > share
+        return own_load > min(loads) and own_load + len(self._by_env[env]) / 2 > share
 
-    def _load(self, rows: Collection[int]) -> int:
+    def _count_waiting(self, rows: Collection[int]) -> int:
         """Return the number of waiting episodes of the environments that these rows have."""
         return sum(len(self._by_env.get(env, ())) for env in {self._env_of_row.get(row) for row in rows} - {None})
 

@@ -244,10 +244,10 @@ def read_header(path: Path) -> tuple[Header, bytes]:
         line = file.readline(_MAX_HEADER_BYTES)
         body = file.read()
     try:
-        known = json.loads(line)
-        if known.get("format") != _FORMAT:
-            raise UnreadableRecord(f"{path} has format {known.get('format')!r}, and this version of vecenv reads {_FORMAT}")
-        header = Header(**known)
+        fields = json.loads(line)
+        if fields.get("format") != _FORMAT:
+            raise UnreadableRecord(f"{path} has format {fields.get('format')!r}, and this version of vecenv reads {_FORMAT}")
+        header = Header(**fields)
     except UnreadableRecord:
         raise
     except (ValueError, TypeError, AttributeError):

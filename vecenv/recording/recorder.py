@@ -4,7 +4,7 @@ A *tick* is a step of all environments or of some. Its actions are copied into a
 rewards and flags when its result is returned. A *message* is any other request, a reset or a call that may change
 environments, pickled when it is submitted. Positions count ticks. A step of all environments is *open* from its announcement
 to its result. If another is announced meanwhile, the first was never submitted, because a signal handler raised in between,
-unless a failure or a reset came after it. A row's history begins after its *birth*, the tick in which its predecessor
+unless a failure or a reset came after it. A row's history begins after the tick in which its predecessor
 failed. The *log*, a list of bytes, stores steps of all environments, with actions of the space's own dtype, in very few
 instructions. Any other event first moves the log into the ring.
 """
@@ -48,9 +48,9 @@ from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.signals import deferred_signals
 
-_MEMORY: Final = 128 * 2**20
+_RING_BYTES: Final = 128 * 2**20
 """The size of the ring in bytes."""
-_BLOCK: Final = 512
+_BLOCK_TICKS: Final = 512
 """The ticks of a block. The ring has a whole number of blocks."""
 _PICKLED_ACTION_BYTES: Final = 100
 """An estimate, for actions without a fixed size."""
@@ -58,7 +58,7 @@ _MAX_MESSAGES: Final = 10_000
 _NUMBERS: Final = "rewards", "terminations", "truncations"
 _ARRAY: Final = np.ndarray
 _SNAPSHOT_TIME_SHARE: Final = 0.002
-_LONG_REPLAY: Final = 5.0
+_LONG_REPLAY_SECONDS: Final = 5.0
 """Seconds for one environment. Snapshots are taken only if a replay would take longer, as the first one has a lasting cost:
 Python up to 3.12 finds attributes of an object more slowly after its ``__dict__`` was read; 64 CartPoles step 5 % slower."""
 
@@ -110,7 +110,7 @@ class _RecordedMessage(NamedTuple):
     arguments: bytes
 
 
-class _Saved(NamedTuple):
+class _SavedSnapshots(NamedTuple):
     """Snapshots of all environments, and the tick and message that follow."""
 
     tick: int
@@ -165,14 +165,14 @@ class Recorder:
         self._next_message = 0  # the next message's number
         # by row
         self._in_flight = np.full(n, -1)  # the tick of a step by `send` without a result so far
-        self._sent = False  # some row's step was sent and is in flight
-        self._birth = np.full(n, -1)  # the tick before its history
-        self._birth_message = np.zeros(n, np.int64)  # number of the first message of its history
+        self._has_sent_steps = False  # some row's step was sent and is in flight
+        self._history_start = np.full(n, -1)  # the tick before its history
+        self._first_message = np.zeros(n, np.int64)  # number of the first message of its history
         self._failed_in = np.full(n, -1)  # the tick in which it failed last
         self._seeded = np.full(n, -1)  # the tick of the latest reset with a seed
         self._failed: set[int] = set()  # rows to be rebuilt by their next reset
-        self._saved: _Saved | None = None
-        self._why_not_saved = "" if options.snapshot_every else "snapshot_every is None"
+        self._saved: _SavedSnapshots | None = None
+        self._no_snapshot_reason = "" if options.snapshot_every else "snapshot_every is None"
         self._save_at = options.snapshot_every or 1 << 62
         self._next_snapshot_time = 0.0
         self._latest_files: tuple[int, list[Path]] = (-1, [])  # the latest tick with a failure, and its files
@@ -183,9 +183,10 @@ class Recorder:
         fields: list[Any] = [(f"actions/{index}", leaf.dtype, (n, *leaf.shape)) for index, leaf in enumerate(leaves)]
         actions = np.dtype(fields)
         tick = np.dtype([*fields, ("rewards", np.float64, n), ("terminations", np.bool_, n), ("truncations", np.bool_, n)])
-        self._tree, self._single, self._actions_size, self._size = tree, len(leaves) == 1, actions.itemsize, tick.itemsize
+        self._tree, self._has_one_action_array = tree, len(leaves) == 1
+        self._actions_size, self._size = actions.itemsize, tick.itemsize
         size = tick.itemsize + (0 if leaves else n * _PICKLED_ACTION_BYTES)
-        self._capacity = capacity = max(2, _MEMORY // (_BLOCK * size)) * _BLOCK
+        self._capacity = capacity = max(2, _RING_BYTES // (_BLOCK_TICKS * size)) * _BLOCK_TICKS
         memory = np.zeros(capacity * tick.itemsize, np.uint8)
         self._bytes, ring = memory.data, memory.view(tick)
         self._actions = [ring[name] for name in actions.names or ()]
@@ -193,8 +194,8 @@ class Recorder:
         self._stepped: Array | None = None  # bool (capacity, rows), the rows that each tick steps; None: all
         # The log: complete ticks that follow those in the ring, their number, the last index that may be filled, and the
         # actions of the next tick.
-        self._log: list[bytes] = [b""] * _BLOCK
-        self._logged, self._last, self._is_logging = 0, -1, False
+        self._log: list[bytes] = [b""] * _BLOCK_TICKS
+        self._num_logged, self._last_log_index, self._is_logging = 0, -1, False
         self._staged: bytes | None = None
 
     # -- requests -------------------------------------------------------------------------------------------------------
@@ -206,11 +207,11 @@ class Recorder:
                 self._staged = actions.tobytes()
                 return
             self._move_log()
-            tick = self._begin_whole()
+            tick = self._begin_step_of_all()
             where: Any = tick % self._capacity
         else:
             self._move_log()
-            tick = self._begin_some(rows)
+            tick = self._begin_step_of_some(rows)
             where = tick % self._capacity, rows
         if isinstance(actions, list):
             self._pickled[tick] = range(self._num_envs) if rows is None else list(rows), _pickle(actions)
@@ -223,63 +224,63 @@ class Recorder:
 
     def _move_log(self) -> None:
         """Move the log into the ring, so that the next steps go there directly."""
-        at, count = self._next % self._capacity * self._size, self._logged
+        at, count = self._next % self._capacity * self._size, self._num_logged
         if count:
             self._bytes[at : at + count * self._size] = b"".join(self._log[:count])
-            self._next, self._logged = self._next + count, 0
+            self._next, self._num_logged = self._next + count, 0
         self._is_logging = False
         if self._staged is not None:
             at = self._next % self._capacity * self._size
             self._bytes[at : at + self._actions_size] = self._staged
             self._open, self._staged = True, None
 
-    def _begin_whole(self) -> int:
+    def _begin_step_of_all(self) -> int:
         """Begin a step of all environments, and return its tick."""
         if self._open_is_submitted:
             self._next, self._open, self._open_is_submitted = self._next + 1, False, False
         if self._next >= self._save_at:
             self._take_snapshot()
         tick = self._next
-        if tick % _BLOCK == 0:
+        if tick % _BLOCK_TICKS == 0:
             self._drop_old(tick)
         if self._stepped is not None:
             self._stepped[tick % self._capacity] = True
         if self._pickled:
             self._pickled.pop(tick, None)
-        if self._sent:
+        if self._has_sent_steps:
             self._in_flight[:] = -1
-            self._sent = False
+            self._has_sent_steps = False
         if self._failed:
-            self._restart_in(tick, self._failed)
+            self._restart_histories(tick, self._failed)
         return tick
 
-    def _begin_some(self, rows: Sequence[int]) -> int:
+    def _begin_step_of_some(self, rows: Sequence[int]) -> int:
         """Begin a step of some environments, which are in flight from now on, and return its tick."""
         if self._open_is_submitted:
             self._next, self._open, self._open_is_submitted = self._next + 1, False, False
         tick, slot = self._next, self._next % self._capacity
-        if tick % _BLOCK == 0:
+        if tick % _BLOCK_TICKS == 0:
             self._drop_old(tick)
         if self._stepped is None:
             self._stepped = np.ones((self._capacity, self._num_envs), np.bool_)
         for row in rows:
             before = self._in_flight[row]
-            if before >= self._first and before > self._birth[row]:  # it was announced, but not submitted
+            if before >= self._first and before > self._history_start[row]:  # it was announced, but not submitted
                 self._stepped[before % self._capacity, row] = False
         self._stepped[slot] = False
         self._stepped[slot, rows] = True
         self._rewards[slot], self._terminations[slot], self._truncations[slot] = np.nan, False, False
         self._in_flight[rows] = tick
-        self._sent = True
+        self._has_sent_steps = True
         if self._failed and (failed := self._failed.intersection(rows)):
-            self._restart_in(tick, failed)
+            self._restart_histories(tick, failed)
         self._next, self._open = tick + 1, False
         return tick
 
-    def _restart_in(self, tick: int, rows: Iterable[int]) -> None:
+    def _restart_histories(self, tick: int, rows: Iterable[int]) -> None:
         """Begin a new history for rows that failed before and will be rebuilt within this tick."""
         for row in rows:
-            self._birth[row] = self._failed_in[row] = tick
+            self._history_start[row] = self._failed_in[row] = tick
 
     def _mark_submitted(self) -> None:
         """Mark the open step as submitted, even without a result."""
@@ -335,10 +336,10 @@ class Recorder:
         """Record rewards and flags. After an interruption, the same result may arrive twice."""
         staged = self._staged
         if rows is None and staged is not None and len(result) == 5:
-            data, at = b"".join((staged, *result[1:4])), self._logged
+            data, at = b"".join((staged, *result[1:4])), self._num_logged
             self._log[at] = data
-            self._logged, self._staged = at + 1, None  # a signal handler cannot run between these three stores
-            if at == self._last:
+            self._num_logged, self._staged = at + 1, None  # a signal handler cannot run between these three stores
+            if at == self._last_log_index:
                 self._is_logging = False
         elif rows is None:
             if self._open and len(result) == 5:
@@ -346,8 +347,9 @@ class Recorder:
                 at = tick % self._capacity * self._size
                 self._bytes[at + self._actions_size : at + self._size] = b"".join(result[1:4])
                 self._next, self._open, self._open_is_submitted = tick + 1, False, False
-                self._last = min(tick - tick % _BLOCK + _BLOCK, self._save_at) - tick - 2
-                self._is_logging = self._single and self._stepped is None and not self._pickled and self._last >= 0
+                self._last_log_index = min(tick - tick % _BLOCK_TICKS + _BLOCK_TICKS, self._save_at) - tick - 2
+                can_log = self._has_one_action_array and self._stepped is None and not self._pickled
+                self._is_logging = can_log and self._last_log_index >= 0
         else:
             ticks = self._in_flight[rows]
             known = np.flatnonzero(ticks >= self._first)
@@ -374,11 +376,11 @@ class Recorder:
         finally:
             if not isinstance(error, StepTimeout):  # after a timeout, the environments may continue
                 for row in rows:
-                    self._failed_in[row] = self._step_of(row)
+                    self._failed_in[row] = self._current_step(row)
                 self._begin_history(rows)
                 self._failed.update(rows)
 
-    def _step_of(self, row: int) -> int:
+    def _current_step(self, row: int) -> int:
         """Return the tick of the step that a row is in; -1: none."""
         tick = self._next if self._open else int(self._in_flight[row])
         return tick if tick != self._failed_in[row] else -1
@@ -386,8 +388,8 @@ class Recorder:
     def _begin_history(self, rows: Sequence[int]) -> None:
         """Begin a new history for some rows, without earlier records."""
         for row in rows:
-            self._birth[row] = max(self._next - (not self._open), int(self._in_flight[row]))
-            self._birth_message[row] = self._next_message
+            self._history_start[row] = max(self._next - (not self._open), int(self._in_flight[row]))
+            self._first_message[row] = self._next_message
             self._seeded[row] = -1
 
     # -- snapshots ------------------------------------------------------------------------------------------------------
@@ -397,15 +399,15 @@ class Recorder:
         began, every = time.monotonic(), self._options.snapshot_every
         assert every is not None
         self._save_at = self._next + every
-        if began < self._next_snapshot_time or self._why_not_saved or self._failed or not self._needs_snapshot():
+        if began < self._next_snapshot_time or self._no_snapshot_reason or self._failed or not self._needs_snapshot():
             return
         save = self._save()
         assert save is not None
         try:
             with deferred_signals():
-                self._saved = _Saved(self._next, self._next_message, save())
+                self._saved = _SavedSnapshots(self._next, self._next_message, save())
         except NotRestorable as error:
-            self._why_not_saved, self._save_at = str(error), 1 << 62
+            self._no_snapshot_reason, self._save_at = str(error), 1 << 62
         except VecEnvError:  # a worker has died: the step reports it
             return
         now = time.monotonic()
@@ -416,7 +418,7 @@ class Recorder:
         stats = self._stats()
         assert stats is not None
         seconds = (self._next - since) * stats()["step_time_mean"]
-        return seconds > _LONG_REPLAY or self._next - since > self._capacity // 2
+        return seconds > _LONG_REPLAY_SECONDS or self._next - since > self._capacity // 2
 
     # -- numbers of episodes and steps ----------------------------------------------------------------------------------
 
@@ -425,12 +427,12 @@ class Recorder:
         first = self._first
         if first != tick - self._capacity:
             return
-        slots = slice(first % self._capacity, first % self._capacity + _BLOCK)
+        slots = slice(first % self._capacity, first % self._capacity + _BLOCK_TICKS)
         ends = self._terminations[slots] | self._truncations[slots]
         stepped = np.ones_like(ends) if self._stepped is None else self._stepped[slots]
-        dropped = self._count(self._dropped, first, first + _BLOCK, range(self._num_envs), ends, stepped)
-        self._dropped, self._first = dropped, first + _BLOCK
-        self._messages = [one for one in self._messages if one.tick >= self._first or one.name in LASTING]
+        dropped = self._count(self._dropped, first, first + _BLOCK_TICKS, range(self._num_envs), ends, stepped)
+        self._dropped, self._first = dropped, first + _BLOCK_TICKS
+        self._messages = [message for message in self._messages if message.tick >= self._first or message.name in LASTING]
         for old in [old for old in self._pickled if old < self._first]:
             del self._pickled[old]
 
@@ -449,20 +451,20 @@ class Recorder:
         episodes, steps = before
         wanted = set(rows)
         resets = [
-            (one.tick - first, one.rows)
-            for one in self._messages
-            if one.name == "reset" and first <= one.tick < end and not wanted.isdisjoint(one.rows)
+            (message.tick - first, message.rows)
+            for message in self._messages
+            if message.name == "reset" and first <= message.tick < end and not wanted.isdisjoint(message.rows)
         ]
         at = 0
-        for until, those in [*resets, (len(ends), ())]:
+        for until, reset_rows in [*resets, (len(ends), ())]:
             number = np.arange(at, until)[:, None]
             latest = np.where(ends[at:until], number, -1).max(axis=0, initial=-1)
             after = (stepped[at:until] & (number > latest)).sum(axis=0)
             steps = after + np.where(latest >= 0, first_step, steps)
             episodes = episodes + ends[at:until].sum(axis=0)
-            mine = np.isin(rows, those)
-            episodes = episodes + (mine & ((steps > 0) | (episodes == 0)))
-            steps = np.where(mine, 0, steps)
+            was_reset = np.isin(rows, reset_rows)
+            episodes = episodes + (was_reset & ((steps > 0) | (episodes == 0)))
+            steps = np.where(was_reset, 0, steps)
             at = max(at, until)
         return np.stack([episodes, steps])
 
@@ -476,7 +478,7 @@ class Recorder:
             path: Path of the file; ``None``: a new name in the folder.
         """
         self._move_log()
-        return self._write(self._read([row]), row, path, None)
+        return self._write(self._copy_rows([row]), row, path, None)
 
     def _write_files(self, rows: Sequence[int], failed: Failed, message: str) -> str:
         """Write the files about rows that failed together, and return a note that names them.
@@ -484,14 +486,14 @@ class Recorder:
         ``message`` is the text of a hang, which names the running environments; or empty.
         """
         written, problems = [], []
-        kept = self._read(rows)
+        copied = self._copy_rows(rows)
         for row in rows:
             try:
                 text = failed.text
                 if failed.how == "hung" and (found := running_env(message, row)) is not None and found[0] != row:
                     text += f" in env {found[0]}, of envs {span_text(found[1])}"
-                its = replace(failed, text=text, in_step=self._step_of(row) >= 0)
-                written.append(self._write(kept, row, None, its))
+                row_failure = replace(failed, text=text, in_step=self._current_step(row) >= 0)
+                written.append(self._write(copied, row, None, row_failure))
             except Exception as error:
                 problems.append(f"not recorded: {original_summary(error)}")
         tick, latest = self._latest_files
@@ -502,55 +504,55 @@ class Recorder:
             lines.append(f"and {len(written) - 1} more in {self._folder}")
         return "\n".join(lines + problems[:1])
 
-    def _read(self, rows: Sequence[int]) -> _CopiedRows:
+    def _copy_rows(self, rows: Sequence[int]) -> _CopiedRows:
         """Copy the records of some rows."""
-        first, last, chosen = self._first, self._position, list(rows)
+        first, last, wanted_rows = self._first, self._position, list(rows)
 
         def column(values: Array) -> Array:
-            copied = np.empty((len(chosen), last - first, *values.shape[2:]), values.dtype)
-            for at in range(first, last, _BLOCK):  # in pieces that fit into a processor cache
-                slot, count = at % self._capacity, min(_BLOCK, last - at)
-                copied[:, at - first : at - first + count] = np.moveaxis(values[slot : slot + count][:, chosen], 0, 1)
+            copied = np.empty((len(wanted_rows), last - first, *values.shape[2:]), values.dtype)
+            for at in range(first, last, _BLOCK_TICKS):  # in pieces that fit into a processor cache
+                slot, count = at % self._capacity, min(_BLOCK_TICKS, last - at)
+                copied[:, at - first : at - first + count] = np.moveaxis(values[slot : slot + count][:, wanted_rows], 0, 1)
             return copied
 
         fields = dict(zip(_NUMBERS, (self._rewards, self._terminations, self._truncations), strict=True))
         fields |= {f"actions/{index}": leaf for index, leaf in enumerate(self._actions)}
         columns = {name: column(values) for name, values in fields.items()}
         stepped = np.ones_like(columns["terminations"]) if self._stepped is None else column(self._stepped)
-        oldest, wanted = int(self._birth_message[chosen].min()), set(chosen)
+        oldest, wanted = int(self._first_message[wanted_rows].min()), set(wanted_rows)
         messages = [
-            (one, _unpickle(one.arguments))
-            for one in self._messages
-            if one.number >= oldest and not wanted.isdisjoint(one.rows)
+            (message, _unpickle(message.arguments))
+            for message in self._messages
+            if message.number >= oldest and not wanted.isdisjoint(message.rows)
         ]
-        return _CopiedRows(chosen, np.arange(first, last), columns, stepped, messages)
+        return _CopiedRows(wanted_rows, np.arange(first, last), columns, stepped, messages)
 
-    def _write(self, kept: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None) -> Path:
-        at, first = kept.rows.index(row), self._first
-        ends = kept.columns["terminations"][at] | kept.columns["truncations"][at]
+    def _write(self, copied: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None) -> Path:
+        at, first = copied.rows.index(row), self._first
+        ends = copied.columns["terminations"][at] | copied.columns["truncations"][at]
         counted = self._count(
-            self._dropped[:, row : row + 1], first, first + len(ends) + 1, [row], ends[:, None], kept.stepped[at][:, None]
+            self._dropped[:, row : row + 1], first, first + len(ends) + 1, [row], ends[:, None], copied.stepped[at][:, None]
         )
         episode, step = (max(int(number[0]), 0) for number in counted)
-        record = self._record(kept, row, failed, step)
+        record = self._build_record(copied, row, failed, step)
         if path is None:
             env_id = re.sub(r"[^\w.-]+", "_", self._env_id).strip("_")
             path = unused_path(self._folder / f"{env_id}-env{row}-episode{episode}-step{step}{SUFFIX}")
         write(Path(path), pack(record, self._env_id, episode, step))
         return Path(path)
 
-    def _record(self, kept: _CopiedRows, row: int, failed: Failed | None, step: int) -> Record:
+    def _build_record(self, copied: _CopiedRows, row: int, failed: Failed | None, step: int) -> Record:
         """Return the record of a row. ``step`` is the number of the latest step in its episode."""
-        at, failed_in = kept.rows.index(row), int(self._failed_in[row])
-        history = kept.stepped[at] & (kept.ticks > self._birth[row])
+        at, failed_in = copied.rows.index(row), int(self._failed_in[row])
+        history = copied.stepped[at] & (copied.ticks > self._history_start[row])
         if failed is None and (in_flight := self._in_flight[row]) >= 0:
-            history &= kept.ticks != in_flight
-        ticks = kept.ticks[history]
-        columns = {name: _compact(values[at][history]) for name, values in kept.columns.items()}
-        mine = [
-            (one.number, Message(int(np.searchsorted(ticks, one.tick)), one.name, _own_part(one, arguments, row)))
-            for one, arguments in kept.messages
-            if one.number >= self._birth_message[row] and row in one.rows
+            history &= copied.ticks != in_flight
+        ticks = copied.ticks[history]
+        columns = {name: _compact(values[at][history]) for name, values in copied.columns.items()}
+        own_messages = [
+            (each.number, Message(int(np.searchsorted(ticks, each.tick)), each.name, _row_arguments(each, arguments, row)))
+            for each, arguments in copied.messages
+            if each.number >= self._first_message[row] and row in each.rows
         ]
         actions: dict[int, Any] = {}
         for tick, (rows, blob) in self._pickled.items():
@@ -558,13 +560,13 @@ class Recorder:
             if place < len(ticks) and ticks[place] == tick:
                 actions[place] = None if (listed := _unpickle(blob)) is None else listed[rows.index(row)]
         saved, snapshot = self._saved, None
-        if saved is not None and saved.message >= self._birth_message[row] and saved.tick > self._birth[row]:
+        if saved is not None and saved.message >= self._first_message[row] and saved.tick > self._history_start[row]:
             place = int(np.searchsorted(ticks, saved.tick))
-            snapshot = place, sum(number < saved.message for number, _ in mine), saved.snapshots[row]
+            snapshot = place, sum(number < saved.message for number, _ in own_messages), saved.snapshots[row]
         return Record(
             row=row, plan=self._plan, env_fn=_dump_env_fn(self._env_fns[row]),
-            requests=cloudpickle.dumps(([message for _, message in mine], actions)), columns=columns, failed=failed,
-            steps_before=step - len(ticks), snapshot=snapshot, why_no_snapshot=self._why_not_saved,
+            requests=cloudpickle.dumps(([message for _, message in own_messages], actions)), columns=columns, failed=failed,
+            steps_before=step - len(ticks), snapshot=snapshot, why_no_snapshot=self._no_snapshot_reason,
             restarted=self._plan.autoreset_mode is AutoresetMode.NEXT_STEP and failed_in >= self._first
             and bool(self._truncations[failed_in % self._capacity, row]),
         )  # fmt: skip
@@ -594,7 +596,7 @@ def _compact(values: Array) -> Array:
     return values
 
 
-def _own_part(message: _RecordedMessage, arguments: Any, row: int) -> tuple[Any, ...] | None:
+def _row_arguments(message: _RecordedMessage, arguments: Any, row: int) -> tuple[Any, ...] | None:
     """Return the arguments of a message for one row, or ``None`` if they cannot be pickled."""
     if arguments is None:
         return None

@@ -45,8 +45,8 @@ class ReplayResult(NamedTuple):
         """Return the result of a replay that ended in a failure. ``same``: the failure is the recorded one."""
         if same:
             return cls(AGAIN, f"happened again {where}: {what}{more}", **found)
-        was = "nothing had failed" if recorded is None else f"the record has: {recorded.text}"
-        return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({was}){more}", **found)
+        recorded_text = "nothing had failed" if recorded is None else f"the record has: {recorded.text}"
+        return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({recorded_text}){more}", **found)
 
 
 class Replay:
@@ -79,8 +79,8 @@ class Replay:
         record.columns["rewards"] = record.columns["rewards"].astype(np.float64)
         self._restart = messages[0] if messages and record.restarted else None
         self._snapshot: Snapshot | None = None
-        self._before, self._messages, self.place = self._find_start(messages, begin)
-        self._different = ""
+        self._setup_messages, self._messages, self.place = self._find_start(messages, begin)
+        self._first_difference = ""
         self._build(env_fn if change is None else lambda: change(env_fn()))
 
     def _load_env_fn(self) -> Callable[[], Any]:
@@ -128,34 +128,39 @@ class Replay:
             return None
         begin, follows, first = messages[number], messages[number + 1 :], place
         if name == "set_next_options":
-            if not self._resets_itself(messages, place):
+            if not self._is_autoreset(messages, place):
                 return None
             begin, first = Message(place, "reset", arguments), place + 1  # step `place` is the automatic reset
-        before = [one for one in messages[:number] if one.name in LASTING or self._applies_at(messages, one, place)]
+        before = [
+            message
+            for message in messages[:number]
+            if message.name in LASTING or self._applies_to_pending_reset(messages, message, place)
+        ]
         return before, [begin, *follows], first
 
-    def _resets_itself(self, messages: list[Message], place: int) -> bool:
+    def _is_autoreset(self, messages: list[Message], place: int) -> bool:
         """True if the step at ``place`` is an automatic reset."""
-        if any(one.place == place and one.name in ("reset", "load") for one in messages):
+        if any(message.place == place and message.name in ("reset", "load") for message in messages):
             return False
         ends = self.record.columns["terminations"] | self.record.columns["truncations"]
         return self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP and 0 < place < len(ends) and bool(ends[place - 1])
 
-    def _applies_at(self, messages: list[Message], message: Message, until: int) -> bool:
+    def _applies_to_pending_reset(self, messages: list[Message], message: Message, until: int) -> bool:
         """True if a message applies to an automatic reset that has not happened before step ``until``."""
         if message.name != "set_next_options":
             return False
-        late = int(self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP)
+        delay = int(self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP)
         ends = self.record.columns["terminations"] | self.record.columns["truncations"]
-        by_caller = {one.place for one in messages if one.name == "reset"}
-        return not any(ends[at] and at + late not in by_caller for at in range(max(message.place - late, 0), until - late))
+        by_caller = {other.place for other in messages if other.name == "reset"}
+        steps = range(max(message.place - delay, 0), until - delay)
+        return not any(ends[step] and step + delay not in by_caller for step in steps)
 
     # -- the environment ----------------------------------------------------------------------------------------------
 
     def _build(self, env_fn: Callable[[], Any]) -> None:
         plan, row = self.record.plan, self.record.row
-        known = plan.layout
-        layout = Layout.for_spaces(known.observations, known.actions, row + 1, 1, final=known.final)
+        recorded = plan.layout
+        layout = Layout.for_spaces(recorded.observations, recorded.actions, row + 1, 1, final=recorded.final)
         self._plan = replace(plan, layout=layout, env_threads=1)
         self._batch = layout.view(bytearray(layout.size))
         self._rows = make_rows([env_fn], row, 0, self._plan, self._batch)
@@ -198,7 +203,7 @@ class Replay:
             if failures := self._load(self._snapshot):
                 text = failures[0].text
                 raise UnreadableRecord(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
-        for message in self._before:
+        for message in self._setup_messages:
             yield 0
             self._repeat(message)
         messages = list(self._messages)
@@ -225,18 +230,18 @@ class Replay:
         return rows.check([(0, snapshot)]).failures or rows.load([0]).failures
 
     def _repeat(self, message: Message) -> list[Failure]:
-        rows, name, given = self._rows, message.name, message.arguments
-        if given is None:
+        rows, name, arguments = self._rows, message.name, message.arguments
+        if arguments is None:
             raise UnreadableRecord(f"cannot be replayed, because the arguments of {name} could not be pickled")
         if name == "load":
-            return self._load(given[0])
+            return self._load(arguments[0])
         if name == "reset":
-            return rows.reset(None, [given[0]], given[1], pending=message is self._restart).failures
+            return rows.reset(None, [arguments[0]], arguments[1], pending=message is self._restart).failures
         if name == "set_attr":
-            return rows.set_attr(given[0], [given[1]]).failures
+            return rows.set_attr(arguments[0], [arguments[1]]).failures
         if name == "set_next_options":
-            return rows.set_next([(given[0], given[1])]).failures
-        return (rows.exec([0], *given) if name == "exec_func" else rows.call(*given)).failures
+            return rows.set_next([(arguments[0], arguments[1])]).failures
+        return (rows.exec([0], *arguments) if name == "exec_func" else rows.call(*arguments)).failures
 
     def _step(self) -> list[Failure]:
         record, row, place = self.record, self.record.row, self.place
@@ -245,9 +250,10 @@ class Replay:
         if out.failures or fails_here or np.isnan(record.columns["rewards"][place]):
             return out.failures
         for name in _NUMBERS:
-            came, wanted = getattr(self._batch, name), record.columns[name][place]
-            if came[row].tobytes() != wanted.tobytes() and not self._different:
-                self._different = f"step {self.step_number}: {name[:-1]} {came[row]!s}, but the record has {wanted!s}"
+            actual, expected = getattr(self._batch, name), record.columns[name][place]
+            if actual[row].tobytes() != expected.tobytes() and not self._first_difference:
+                text = f"{name[:-1]} {actual[row]!s}, but the record has {expected!s}"
+                self._first_difference = f"step {self.step_number}: {text}"
         return []
 
     # -- the result ---------------------------------------------------------------------------------------------------
@@ -255,7 +261,7 @@ class Replay:
     def _end_with_failure(self, failures: list[Failure], where: str, step: int | None = None) -> None:
         failed, text, error = self.record.failed, failures[0].text, failures[0].error
         self.failure = error if isinstance(error, BaseException) else None
-        first = f"; first difference from the record at {self._different}" if self._different else ""
+        first = f"; first difference from the record at {self._first_difference}" if self._first_difference else ""
         packed = error if isinstance(error, PackedError) else pack_error(error)
         texts = text, original_summary(unpack_error(packed, ""))
         same = failed is not None and failed.how == "raised" and failed.text in texts
@@ -265,13 +271,13 @@ class Replay:
         )  # fmt: skip
 
     def _end_without_failure(self, until: int | None) -> None:
-        record, different = self.record, f"first difference from the record at {self._different}"
-        status = DIFFERENT if self._different or record.failed is not None else AGAIN
+        record, different = self.record, f"first difference from the record at {self._first_difference}"
+        status = DIFFERENT if self._first_difference or record.failed is not None else AGAIN
         steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
         if until is not None and self.place < record.steps:
-            status = DIFFERENT if self._different else AGAIN
-            text = f"stopped before step {self.step_number}: {different if self._different else 'all as recorded'}"
-        elif self._different:
+            status = DIFFERENT if self._first_difference else AGAIN
+            text = f"stopped before step {self.step_number}: {different if self._first_difference else 'all as recorded'}"
+        elif self._first_difference:
             text = f"did not happen again; {different}"
         elif record.failed is None:
             text = f"nothing had failed, and {steps} matched the record"

@@ -158,8 +158,8 @@ def test_wrong_arguments_are_named_before_anything_runs(options: dict[str, Any],
     [
         (lambda count: np.zeros(count + 1, int), ValueError, "received 3 observations and returned 4 actions"),
         (lambda count: np.zeros(count - 1, int), ValueError, "received 3 observations and returned 2 actions"),
-        (lambda count: 1, TypeError, "returned no batch of 3 actions of Discrete"),
-        (lambda count: None, TypeError, "returned no batch of 3 actions of Discrete"),
+        (lambda count: 1, TypeError, "did not return a batch of 3 actions of Discrete"),
+        (lambda count: None, TypeError, "did not return a batch of 3 actions of Discrete"),
     ],
 )
 def test_a_wrong_number_of_actions_is_named_before_a_step(actions: Any, error: type[Exception], text: str) -> None:

@@ -32,7 +32,7 @@ from vecenv.front.driver import NO_CALL, Call, LockstepDriver, Phase, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
-from vecenv.jax.functional import GONE, FunctionalVectorEnv
+from vecenv.jax.functional import DONATED_MESSAGE, FunctionalVectorEnv
 from vecenv.jax.interop import entropy_seeds, from_torch, masked_infos, seed_keys, to_numpy, to_torch
 from vecenv.jax.libraries import adapt, make_env
 from vecenv.state.describe import describe
@@ -359,7 +359,7 @@ class JaxDriver(LockstepDriver):
         """
         self.functional.check_state(state)
         if _is_gone(state):
-            raise StaleStateError(GONE)
+            raise StaleStateError(DONATED_MESSAGE)
         copied = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
         self.latest = self.latest._replace(state=copied, seeds=[None] * self.functional.num_envs)
 

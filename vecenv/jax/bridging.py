@@ -49,7 +49,7 @@ from vecenv.link.observations import flatten
 __all__ = ["Bridge", "HostCallFailed", "bridge", "host_call", "run"]
 
 _FLOAT64 = ("cast", "keep")
-_PIECE = 1 << 15  # bytes; JAX copies arguments immediately up to about 100 kB
+_PIECE_BYTES = 1 << 15  # bytes; JAX copies arguments immediately up to about 100 kB
 
 struct: Any = jax.ShapeDtypeStruct  # annotated as Any because it has no type hints
 
@@ -83,7 +83,7 @@ def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], ar
 def _cut(arg: Any) -> list[Any]:
     """Split an argument into pieces that are small enough for JAX to copy immediately."""
     flat = jnp.reshape(arg, -1)
-    count = max(1, _PIECE // flat.dtype.itemsize)
+    count = max(1, _PIECE_BYTES // flat.dtype.itemsize)
     return [arg] if flat.size <= count else [flat[start : start + count] for start in range(0, flat.size, count)]
 
 
@@ -108,11 +108,11 @@ def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[...,
     def call(*arrays: Any) -> Sequence[Any]:
         bound = method()
         if bound is None:
-            raise HostCallFailed("the environments of this program are gone: keep a reference to the bridge")
+            raise HostCallFailed("the environments of this program were garbage-collected: keep a reference to the bridge")
         try:
             return bound(*args, *arrays)  # type: ignore[no-any-return]
         except BaseException as error:  # includes Ctrl-C: XLA would reduce it to its text
-            failed = _stand_in(bound.__self__, error)
+            failed = _substitute_error(bound.__self__, error)
         # Raised after the handler and without references to the environments: JAX logs the exception, and logs are kept.
         del bound, arrays
         raise failed
@@ -120,19 +120,19 @@ def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[...,
     return call
 
 
-def _stand_in(owner: Any, error: BaseException) -> HostCallFailed:
+def _substitute_error(owner: Any, error: BaseException) -> HostCallFailed:
     number = next(_numbers)
     with _lock:
         owner.failure = (number, error)
-        _failed[number] = owner
+        _owners[number] = owner
     text = "".join(traceback.format_exception(error))
     return HostCallFailed(f"[vecenv host call {number}] {type(error).__name__}: {error}\n\n{text}")
 
 
 _numbers = itertools.count(1)
 _lock = threading.Lock()
-_failed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_MARK = re.compile(r"\[vecenv host call (\d+)\]")
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_CALL_NUMBER = re.compile(r"\[vecenv host call (\d+)\]")
 
 
 @contextlib.contextmanager
@@ -141,7 +141,7 @@ def _original_errors() -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        original = _original(error)
+        original = _take_original_error(error)
         if original is None:
             raise
     else:
@@ -149,10 +149,10 @@ def _original_errors() -> Iterator[None]:
     raise original
 
 
-def _original(error: BaseException) -> BaseException | None:
-    mark = _MARK.search(str(error))
+def _take_original_error(error: BaseException) -> BaseException | None:
+    mark = _CALL_NUMBER.search(str(error))
     number = int(mark[1]) if mark else 0
-    owner: Any = _failed.pop(number, None)
+    owner: Any = _owners.pop(number, None)
     if owner is None or owner.failure is None or owner.failure[0] != number:
         return None
     (_, original), owner.failure = owner.failure, None
@@ -189,19 +189,19 @@ def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int 
             is not mapped, or over too few lanes, raises when the program is compiled.
     """
 
-    def under(sizes: tuple[int, ...]) -> Any:
+    def build_call(sizes: tuple[int, ...]) -> Any:
         """Return the call under maps over ``sizes``, the outermost first."""
         left = (lanes or 1) // math.prod(sizes)
-        wide = [struct((*sizes, *result.shape), result.dtype) for result in results]
+        batched_results = [struct((*sizes, *result.shape), result.dtype) for result in results]
 
-        def alone(*args: Array) -> Any:
+        def call_unmapped(*args: Array) -> Any:
             if lanes is None or (sizes and left == 1):
-                return call(wide, args)
-            short = f"; {_called_under(sizes, num_envs)}" if sizes else "."
-            problem = f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{short}"
-            return _unmapped().bind(*args, results=tuple(wide), problem=problem)
+                return call(batched_results, args)
+            reason = f"; {_describe_mapping(sizes, num_envs)}" if sizes else "."
+            problem = f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{reason}"
+            return _unmapped_call_primitive().bind(*args, results=tuple(batched_results), problem=problem)
 
-        def mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
+        def call_mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
             if lanes is None:
                 raise ValueError(
                     f"A bridge cannot be called under jax.vmap: there is one of each of its {num_envs} environments. Build "
@@ -209,29 +209,29 @@ def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int 
                     "the policy."
                 )
             if left % size:
-                raise ValueError(f"This bridge has lanes={lanes}; {_called_under((size, *sizes), num_envs)}")
-            every = [
+                raise ValueError(f"This bridge has lanes={lanes}; {_describe_mapping((size, *sizes), num_envs)}")
+            batched_args = [
                 arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
                 for arg, is_batched in zip(args, batched, strict=True)
             ]
-            return under((size, *sizes))(*every), [True] * len(results)
+            return build_call((size, *sizes))(*batched_args), [True] * len(results)
 
-        call_or_map: Any = custom_vmap(alone)
-        call_or_map.def_vmap(mapped)
+        call_or_map: Any = custom_vmap(call_unmapped)
+        call_or_map.def_vmap(call_mapped)
         return call_or_map
 
-    return under(())(*args)  # type: ignore[no-any-return]
+    return build_call(())(*args)  # type: ignore[no-any-return]
 
 
-def _called_under(sizes: tuple[int, ...], num_envs: int) -> str:
+def _describe_mapping(sizes: tuple[int, ...], num_envs: int) -> str:
     """Describe the axes that a bridge is mapped over, and the way to get that many lanes."""
-    wanted, over = math.prod(sizes), " times ".join(map(str, sizes))
-    advice = f"make {wanted * num_envs} environments and bridge(..., lanes={wanted}) them."
-    return f"it is called under jax.vmap over {over}. For {wanted} lanes of {num_envs}, {advice}"
+    lanes, axes = math.prod(sizes), " times ".join(map(str, sizes))
+    advice = f"make {lanes * num_envs} environments and bridge(..., lanes={lanes}) them."
+    return f"it is called under jax.vmap over {axes}. For {lanes} lanes of {num_envs}, {advice}"
 
 
 @functools.cache
-def _unmapped() -> Any:
+def _unmapped_call_primitive() -> Any:
     """Return a primitive for a call in one lane. It has shapes, but cannot run without the other lanes' environments."""
     from jax.interpreters import mlir
 
@@ -338,7 +338,7 @@ class Bridge:
             StaleStateError: ``state`` is not the newest one, or belongs to another bridge.
             Exception: An environment's own exception; ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``.
         """
-        return self._run(self._step, self._checked(state), self._action(action))
+        return self._run(self._step, self._check_state(state), self._check_action(action))
 
     def send(self, state: EnvState, action: PyTree) -> EnvState:
         """Begin a step without waiting for it: ``recv(send(state, action))`` equals ``step(state, action)``.
@@ -346,11 +346,11 @@ class Bridge:
         The returned state is pending: its fields are those of ``state``, and only :meth:`recv` accepts it. The program can
         compute while the environments step.
         """
-        return self._run(self._send, self._checked(state), self._action(action))
+        return self._run(self._send, self._check_state(state), self._check_action(action))
 
     def recv(self, state: EnvState) -> EnvState:
         """Wait at most ``timeout`` seconds for the step that :meth:`send` began."""
-        return self._run(self._recv, self._checked(state))
+        return self._run(self._recv, self._check_state(state))
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
         """Begin another episode in some environments and leave the others unchanged. For ``AutoresetMode.DISABLED``.
@@ -369,7 +369,7 @@ class Bridge:
                 f"reset_mask is for environments that do not reset themselves (AutoresetMode.DISABLED); these are in "
                 f"{self.autoreset_mode}."
             )
-        state = self._checked(state)
+        state = self._check_state(state)
         if jnp.shape(mask) != (self.num_envs,) or jnp.result_type(mask) != jnp.bool_:
             raise ValueError(f"mask must be bool[{self.num_envs}], got {jnp.result_type(mask)}{list(jnp.shape(mask))}.")
         return self._run(self._reset_mask, state, jnp.asarray(mask), key)
@@ -407,10 +407,10 @@ class Bridge:
                 state.token.block_until_ready()
         return state
 
-    def _checked(self, state: EnvState) -> EnvState:
+    def _check_state(self, state: EnvState) -> EnvState:
         if not isinstance(state, EnvState) or state.token is None:
             kind = "a state of an environment on the device" if isinstance(state, EnvState) else type(state).__name__
-            raise TypeError(f"A bridge takes the EnvState that its reset returned, not {kind}.")
+            raise TypeError(f"A bridge needs the EnvState that its reset returned, got {kind}.")
         if jnp.shape(state.token) != (2,) or jnp.shape(state.reward) != (self.num_envs,):
             advice = f" With lanes={self.lanes}, call it under jax.vmap over the lanes." if self.lanes else ""
             raise ValueError(
@@ -418,33 +418,33 @@ class Bridge:
             )
         return state
 
-    def _action(self, action: PyTree) -> PyTree:
+    def _check_action(self, action: PyTree) -> PyTree:
         return check_action(action, self._action_spec, (self.num_envs,), self.single_action_space)
 
     # -- the functions -----------------------------------------------------------------------------------------------
 
     def _reset(self, key: Array) -> EnvState:
-        token, arrays = self._call("reset", self._seeds(key))
+        token, arrays = self._call("reset", self._draw_seeds(key))
         obs = self._host.observation_tree.build(arrays)
         return EnvState.at_start(obs, (self.num_envs,), self._infos.build(list(arrays)), token=token)
 
     def _step(self, state: EnvState, action: PyTree) -> EnvState:
-        return self._after(state, *self._call("step", state.token, *self._action_leaves(action)))
+        return self._state_after(state, *self._call("step", state.token, *self._action_leaves(action)))
 
     def _send(self, state: EnvState, action: PyTree) -> EnvState:
         token, _ = self._call("send", state.token, *self._action_leaves(action))
         return state.replace(token=token)
 
     def _recv(self, state: EnvState) -> EnvState:
-        return self._after(state, *self._call("recv", state.token))
+        return self._state_after(state, *self._call("recv", state.token))
 
     def _reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
-        token, arrays = self._call("reset_mask", state.token, mask, self._seeds(key))
+        token, arrays = self._call("reset_mask", state.token, mask, self._draw_seeds(key))
         obs = self._host.observation_tree.build(arrays)
         state = state.replace(token=None).restarted(mask, obs, info=self._infos.build(list(arrays)))
         return state.replace(token=token)
 
-    def _after(self, state: EnvState, token: Array, arrays: Iterator[Any]) -> EnvState:
+    def _state_after(self, state: EnvState, token: Array, arrays: Iterator[Any]) -> EnvState:
         """Return the state after a step of ``state`` with these results."""
         build = self._host.observation_tree.build
         obs = build(arrays)
@@ -474,11 +474,11 @@ class Bridge:
         results = [struct((2,), jnp.int32)]
         if command != "send":
             results += self._results(stepped=command in ("step", "recv"))
-        fixed = [jax.lax.stop_gradient(arg) for arg in args]
-        token, *arrays = _call_in_lanes(call, results, fixed, self.lanes, self.num_envs)
+        constants = [jax.lax.stop_gradient(arg) for arg in args]
+        token, *arrays = _call_in_lanes(call, results, constants, self.lanes, self.num_envs)
         return token, iter(arrays)
 
-    def _seeds(self, key: Array) -> Array:
+    def _draw_seeds(self, key: Array) -> Array:
         return (jax.random.bits(key, (self.num_envs,), jnp.uint32) >> 1).astype(jnp.int32)
 
     def _action_leaves(self, action: PyTree) -> list[Array]:
@@ -486,14 +486,14 @@ class Bridge:
 
     def _results(self, stepped: bool) -> list[Any]:
         """Return the shapes and dtypes in JAX of the arrays of a step or a reset."""
-        seen: Any = jax.dtypes.canonicalize_dtype
-        every: list[Any] = [*self._host.observation_tree.leaves(), *self._infos.columns]
-        wide = any(each.dtype == np.float64 for each in every)
-        if wide and self._float64 == "keep" and seen(np.float64) != np.float64:
+        to_jax_dtype: Any = jax.dtypes.canonicalize_dtype
+        columns: list[Any] = [*self._host.observation_tree.leaves(), *self._infos.columns]
+        has_float64 = any(each.dtype == np.float64 for each in columns)
+        if has_float64 and self._float64 == "keep" and to_jax_dtype(np.float64) != np.float64:
             raise ValueError(
                 "float64='keep' needs JAX's 64-bit mode (jax.config.update('jax_enable_x64', True)); 'cast' gives float32."
             )
-        return [struct((self.num_envs, *shape), seen(dtype)) for shape, dtype in self._host.specs(stepped)]
+        return [struct((self.num_envs, *shape), to_jax_dtype(dtype)) for shape, dtype in self._host.specs(stepped)]
 
 
 bridge = Bridge
@@ -502,7 +502,7 @@ bridge = Bridge
 
 def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: int | None) -> None:
     if not isinstance(envs, VectorEnv):
-        raise TypeError(f"bridge takes a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
+        raise TypeError(f"bridge needs a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
     if getattr(envs.unwrapped, "closed", False):
         raise ClosedEnvironmentError("bridge was given a vector env that is closed.")
     if float64 not in _FLOAT64:
@@ -522,19 +522,19 @@ def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
         ValueError: ``envs`` runs JAX, or holds an environment that does.
     """
     base = envs.unwrapped
-    able = capabilities_of(base)
+    capabilities = capabilities_of(base)
     own = base.envs if isinstance(base, GymnasiumSync) else getattr(base, "local_envs", ())
     for layer in [base, *(layer for env in own for layer in _layers(env))]:
-        if not _uses_jax(layer) and not (layer is base and able is not None and able.runs_jax):
+        if not _uses_jax(layer) and not (layer is base and capabilities is not None and capabilities.runs_jax):
             continue
-        cure = "Its environments need no bridge: use vecenv.jax.FunctionalVectorEnv."
+        advice = "Its environments need no bridge: use vecenv.jax.FunctionalVectorEnv."
         if layer is not base:
-            cure = (
+            advice = (
                 "Run it in worker processes (vecenv.AsyncVectorEnv with context='forkserver' or 'spawn'), or without a "
                 "bridge: vecenv.jax.FunctionalVectorEnv."
             )
         name = type(layer).__name__
-        raise ValueError(f"{name} runs JAX in this process, and would wait for the program that waits for it. {cure}")
+        raise ValueError(f"{name} runs JAX in this process, and would wait for the program that waits for it. {advice}")
 
 
 def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
@@ -559,8 +559,8 @@ def _layers(env: Any) -> Iterator[Any]:
 
 def _uses_jax(env: Any) -> bool:
     """True if an object holds JAX arrays or compiled functions, or the code of its class names a module of JAX."""
-    held = [type(value).__module__ for value in getattr(env, "__dict__", {}).values()]
-    if any(module.partition(".")[0] in ("jaxlib", "jax") for module in held):
+    modules = [type(value).__module__ for value in getattr(env, "__dict__", {}).values()]
+    if any(module.partition(".")[0] in ("jaxlib", "jax") for module in modules):
         return True
     functions = [
         function
@@ -569,11 +569,11 @@ def _uses_jax(env: Any) -> bool:
         for function in vars(cls).values()
         if isinstance(function, types.FunctionType)
     ]
-    return any(_names_jax(function.__code__, function.__globals__) for function in functions)
+    return any(_refers_to_jax(function.__code__, function.__globals__) for function in functions)
 
 
-def _names_jax(code: types.CodeType, names: dict[str, Any]) -> bool:
+def _refers_to_jax(code: types.CodeType, names: dict[str, Any]) -> bool:
     modules = [found for name in code.co_names if isinstance(found := names.get(name), types.ModuleType)]
     return any(module.__name__.partition(".")[0] == "jax" for module in modules) or any(
-        _names_jax(part, names) for part in code.co_consts if isinstance(part, types.CodeType)
+        _refers_to_jax(part, names) for part in code.co_consts if isinstance(part, types.CodeType)
     )

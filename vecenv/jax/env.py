@@ -259,7 +259,7 @@ class Adapter(JaxEnv):
         return f"{type(self).__name__}({self.name})"
 
 
-def fixed(x: Any) -> Array:
+def strongly_typed(x: Any) -> Array:
     """Return ``x`` as an array of a definite dtype (not weakly typed), because loops require one."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return x
@@ -292,14 +292,14 @@ def probe(env: JaxEnv) -> str:
     def total(action: PyTree, state: PyTree) -> jax.Array:
         return sum((jnp.sum(leaf) for leaf in outcome(action, state)), jnp.zeros(()))
 
-    def tangents(push: PyTree, action: PyTree, state: PyTree) -> list[jax.Array]:
-        return jax.jvp(lambda a: outcome(a, state), (action,), (push,))[1]  # type: ignore[no-any-return]
+    def tangents(tangent: PyTree, action: PyTree, state: PyTree) -> list[jax.Array]:
+        return jax.jvp(lambda a: outcome(a, state), (action,), (tangent,))[1]  # type: ignore[no-any-return]
 
     try:
         traced = jax.make_jaxpr(tangents)(action, action, state)
     except (NotImplementedError, TypeError, ValueError):
         return "none"
-    if not _reaches(traced.jaxpr, len(jax.tree.leaves(action))):
+    if not _depends_on_inputs(traced.jaxpr, len(jax.tree.leaves(action))):
         return "zero"
     try:
         jax.eval_shape(jax.grad(total), action, state)
@@ -308,7 +308,7 @@ def probe(env: JaxEnv) -> str:
     return "reverse"
 
 
-def _reaches(jaxpr: Any, inputs: int) -> bool:
+def _depends_on_inputs(jaxpr: Any, inputs: int) -> bool:
     """True if a result may depend on the first ``inputs`` arguments. Examines only the outermost equations."""
     live = set(jaxpr.invars[:inputs])
     for equation in jaxpr.eqns:
@@ -414,19 +414,19 @@ class Fixed(Wrapped):
         self._spec: Any = jax.eval_shape(env.init, default_key(0))
 
     def init(self, key: Array) -> Start:
-        return self._like(self.env.init(key), "init")  # type: ignore[no-any-return]
+        return self._convert_to_spec(self.env.init(key), "init")  # type: ignore[no-any-return]
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         state, obs, reward, terminated, truncated, info = self.env.step(state, action, key)
-        state, obs = self._like((state, obs), "step")
+        state, obs = self._convert_to_spec((state, obs), "step")
         reward = jnp.asarray(reward, jnp.result_type(float))
         flags = [jnp.asarray(flag, bool) for flag in (terminated, truncated)]
         for what, value in (("reward", reward), ("terminated", flags[0]), ("truncated", flags[1])):
             if value.shape != ():
                 raise ValueError(f"{self.name} returned a {what} of shape {value.shape}; expected a scalar.")
-        return state, obs, reward, flags[0], flags[1], jax.tree.map(fixed, info)
+        return state, obs, reward, flags[0], flags[1], jax.tree.map(strongly_typed, info)
 
-    def _like(self, value: Any, where: str) -> Any:
+    def _convert_to_spec(self, value: Any, where: str) -> Any:
         want: Any = jax.tree.structure(self._spec)
         got: Any = jax.tree.structure(value)
         if want != got:
@@ -436,7 +436,7 @@ class Fixed(Wrapped):
             )
 
         def cast(path: Any, spec: Any, leaf: Any) -> Any:
-            leaf = fixed(leaf)
+            leaf = strongly_typed(leaf)
             if leaf.shape != spec.shape:
                 what = jax.tree_util.keystr(path)
                 raise ValueError(f"{self.name}: {where} returned {what} of shape {leaf.shape}, init of shape {spec.shape}.")

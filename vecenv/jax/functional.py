@@ -33,9 +33,9 @@ from vecenv.jax.env import Array, EnvState, Fixed, FrameSkip, JaxEnv, NativeStat
 from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
 
-__all__ = ["GONE", "FunctionalEpisodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
+__all__ = ["DONATED_MESSAGE", "FunctionalEpisodes", "FunctionalVectorEnv", "Randomize", "action_spec", "check_action"]
 
-GONE = (
+DONATED_MESSAGE = (
     "The arrays of this state were deleted: it was donated to another computation (jit with donate_argnums). A state can be "
     "kept across such a call only as a copy: jax.tree.map(jnp.copy, state), or envs.state of a JaxVectorEnv."
 )
@@ -97,7 +97,7 @@ class FunctionalVectorEnv:
         self.reset_source = reset
         adapted: JaxEnv = adapt(env) if frame_skip == 1 else FrameSkip(adapt(env), frame_skip)
         self.single_env = adapted
-        self.max_episode_steps = _limit(adapted.max_episode_steps if max_episode_steps is None else max_episode_steps)
+        self.max_episode_steps = _parse_limit(adapted.max_episode_steps if max_episode_steps is None else max_episode_steps)
         self._check_options(reset, stagger, pool_size, micro_batch)
         self.single_observation_space = jax_space(adapted.single_observation_space)
         self.single_action_space = jax_space(adapted.single_action_space)
@@ -108,10 +108,10 @@ class FunctionalVectorEnv:
             stagger, randomize, self.discount, micro_batch,
         )  # fmt: skip
         self._action_spec = action_spec(self.single_action_space)
-        spread = self._spread_over(devices)
-        self._begin = jax.jit(self._with_batch_shape(spread(self._episodes.begin)))
-        self._step = jax.jit(self._with_batch_shape(spread(self._episodes.step)))
-        self._restart = jax.jit(self._with_batch_shape(spread(self._episodes.restart)))
+        shard = self._shard_over(devices)
+        self._begin = jax.jit(self._with_batch_shape(shard(self._episodes.begin)))
+        self._step = jax.jit(self._with_batch_shape(shard(self._episodes.step)))
+        self._restart = jax.jit(self._with_batch_shape(shard(self._episodes.restart)))
         self._step_donating = jax.jit(
             lambda inner, rest, action: self._step(rest.replace(inner=inner), action), donate_argnums=0
         )
@@ -177,7 +177,7 @@ class FunctionalVectorEnv:
             return step(*args)
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error) or "donated" in str(error):
-                raise StaleStateError(GONE) from error
+                raise StaleStateError(DONATED_MESSAGE) from error
             raise
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array | None = None) -> EnvState:
@@ -248,7 +248,7 @@ class FunctionalVectorEnv:
 
         return shaped
 
-    def _spread_over(self, devices: Sequence[Any] | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _shard_over(self, devices: Sequence[Any] | None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Return a decorator that spreads a function of rows over devices, without communication between them."""
         if devices is None:
             return lambda flat: flat
@@ -260,7 +260,7 @@ class FunctionalVectorEnv:
         return lambda flat: jax.shard_map(flat, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
 
 
-def _limit(steps: int | None) -> int | None:
+def _parse_limit(steps: int | None) -> int | None:
     if steps is None or steps == -1:
         return None
     if steps < 1:
@@ -329,11 +329,11 @@ class FunctionalEpisodes:
     micro_batch: int | None
 
     def __post_init__(self) -> None:
-        self._varied: list[int] = []  # indices of the model's leaves that differ from row to row
+        self._varying_leaves: list[int] = []  # indices of the model's leaves that differ from row to row
         self._restart_rows = jax.custom_jvp(self._restart_loop)
         self._restart_rows.defjvp(self._restart_derivative)
         if self.randomize is not None:
-            jax.eval_shape(self._models, default_key(0)[None])  # sets `_varied`
+            jax.eval_shape(self._models, default_key(0)[None])  # sets `_varying_leaves`
 
     # -- the interface to FunctionalVectorEnv ----------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ class FunctionalEpisodes:
     def _advance(self, inner: NativeState, steps: Array, action: PyTree) -> Any:
         """Step every row once, without limits or resets; return ``(env, obs, reward, terminated, truncated, info)``."""
 
-        def one(row: Any) -> Any:
+        def step_row(row: Any) -> Any:
             env, key, episode, step, model, action = row
             noise = jax.random.fold_in(jax.random.fold_in(key, episode), step + 1)
             *stepped, info = self._with_model(model, lambda: self.env.step(env, action, noise))
@@ -401,8 +401,8 @@ class FunctionalEpisodes:
 
         rows = (inner.env, inner.key, inner.episode, steps, inner.model, action)
         if self.micro_batch is None:
-            return jax.vmap(one)(rows)
-        return jax.lax.map(one, rows, batch_size=self.micro_batch)
+            return jax.vmap(step_row)(rows)
+        return jax.lax.map(step_row, rows, batch_size=self.micro_batch)
 
     # -- the start of episodes -------------------------------------------------------------------------------------
 
@@ -426,19 +426,19 @@ class FunctionalEpisodes:
         n = mask.shape[0]
         chunk = min(n, max(8, -(-n // 16)))
 
-        def some_left(carry: Any) -> Array:
+        def any_left(carry: Any) -> Array:
             return jnp.any(carry[0])
 
-        def start_some(carry: Any) -> Any:
+        def restart_chunk(carry: Any) -> Any:
             left, current = carry
             rows = jnp.nonzero(left, size=chunk, fill_value=n)[0]
-            chosen = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), source)
+            row_sources = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), source)
             unchanged = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), current)
-            fresh = _call_unfused(jax.vmap(self._start), rows[0] < n, chosen, unchanged)
+            fresh = _call_unfused(jax.vmap(self._start), rows[0] < n, row_sources, unchanged)
             current = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), current, fresh)
             return left.at[rows].set(False, mode="drop"), current
 
-        return jax.lax.while_loop(some_left, start_some, (mask, current))[1]
+        return jax.lax.while_loop(any_left, restart_chunk, (mask, current))[1]
 
     def _restart_derivative(self, primals: Any, tangents: Any) -> Any:
         """Return zero tangents for rows that restart, and unchanged ones for the others."""
@@ -468,21 +468,21 @@ class FunctionalEpisodes:
             return None
         keys = jax.vmap(lambda k: jax.random.fold_in(k, _MODEL))(key)
         models, in_axes = self.randomize(self.env.model, keys)
-        every: Any = lambda axis, part: jax.tree.map(lambda _: -1 if axis is None else axis, part)  # noqa: E731
-        spread = jax.tree.map(every, in_axes, models, is_leaf=lambda axis: axis is None)
-        axes = jax.tree.leaves(spread)
+        expand_axis: Any = lambda axis, part: jax.tree.map(lambda _: -1 if axis is None else axis, part)  # noqa: E731
+        leaf_axes = jax.tree.map(expand_axis, in_axes, models, is_leaf=lambda axis: axis is None)
+        axes = jax.tree.leaves(leaf_axes)
         if set(axes) - {-1, 0}:
             raise ValueError(f"randomize must batch leaves along axis 0 (or None for not at all), got {sorted(set(axes))}.")
-        self._varied = [i for i, axis in enumerate(axes) if axis == 0]
+        self._varying_leaves = [i for i, axis in enumerate(axes) if axis == 0]
         leaves = jax.tree.leaves(models)
-        return [jnp.asarray(leaves[i]) for i in self._varied]
+        return [jnp.asarray(leaves[i]) for i in self._varying_leaves]
 
     def _with_model(self, varied: list[Array] | None, body: Callable[[], Any]) -> Any:
         """Run ``body`` with one row's model in the environment."""
         if varied is None:
             return body()
         leaves, structure = jax.tree.flatten(self.env.model)
-        for i, leaf in zip(self._varied, varied, strict=True):
+        for i, leaf in zip(self._varying_leaves, varied, strict=True):
             leaves[i] = leaf
         with self.env.using(jax.tree.unflatten(structure, leaves)):
             return body()

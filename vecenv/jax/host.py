@@ -35,7 +35,7 @@ Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 Rows: TypeAlias = npt.NDArray[np.intp]
 Stepped: TypeAlias = tuple[Any, Array, Array, Array, dict[str, Any]]
 
-_USUAL_TIMEOUT: Final = 60.0
+_DEFAULT_TIMEOUT_SECONDS: Final = 60.0
 _FLAG: Final[Result] = ((), np.dtype(np.bool_))
 _epochs = itertools.count(1)  # shared by all bridges, so that the state of another bridge is recognised
 _last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakValueDictionary()
@@ -78,7 +78,7 @@ class CallbackHost:
         self.mode = self._requests.mode
         self._action_specs = [((self.num_envs, *leaf.shape), leaf.dtype) for leaf in self.action_tree.leaves()]
         self._epoch = self._count = 0
-        self._why_not: str | None = "before the first reset"  # why no state is current; `None` if one is
+        self._invalid_reason: str | None = "before the first reset"  # why no state is current; `None` if one is
         self._pending: Rows | None = None  # the rows of the pending step
         self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and have not been reset
 
@@ -90,14 +90,14 @@ class CallbackHost:
             outcome = self._reset(*arrays)
             self._epoch, self._count = next(_epochs), 0
         else:
-            ticket, *given = arrays
-            self._spend(ticket, pending=command == "recv")
-            outcome = _COMMANDS[command](self, *given)
+            ticket, *arguments = arrays
+            self._consume_ticket(ticket, pending=command == "recv")
+            outcome = _COMMANDS[command](self, *arguments)
             self._count += 1
-        self._why_not = None
+        self._invalid_reason = None
         ticket = np.empty(*results[0])
         ticket[..., 0], ticket[..., 1] = self._epoch, self._count
-        return [ticket, *map(_fitted, outcome, results[1:])]
+        return [ticket, *map(_convert, outcome, results[1:])]
 
     def close(self) -> None:
         """Close the environments."""
@@ -108,9 +108,9 @@ class CallbackHost:
     # -- the calls -------------------------------------------------------------------------------------------------------
 
     def _reset(self, seeds: Array) -> list[Array]:
-        self._why_not = "because a reset failed"
+        self._invalid_reason = "because a reset failed"
         self._pending = None
-        self._take_over()
+        self._invalidate_other_host()
         outcome = self._reset_outcome(self._requests.reset(seeds.reshape(-1).tolist()))
         self._ended[:] = False
         return outcome
@@ -118,7 +118,7 @@ class CallbackHost:
     def _reset_mask(self, mask: Array, seeds: Array) -> list[Array]:
         mask = mask.reshape(-1)
         if not mask.any():
-            return self._blank(stepped=False)
+            return self._zeros(stepped=False)
         seeded = seeds.reshape(-1).tolist() if self._requests.seeded_masks else None
         outcome = self._reset_outcome(self._requests.reset(seeded, mask.copy()))
         self._ended[mask] = False
@@ -150,19 +150,19 @@ class CallbackHost:
         assert self._pending is not None
         rows, self._pending = self._pending, None
         if not len(rows):
-            return self._blank(stepped=True)
-        answered, stepped = self._requests.finish()
-        outcome, ended = self._outcome(stepped, len(answered)), np.asarray(stepped[2] | stepped[3])
+            return self._zeros(stepped=True)
+        stepped_rows, stepped = self._requests.finish()
+        outcome, ended = self._outcome(stepped, len(stepped_rows)), np.asarray(stepped[2] | stepped[3])
         if len(rows) == self.num_envs:
             if self.mode is AutoresetMode.DISABLED:
                 self._ended = ended
             return outcome
-        mine = np.isin(answered, rows)  # the other rows were stepped as well; ignore their results
-        whole = self._blank(stepped=True)
-        for array, values in zip(whole, outcome, strict=True):
-            array[answered[mine]] = values[mine]
-        self._ended[answered[mine]] = ended[mine]
-        return whole
+        requested = np.isin(stepped_rows, rows)  # the other rows were stepped as well; ignore their results
+        merged = self._zeros(stepped=True)
+        for array, values in zip(merged, outcome, strict=True):
+            array[stepped_rows[requested]] = values[requested]
+        self._ended[stepped_rows[requested]] = ended[requested]
+        return merged
 
     def _outcome(self, stepped: Stepped, rows: int) -> list[Array]:
         """Return the arrays of a step: observations, rewards, flags, successors (in same-step mode), and infos."""
@@ -196,7 +196,7 @@ class CallbackHost:
             raise ObservationError(f"observations are not structured as {self.envs.single_observation_space}") from error
         for array, leaf in zip(arrays, self.observation_tree.leaves(), strict=True):
             if array.shape != (rows, *leaf.shape):
-                raise ObservationError(f"{leaf.name}: got {array.shape}, wanted {(rows, *leaf.shape)}")
+                raise ObservationError(f"{leaf.name}: got shape {array.shape}, expected {(rows, *leaf.shape)}")
         return arrays
 
     def specs(self, stepped: bool) -> list[Result]:
@@ -210,39 +210,39 @@ class CallbackHost:
             specs += [(column.shape, column.dtype), _FLAG]
         return specs
 
-    def _blank(self, stepped: bool) -> list[Array]:
+    def _zeros(self, stepped: bool) -> list[Array]:
         return [np.zeros((self.num_envs, *shape), dtype) for shape, dtype in self.specs(stepped)]
 
     # -- several bridges over one vector env -----------------------------------------------------------------------------
 
-    def _take_over(self) -> None:
+    def _invalidate_other_host(self) -> None:
         """Invalidate the states of another bridge over the same vector env, because this one resets its environments."""
         name = id(self.envs.unwrapped)  # independent of wrappers
-        holder = _last_reset_by.get(name)
-        if holder is not None and holder is not self:
-            holder._why_not = "because another bridge over the same vector env has reset them"
-            holder._requests.drain()  # raises if a reply is late; the other bridge then remains the holder
-            holder._pending = None
+        other_host = _last_reset_by.get(name)
+        if other_host is not None and other_host is not self:
+            other_host._invalid_reason = "because another bridge over the same vector env has reset them"
+            other_host._requests.drain()  # raises if a reply is late; the other bridge then remains the holder
+            other_host._pending = None
         _last_reset_by[name] = self
 
     # -- the ticket ------------------------------------------------------------------------------------------------------
 
-    def _spend(self, ticket: Array, pending: bool = False) -> None:
+    def _consume_ticket(self, ticket: Array, pending: bool = False) -> None:
         """Check a ticket and use it up: the state is invalid afterwards, even if the call fails."""
-        if self._why_not is not None:
-            raise StaleStateError(f"The environments have no state to go on from, {self._why_not}: call reset(key).")
+        if self._invalid_reason is not None:
+            raise StaleStateError(f"The environments cannot continue, {self._invalid_reason}: call reset(key).")
         for epoch, count in ticket.reshape(-1, 2).tolist():
             if (epoch, count) != (self._epoch, self._count):
                 what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
                 if epoch != self._epoch:
                     now = f"(epoch {epoch}, the environments are in {self._epoch})"
                     what = f"belongs to another bridge or an earlier reset {now}"
-                raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes do not go back.")
+                raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes cannot go back.")
         if pending and self._pending is None:
             raise NoAsyncCallError("Calling `recv` of a state that was not returned by `send`.", "recv")
         if self._pending is not None and not pending:
             raise AlreadyPendingCallError("This state was returned by `send`: call `recv` of it first.", "send")
-        self._why_not = "because an earlier call failed"
+        self._invalid_reason = "because an earlier call failed"
 
 
 _COMMANDS: dict[str, Callable[..., list[Array]]] = {  # the commands with a ticket
@@ -251,7 +251,7 @@ _COMMANDS: dict[str, Callable[..., list[Array]]] = {  # the commands with a tick
 }  # fmt: skip
 
 
-def _fitted(array: Array, result: Result) -> Array:
+def _convert(array: Array, result: Result) -> Array:
     shape, dtype = result
     if array.dtype != dtype:
         narrow = array.astype(dtype)
@@ -285,45 +285,45 @@ class Requests:
         self.envs: Any = envs
         mode = (envs.metadata or {}).get("autoreset_mode")
         if mode is None:
-            raise ValueError(f"{envs} does not say when it resets: metadata['autoreset_mode'] is missing.")
+            raise ValueError(f"{envs} has no autoreset mode: metadata['autoreset_mode'] is missing.")
         self.mode = AutoresetMode(mode)
-        able = capabilities_of(envs)
+        capabilities = capabilities_of(envs)
         if timeout == "auto":  # without a timeout, an engine applies its own step_timeout
-            timeout = _USUAL_TIMEOUT if able is None or _own_timeout(envs) is None else None
+            timeout = _DEFAULT_TIMEOUT_SECONDS if capabilities is None or _own_timeout(envs) is None else None
         assert not isinstance(timeout, str)
         self.timeout = timeout
-        self._splits = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
-        self._steps_some = self._splits and able is not None and able.first_ready
+        self._steps_async = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
+        self._steps_some = self._steps_async and capabilities is not None and capabilities.first_ready
         inner = capabilities_of(envs.unwrapped)
         self.seeded_masks = inner is None or inner.masked_seeds
         self._all = np.arange(envs.num_envs)
         self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that have ended and have not been reset
         self._pending: Callable[..., Any] | None = None  # waits for the reply
-        self._some = False  # True if the pending request is about some rows only
-        self._lost: BaseException | None = None
+        self._is_partial = False  # True if the pending request is about some rows only
+        self._interruption: BaseException | None = None
 
     def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
         """Reset all rows, or those under ``mask``."""
         options = None if mask is None else {"reset_mask": mask}
         self._ended[... if mask is None else mask] = False
-        if not self._splits:
+        if not self._steps_async:
             return self.envs.reset(seed=seeds, options=options)  # type: ignore[no-any-return]
         self.drain()
         self.envs.reset_async(seed=seeds, options=options)
         self._pending = self.envs.reset_wait
         return self._wait()  # type: ignore[no-any-return]
 
-    def begin(self, actions: Any, rows: Rows | None = None, chosen: Any = None) -> None:
-        """Begin a step of all rows, or of ``rows`` with the actions ``chosen``; the others have ended."""
-        self._some = rows is not None and self._steps_some
-        if rows is not None and not self._some and self._ended.any():
+    def begin(self, actions: Any, rows: Rows | None = None, row_actions: Any = None) -> None:
+        """Begin a step of all rows, or of ``rows`` with ``row_actions``; the others have ended."""
+        self._is_partial = rows is not None and self._steps_some
+        if rows is not None and not self._is_partial and self._ended.any():
             self.reset(None, self._ended.copy())
-        if not self._splits:
+        if not self._steps_async:
             self._pending = functools.partial(self.envs.step, actions)
             return
-        self._require_count()
-        if rows is not None and self._some:
-            self.envs.send(chosen, rows)
+        self._require_in_sync()
+        if rows is not None and self._is_partial:
+            self.envs.send(row_actions, rows)
             self._pending = functools.partial(self.envs.recv, count=len(rows))
         else:
             self.envs.step_async(actions)
@@ -332,7 +332,7 @@ class Requests:
     def finish(self) -> tuple[Rows, Stepped]:
         """Return the rows and the results of the step that :meth:`begin` began: all rows if the env cannot step some."""
         stepped: Stepped = self._wait()
-        if self._some:
+        if self._is_partial:
             return np.asarray(stepped[4]["env_id"], np.intp), stepped
         if self.mode is AutoresetMode.DISABLED:
             self._ended = stepped[2] | stepped[3]
@@ -340,8 +340,8 @@ class Requests:
 
     def drain(self) -> None:
         """Wait for a pending reply and discard it."""
-        self._require_count()
-        if self._pending is None or not self._splits:
+        self._require_in_sync()
+        if self._pending is None or not self._steps_async:
             self._pending = None
             return
         try:
@@ -354,10 +354,10 @@ class Requests:
     def _wait(self) -> Any:
         assert self._pending is not None
         try:
-            results = self._pending(timeout=self.timeout) if self._splits else self._pending()
+            results = self._pending(timeout=self.timeout) if self._steps_async else self._pending()
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
             if isinstance(self.envs, GymnasiumAsync) and capabilities_of(self.envs) is None:
-                self._lost = error  # Gymnasium would return the late reply from the next call
+                self._interruption = error  # Gymnasium would return the late reply from the next call
             raise
         except BaseException:
             self._pending = None
@@ -365,12 +365,13 @@ class Requests:
         self._pending = None
         return results
 
-    def _require_count(self) -> None:
-        if self._lost is not None:
+    def _require_in_sync(self) -> None:
+        if self._interruption is not None:
+            name = type(self._interruption).__name__
             raise RuntimeError(
-                f"Gymnasium's {type(self.envs).__name__} loses count of its answers after a {type(self._lost).__name__}: "
-                "close it and build another, or use vecenv.AsyncVectorEnv."
-            ) from self._lost
+                f"Gymnasium's {type(self.envs).__name__} may return late results after a {name}: close it and build "
+                "another, or use vecenv.AsyncVectorEnv."
+            ) from self._interruption
 
 
 def _own_timeout(envs: VectorEnv[Any, Any, Any]) -> float | None:
@@ -468,17 +469,17 @@ def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Arr
     for key in column.path[:-1]:
         infos = infos.get(key, {})
         if not isinstance(infos, Mapping):
-            raise ObservationError(f"{column.name}: got {type(infos).__name__} at {key!r}, wanted a dict.")
+            raise ObservationError(f"{column.name}: got {type(infos).__name__} at {key!r}, expected a dict.")
     *_, key = column.path
     if key not in infos:
         return
     found = np.asarray(infos[key])
-    there = np.asarray(infos.get("_" + key, np.ones(len(mask), np.bool_)))
+    present = np.asarray(infos.get("_" + key, np.ones(len(mask), np.bool_)))
     if found.dtype != object and found.shape == values.shape and np.can_cast(found.dtype, column.dtype, "same_kind"):
-        values[there] = found[there]
-        mask |= there
+        values[present] = found[present]
+        mask |= present
         return
-    for row in np.flatnonzero(there).tolist():
+    for row in np.flatnonzero(present).tolist():
         value = np.asarray(found[row] if found.ndim else found)
         if value.shape != column.shape or not np.can_cast(value.dtype, column.dtype, "same_kind"):
             raise ObservationError(

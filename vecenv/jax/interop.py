@@ -58,7 +58,7 @@ def masked_infos(info: dict[str, Any], mask: Any) -> dict[str, Any]:
 
 
 @jax.jit
-def _own(tree: PyTree) -> PyTree:
+def _copy_arrays(tree: PyTree) -> PyTree:
     return jax.tree.map(jnp.copy, tree)
 
 
@@ -66,7 +66,7 @@ def to_torch(tree: PyTree) -> Any:
     """Copy arrays to torch tensors on the same device, which the caller may write to."""
     import torch
 
-    return jax.tree.map(torch.from_dlpack, _own(tree))
+    return jax.tree.map(torch.from_dlpack, _copy_arrays(tree))
 
 
 def from_torch(tree: Any) -> Any:
@@ -115,7 +115,7 @@ def entropy_seeds(count: int) -> list[int]:
 # -- spaces ------------------------------------------------------------------------------------------------------------
 
 
-class _ForJax:
+class _JaxSpaceMixin:
     """A mixin that adds JAX keys and arrays to ``sample`` and ``contains`` of a Gymnasium space."""
 
     def sample(self, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class _ForJax:
             ValueError: A program is being traced, and there is no key.
         """
         if isinstance(mask, jax.Array) and (jnp.issubdtype(mask.dtype, jax.dtypes.prng_key) or mask.dtype == jnp.uint32):
-            return _drawn(self, mask)  # Gymnasium's masks are never uint32
+            return _sample(self, mask)  # Gymnasium's masks are never uint32
         if isinstance(jax.lax.stop_gradient(0.0), jax.core.Tracer):  # a program is being traced
             raise ValueError(
                 f"{self}.sample() inside a compiled program would become a constant: pass a key, sample(key)."
@@ -142,12 +142,12 @@ class _ForJax:
     def contains(self, x: Any) -> Any:
         """True if ``x`` is in the space; a JAX ``bool[]`` if ``x`` contains JAX arrays."""
         if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
-            return _holds(self, x)
+            return _contains(self, x)
         return super().contains(x)  # type: ignore[misc]
 
 
 _KINDS: dict[type[Any], type[Any]] = {
-    kind: type(f"Jax{kind.__name__}", (_ForJax, kind), {"__doc__": "See :func:`jax_space`.", "__module__": __name__})
+    kind: type(f"Jax{kind.__name__}", (_JaxSpaceMixin, kind), {"__doc__": "See :func:`jax_space`.", "__module__": __name__})
     for kind in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
 }
 globals().update({kind.__name__: kind for kind in _KINDS.values()})  # pickle looks up classes in their module
@@ -176,12 +176,12 @@ def jax_space(space: gym.Space[Any]) -> Any:
     return found
 
 
-def _drawn(space: Any, key: Array) -> PyTree:
+def _sample(space: Any, key: Array) -> PyTree:
     if isinstance(space, spaces.Dict | spaces.Tuple):
         keys = jax.random.split(key, max(len(space.spaces), 1))
         if isinstance(space, spaces.Dict):
-            return {name: _drawn(inner, one) for (name, inner), one in zip(space.spaces.items(), keys, strict=False)}
-        return tuple(_drawn(inner, one) for inner, one in zip(space.spaces, keys, strict=False))
+            return {name: _sample(inner, one) for (name, inner), one in zip(space.spaces.items(), keys, strict=False)}
+        return tuple(_sample(inner, one) for inner, one in zip(space.spaces, keys, strict=False))
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
     if isinstance(space, spaces.Discrete):
         return jax.random.randint(key, (), int(space.start), int(space.start + space.n), dtype)
@@ -190,38 +190,40 @@ def _drawn(space: Any, key: Array) -> PyTree:
     if isinstance(space, spaces.MultiBinary):
         return jax.random.bernoulli(key, shape=space.shape).astype(dtype)
     if isinstance(space, spaces.Box):
-        return _floats(space, key, dtype) if jnp.issubdtype(dtype, jnp.floating) else _integers(space, key, dtype)
-    raise TypeError(f"{space} has no samples in JAX; Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple have.")
+        sample = _sample_floats if jnp.issubdtype(dtype, jnp.floating) else _sample_integers
+        return sample(space, key, dtype)
+    raise TypeError(f"{space} cannot be sampled in JAX; Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple can.")
 
 
-def _integers(space: spaces.Box, key: Array, dtype: Any) -> Array:
+def _sample_integers(space: spaces.Box, key: Array, dtype: Any) -> Array:
     wide = jnp.int32 if dtype.itemsize < 4 or dtype == jnp.bool_ else dtype
     below, above = np.asarray(space.low, wide), np.asarray(space.high, wide)
     above = np.minimum(above, np.iinfo(wide).max - 1) + 1
     return jax.random.randint(key, space.shape, below, above, wide).astype(dtype)
 
 
-def _floats(space: spaces.Box, key: Array, dtype: Any) -> Array:
+def _sample_floats(space: spaces.Box, key: Array, dtype: Any) -> Array:
     low, high = jnp.asarray(space.low, dtype), jnp.asarray(space.high, dtype)
-    floor, roof = np.asarray(space.bounded_below), np.asarray(space.bounded_above)
+    has_low, has_high = np.asarray(space.bounded_below), np.asarray(space.bounded_above)
     within, free, tail = jax.random.split(key, 3)
-    both = floor & roof
-    uniform = jax.random.uniform(within, space.shape, dtype, jnp.where(both, low, 0.0), jnp.where(both, high, 1.0))
+    is_bounded = has_low & has_high
+    start, stop = jnp.where(is_bounded, low, 0.0), jnp.where(is_bounded, high, 1.0)
+    uniform = jax.random.uniform(within, space.shape, dtype, start, stop)
     exponential = jax.random.exponential(tail, space.shape, dtype)
-    half = jnp.where(floor, low + exponential, high - exponential)
-    return jnp.where(both, uniform, jnp.where(floor | roof, half, jax.random.normal(free, space.shape, dtype)))
+    half = jnp.where(has_low, low + exponential, high - exponential)
+    return jnp.where(is_bounded, uniform, jnp.where(has_low | has_high, half, jax.random.normal(free, space.shape, dtype)))
 
 
-def _holds(space: Any, x: Any) -> Array:
+def _contains(space: Any, x: Any) -> Array:
     no, yes = jnp.asarray(False), jnp.asarray(True)
     if isinstance(space, spaces.Dict | spaces.Tuple):
         keyed, inner = isinstance(space, spaces.Dict), space.spaces
         names: Any = list(inner) if keyed else range(len(inner))
         same = isinstance(x, dict if keyed else tuple) and set(x if keyed else range(len(x))) == set(names)
-        held = [_holds(inner[name], x[name]) for name in names] if same else [no]
-        return jnp.all(jnp.stack([yes, *held]))
+        contained = [_contains(inner[name], x[name]) for name in names] if same else [no]
+        return jnp.all(jnp.stack([yes, *contained]))
     x = jnp.asarray(x)
-    if x.shape != space.shape or not _fits(x.dtype, space):
+    if x.shape != space.shape or not _dtype_fits(x.dtype, space):
         return no
     if isinstance(space, spaces.Box):
         return jnp.all((x >= space.low) & (x <= space.high))
@@ -231,7 +233,7 @@ def _holds(space: Any, x: Any) -> Array:
     return jnp.all((x >= low) & (x < low + count))
 
 
-def _fits(dtype: Any, space: Any) -> bool:
+def _dtype_fits(dtype: Any, space: Any) -> bool:
     if isinstance(space, spaces.Box):
         return bool(np.can_cast(dtype, space.dtype, "same_kind"))
     return bool(jnp.issubdtype(dtype, jnp.integer) or (isinstance(space, spaces.MultiBinary) and dtype == jnp.bool_))

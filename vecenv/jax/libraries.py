@@ -114,8 +114,8 @@ def available_envs(library: str | None = None) -> dict[str, tuple[str, ...]]:
     """
     if library is None:
         installed = [name for name, module in _MODULES.items() if importlib.util.find_spec(module.split(".")[0])]
-        return {name: _names(name) for name in installed}
-    return {library: _names(library)}
+        return {name: _env_names(name) for name in installed}
+    return {library: _env_names(library)}
 
 
 def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
@@ -136,11 +136,11 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
     """
     found = [lib for lib, names in available_envs(library).items() if name in names]
     if not found:
-        raise gym.error.NameNotFound(_unknown(name, library))
+        raise gym.error.NameNotFound(_describe_unknown_name(name, library))
     return _BUILDERS[found[0]](name, **kwargs)
 
 
-def _names(library: str) -> tuple[str, ...]:
+def _env_names(library: str) -> tuple[str, ...]:
     if library not in _MODULES:
         raise ValueError(f"Unknown library {library!r}; the libraries are {sorted(_MODULES)}.")
     try:
@@ -150,7 +150,7 @@ def _names(library: str) -> tuple[str, ...]:
     return tuple(module._envs) if library == "brax" else tuple(module.registry.ALL_ENVS)
 
 
-def _unknown(name: str, library: str | None) -> str:
+def _describe_unknown_name(name: str, library: str | None) -> str:
     known = available_envs(library)
     lower = {each.lower(): each for names in known.values() for each in names}
     close = [lower[match] for match in difflib.get_close_matches(name.lower(), lower, 3, 0.5)]
@@ -434,16 +434,16 @@ def space_like(obs: PyTree) -> gym.Space[Any]:
 
 def _numeric(info: Mapping[str, Any]) -> dict[str, Any]:
     """Select the arrays and numbers of an info dict, at any depth. Random keys and other objects are left out."""
-    kept: dict[str, Any] = {}
+    numeric: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, Mapping):
             if inner := _numeric(value):
-                kept[str(key)] = inner
+                numeric[str(key)] = inner
         elif key in ("rng", "key") or not isinstance(value, jax.Array | np.ndarray | float | int | bool):
             continue
         elif not jnp.issubdtype(jnp.result_type(value), jax.dtypes.prng_key):
-            kept[str(key)] = value
-    return kept
+            numeric[str(key)] = value
+    return numeric
 
 
 def _box(low: Any, high: Any, shape: Any, dtype: Any) -> gym.Space[Any]:

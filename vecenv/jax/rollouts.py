@@ -152,7 +152,7 @@ def reset_carry(first: Array, carry: PyTree, initial: PyTree) -> PyTree:
 
 # -- transitions ---------------------------------------------------------------------------------------------------------
 
-_HIDDEN = ("token", "inner", "info")
+_INTERNAL_FIELDS = ("token", "inner", "info")
 
 
 def _transition(
@@ -166,10 +166,10 @@ def _transition(
 
 
 def _check_extras(state: EnvState, extras: Sequence[str]) -> None:
-    known = [field.name for field in dataclasses.fields(state) if field.name not in _HIDDEN] + ["done"]
+    names = [field.name for field in dataclasses.fields(state) if field.name not in _INTERNAL_FIELDS] + ["done"]
     for name in extras:
-        if name not in known and name not in state.info:
-            raise ValueError(f"No field {name!r} in the state; there are {known}, and in its info {sorted(state.info)}.")
+        if name not in names and name not in state.info:
+            raise ValueError(f"The state has no field {name!r}; it has {names}, and in its info {sorted(state.info)}.")
 
 
 @jax.tree_util.register_dataclass
@@ -216,24 +216,24 @@ def eval_rollout_episode(
         number of rows up to the first ``done``. The other fields have no meaning there. Lanes of a ``vmap`` over a bridged
         environment stop together.
     """
-    whole = _counted_step(env, policy, params, key)
+    counted_step = _counted_step(env, policy, params, key)
 
-    def act(carried: _Carried) -> tuple[_Carried, Trajectory]:
-        carried, transition = whole(carried)
+    def act(carried: _EvalCarry) -> tuple[_EvalCarry, Trajectory]:
+        carried, transition = counted_step(carried)
         return carried, transition if keep is None else transition.keeping(keep)
 
     start = (state, carry, _Tally.begin(state))
     blank: Trajectory = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(act, start)[1])
 
-    def skip(carried: _Carried) -> tuple[_Carried, Trajectory]:
+    def skip(carried: _EvalCarry) -> tuple[_EvalCarry, Trajectory]:
         flags = {name: flag for name, flag in carried[2].last_flags().items() if getattr(blank, name) is not None}
         return carried, dataclasses.replace(blank, **flags)
 
-    def maybe(carried: _Carried, _: None) -> tuple[_Carried, Trajectory]:
-        going = _in_any_lane(state, jnp.any(carried[2].active))
-        return jax.lax.cond(going, act, skip, carried)  # type: ignore[no-any-return]
+    def act_or_skip(carried: _EvalCarry, _: None) -> tuple[_EvalCarry, Trajectory]:
+        is_running = _in_any_lane(state, jnp.any(carried[2].active))
+        return jax.lax.cond(is_running, act, skip, carried)  # type: ignore[no-any-return]
 
-    (state, _, tally), trajectory = jax.lax.scan(maybe, start, length=max_steps)
+    (state, _, tally), trajectory = jax.lax.scan(act_or_skip, start, length=max_steps)
     return trajectory, tally.metrics(), state
 
 
@@ -264,41 +264,44 @@ def fast_eval_rollout_episode(
     quota = jnp.full(n, rounds) if num_episodes is None else (num_episodes - jnp.arange(n) + n - 1) // n
     start = (state, carry, _Tally.begin(state, rounds, quota.reshape(state.reward.shape)))
     act, limit = _counted_step(env, policy, params, key), max_steps * rounds
-    resets: Any = env if rounds > 1 and getattr(env, "autoreset_mode", None) is AutoresetMode.DISABLED else None
+    resetting_env: Any = env if rounds > 1 and getattr(env, "autoreset_mode", None) is AutoresetMode.DISABLED else None
 
-    def going(carried: _Carried) -> Array:
+    def is_running(carried: _EvalCarry) -> Array:
         return _in_any_lane(state, jnp.any(carried[2].active) & (carried[2].sums.env_steps < limit))
 
-    def advance(carried: _Carried) -> _Carried:
+    def advance(carried: _EvalCarry) -> _EvalCarry:
         state, carry, tally = act(carried)[0]
-        if resets is not None:
-            again, now = state.done & tally.active, jax.random.fold_in(jax.random.fold_in(key, 0), tally.sums.env_steps)
-            some = _in_any_lane(state, jnp.any(again))
-            state = jax.lax.cond(some, lambda state: resets.reset_mask(state, again, now), lambda state: state, state)
+        if resetting_env is not None:
+            to_reset = state.done & tally.active
+            reset_key = jax.random.fold_in(jax.random.fold_in(key, 0), tally.sums.env_steps)
+            any_to_reset = _in_any_lane(state, jnp.any(to_reset))
+            state = jax.lax.cond(
+                any_to_reset, lambda state: resetting_env.reset_mask(state, to_reset, reset_key), lambda state: state, state
+            )
         return state, carry, tally
 
-    state, _, tally = jax.lax.while_loop(going, advance, start)
+    state, _, tally = jax.lax.while_loop(is_running, advance, start)
     if num_episodes is None:
         return tally.metrics(), state
     return jax.tree.map(lambda x: x.reshape(-1)[:num_episodes] if x.ndim else x, tally.sums), state
 
 
-def _in_any_lane(state: EnvState, going: Array) -> Array:
-    """Return ``going``; for a bridged environment over all lanes of a ``vmap``, which can only be stepped together."""
+def _in_any_lane(state: EnvState, is_running: Array) -> Array:
+    """Return ``is_running``; for a bridged environment over all lanes of a ``vmap``, which can only be stepped together."""
     if state.token is None:
-        return going
-    return _anywhere(going)  # type: ignore[no-any-return]
+        return is_running
+    return _any_over_lanes(is_running)  # type: ignore[no-any-return]
 
 
 @custom_vmap
-def _anywhere(going: Array) -> Array:
-    return going
+def _any_over_lanes(is_running: Array) -> Array:
+    return is_running
 
 
-@_anywhere.def_vmap
-def _(size: int, batched: Any, going: Array) -> tuple[Array, bool]:
+@_any_over_lanes.def_vmap
+def _(size: int, batched: Any, is_running: Array) -> tuple[Array, bool]:
     del size
-    return _anywhere(jnp.any(going, axis=0) if batched[0] else going), False
+    return _any_over_lanes(jnp.any(is_running, axis=0) if batched[0] else is_running), False
 
 
 @jax.tree_util.register_dataclass
@@ -358,16 +361,16 @@ class _Tally:
         return jax.tree.map(lambda x: x[0] if x.ndim else x, self.sums)  # type: ignore[no-any-return]
 
 
-_Carried: TypeAlias = tuple[EnvState, PyTree, _Tally]
+_EvalCarry: TypeAlias = tuple[EnvState, PyTree, _Tally]
 
 
 def _counted_step(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, key: Array
-) -> Callable[[_Carried], tuple[_Carried, Trajectory]]:
+) -> Callable[[_EvalCarry], tuple[_EvalCarry, Trajectory]]:
     """Return a function for one step of an evaluation; rows without episodes left add nothing."""
     discount = float(getattr(env, "discount", 1.0))
 
-    def act(carried: _Carried) -> tuple[_Carried, Trajectory]:
+    def act(carried: _EvalCarry) -> tuple[_EvalCarry, Trajectory]:
         state, carry, tally = carried
         now = jax.random.fold_in(key, tally.sums.env_steps)
         state, carry, transition = take_step(env, policy, params, state, carry, now)

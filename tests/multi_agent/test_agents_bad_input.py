@@ -67,9 +67,9 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
         ("unknown agent", ValueError, r"env 1: unknown agents \['stranger'\].*\['a', 'b'\]"),
         ("unknown reward", ValueError, r"env 1: unknown agents \['stranger'\]"),
         ("wrong shape", vecenv.errors.ObservationError, r"env 1, agent 'b'.*shape \(7,\).*expected shape \(2,\)"),
-        ("blind", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive and has no observation"),
-        ("unpaid", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: there is none.*rewards of \['a'\]"),
-        ("unpaid at its end", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: there is none"),
+        ("blind", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive, but has no observation"),
+        ("unpaid", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing.*rewards are of \['a'\]"),
+        ("unpaid at its end", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing"),
         ("reward", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: got 'a lot'"),
         ("raises", ValueError, "out of luck"),
         ("four values", ValueError, "env 1: step must return five dicts, got a tuple of 4"),
@@ -196,11 +196,11 @@ def test_both_code_paths_accept_the_same_rewards(
     reward: Any, taken: float | None, long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if long:
-        monkeypatch.setattr(AgentsEnv, "_take_uneventful", lambda *_: False)
+        monkeypatch.setattr(AgentsEnv, "_apply_ordinary_step", lambda *_: False)
     with started_games([functools.partial(Pays, reward)], num_workers=0) as envs:
         envs.step(np.zeros((1, 2), np.int64))
         if taken is None:
-            with pytest.raises(vecenv.errors.ObservationError, match=r"env 0, agent 'a': reward: got .*, wanted one number"):
+            with pytest.raises(vecenv.errors.ObservationError, match=r"env 0, agent 'a': reward: got .*expected one number"):
                 envs.step(np.zeros((1, 2), np.int64))
         else:
             assert envs.step(np.zeros((1, 2), np.int64))[1].tolist() == [[taken, taken]]
@@ -269,10 +269,10 @@ def test_a_space_without_a_fixed_size_is_refused() -> None:
 @pytest.mark.parametrize(
     ("actions", "error", "match"),
     [
-        (np.zeros((2, 2), np.int64), ValueError, r"got shape \(2, 2\), wanted \(2, 3\)"),
-        (np.zeros(6, np.int64), ValueError, r"wanted \(2, 3\)"),
-        (np.zeros((2, 3)), TypeError, "got float64, wanted int64"),
-        ([["a"] * 3] * 2, TypeError, "wanted int64"),
+        (np.zeros((2, 2), np.int64), ValueError, r"got shape \(2, 2\), expected \(2, 3\)"),
+        (np.zeros(6, np.int64), ValueError, r"expected \(2, 3\)"),
+        (np.zeros((2, 3)), TypeError, "got float64, expected int64"),
+        ([["a"] * 3] * 2, TypeError, "expected int64"),
         ([[1, 2], [3]], ValueError, "actions"),
     ],
     ids=["too few", "flat", "float", "text", "ragged"],
@@ -292,7 +292,7 @@ def test_missing_actions_of_live_agents_are_all_named() -> None:
             envs.step({"a": [0, 0]})
         with pytest.raises(ValueError, match=r"unknown keys \['x'\]"):
             envs.step({"a": [0, 0], "b": [0, 0], "c": [0, 0], "x": [0, 0]})
-        with pytest.raises(TypeError, match="wanted a dict"):
+        with pytest.raises(TypeError, match="expected a dict"):
             envs.step(np.zeros((2, 3), np.int64))
         with pytest.raises(ValueError, match=r"actions\['b'\]: got shape \(3,\)"):
             envs.step({"a": [0, 0], "b": [0, 0, 0], "c": [0, 0]})
@@ -301,6 +301,6 @@ def test_missing_actions_of_live_agents_are_all_named() -> None:
 def test_reset_without_agents_is_an_error() -> None:
     with (
         MultiAgentVecEnv([functools.partial(Scripted, {"a": (1, 2)})], num_workers=0) as envs,
-        pytest.raises(ValueError, match="env 0: no agent is there"),
+        pytest.raises(ValueError, match="env 0: there are no agents"),
     ):
         envs.reset(seed=0)

@@ -339,20 +339,20 @@ def test_structured_rows_can_be_flat(closes: Any) -> None:
             one = list(iterate(rows.observation_space, obs))[row]
             assert one in rows.single_observation_space
         obs, *_, infos = rows.step(rows.action_space.sample())
-    with pytest.raises(ValueError, match=r"actions: got ndarray, wanted a dict with \['x', 'y'\]"):
+    with pytest.raises(ValueError, match=r"actions: got ndarray, expected a dict with \['x', 'y'\]"):
         rows.step(np.zeros(6))
-    with pytest.raises(ValueError, match=r"actions\['x'\]: got shape \(5,\), wanted 6 rows"):
+    with pytest.raises(ValueError, match=r"actions\['x'\]: got shape \(5,\), expected 6 rows"):
         rows.step({"x": np.zeros(5, np.int64), "y": (np.zeros((6, 2), np.float32),)})
 
 
 def test_wrong_structure_is_refused() -> None:
     with started_games([Nested] * 2, num_workers=0) as envs:
         good = envs.action_space.sample()
-        with pytest.raises(ValueError, match=r"actions: got ndarray, wanted a dict with \['x', 'y'\]"):
+        with pytest.raises(ValueError, match=r"actions: got ndarray, expected a dict with \['x', 'y'\]"):
             envs.step(np.zeros((2, 3)))
         with pytest.raises(ValueError, match=r"got a dict with \['x'\]"):
             envs.step({"x": good["x"]})
-        with pytest.raises(ValueError, match=r"actions\['y'\]: got list, wanted a tuple of 1"):
+        with pytest.raises(ValueError, match=r"actions\['y'\]: got list, expected a tuple of 1"):
             envs.step({"x": good["x"], "y": [good["y"][0]]})
         with pytest.raises(ValueError, match=r"actions\['y'\]\[0\]: got shape \(2, 3\)"):
             envs.step({"x": good["x"], "y": (good["y"][0][..., 0],)})
@@ -392,7 +392,7 @@ class Invalid(Scripted):
         ("no infos", ValueError, r"env 0: reset must return \(observations, infos\), got dict"),
         ("list", ValueError, "env 0: infos must be a dict of agents"),
         ("mask", ValueError, "env 0, agent 'a': action_mask must be one row of 0 and 1"),
-        ("blind", vecenv.errors.ObservationError, "env 0, agent 'b': is alive and has no observation"),
+        ("blind", vecenv.errors.ObservationError, "env 0, agent 'b': is alive, but has no observation"),
     ],
 )
 def test_result_of_reset_is_checked(what: str, error: Any, match: str) -> None:

@@ -44,7 +44,7 @@ Mask: TypeAlias = npt.NDArray[np.bool_]
 Seeds: TypeAlias = Sequence[int | None]
 
 _ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
-_PAUSE: Final = 1e-4  # between two checks of the device: JAX has no wait with a timeout
+_POLL_SECONDS: Final = 1e-4  # between two checks of the device: JAX has no wait with a timeout
 _CAPABILITIES: Final = Capabilities(
     "jax", attributes=False, first_ready=False, reset_options=False, row_options=False, snapshots=True,
     in_this_process=True, runs_jax=True,
@@ -151,7 +151,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
             StaleStateError: Its arrays have been donated to another computation.
         """
         self._driver.require_idle("state")
-        return self._driver.copied()
+        return self._driver.copy_state()
 
     @state.setter
     @exclusive
@@ -308,15 +308,15 @@ class JaxDriver(LockstepDriver):
 
     def begin_step(self, call: Call, actions: Any) -> None:
         """Begin one step of all environments."""
-        with self._donated() as state:
+        with self._donate_state() as state:
             after = self.functional.step_donating(state, from_torch(actions) if self._to == "torch" else actions)
             self.latest = Latest(after, self.latest.seeds, call)
 
     def chunk(self, actions: Any) -> tuple[int, Stepped]:
         """Take ``T`` steps in one program; return ``T`` and the results."""
         if self._chunk is None:
-            self._chunk = jax.jit(self._steps_of, donate_argnums=0)
-        with self._donated() as state:
+            self._chunk = jax.jit(self._scan_steps, donate_argnums=0)
+        with self._donate_state() as state:
             actions = jax.tree.map(jnp.asarray, from_torch(actions) if self._to == "torch" else actions)
             self.newest, out = self._chunk(state.inner, state.replace(inner=None), actions)
         infos = {**out.info, "next_obs": out.next_obs, "valid": out.valid}
@@ -328,7 +328,7 @@ class JaxDriver(LockstepDriver):
             stepped = to_torch(stepped)
         return out.reward.shape[0], stepped
 
-    def _steps_of(self, inner: Any, rest: EnvState, actions: Any) -> tuple[EnvState, EnvState]:
+    def _scan_steps(self, inner: Any, rest: EnvState, actions: Any) -> tuple[EnvState, EnvState]:
         def one(state: EnvState, action: Any) -> tuple[EnvState, EnvState]:
             state = self.functional.step(state, action)
             return state, state.replace(inner=None)
@@ -336,17 +336,17 @@ class JaxDriver(LockstepDriver):
         return jax.lax.scan(one, rest.replace(inner=inner), actions)
 
     @contextlib.contextmanager
-    def _donated(self) -> Iterator[EnvState]:
+    def _donate_state(self) -> Iterator[EnvState]:
         """Yield the state for donation: if its arrays are gone after a failure, there is no state until the next reset."""
         state = self.current()
         try:
             yield state
         except BaseException:
-            if self.newest is state and _is_gone(state.inner):
+            if self.newest is state and _is_donated(state.inner):
                 self.newest = None
             raise
 
-    def copied(self) -> EnvState:
+    def copy_state(self) -> EnvState:
         """Return a copy of the state."""
         return jax.tree.map(jnp.copy, self.current())  # type: ignore[no-any-return]
 
@@ -358,7 +358,7 @@ class JaxDriver(LockstepDriver):
             StaleStateError: Its arrays have been donated to another computation.
         """
         self.functional.check_state(state)
-        if _is_gone(state):
+        if _is_donated(state):
             raise StaleStateError(DONATED_MESSAGE)
         copied = jax.tree.map(lambda leaf: jnp.array(leaf, copy=True), state)
         self.latest = self.latest._replace(state=copied, seeds=[None] * self.functional.num_envs)
@@ -377,7 +377,7 @@ class JaxDriver(LockstepDriver):
             while not all(leaf.is_ready() for leaf in leaves):
                 if time.monotonic() >= deadline:
                     return False
-                time.sleep(_PAUSE)
+                time.sleep(_POLL_SECONDS)
             return True
         finally:
             self._seconds_waited += time.monotonic() - began
@@ -394,16 +394,16 @@ class JaxDriver(LockstepDriver):
         """Return the results of ``step``; without ``infos`` for a state from a reset, which reports none."""
         state = self.current()
         if self._to != "numpy":
-            shown = self._infos(state, state.done) if infos else {}
-            stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, shown)
+            infos_by_key = self._infos(state, state.done) if infos else {}
+            stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, infos_by_key)
             return stepped if self._to == "jax" else to_torch(stepped)  # type: ignore[no-any-return]
         began = time.perf_counter()
         terminated = np.array(state.terminated)  # the first access waits for the whole program
         self._seconds_waited += time.perf_counter() - began
         truncated = np.array(state.truncated)
-        shown = self._infos(state, terminated | truncated) if infos else {}
+        infos_by_key = self._infos(state, terminated | truncated) if infos else {}
         observations = to_numpy(self.functional.observation_space, state.obs)
-        return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, shown
+        return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, infos_by_key
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
         """Return the infos of a step; ``ended`` has the array type of ``to``. Only NumPy arrays are read."""
@@ -461,12 +461,12 @@ class JaxDriver(LockstepDriver):
         for row, seed in zip(rows, own, strict=True):
             seeds[row] = seed
 
-        def filled(leaf: Any) -> Any:
+        def load_rows(leaf: Any) -> Any:
             whole = np.array(leaf)
             whole[list(rows)] = np.stack(next(columns))
             return jax.device_put(whole, leaf.sharding)
 
-        self.latest = Latest(jax.tree.map(filled, state), seeds, self.latest_call)
+        self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_call)
         observations = self.stepped(infos=False)[0]
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 
@@ -508,7 +508,7 @@ class JaxDriver(LockstepDriver):
         return Kind(name, arguments, tuple(layers), (("jax", jax.__version__),))
 
 
-def _is_gone(tree: Any) -> bool:
+def _is_donated(tree: Any) -> bool:
     """True if a computation has consumed any of the arrays."""
     return any(leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
 
@@ -524,7 +524,7 @@ def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
         many = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (chunk, *leaf.shape)), zeros)
         stages[f"step_chunk({chunk})"] = partial(driver.chunk, many)
     seconds: dict[str, float] = {}
-    kept = driver.latest
+    latest = driver.latest
     try:
         for name, stage in stages.items():
             start = time.perf_counter()
@@ -533,5 +533,5 @@ def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
             jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.newest)
             seconds[name] = time.perf_counter() - start
     finally:
-        driver.latest = kept
+        driver.latest = latest
     return seconds

@@ -146,7 +146,7 @@ class _Library(LockstepDriver):
 
     def _check_actions(self, actions: Any) -> Any:
         """Return a copy of the caller's actions that is a batch of the library's action space."""
-        space, given, wraps = self.library.action_space, actions, False
+        space, given, loses_values = self.library.action_space, actions, False
         if isinstance(space, _ARRAY_SPACES):
             given = np.asarray(actions)
             if given.shape != space.shape:
@@ -154,10 +154,10 @@ class _Library(LockstepDriver):
             if not np.can_cast(given.dtype, space.dtype, "same_kind"):
                 raise TypeError(f"actions must have dtype {space.dtype}, got {given.dtype}; nothing was sent")
             actions = given.astype(space.dtype)
-            wraps = given.dtype != space.dtype and space.dtype.kind in "iu" and not np.array_equal(actions, given)
-        if wraps or actions not in space:
+            loses_values = given.dtype != space.dtype and space.dtype.kind in "iu" and not np.array_equal(actions, given)
+        if loses_values or actions not in space:
             single = self.library.single_action_space
-            raise ValueError(f"actions must be {self.library.num_envs} actions of {single}, got {given!r}; none was sent")
+            raise ValueError(f"actions must be {self.library.num_envs} actions of {single}, got {given!r}; nothing was sent")
         return copies.deepcopy(actions) if actions is given else actions
 
     def wait(self, deadline: float) -> bool:

@@ -74,7 +74,7 @@ def from_aec(env: Any) -> Any:
     return TurnBased(env)
 
 
-class Adapted:
+class AgentsAdapter:
     """The base of adapted environments: provides agents and their spaces, and forwards other attributes to ``env``."""
 
     agents: Any = ()
@@ -106,7 +106,7 @@ class Adapted:
         found = getattr(self.unwrapped, f"get_{name}", None) or getattr(self.env, name)
         return found(agent) if callable(found) else found
 
-    def _stepped(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
+    def _finish_step(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
         """Remove agents with a set flag from ``agents``, and return the results of ``step``."""
         self.agents = [one for one in self.agents if not (terminations.get(one, False) or truncations.get(one, False))]
         return observations, rewards, terminations, truncations, infos
@@ -115,7 +115,7 @@ class Adapted:
         return f"{type(self).__name__}({self.env})"
 
 
-class TurnBased(Adapted):
+class TurnBased(AgentsAdapter):
     """A turn-based game: every step is one agent's move.
 
     ``agents_to_act`` holds the agent to move; in ``MultiAgentVecEnv`` only its row is True in ``agent_mask``, and after its
@@ -149,7 +149,7 @@ class TurnBased(Adapted):
         game = self.env
         before, mover = list(game.agents), game.agent_selection
         if mover not in actions:
-            raise ValueError(f"it is the turn of agent {mover!r}, and there is no action of it")
+            raise ValueError(f"it is the turn of agent {mover!r}, whose action is missing")
         game.step(actions[mover])
         after = [*before, *(agent for agent in game.agents if agent not in before)]
         rewards, terminations, truncations, infos = (
@@ -167,7 +167,7 @@ class TurnBased(Adapted):
             game.step(None)
 
 
-class StackedAgents(Adapted):
+class StackedAgents(AgentsAdapter):
     """An environment with ``agent_num``: ``A`` agents with one space, and arrays with an axis of agents.
 
     Its ``reset`` returns observations ``[A, *s]``, with or without an info; in ``Dict`` and ``Tuple`` spaces every leaf has
@@ -191,16 +191,16 @@ class StackedAgents(Adapted):
         if self._next_episode is not None and seed is None and not options:
             observations, info = self._next_episode
         else:
-            given = {"seed": seed, "options": options or None}
-            observations, info = self._parse_reset(self.env.reset(**{k: v for k, v in given.items() if v is not None}))
+            arguments = {"seed": seed, "options": options or None}
+            observations, info = self._parse_reset(self.env.reset(**{k: v for k, v in arguments.items() if v is not None}))
         self._next_episode = None
         self.agents = list(self.possible_agents)
-        return self._by_agent(observations), self._infos(info)
+        return self._split_by_agent(observations), self._infos(info)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step all agents; an agent that is done stays in the environment's arrays, but leaves ``agents``."""
-        nothing = np.zeros_like(np.asarray(next(iter(actions.values()))))  # for agents that are done
-        result = self.env.step(np.stack([np.asarray(actions.get(agent, nothing)) for agent in self.possible_agents]))
+        no_action = np.zeros_like(np.asarray(next(iter(actions.values()))))  # for agents that are done
+        result = self.env.step(np.stack([np.asarray(actions.get(agent, no_action)) for agent in self.possible_agents]))
         self.values = len(result)
         if self.values not in (4, 5):
             raise ValueError(f"step must return four or five values, got {self.values}")
@@ -218,7 +218,7 @@ class StackedAgents(Adapted):
             dict(zip(self.possible_agents, column.tolist(), strict=True))
             for column in (np.asarray(rewards).reshape(self.agent_num), *ended)
         )
-        return self._stepped(self._by_agent(observations), rewards, terminated, truncated, self._infos(info))
+        return self._finish_step(self._split_by_agent(observations), rewards, terminated, truncated, self._infos(info))
 
     def _time_limit_reached(self, info: Any) -> Any:
         each = info if isinstance(info, (list, tuple)) else [info] * self.agent_num
@@ -236,15 +236,15 @@ class StackedAgents(Adapted):
             return observations[0], info
         return observations, info
 
-    def _by_agent(self, observations: Any) -> dict[str, Any]:
+    def _split_by_agent(self, observations: Any) -> dict[str, Any]:
         """Split a structure with an axis of agents in its leaves into one observation per agent."""
         space = self.env.observation_space
         rows = map_space(self._rows, space, observations)
 
-        def of_agent(index: int) -> Any:
+        def select_agent(index: int) -> Any:
             return map_space(lambda _, each: each[index], space, rows)
 
-        return {agent: of_agent(index) for index, agent in enumerate(self.possible_agents)}
+        return {agent: select_agent(index) for index, agent in enumerate(self.possible_agents)}
 
     def _rows(self, space: spaces.Space[Any], observations: Any) -> Any:
         """Return a leaf with one row per agent; a ``Discrete`` leaf may be one-hot."""
@@ -262,7 +262,7 @@ class StackedAgents(Adapted):
         return _infos(own, {} if masks is None else dict(zip(self.possible_agents, masks, strict=True)))
 
 
-class OneAgent(Adapted):
+class OneAgent(AgentsAdapter):
     """A Gymnasium environment with the single agent ``agent_0``.
 
     Its infos belong to the environment, except ``"action_mask"`` and ``"action_masks"``, which belong to the agent.
@@ -283,14 +283,14 @@ class OneAgent(Adapted):
         """Step the environment."""
         *values, info = self.env.step(actions["agent_0"])
         observations, rewards, terminations, truncations = ({"agent_0": value} for value in values)
-        return self._stepped(observations, rewards, terminations, truncations, self._infos(info))
+        return self._finish_step(observations, rewards, terminations, truncations, self._infos(info))
 
     def _infos(self, info: Mapping[Any, Any]) -> dict[Any, Any]:
         masks = [info[key] for key in MASK_KEYS if key in info]
         return _infos(dict(info), {"agent_0": masks[-1]} if masks else {})
 
 
-class RLlibGame(Adapted):
+class RLlibGame(AgentsAdapter):
     """RLlib's ``MultiAgentEnv``: agents with an observation act next, and ``"__all__"`` ends the episode of all agents.
 
     The results of a step determine which agents are in the game and which act next, since RLlib's list of agents is not
@@ -315,12 +315,12 @@ class RLlibGame(Adapted):
     def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step the agents that act."""
         observations, rewards, terminations, truncations, infos = self.env.step(dict(actions))
-        there = [*self.agents, *(agent for agent in observations if agent not in self.agents)]
+        agents_in_game = [*self.agents, *(agent for agent in observations if agent not in self.agents)]
         self._latest.update(observations)
-        given = {agent: self._latest[agent] for agent in there}
-        paid = {agent: rewards.get(agent, 0.0) for agent in there}
-        self.agents = [] if terminations.get(ALL, False) or truncations.get(ALL, False) else there
-        stepped = self._stepped(given, paid, terminations, truncations, self._infos(infos))
+        current_observations = {agent: self._latest[agent] for agent in agents_in_game}
+        agent_rewards = {agent: rewards.get(agent, 0.0) for agent in agents_in_game}
+        self.agents = [] if terminations.get(ALL, False) or truncations.get(ALL, False) else agents_in_game
+        stepped = self._finish_step(current_observations, agent_rewards, terminations, truncations, self._infos(infos))
         self.agents_to_act = tuple(agent for agent in self.agents if agent in observations)
         return stepped
 
@@ -334,7 +334,7 @@ def _infos(common: dict[Any, Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
     return {**({"common": common} if common else {}), **{agent: {"action_mask": mask} for agent, mask in masks.items()}}
 
 
-_NUMBERS = frozenset({float, int, bool, np.float64, np.float32, np.float16, np.int64, np.int32})  # the types of most rewards
+_PLAIN_REWARD_TYPES = frozenset({float, int, bool, np.float64, np.float32, np.float16, np.int64, np.int32})
 
 
 @dataclass(eq=False, repr=False)
@@ -368,46 +368,46 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self.observation_space = roster.observation_space()
         self.action_space = roster.action_space()
         self._names = roster.agents
-        self._known = frozenset(roster.agents)
+        self._agent_names = frozenset(roster.agents)
         self._pick_action = [_action_picker(part, place) for part, place in roster.places()]
         self._begin_episode()
         self._takes_turns = hasattr(env, "agents_to_act")
         self._all_agents = list(roster.agents)
         first = roster.parts[0]
-        self._zips = roster.layout == "stack" and build_tree(first.action_space, "action").leaf is not None
+        self._can_zip_actions = roster.layout == "stack" and build_tree(first.action_space, "action").leaf is not None
         self._tree = build_tree(self.observation_space, "observation")
         self._has_scalars = any(leaf.shape == () for leaf in self._tree.leaves())
         self._must_finish = self._has_scalars or roster.state_space is not None
-        self._attach(zeros(self._tree))
+        self._attach_memory(zeros(self._tree))
 
     def observation_buffer(self, row: dict[str, Any]) -> None:
         """Write all further observations into ``row``, which is the engine's shared memory."""
-        self._attach(row)
+        self._attach_memory(row)
 
-    def _attach(self, row: dict[str, Any]) -> None:
+    def _attach_memory(self, row: dict[str, Any]) -> None:
         roster = self.roster
         self._row = row
         self._rewards: Any = memoryview(row["signals"][0])  # three times as fast as an array to assign a number
         self._flags = row["signals"][1:]  # in the order of FLAGS
-        self._assume_nothing_written()
-        self._puts: list[Callable[[Any], None]] = []
+        self._forget_written()
+        self._observation_writers: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
         self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with a single array as observation
         for (part, place), name in zip(roster.places(), self._names, strict=True):
             tree = build_tree(part.observation_space, "observation")
-            held = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
-            leaves = flatten(build_tree(part.widened(part.observation_space), "observation"), held)
+            row_observations = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
+            leaves = flatten(build_tree(part.widened(part.observation_space), "observation"), row_observations)
             leaves = leaves if part.axis else [leaf[None] for leaf in leaves]
-            self._puts.append(self._writer(tree, leaves, place, name))
+            self._observation_writers.append(self._make_writer(tree, leaves, place, name))
             self._leaves.append([leaf[place : place + 1] for leaf in leaves])
             if tree.leaf is not None:
                 cells = memoryview(leaves[0][place]) if tree.leaf.flat else None
-                self._single_arrays.append((name, cells, self._puts[-1]))
+                self._single_arrays.append((name, cells, self._observation_writers[-1]))
         if roster.state_space is not None:
             tree = build_tree(roster.state_space, "state")
-            self._put_state = self._writer(tree, [leaf[None] for leaf in flatten(tree, row["state"])], 0, None)
+            self._write_state = self._make_writer(tree, [leaf[None] for leaf in flatten(tree, row["state"])], 0, None)
 
-    def _assume_nothing_written(self) -> None:
+    def _forget_written(self) -> None:
         """Make the next step write every flag and all padding, regardless of the memory's contents."""
         self._written: Any = None
         self._all_acted = False  # True if the flags in memory mean that every agent acted and is alive
@@ -417,7 +417,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._alive, self._acting, self._dead = ([False] * len(self._names) for _ in range(3))
         self._truncated = False  # True if an agent was truncated in this episode
 
-    def _writer(self, tree: Tree, leaves: list[Array], place: int, agent: Any) -> Callable[[Any], None]:
+    def _make_writer(self, tree: Tree, leaves: list[Array], place: int, agent: Any) -> Callable[[Any], None]:
         """Return a function that checks and writes one agent's observation, or the state if ``agent`` is ``None``."""
         name = f"env {self.index}" if agent is None else f"env {self.index}, agent {agent!r}"
 
@@ -442,7 +442,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         """Continue from the result of :meth:`take_snapshot`."""
         *lists, self._truncated = state
         self._alive, self._acting, self._dead = ([*each] for each in lists)
-        self._assume_nothing_written()
+        self._forget_written()
 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
@@ -452,37 +452,37 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             raise ValueError(f"env {self.index}: {'; '.join(self.problems)}")
         result = self.env.reset(seed=seed, options=options)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(f"env {self.index}: reset must return (observations, infos), got {_kind(result)}")
+            raise ValueError(f"env {self.index}: reset must return (observations, infos), got {_describe_type(result)}")
         observations, infos = result
-        self._assume_nothing_written()
-        present = self._present()
+        self._forget_written()
+        present = self._present_agents()
         if not present:
-            raise ValueError(f"env {self.index}: no agent is there after a reset (`env.agents` is empty)")
+            raise ValueError(f"env {self.index}: there are no agents after a reset (`env.agents` is empty)")
         self._begin_episode()
-        self._take(present, {name: observations[name] for name in present if name in observations}, {}, {}, {})
+        self._apply_results(present, {name: observations[name] for name in present if name in observations}, {}, {}, {})
         self._acting = self._agents_to_act()
-        nothing = [False] * len(self._names)
-        self._write(nothing, nothing, nothing, nothing)
-        return self._finish(), self._info(infos)
+        no_flags = [False] * len(self._names)
+        self._write(no_flags, no_flags, no_flags, no_flags)
+        return self._build_observation(), self._info(infos)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step all agents that act; the actions of others are ignored."""
         acting = self._acting
-        if self._all_acted and self._zips:
-            given = dict(zip(self._names, action))  # noqa: B905 - the engine checks the length; `strict` takes 10% longer
+        if self._all_acted and self._can_zip_actions:
+            actions = dict(zip(self._names, action))  # noqa: B905 - the engine checks the length; `strict` takes 10% longer
         else:
             picks = zip(self._names, acting, self._pick_action, strict=True)
-            given = {name: pick(action) for name, acts, pick in picks if acts}
-        result = self.env.step(given)
+            actions = {name: pick(action) for name, acts, pick in picks if acts}
+        result = self.env.step(actions)
         if not isinstance(result, tuple) or len(result) != 5:
-            raise ValueError(f"env {self.index}: step must return five dicts, got {_kind(result)}")
-        if self._all_acted and self._take_uneventful(result):
-            return self._finish() if self._must_finish else self._row, 0.0, False, False, {}
+            raise ValueError(f"env {self.index}: step must return five dicts, got {_describe_type(result)}")
+        if self._all_acted and self._apply_ordinary_step(result):
+            return self._build_observation() if self._must_finish else self._row, 0.0, False, False, {}
         observations, rewards, terminations, truncations, infos = result
-        present = self._present()
-        if not (rewards.keys() <= self._known and terminations.keys() <= self._known):
+        present = self._present_agents()
+        if not (rewards.keys() <= self._agent_names and terminations.keys() <= self._agent_names):
             self._require_known({*rewards, *terminations} - {ALL})
-        paid, terminated, truncated = self._take(present, observations, rewards, terminations, truncations)
+        agent_rewards, terminated, truncated = self._apply_results(present, observations, rewards, terminations, truncations)
         ended = not any(self._alive)
         by_truncation = self._truncated = self._truncated or any(truncated)
         if self.roster.any_end and not ended and (any(terminated) or any(truncated)):
@@ -490,15 +490,15 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             truncated = [one or alive for one, alive in zip(truncated, self._alive, strict=True)]
             self._alive = [False] * len(self._alive)
         self._acting = self._agents_to_act()
-        self._write(paid, terminated, truncated, acting)
+        self._write(agent_rewards, terminated, truncated, acting)
         all_single = len(self._single_arrays) == len(self._names)
         self._all_acted = all(acting) and all(self._acting) and not self._takes_turns and all_single
-        return self._finish(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
+        return self._build_observation(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
 
-    def _take_uneventful(self, result: tuple[Any, ...]) -> bool:
+    def _apply_ordinary_step(self, result: tuple[Any, ...]) -> bool:
         """Apply the results of an ordinary step: all agents were and are present, nothing ended, and infos are empty.
 
-        Flags and masks then stay unchanged. Returns False for any other step, which needs :meth:`_take`.
+        Flags and masks then stay unchanged. Returns False for any other step, which needs :meth:`_apply_results`.
         """
         observations, rewards, terminations, truncations, infos = result
         if (
@@ -518,14 +518,14 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                     row[:] = value  # also checks dtype and shape
                 except (TypeError, ValueError):  # another dtype or shape, or more axes than a memoryview can write
                     others.append((put, value))
-                cells[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
+                cells[index] = reward if reward.__class__ in _PLAIN_REWARD_TYPES else self._to_float(index, reward)
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
         for put, value in others:
             put(value)
         return True
 
-    def _take(
+    def _apply_results(
         self, present: frozenset[Any], observations: Mapping[Any, Any], rewards: Mapping[Any, Any],
         terminations: Mapping[Any, Any], truncations: Mapping[Any, Any],
     ) -> tuple[list[Any], list[bool], list[bool]]:  # fmt: skip
@@ -533,42 +533,43 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
         ``"__all__"`` among the flags, as in RLlib's games, ends the episode of every agent that is present.
         """
-        all_terminated, all_truncated = self._of_all(terminations), self._of_all(truncations)
+        all_terminated, all_truncated = self._read_all_flag(terminations), self._read_all_flag(truncations)
         count = len(self._names)
-        paid, flags_terminated, flags_truncated = [0.0] * count, [False] * count, [False] * count
-        alive, dead, puts = self._alive, self._dead, self._puts
+        agent_rewards, flags_terminated, flags_truncated = [0.0] * count, [False] * count, [False] * count
+        alive, dead, puts = self._alive, self._dead, self._observation_writers
         for i, name in enumerate(self._names):
             terminated, truncated = bool(terminations.get(name, False)), bool(truncations.get(name, False))
-            named = terminated or truncated
-            if (all_terminated or all_truncated) and not dead[i] and (alive[i] or name in present or named):
+            has_flag = terminated or truncated
+            if (all_terminated or all_truncated) and not dead[i] and (alive[i] or name in present or has_flag):
                 terminated, truncated = terminated or all_terminated, truncated or all_truncated
-            lives = name in present and not (terminated or truncated)
+            is_alive = name in present and not (terminated or truncated)
             if dead[i]:
-                if lives:
-                    raise ValueError(f"env {self.index}, agent {name!r}: came back after it had died in this episode")
-                self._pad(i)
+                if is_alive:
+                    raise ValueError(f"env {self.index}, agent {name!r}: came back after its death in this episode")
+                self._write_padding(i)
                 continue
             if name in observations:
                 self._filled[i] = True
                 puts[i](observations[name])
-            elif lives:
-                raise ObservationError(f"env {self.index}, agent {name!r}: is alive and has no observation")
+            elif is_alive:
+                raise ObservationError(f"env {self.index}, agent {name!r}: is alive, but has no observation")
             else:
-                self._pad(i)
-            if name in rewards or (self._acting[i] and (lives or named)):  # an agent that just left or joined may lack one
-                paid[i] = self._reward(name, rewards)
-            dead[i] = (alive[i] and not lives) or terminated or truncated
-            alive[i], flags_terminated[i], flags_truncated[i] = lives, terminated, truncated
-        return paid, flags_terminated, flags_truncated
+                self._write_padding(i)
+            # an agent that just left or joined may lack a reward
+            if name in rewards or (self._acting[i] and (is_alive or has_flag)):
+                agent_rewards[i] = self._reward(name, rewards)
+            dead[i] = (alive[i] and not is_alive) or terminated or truncated
+            alive[i], flags_terminated[i], flags_truncated[i] = is_alive, terminated, truncated
+        return agent_rewards, flags_terminated, flags_truncated
 
-    def _present(self) -> frozenset[Any]:
+    def _present_agents(self) -> frozenset[Any]:
         present = frozenset(self.env.agents)
-        if not present <= self._known:
+        if not present <= self._agent_names:
             self._require_known(present)
         return present
 
     def _require_known(self, names: Iterable[Any]) -> None:
-        if unknown := sorted({str(name) for name in names if name not in self._known}):
+        if unknown := sorted({str(name) for name in names if name not in self._agent_names}):
             raise ValueError(f"env {self.index}: unknown agents {unknown}; possible_agents are {list(self._names)}")
 
     def _reward(self, name: Any, rewards: Mapping[Any, Any]) -> Any:
@@ -576,12 +577,12 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             return rewards[name]  # not `in`: a defaultdict has a reward for every agent
         except KeyError:
             raise ObservationError(
-                f"env {self.index}, agent {name!r}: reward: there is none, and the agent has acted; there are rewards of "
+                f"env {self.index}, agent {name!r}: reward is missing, although the agent acted; the rewards are of "
                 f"{list(rewards)}"
             ) from None
 
-    def _of_all(self, flags: Mapping[Any, Any]) -> bool:
-        return ALL in flags and ALL not in self._known and bool(flags[ALL])
+    def _read_all_flag(self, flags: Mapping[Any, Any]) -> bool:
+        return ALL in flags and ALL not in self._agent_names and bool(flags[ALL])
 
     def _agents_to_act(self) -> list[bool]:
         if not self._takes_turns:
@@ -591,7 +592,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     # -- the memory of the observation ------------------------------------------------------------------------------
 
-    def _pad(self, index: int) -> None:
+    def _write_padding(self, index: int) -> None:
         if self._filled[index]:
             self._filled[index] = False
             for leaf in self._leaves[index]:
@@ -601,23 +602,23 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self, rewards: list[Any], terminations: list[bool], truncations: list[bool], transition_mask: list[bool]
     ) -> None:
         for index, reward in enumerate(rewards):
-            self._rewards[index] = reward if reward.__class__ in _NUMBERS else self._number(index, reward)
+            self._rewards[index] = reward if reward.__class__ in _PLAIN_REWARD_TYPES else self._to_float(index, reward)
         flags = terminations, truncations, self._acting, transition_mask
         if flags != self._written:
             self._flags[:] = self._written = flags
 
-    def _number(self, index: int, reward: Any) -> float:
+    def _to_float(self, index: int, reward: Any) -> float:
         """Convert a reward to a float; an array of one element is valid too."""
         array = np.asarray(reward)
         if array.size != 1 or array.dtype.kind not in "biuf":
             raise ObservationError(
-                f"env {self.index}, agent {self._names[index]!r}: reward: got {reward!r}, wanted one number"
+                f"env {self.index}, agent {self._names[index]!r}: reward: got {reward!r}, expected one number"
             )
         return float(array.reshape(()))
 
-    def _finish(self) -> Any:
+    def _build_observation(self) -> Any:
         if self.roster.state_space is not None:
-            self._put_state(self.env.state())
+            self._write_state(self.env.state())
         if not self._has_scalars:
             return self._row
         return self._tree.map(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self._row)
@@ -627,18 +628,18 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if not isinstance(infos, Mapping):
             raise ValueError(f"env {self.index}: infos must be a dict of agents, got {infos!r}")
         out: dict[str, Any] = {}
-        given = [(index, infos[name]) for index, name in enumerate(self._names) if name in infos]
-        if agents := {index: self._with_mask(index, info) for index, info in given if info}:
+        agent_infos = [(index, infos[name]) for index, name in enumerate(self._names) if name in infos]
+        if agents := {index: self._convert_mask(index, info) for index, info in agent_infos if info}:
             out["agents"] = agents
-        if len(given) < len(infos):
-            common = {key: value for key, value in infos.items() if key not in self._known}
+        if len(agent_infos) < len(infos):
+            common = {key: value for key, value in infos.items() if key not in self._agent_names}
             if isinstance(common.get("common"), dict):
                 common = {**common.pop("common"), **common}
             if common:
                 out["common"] = common
         return out
 
-    def _with_mask(self, index: int, info: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    def _convert_mask(self, index: int, info: Mapping[Any, Any]) -> Mapping[Any, Any]:
         for key in MASK_KEYS if self.roster.info_masks else ():
             if key in info:
                 mask = np.asarray(info[key])
@@ -652,9 +653,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     # -- the wrapped environment ------------------------------------------------------------------------------------
 
     @property
-    def inside(self) -> Any:
+    def adapted_env(self) -> Any:
         """The environment without an adapter for another convention; attributes set on the adapter would be lost."""
-        return self.env.env if isinstance(self.env, Adapted) else self.env
+        return self.env.env if isinstance(self.env, AgentsAdapter) else self.env
 
     def render(self) -> Any:
         """Return the frame of the wrapped environment."""
@@ -666,20 +667,20 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     def has_wrapper_attr(self, name: str) -> bool:
         """True if the wrapped environment or its adapter has the attribute."""
-        return hasattr(self.inside, name) or hasattr(self.env, name)
+        return hasattr(self.adapted_env, name) or hasattr(self.env, name)
 
     def get_wrapper_attr(self, name: str) -> Any:
         """Return an attribute of the wrapped environment, or else of its adapter."""
-        return getattr(self.inside if hasattr(self.inside, name) else self.env, name)
+        return getattr(self.adapted_env if hasattr(self.adapted_env, name) else self.env, name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """Set an attribute on the outermost wrapper that has it, or else on the innermost environment."""
-        env = self.inside
+        env = self.adapted_env
         while not (name in getattr(env, "__dict__", {}) or hasattr(type(env), name)):
-            inside = getattr(env, "__dict__", {}).get("env")
-            if inside is None:
+            inner = getattr(env, "__dict__", {}).get("env")
+            if inner is None:
                 break
-            env = inside
+            env = inner
         setattr(env, name, value)
         return True
 
@@ -689,11 +690,11 @@ def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
     if not part.axis:
         return itemgetter(part.key)
     tree = build_tree(part.widened(part.action_space), "action")
-    take = itemgetter(place)
-    inside: Callable[[Any], Any] = take if tree.leaf is not None else lambda action: tree.map(take, action)
+    pick_at_place = itemgetter(place)
+    pick: Callable[[Any], Any] = pick_at_place if tree.leaf is not None else lambda action: tree.map(pick_at_place, action)
     if part.key is None:
-        return inside
-    return lambda action: inside(action[part.key])
+        return pick
+    return lambda action: pick(action[part.key])
 
 
 def has_wrapper(env: Any, name: str) -> bool:
@@ -710,5 +711,5 @@ def class_name(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _kind(result: Any) -> str:
+def _describe_type(result: Any) -> str:
     return f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__

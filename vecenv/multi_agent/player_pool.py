@@ -113,8 +113,9 @@ class PlayerRows(PoolRows):
 
     def __init__(self, task: Task, num_envs: int) -> None:
         self._keys = list(task.state_keys)
-        self._of_players = [tuple(task.state_specs[key].shape[:1]) == (-1,) for key in self._keys]
-        found = [key for key, several in zip(self._keys, self._of_players, strict=True) if several and key in _OBSERVATIONS]
+        self._is_per_player = [tuple(task.state_specs[key].shape[:1]) == (-1,) for key in self._keys]
+        per_player = (key for key, is_per_player in zip(self._keys, self._is_per_player, strict=True) if is_per_player)
+        found = [key for key in per_player if key in _OBSERVATIONS]
         space = task.observation_space
         if len(found) != 1 or isinstance(space, (spaces.Dict, spaces.Tuple)):
             raise ValueError(f"{task.id}: observations must be one array per player, got {space}")
@@ -123,13 +124,13 @@ class PlayerRows(PoolRows):
         self._player_id = self._keys.index("info:players.id") if "info:players.id" in self._keys else None
         self._shape = num_envs, task.max_num_players
         self._action_dtype = np.dtype(task.action_dtypes[-1])
-        self._turns = "info:current_player" in self._keys
+        self._is_turn_based = "info:current_player" in self._keys
         self.begin()
 
     def begin(self) -> None:
         self._present, self._acting = np.zeros((2, *self._shape), np.bool_)
 
-    def keep(self, held: Any) -> None:
+    def store_held(self, held: Any) -> None:
         ids, present, acting = held
         self._present[ids], self._acting[ids] = present, acting
 
@@ -141,15 +142,15 @@ class PlayerRows(PoolRows):
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``, in the order of environments."""
-        order, (given,) = np.argsort(ids), actions
-        ids, given = ids[order], given[order]
+        order, (values,) = np.argsort(ids), actions
+        ids, values = ids[order], values[order]
         acting = self._acting[ids]
-        given = np.where(acting.reshape(acting.shape + (1,) * (given.ndim - 2)), given, 0).astype(self._action_dtype)
-        if self._turns:  # EnvPool uses the first player's action as that of the current player
-            given[:] = given[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
-        return self.flat(given, ids, self._present[ids])
+        values = np.where(acting.reshape(acting.shape + (1,) * (values.ndim - 2)), values, 0).astype(self._action_dtype)
+        if self._is_turn_based:  # EnvPool uses the first player's action as that of the current player
+            values[:] = values[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
+        return self.flat(values, ids, self._present[ids])
 
-    def filler(self, ids: Array) -> list[Array]:
+    def filler_payload(self, ids: Array) -> list[Array]:
         mask = self._present[ids]
         return self.flat(np.zeros(mask.shape, self._action_dtype), ids, mask)
 
@@ -162,18 +163,18 @@ class PlayerRows(PoolRows):
 
     def copy_rows(self, states: States, first: int, last: int) -> States:
         """Copy rows ``first`` to ``last - 1`` of the environments, and the rows of their players."""
-        theirs = np.isin(states[self._owner], states[self._env_id][first:last])
+        is_player_row = np.isin(states[self._owner], states[self._env_id][first:last])
         return [
-            array[theirs] if of_players else array[first:last].copy()
-            for array, of_players in zip(states, self._of_players, strict=True)
+            array[is_player_row] if is_per_player else array[first:last].copy()
+            for array, is_per_player in zip(states, self._is_per_player, strict=True)
         ]
 
     def results_in_order(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:
-        stepped, batch, acting = self._read([np.concatenate(parts) for parts in zip(*batches, strict=True)])
+        stepped, batch, acting = self._parse_states([np.concatenate(parts) for parts in zip(*batches, strict=True)])
         return stepped, (all_ids, batch.mask, acting)
 
     def results(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
-        stepped, batch, acting = self._read(states)
+        stepped, batch, acting = self._parse_states(states)
         ids, index = batch.env_ids.copy(), batch.env_ids.astype(np.intp)
         assert isinstance(stepped[4], dict)
         stepped[4].update(env_id=index, _env_id=np.ones(len(ids), np.bool_))
@@ -194,7 +195,7 @@ class PlayerRows(PoolRows):
             raise ValueError(f"players of environments {np.setdiff1d(owners, env_ids).tolist()}, which are not in the batch")
         counts = np.bincount(row, minlength=n)
         if counts.max(initial=0) > k:
-            raise ValueError(f"{counts.max()} players in one environment; there may be {k}")
+            raise ValueError(f"{counts.max()} players in one environment; the maximum is {k}")
         if self._player_id is not None:
             slot = states[self._player_id]
         else:  # number the players within each environment
@@ -204,8 +205,8 @@ class PlayerRows(PoolRows):
         complete = np.array_equal(row * k + slot, np.arange(n * k))
         batch = PlayerBatch(env_ids, np.zeros((n, k), np.bool_), {}, {})
         batch.mask[row, slot] = True
-        for key, array, of_players in zip(self._keys, states, self._of_players, strict=True):
-            if not of_players:
+        for key, array, is_per_player in zip(self._keys, states, self._is_per_player, strict=True):
+            if not is_per_player:
                 batch.envs[key] = array if in_order else array[env_order]
             elif complete:
                 batch.players[key] = array.reshape(n, k, *array.shape[1:])
@@ -214,7 +215,7 @@ class PlayerRows(PoolRows):
                 batch.players[key][row, slot] = array
         return batch
 
-    def _read(self, states: States) -> tuple[Stepped, PlayerBatch, Array]:
+    def _parse_states(self, states: States) -> tuple[Stepped, PlayerBatch, Array]:
         """Return a step of all agents, with infos in the engine's format; the sorted result; and the acting players."""
         batch = self.sorted(states)
         begins = batch.envs["elapsed_step"] == 0
@@ -222,7 +223,7 @@ class PlayerRows(PoolRows):
         truncated = done & batch.envs["trunc"].astype(np.bool_)
         terminated = done & ~truncated
         acting = batch.mask & ~done[:, None]
-        if self._turns:
+        if self._is_turn_based:
             acting &= np.arange(batch.mask.shape[1]) == batch.envs["info:current_player"][:, None]
         flags = {
             "terminations": terminated[:, None] & batch.mask,
@@ -231,18 +232,18 @@ class PlayerRows(PoolRows):
             "transition_mask": self._acting[batch.env_ids] & ~begins[:, None],
         }
         signals = [batch.players["reward"] * ~begins[:, None], *(flags[key] for key in FLAGS)]
-        observed = {
+        observation = {
             "obs": batch.players[self._observed].astype(self._dtype),
             "signals": np.stack(signals, axis=1, dtype=np.float64),
         }
-        return (observed, np.zeros(len(done)), terminated, truncated, self._infos(batch, acting)), batch, acting
+        return (observation, np.zeros(len(done)), terminated, truncated, self._infos(batch, acting)), batch, acting
 
     def _infos(self, batch: PlayerBatch, acting: Array) -> dict[Any, Any]:
-        everywhere = np.ones(len(batch.env_ids), np.bool_)
+        all_envs = np.ones(len(batch.env_ids), np.bool_)
         out: dict[Any, Any] = {}
         for key, value in batch.envs.items():
             if key.startswith("info:") and key not in _BOOKKEEPING:
-                out[key[5:]], out[f"_{key[5:]}"] = value.copy(), everywhere.copy()
+                out[key[5:]], out[f"_{key[5:]}"] = value.copy(), all_envs.copy()
         agents: dict[Any, Any] = {}
         for index in range(batch.mask.shape[1]):
             own: dict[Any, Any] = {}
@@ -252,7 +253,7 @@ class PlayerRows(PoolRows):
             if "info:legal_action_mask" in batch.envs:
                 own["action_mask"], own["_action_mask"] = batch.envs["info:legal_action_mask"] != 0, acting[:, index]
             if own:
-                agents[index], agents[f"_{index}"] = own, everywhere
+                agents[index], agents[f"_{index}"] = own, all_envs
         if agents:
-            out["agents"], out["_agents"] = agents, everywhere
+            out["agents"], out["_agents"] = agents, all_envs
         return out

@@ -77,7 +77,7 @@ class Roster:
         """Return the space of one environment's observation: observations, rewards, flags and masks of all agents."""
         count = len(self.agents)
         row: dict[str, Space[Any]] = {
-            "obs": self._joined([part.widened(part.observation_space) for part in self.parts]),
+            "obs": self._join([part.widened(part.observation_space) for part in self.parts]),
             "signals": spaces.Box(-np.inf, np.inf, (1 + len(FLAGS), count), np.float64),
         }
         if self.state_space is not None:
@@ -86,9 +86,9 @@ class Roster:
 
     def action_space(self) -> Space[Any]:
         """Return the space of one environment's action, with the actions of all agents."""
-        return self._joined([part.widened(part.action_space) for part in self.parts])
+        return self._join([part.widened(part.action_space) for part in self.parts])
 
-    def _joined(self, each: Sequence[Space[Any]]) -> Space[Any]:
+    def _join(self, each: Sequence[Space[Any]]) -> Space[Any]:
         if self.layout == "stack":
             return each[0]
         return spaces.Dict(OrderedDict((part.key, space) for part, space in zip(self.parts, each, strict=True)))
@@ -111,10 +111,10 @@ class Roster:
             return [f"possible_agents are {list(agents)}{detail}, those of env 0 are {list(self.agents)}"]
         found = []
         for index, agent in enumerate(self.agents):
-            for name, mine in (("observation_space", self.observation_spaces), ("action_space", self.action_spaces)):
+            for name, own in (("observation_space", self.observation_spaces), ("action_space", self.action_spaces)):
                 space = getattr(env, name)(agent)
-                if space != mine[index]:
-                    found.append(f"agent {agent!r}: {name} is {space}, that of env 0 is {mine[index]}")
+                if space != own[index]:
+                    found.append(f"agent {agent!r}: {name} is {space}, that of env 0 is {own[index]}")
         if self.state_space is not None and getattr(env, "state_space", None) != self.state_space:
             found.append(f"state_space is {getattr(env, 'state_space', None)}, that of env 0 is {self.state_space}")
         return found
@@ -187,7 +187,7 @@ def _check_pad(roster: Roster) -> None:
                 cast = np.asarray(roster.pad_value).astype(leaf.dtype)
             if not np.array_equal(cast, np.asarray(roster.pad_value), equal_nan=True) and leaf.dtype.kind != "f":
                 raise ValueError(
-                    f"pad_value {roster.pad_value} is no {leaf.dtype}: {leaf.name} of agent {agent!r} needs one"
+                    f"pad_value {roster.pad_value} cannot be a {leaf.dtype}, the dtype of {leaf.name} of agent {agent!r}"
                 )
 
 
@@ -196,7 +196,7 @@ def _layout(
 ) -> tuple[Literal["stack", "agents", "groups"], tuple[AgentGroup, ...]]:
     pairs = list(zip(observed, acted, strict=True))
 
-    def shared(key: Any, indices: tuple[int, ...], name: str) -> AgentGroup:
+    def build_group(key: Any, indices: tuple[int, ...], name: str) -> AgentGroup:
         """Return agents that share one array.
 
         Raises:
@@ -207,24 +207,24 @@ def _layout(
             for kind, each in (("observation", observed), ("action", acted)):
                 if each[index] != each[first]:
                     raise ValueError(
-                        f"{name} needs equal spaces, and the {kind} space of agent {agents[index]!r} is {each[index]}, that "
-                        f"of agent {agents[first]!r} is {each[first]}"
+                        f"{name} needs equal spaces, but the {kind} space of agent {agents[index]!r} is {each[index]}, and "
+                        f"that of agent {agents[first]!r} is {each[first]}"
                     )
         return AgentGroup(key, indices, True, *pairs[first])
 
     if isinstance(layout, Mapping):
         _require_partition(layout, agents)
         groups = {key: tuple(agents.index(agent) for agent in members) for key, members in layout.items()}
-        return "groups", tuple(shared(key, indices, f"group {key!r}") for key, indices in groups.items())
+        return "groups", tuple(build_group(key, indices, f"group {key!r}") for key, indices in groups.items())
     if layout not in ("auto", "stack", "agents"):
         raise ValueError(f"`layout` must be 'auto', 'stack', 'agents' or a dict of group -> agents, got {layout!r}")
     if layout == "agents" or (layout == "auto" and any(pair != pairs[0] for pair in pairs)):
         return "agents", tuple(AgentGroup(agent, (i,), False, *pairs[i]) for i, agent in enumerate(agents))
     try:
-        return "stack", (shared(None, tuple(range(len(agents))), "layout='stack'"),)
+        return "stack", (build_group(None, tuple(range(len(agents))), "layout='stack'"),)
     except ValueError as error:
         raise ValueError(
-            f"{error}. What fits: layout='agents' (a dict of agents), groups with equal spaces "
+            f"{error}. Alternatives: layout='agents' (a dict of agents), groups with equal spaces "
             f"(layout={_equal_groups(agents, pairs)}), or environments that pad their spaces"
         ) from None
 
@@ -282,7 +282,7 @@ def env_name(env: Any) -> str:
     return str(name or getattr(spec, "id", None) or type(bare).__name__)
 
 
-_TAKES: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
+_ACCEPTED_KINDS: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
 """The kinds of dtypes that actions may have, by the kind of their space."""
 
 
@@ -297,7 +297,7 @@ class AgentActions:
         self._roster = roster
         self._parts = [(part, build_tree(part.action_space, "actions")) for part in roster.parts]
 
-    def checked(self, actions: Any, rows: Array, alive: Array) -> Any:
+    def convert(self, actions: Any, rows: Array, alive: Array) -> Any:
         """Return the actions of environments ``rows`` in the engine's format.
 
         Args:
@@ -311,11 +311,11 @@ class AgentActions:
         count, keys = len(rows), [part.key for part, _ in self._parts]
         if self._roster.layout == "stack":
             part, tree = self._parts[0]
-            return map_checked(_checker(count, len(part.agents)), actions, tree, "actions")
+            return map_checked(_make_check(count, len(part.agents)), actions, tree, "actions")
         if not isinstance(actions, Mapping):
-            raise TypeError(f"actions: got {type(actions).__name__}, wanted a dict with {keys}; nothing was sent")
+            raise TypeError(f"actions: got {type(actions).__name__}, expected a dict with {keys}; nothing was sent")
         if unknown := [key for key in actions if key not in keys]:
-            raise ValueError(f"actions: unknown keys {unknown}, wanted {keys}; nothing was sent")
+            raise ValueError(f"actions: unknown keys {unknown}, expected {keys}; nothing was sent")
         missing = [index for part, _ in self._parts if part.key not in actions for index in part.agents]
         waiting = {self._roster.agents[index]: rows[alive[rows, index]].tolist() for index in missing}
         if texts := [f"agent {agent!r} in envs {envs}" for agent, envs in waiting.items() if envs]:
@@ -324,7 +324,7 @@ class AgentActions:
         for part, tree in self._parts:
             axes = (count, len(part.agents)) if part.axis else (count,)
             if part.key in actions:
-                out[part.key] = map_checked(_checker(*axes), actions[part.key], tree, f"actions[{part.key!r}]")
+                out[part.key] = map_checked(_make_check(*axes), actions[part.key], tree, f"actions[{part.key!r}]")
             else:
                 out[part.key] = zeros(tree, *axes)
         return out
@@ -342,14 +342,14 @@ def map_checked(function: Callable[[Any, Leaf, str], Array], value: Any, tree: T
     if tree.keyed:
         if not isinstance(value, Mapping) or set(value) != set(keys):
             got = f"a dict with {list(value)}" if isinstance(value, Mapping) else type(value).__name__
-            raise ValueError(f"{name}: got {got}, wanted a dict with {keys}; nothing was sent")
+            raise ValueError(f"{name}: got {got}, expected a dict with {keys}; nothing was sent")
     elif not isinstance(value, tuple) or len(value) != len(keys):
-        raise ValueError(f"{name}: got {type(value).__name__}, wanted a tuple of {len(keys)}; nothing was sent")
+        raise ValueError(f"{name}: got {type(value).__name__}, expected a tuple of {len(keys)}; nothing was sent")
     parts = {key: map_checked(function, value[key], child, f"{name}[{key!r}]") for key, child in tree.children}
     return parts if tree.keyed else tuple(parts.values())
 
 
-def _checker(*axes: int) -> Callable[[Any, Leaf, str], Array]:
+def _make_check(*axes: int) -> Callable[[Any, Leaf, str], Array]:
     """Return a check for one leaf of a batch with these axes in front."""
 
     def check(value: Any, leaf: Leaf, name: str) -> Array:
@@ -361,9 +361,9 @@ def _checker(*axes: int) -> Callable[[Any, Leaf, str], Array]:
         if not leaf.shape and array.shape == (*axes, 1):
             array = array.reshape(axes)
         if array.shape != expected:
-            raise ValueError(f"{name}: got shape {array.shape}, wanted {expected}; nothing was sent")
-        if array.dtype.kind not in _TAKES[leaf.dtype.kind]:
-            raise TypeError(f"{name}: got {array.dtype}, wanted {leaf.dtype}; nothing was sent")
+            raise ValueError(f"{name}: got shape {array.shape}, expected {expected}; nothing was sent")
+        if array.dtype.kind not in _ACCEPTED_KINDS[leaf.dtype.kind]:
+            raise TypeError(f"{name}: got {array.dtype}, expected {leaf.dtype}; nothing was sent")
         return array.astype(leaf.dtype) if leaf.dtype.kind in "iu" and array.dtype != leaf.dtype else array
 
     return check

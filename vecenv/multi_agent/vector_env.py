@@ -146,7 +146,7 @@ class MultiAgentVecEnv:
                 template, layout, state=state, pad_value=pad_value, episode_end=episode_end, action_mask=action_mask
             )
         except (TypeError, ValueError) as error:
-            error.add_note("env 0, which the others are compared with")
+            error.add_note("in env 0, with which the others are compared")
             raise
         finally:
             if hasattr(template, "close"):
@@ -228,14 +228,14 @@ class MultiAgentVecEnv:
     @property
     def single_observation_space(self) -> Any:
         """The space of one agent (stack), or a dict of agents or groups."""
-        return self._single([part.observation_space for part in self._roster.parts])
+        return self._per_part([part.observation_space for part in self._roster.parts])
 
     @property
     def single_action_space(self) -> Any:
         """The space of one agent (stack), or a dict of agents or groups."""
-        return self._single([part.action_space for part in self._roster.parts])
+        return self._per_part([part.action_space for part in self._roster.parts])
 
-    def _single(self, each: Sequence[Space[Any]]) -> Any:
+    def _per_part(self, each: Sequence[Space[Any]]) -> Any:
         if self.layout == "stack":
             return each[0]
         return {part.key: space for part, space in zip(self._roster.parts, each, strict=True)}
@@ -323,7 +323,7 @@ class MultiAgentVecEnv:
     def step_async(self, actions: Any) -> None:
         """Begin a step."""
         self._require_begun(self._all_rows)
-        self._rows.step_async(self._actions.checked(actions, self._all_rows, self._alive))
+        self._rows.step_async(self._actions.convert(actions, self._all_rows, self._alive))
 
     def step_wait(self, timeout: float | None = None) -> Step:
         """Wait for the result of :meth:`step_async` and return it."""
@@ -334,7 +334,7 @@ class MultiAgentVecEnv:
         """Step some environments without waiting; ``actions`` are those of :meth:`step`, with one row per ``env_id``."""
         rows = self._rows.parse_rows(env_id)
         self._require_begun(rows)
-        self._rows.send(self._actions.checked(actions, rows, self._alive), rows)
+        self._rows.send(self._actions.convert(actions, rows, self._alive), rows)
 
     def recv(
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
@@ -367,8 +367,8 @@ class MultiAgentVecEnv:
             if where := [row for row, info in enumerate(listed) if key in info]:
                 own[key] = object_column(where, [listed[row].pop(key) for row in where], len(listed))
                 own[f"_{key}"] = np.isin(self._all_rows, where)
-        if any(given := [self._masks.given(info) for info in listed]):
-            own["agents"] = self._merger.merge(given, self._all_rows.tolist())
+        if any(action_masks := [self._masks.masks_of_info(info) for info in listed]):
+            own["agents"] = self._merger.merge(action_masks, self._all_rows.tolist())
         if name == "reset_wait":
             return self._after_reset(results[0], own), listed
         batch, _, terminated, truncated = results
@@ -396,11 +396,11 @@ class MultiAgentVecEnv:
         rewards = signals[:, 0].astype(self.reward_dtype)
         flags = dict(zip(FLAGS, np.not_equal(signals[:, 1:].swapaxes(0, 1), 0.0, order="C"), strict=True))
         done = terminated | truncated
-        ends = infos.pop("final_obs", None)
+        final_observations = infos.pop("final_obs", None)
         infos.pop("_final_obs", None)
-        final = {} if ends is None else self._final(ends, rewards, flags)
+        final = {} if final_observations is None else self._final_infos(final_observations, rewards, flags)
         if "restarted" in infos:
-            self._truncate_lost(infos["_restarted"] & truncated, rewards, flags, self._alive[rows])
+            self._truncate_restarted(infos["_restarted"] & truncated, rewards, flags, self._alive[rows])
         out = agents_to_axis(infos, self.num_agents, len(rows)) if infos else {}
         mask, obs = flags["agent_mask"], batch["obs"]
         out["agent_mask"], out["transition_mask"] = mask, flags["transition_mask"]
@@ -414,29 +414,30 @@ class MultiAgentVecEnv:
         self._ended[where] = done if untouched is None else untouched & self._ended
         return obs, rewards, flags["terminations"], flags["truncations"], out
 
-    def _final(self, ends: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
+    def _final_infos(self, final_observations: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
         """Return the infos of episodes that ended, and write their last rewards and flags into ``rewards`` and ``flags``."""
-        ended = np.array([end is not None for end in ends])
-        whole = zeros(self._tree, len(ends))
+        ended = np.array([end is not None for end in final_observations])
+        final_batch = zeros(self._tree, len(final_observations))
         for row in np.flatnonzero(ended).tolist():
-            for column, value in zip(flatten(self._tree, whole), flatten(self._tree, ends[row]), strict=True):
+            leaves = flatten(self._tree, final_observations[row])
+            for column, value in zip(flatten(self._tree, final_batch), leaves, strict=True):
                 column[row] = value
-        rewards[ended] = whole["signals"][ended, 0]
+        rewards[ended] = final_batch["signals"][ended, 0]
         for line, key in enumerate(FLAGS, 1):
             if key != "agent_mask":
-                flags[key][ended] = whole["signals"][ended, line] != 0
-        found = {"final_obs": whole["obs"], "_final_obs": ended}
+                flags[key][ended] = final_batch["signals"][ended, line] != 0
+        found = {"final_obs": final_batch["obs"], "_final_obs": ended}
         if self.state_space is not None:
-            found["final_state"], found["_final_state"] = whole["state"], ended.copy()
+            found["final_state"], found["_final_state"] = final_batch["state"], ended.copy()
         return found
 
-    def _truncate_lost(self, lost: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
+    def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
         """Truncate the agents that were alive in environments that were restarted in this step."""
-        rewards[lost] = 0.0
-        flags["terminations"][lost] = False
-        flags["truncations"][lost] = flags["transition_mask"][lost] = before[lost]
+        rewards[restarted] = 0.0
+        flags["terminations"][restarted] = False
+        flags["truncations"][restarted] = flags["transition_mask"][restarted] = before[restarted]
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
-            flags["agent_mask"][lost] = False
+            flags["agent_mask"][restarted] = False
 
     reset_send, reset_fetch, step_send, step_fetch = reset_async, reset_wait, step_async, step_wait
 
@@ -504,7 +505,7 @@ class MultiAgentVecEnv:
 
     def _agent_state(self, row: int) -> Any:
         """Return the caller's records of an environment's agents, which the environment's own state does not include."""
-        return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.of_env(row)
+        return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.masks_of_env(row)
 
     def _with_agents(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
         rows = parse_rows(env_id, self.num_envs)
@@ -514,19 +515,20 @@ class MultiAgentVecEnv:
         """Call ``load``, restore the agents' state and return the observations. The engine rejects values of other types."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
-            known = one.beside
-            if not isinstance(known, tuple) or len(known) != 4 or np.shape(known[0]) != self._alive.shape[1:]:
+            agent_state = one.beside
+            is_state = isinstance(agent_state, tuple) and len(agent_state) == 4
+            if not is_state or np.shape(agent_state[0]) != self._alive.shape[1:]:
                 raise SnapshotMismatch(
-                    f"snapshots[{place}] has no state of {self._alive.shape[1]} agents: it is of another kind"
+                    f"snapshots[{place}] has no state of {self._alive.shape[1]} agents: it is of another vector environment"
                 )
         batch = load()
         self._set_agents(rows, [one.beside for one in each])
         return None if batch is None else batch["obs"]
 
     def _set_agents(self, rows: Sequence[int], beside: Sequence[Any]) -> None:
-        for row, known in zip(rows, beside, strict=True):
-            self._alive[row], self._ended[row], self._begun[row], masks = known
-            self._masks.set_env(row, masks)
+        for row, agent_state in zip(rows, beside, strict=True):
+            self._alive[row], self._ended[row], self._begun[row], masks = agent_state
+            self._masks.restore_masks(row, masks)
 
     # -- views and close() ------------------------------------------------------------------------------------------
 
@@ -560,7 +562,7 @@ class DifferentEnvs(ValueError):
 
 
 def _call_inside_adapter(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(env.inside, *args, **kwargs)
+    return func(env.adapted_env, *args, **kwargs)
 
 
 def make_openrl(
@@ -596,8 +598,8 @@ def make_openrl(
     except DifferentEnvs as error:
         raise RuntimeError(str(error)) from error
     both = (envs.single_observation_space, envs.single_action_space)
-    for kind, wanted, has in zip(("observation", "action"), (observation_space, action_space), both, strict=True):
-        if wanted is not None and wanted != has:
+    for kind, expected, actual in zip(("observation", "action"), (observation_space, action_space), both, strict=True):
+        if expected is not None and expected != actual:
             envs.close()
-            raise RuntimeError(f"Some environments have an {kind} space different from `{wanted}`: they have `{has}`.")
+            raise RuntimeError(f"Some environments have an {kind} space different from `{expected}`: they have `{actual}`.")
     return OpenRLView(envs, render_mode)

@@ -61,7 +61,7 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
     a dtype that fits all of them; values that are not numeric or differ in shape are in an object array.
     """
     out: dict[Any, Any] = {}
-    for name, value in _transposed(infos.get("agents", {}), num_agents, count).items():
+    for name, value in _transpose(infos.get("agents", {}), num_agents, count).items():
         bare = name[1:] if isinstance(name, str) and name.startswith("_") else name
         out[f"{name}_" if bare in RESERVED else name] = value
     for key in own_keys(infos):
@@ -75,26 +75,25 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
     return out
 
 
-def _transposed(agents: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:
+def _transpose(agents: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:
     """Convert ``{agent: {key: [count], "_key": [count]}}`` to ``{key: [count, num_agents], "_key": ...}``."""
-    own = {agent: agents[agent] for agent in range(num_agents) if agents.get(agent) is not None}
-    keys = {agent: own_keys(infos) for agent, infos in own.items()}
+    agent_infos = {agent: agents[agent] for agent in range(num_agents) if agents.get(agent) is not None}
+    keys = {agent: own_keys(infos) for agent, infos in agent_infos.items()}
     out: dict[Any, Any] = {}
     for key in dict.fromkeys(chain.from_iterable(keys.values())):
-        values = {agent: infos[key] for agent, infos in own.items() if key in keys[agent]}
+        values = {agent: infos[key] for agent, infos in agent_infos.items() if key in keys[agent]}
         mask = np.zeros((count, num_agents), np.bool_)
         for agent in values:
-            mask[:, agent] = own[agent][f"_{key}"]
+            mask[:, agent] = agent_infos[agent][f"_{key}"]
         nested = all(isinstance(value, dict) for value in values.values())
-        out[key] = _transposed(values, num_agents, count) if nested else _joined(values, mask)
+        out[key] = _transpose(values, num_agents, count) if nested else _join_columns(values, mask)
         out[f"_{key}"] = mask
     return out
 
 
-def _joined(values: Mapping[int, Any], mask: Array) -> Array:
+def _join_columns(values: Mapping[int, Any], mask: Array) -> Array:
     arrays = list(values.values())
-    alike = all(isinstance(v, np.ndarray) and v.dtype.kind in "biuf" and v.shape == arrays[0].shape for v in arrays)
-    if alike:
+    if all(isinstance(v, np.ndarray) and v.dtype.kind in "biuf" and v.shape == arrays[0].shape for v in arrays):
         joined = np.zeros((*mask.shape, *arrays[0].shape[1:]), np.result_type(*arrays))
         for agent, value in values.items():
             joined[:, agent] = value
@@ -136,16 +135,16 @@ def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[di
                 if nested[row]:
                     out[row][key] = nested[row]
                 continue
-            out[row][key] = _at(value, row)
+            out[row][key] = _take_row(value, row)
             if mask is not None and mask.ndim == 2:
                 out[row][f"_{key}"] = mask[row]
     return out
 
 
-def _at(value: Any, row: int) -> Any:
+def _take_row(value: Any, row: int) -> Any:
     if isinstance(value, tuple):  # (a Tuple observation)
-        return tuple(_at(part, row) for part in value)
-    return {key: _at(inner, row) for key, inner in value.items()} if isinstance(value, dict) else value[row]
+        return tuple(_take_row(part, row) for part in value)
+    return {key: _take_row(inner, row) for key, inner in value.items()} if isinstance(value, dict) else value[row]
 
 
 class ActionMasks:
@@ -166,10 +165,10 @@ class ActionMasks:
             space = part.observation_space
             if isinstance(space, spaces.Dict) and "action_mask" in space.spaces:
                 self._observed[index] = part, place
-                self._make(index, (space.spaces["action_mask"].shape or (0,))[-1])
+                self._ensure_masks(index, (space.spaces["action_mask"].shape or (0,))[-1])
         self._stacked = bool(self._observed) and roster.layout == "stack"
 
-    def _make(self, index: int, size: int) -> Array:
+    def _ensure_masks(self, index: int, size: int) -> Array:
         return self._latest.setdefault(index, np.ones((self._num_envs, size), np.bool_))
 
     def add(self, infos: dict[Any, Any], obs: Any, acting: Array, rows: Array, untouched: Array | None = None) -> None:
@@ -188,7 +187,7 @@ class ActionMasks:
         if given is None and not self._latest:
             return
         for index in () if given is None else np.flatnonzero(given_mask.any(axis=0)).tolist():
-            self._make(index, given[given_mask[:, index], index][0].shape[-1])
+            self._ensure_masks(index, given[given_mask[:, index], index][0].shape[-1])
         if self._stacked:
             infos["action_mask"] = (obs["action_mask"] != 0) | ~acting[..., None]
             return
@@ -197,8 +196,8 @@ class ActionMasks:
             mask = each[index] = np.ones((len(rows), latest.shape[1]), np.bool_)
             if index in self._observed:
                 part, place = self._observed[index]
-                seen = (obs if part.key is None else obs[part.key])["action_mask"]
-                mask[:] = (seen[:, place] if part.axis else seen) != 0
+                observed = (obs if part.key is None else obs[part.key])["action_mask"]
+                mask[:] = (observed[:, place] if part.axis else observed) != 0
             elif given is not None:
                 for row in np.flatnonzero(given_mask[:, index]):
                     mask[row] = given[row, index]
@@ -214,19 +213,19 @@ class ActionMasks:
             for index, mask in each.items():
                 infos["action_mask"][:, index] = mask
 
-    def given(self, info: Mapping[str, Any]) -> dict[int, Any]:
+    def masks_of_info(self, info: Mapping[str, Any]) -> dict[int, Any]:
         """Return the masks in one environment's info: ``{agent: {"action_mask": mask}}``."""
         agents = info.get("agents", {}) if self._enabled else {}
         return {index: {"action_mask": own["action_mask"]} for index, own in agents.items() if "action_mask" in own}
 
-    def of_env(self, row: int) -> dict[int, Array]:
+    def masks_of_env(self, row: int) -> dict[int, Array]:
         """Return the latest masks of an environment, by agent; a part of its snapshot."""
         return {index: masks[row].copy() for index, masks in self._latest.items()}
 
-    def set_env(self, row: int, masks: dict[int, Array]) -> None:
+    def restore_masks(self, row: int, masks: dict[int, Array]) -> None:
         """Restore the masks of a snapshot."""
         for index, mask in masks.items():
-            self._make(index, len(mask))[row] = mask
+            self._ensure_masks(index, len(mask))[row] = mask
 
 
 Bools = npt.NDArray[np.bool_]
@@ -314,18 +313,18 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
             seeds = list(seed)[:: self.num_agents]
         chosen = np.ones(self.num_envs, np.bool_)
         if isinstance(options, Mapping) and (mask := split_reset_mask(options, self.num_envs)[0]) is not None:
-            chosen = self._whole_envs(mask)
+            chosen = self._require_whole_envs(mask)
             options = {**options, "reset_mask": chosen[:: self.num_agents].copy()}
         obs, infos = drop_pending_and_retry(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
         return self._rows(obs), self._infos(infos, chosen)
 
-    def _whole_envs(self, mask: Bools) -> Bools:
+    def _require_whole_envs(self, mask: Bools) -> Bools:
         split = mask.reshape(-1, self.num_agents)
-        torn = np.flatnonzero(split.any(axis=1) & ~split.all(axis=1)).tolist()
-        if torn:
+        split_envs = np.flatnonzero(split.any(axis=1) & ~split.all(axis=1)).tolist()
+        if split_envs:
             raise ValueError(
-                f"`options['reset_mask']` chooses some rows of envs {torn} and not others: all agents of an environment are "
-                "reset together (infos['env_done'] marks the ended ones)"
+                f"`options['reset_mask']` chooses some rows of envs {split_envs} and not others: all agents of an "
+                "environment are reset together (infos['env_done'] marks the ended ones)"
             )
         return mask
 
@@ -342,7 +341,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         """Reshape ``(n * A, ...)`` to ``(n, A, ...)``."""
         array = np.asarray(actions)
         if array.ndim == 0 or len(array) != self.num_envs:
-            raise ValueError(f"{name}: got shape {array.shape}, wanted {self.num_envs} rows")
+            raise ValueError(f"{name}: got shape {array.shape}, expected {self.num_envs} rows")
         return array.reshape(self.envs.num_envs, self.num_agents, *array.shape[1:])
 
     def _rows(self, obs: Any) -> Any:
@@ -354,7 +353,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         """Return the infos of ``rows``; ``obs`` and ``ended`` are those of a step."""
         last, last_mask = infos.pop("final_obs", None), infos.pop("_final_obs", None)
         final_info, _ = infos.pop("final_info", None), infos.pop("_final_info", None)
-        out = self._flat(infos, rows)
+        out = self._flatten_infos(infos, rows)
         none = np.zeros(self.num_envs, np.bool_)
         ends = none if ended is None else ended.reshape(-1)
         if not (self._same_step and ends.any()) and last is None:
@@ -367,27 +366,27 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
             values[row] = self._tree.map(lambda leaf, row=row: leaf[row].copy(), source)  # type: ignore[misc]
         out["final_obs"], out["_final_obs"] = values, final.copy()
         if self._same_step:
-            out["final_info"] = {} if final_info is None else self._flat(final_info, rows)
+            out["final_info"] = {} if final_info is None else self._flatten_infos(final_info, rows)
             out["_final_info"] = final.copy()
         return out
 
-    def _flat(self, infos: Mapping[Any, Any], rows: Bools) -> dict[str, Any]:
+    def _flatten_infos(self, infos: Mapping[Any, Any], rows: Bools) -> dict[str, Any]:
         out: dict[str, Any] = {}
         for key in own_keys(infos):
             value, mask = infos[key], infos.get(f"_{key}")
             if key == "common":
-                out[key] = self._flat(value, rows)
+                out[key] = self._flatten_infos(value, rows)
                 out[f"_{key}"] = np.logical_or.reduce([out[key][f"_{name}"] for name in own_keys(out[key])])
             elif mask is not None:
-                out[key], out[f"_{key}"] = (self._spread(each, mask.ndim == 2) for each in (value, mask))
+                out[key], out[f"_{key}"] = (self._to_agent_rows(each, mask.ndim == 2) for each in (value, mask))
             elif not isinstance(value, dict):  # action masks of different sizes cannot be an array of rows
                 of_agents = key in ("agent_mask", "transition_mask", "action_mask")
-                out[key], out[f"_{key}"] = self._spread(value, of_agents), rows.copy()
+                out[key], out[f"_{key}"] = self._to_agent_rows(value, of_agents), rows.copy()
         return out
 
-    def _spread(self, value: Any, of_agents: bool) -> Any:
+    def _to_agent_rows(self, value: Any, of_agents: bool) -> Any:
         if isinstance(value, dict):
-            return {key: self._spread(inner, of_agents) for key, inner in value.items()}
+            return {key: self._to_agent_rows(inner, of_agents) for key, inner in value.items()}
         if of_agents:
             return value.reshape(self.num_envs, *value.shape[2:])
         return np.repeat(value, self.num_agents, axis=0)
@@ -466,7 +465,7 @@ class OpenRLView:
         self.error_queue = ErrorQueue(envs)
         self._merger = InfoMerger()
         self._latest: Any = None
-        self._values: int | None = None  # the number of values of a step, known after the first one
+        self._num_step_values: int | None = None  # the number of values of a step, known after the first one
         self._ended = np.zeros((2, envs.num_envs, envs.num_agents), np.bool_)  # terminated, truncated
         self._mask: Any = None  # the mask of the latest reset
         self._random = np.random.default_rng()
@@ -487,17 +486,17 @@ class OpenRLView:
             seeds = [int(seed) + index * SEED_STRIDE for index in range(self.env_num)]
             self._random = np.random.default_rng(int(seed))
             self.action_space.seed(int(seed))
-        with _named_as_in_openrl():
+        with _openrl_method_names():
             self.envs.reset_async(seed=seeds, options=options)
         self._mask = None if options is None else options.get("reset_mask")
 
     def reset_fetch(self, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
         """Return the result of :meth:`reset_send`; raises the errors of ``AsyncVectorEnv.reset_wait``."""
-        with _named_as_in_openrl():
-            (obs, infos), own = self.envs.results_by_row("reset_wait", timeout)
+        with _openrl_method_names():
+            (obs, infos), env_infos = self.envs.results_by_row("reset_wait", timeout)
         self._ended[:, slice(None) if self._mask is None else self._mask] = False
-        self._latest = self._shown(obs)
-        return self._latest, self._listed(infos, own, np.zeros(self.env_num, np.bool_))
+        self._latest = self._encode_observations(obs)
+        return self._latest, self._list_infos(infos, env_infos, np.zeros(self.env_num, np.bool_))
 
     def step(self, actions: Any, extra_data: Any = None) -> tuple[Any, ...]:
         """Step all environments; ``extra_data`` is ignored.
@@ -511,36 +510,37 @@ class OpenRLView:
 
     def step_send(self, actions: Any) -> None:
         """Begin a :meth:`step`."""
-        with _named_as_in_openrl():
+        with _openrl_method_names():
             self.envs.step_async(actions)
 
     def step_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Return the result of :meth:`step_send`; raises the errors of ``AsyncVectorEnv.step_wait``."""
-        with _named_as_in_openrl():
-            (obs, rewards, terminations, truncations, infos), own = self.envs.results_by_row("step_wait", timeout)
+        with _openrl_method_names():
+            (obs, rewards, terminations, truncations, infos), env_infos = self.envs.results_by_row("step_wait", timeout)
         done = infos["env_done"]
         ended = self._ended | np.stack([terminations, truncations])
         self._ended = ended & ~done[:, None]
-        self._latest = self._shown(obs)
-        listed = self._listed(infos, own, done)
-        if self._values is None:  # five values if all environments return five
-            self._values = min(self.envs._rows.exec_func(_values)) if self.envs.capabilities.attributes else 4
-        if self._values == 5:
+        self._latest = self._encode_observations(obs)
+        listed = self._list_infos(infos, env_infos, done)
+        if self._num_step_values is None:  # five values if all environments return five
+            has_attributes = self.envs.capabilities.attributes
+            self._num_step_values = min(self.envs._rows.exec_func(_num_step_values)) if has_attributes else 4
+        if self._num_step_values == 5:
             return self._latest, rewards[..., None], ended[0], ended[1], listed
         return self._latest, rewards[..., None], ended.any(axis=0) | done[:, None], listed
 
-    def _shown(self, obs: Any) -> Any:
+    def _encode_observations(self, obs: Any) -> Any:
         return map_space(_one_hot, self.observation_space, obs)
 
-    def _listed(self, infos: dict[str, Any], own: Sequence[dict[str, Any]], done: Array) -> list[dict[str, Any]]:
-        """Return one info per environment: ``infos`` are vecenv's, ``own`` are the environments'."""
+    def _list_infos(self, infos: dict[str, Any], env_infos: Sequence[dict[str, Any]], done: Array) -> list[dict[str, Any]]:
+        """Return one info per environment: ``infos`` are vecenv's, ``env_infos`` are the environments'."""
         active = (infos["agent_mask"] | done[:, None]).astype(np.float32)[..., None]
         masks = infos.pop("action_mask", None)
         if "final_obs" in infos:
-            infos["final_observation"] = self._shown(infos.pop("final_obs"))
+            infos["final_observation"] = self._encode_observations(infos.pop("final_obs"))
             infos["_final_observation"] = infos.pop("_final_obs")
         listed = list_of_dicts(infos)
-        for index, (info, given) in enumerate(zip(listed, own, strict=True)):
+        for index, (info, given) in enumerate(zip(listed, env_infos, strict=True)):
             self._add_own(info, given, index)
             if "final_info" in given:
                 info["final_info"] = {}
@@ -591,18 +591,18 @@ class OpenRLView:
         frames = self.envs.render()
         if mode.endswith("human") or frames is None or frames[0] is None:
             return None
-        return frames[0] if mode.startswith("single") else _tiled([np.asarray(frame) for frame in frames])
+        return frames[0] if mode.startswith("single") else _tile([np.asarray(frame) for frame in frames])
 
     # -- the environments -------------------------------------------------------------------------------------------
 
     def call_send(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Begin a call of a method of every environment."""
-        with _named_as_in_openrl():
+        with _openrl_method_names():
             self.envs.call_async(name, *args, **kwargs)
 
     def call_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Return the results of :meth:`call_send`; raises the errors of ``AsyncVectorEnv.call_wait``."""
-        with _named_as_in_openrl():
+        with _openrl_method_names():
             results: tuple[Any, ...] = self.envs.call_wait(timeout)
         return results
 
@@ -621,23 +621,23 @@ class OpenRLView:
         self, func: Callable[..., Any], indices: int | Sequence[int] | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """Begin an :meth:`exec_func`."""
-        with _named_as_in_openrl("exec_func"):
+        with _openrl_method_names("exec_func"):
             if indices is not None and np.size(indices) == 0:
-                self.envs.exec_func_send(_nothing)
+                self.envs.exec_func_send(_do_nothing)
             else:
                 self.envs.exec_func_send(func, indices, *args, **kwargs)
 
     def exec_func_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Return the results of :meth:`exec_func_send`."""
-        with _named_as_in_openrl("exec_func"):
+        with _openrl_method_names("exec_func"):
             results: tuple[Any, ...] = self.envs.exec_func_fetch(timeout)
         return results
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: int | Sequence[int] | None = None) -> list[bool]:
         """Return for each environment True if it has a wrapper of this class or a subclass."""
         chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
-        answers = self.envs.exec_func(has_wrapper, chosen, class_name(wrapper_class))
-        return [answers[index] for index in (range(self.env_num) if chosen is None else chosen)]
+        results = self.envs.exec_func(has_wrapper, chosen, class_name(wrapper_class))
+        return [results[index] for index in (range(self.env_num) if chosen is None else chosen)]
 
     def seed(self, seed: int | None = None) -> None:
         """Do nothing, as in OpenRL: seeds are arguments of :meth:`reset`."""
@@ -673,7 +673,7 @@ class ErrorQueue:
         self._envs = envs
         self._last: Any = None
 
-    def _new(self) -> list[Any]:
+    def _unread(self) -> list[Any]:
         records = list(self._envs.errors)
         known = [index for index, record in enumerate(records) if record is self._last]
         return records[known[0] + 1 :] if known else records
@@ -684,7 +684,7 @@ class ErrorQueue:
         Raises:
             queue.Empty: There is none; this never waits, regardless of the arguments.
         """
-        new = self._new()
+        new = self._unread()
         if not new:
             raise queue.Empty
         self._last = new[0]
@@ -694,15 +694,15 @@ class ErrorQueue:
 
     def empty(self) -> bool:
         """True if every failure was already returned."""
-        return not self._new()
+        return not self._unread()
 
     def qsize(self) -> int:
         """Return the number of failures not yet returned."""
-        return len(self._new())
+        return len(self._unread())
 
 
 @contextlib.contextmanager
-def _named_as_in_openrl(kind: str = "call") -> Iterator[None]:
+def _openrl_method_names(kind: str = "call") -> Iterator[None]:
     """Make errors name OpenRL's methods: ``step_fetch`` for ``step_wait``; ``kind`` replaces ``call``."""
     try:
         yield
@@ -715,11 +715,11 @@ def _named_as_in_openrl(kind: str = "call") -> Iterator[None]:
         raise
 
 
-def _nothing(env: Any) -> None:
+def _do_nothing(env: Any) -> None:
     """Do nothing: the function for ``exec_func(indices=[])``."""
 
 
-def _values(env: AgentsEnv) -> int:
+def _num_step_values(env: AgentsEnv) -> int:
     return int(getattr(env.env, "values", 4))
 
 
@@ -729,7 +729,7 @@ def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:
     return obs
 
 
-def _tiled(frames: Sequence[Array]) -> Array:
+def _tile(frames: Sequence[Array]) -> Array:
     """Tile frames of one shape ``[h, w, c]`` in a grid as square as possible; empty cells are black."""
     rows = math.ceil(math.sqrt(len(frames)))
     columns = math.ceil(len(frames) / rows)

@@ -253,11 +253,11 @@ class PoolDriver(Driver):
         seeds = spread_seeds(seeds, len(seeds), self.seeding.random) if fresh else self.seeding.seeds
         if ids is not None:
             if seeded:
-                why = "EnvPool seeds its environments when it builds them, all at once"
-                raise_unsupported(self.name, "seed some environments only", why)
+                reason = "EnvPool seeds its environments when it builds them, all at once"
+                raise_unsupported(self.name, "seed some environments only", reason)
             if not by_row and not self.capabilities.reset_mask:
-                why = "EnvPool returns whole batches only; use reset_async(env_id=...) and recv()"
-                raise_unsupported(self.name, "use options['reset_mask'] with this batch_size", why)
+                reason = "EnvPool returns whole batches only; use reset_async(env_id=...) and recv()"
+                raise_unsupported(self.name, "use options['reset_mask'] with this batch_size", reason)
             if self.pool is None:
                 raise ResetNeeded("the first reset must be of all environments")
             self._begin_reset(ids.astype(np.int32), force=False, by_row=by_row)
@@ -288,7 +288,7 @@ class PoolDriver(Driver):
         finished, running = np.flatnonzero(by_action), np.flatnonzero(~by_action)
         requests = []
         if finished.size:
-            requests.append(_Request(self._pool_send, self._rows.filler(ids[finished]), finished))
+            requests.append(_Request(self._pool_send, self._rows.filler_payload(ids[finished]), finished))
         if running.size:
             requests.append(_Request(self._pool_reset, ids[running], running))
         return requests
@@ -328,11 +328,11 @@ def _no_pool(*_: Any) -> Any:
     raise RuntimeError("the pool is closed")
 
 
-def _too_few(count: int, in_flight: int, why: str = "") -> NoAsyncCallError:
+def _not_enough_in_flight(count: int, in_flight: int, reason: str = "") -> NoAsyncCallError:
     """Return the error for a wait for rows that are not in flight."""
     return NoAsyncCallError(
         f"Calling `recv` for {count} environments with {in_flight} environments in flight: `send` or `reset_async` more."
-        f"{why}",
+        f"{reason}",
         "recv",
     )
 
@@ -375,20 +375,20 @@ class WholeBatchDriver(PoolDriver):
     # -- sending ------------------------------------------------------------------------------------------------------
 
     def step(self, actions: Any) -> None:
-        self._require_free("step_async")
+        self._require_no_call("step_async")
         self._begin_step(actions, self.all_ids, by_row=False)
 
     def send(self, actions: Any, env_id: Any) -> None:
-        self._require_free("send")
+        self._require_no_call("send")
         ids = self.returned[1] if env_id is None else parse_env_ids(env_id, self.num_envs).astype(np.int32)
         self._begin_step(actions, ids, by_row=True)
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
         if self.pool is not None and not self.state.changing:
-            self._require_free("reset_async")
+            self._require_no_call("reset_async")
         super().reset(seeds, ids, options, by_row=by_row)
 
-    def _require_free(self, method: str) -> None:
+    def _require_no_call(self, method: str) -> None:
         """Raise if a call is pending: there can be only one at a time."""
         if self.pool is None:
             self.require_pool(method)
@@ -430,21 +430,21 @@ class WholeBatchDriver(PoolDriver):
             self.require_pool("recv")
         in_flight = len(self._ids) if self.wire and self.returned[0] is not self.wire else 0
         if not in_flight or (count is not None and count > in_flight):
-            raise _too_few(1 if count is None else count, in_flight)
+            raise _not_enough_in_flight(1 if count is None else count, in_flight)
         if not self._by_row:
             require_no_step(self.pending_call)
         if count is not None and count < in_flight:
-            why = "with batch_size=num_envs, EnvPool returns all rows of a call at once"
-            raise_unsupported(self.name, f"`recv` {count} of {in_flight} environments", why)
+            reason = "with batch_size=num_envs, EnvPool returns all rows of a call at once"
+            raise_unsupported(self.name, f"`recv` {count} of {in_flight} environments", reason)
         return self._finish(deadline, self._ids, self._rows.infos)
 
     def _finish(
-        self, deadline: float | None, latest: Array, infos_of: Callable[[States, Array], Infos]
+        self, deadline: float | None, latest: Array, read_infos: Callable[[States, Array], Infos]
     ) -> Stepped | None:
-        if not self._gather(deadline):
+        if not self._execute_plan(deadline):
             return None
         states, leaves, terminated, truncated, final = self._read()
-        infos, rows, reader = infos_of(states, self._ids.astype(np.intp)), len(self._ids), self._rows
+        infos, rows, reader = read_infos(states, self._ids.astype(np.intp)), len(self._ids), self._rows
         if final:
             infos |= final
         result = reader.build(leaves), reader.rewards(states), terminated, truncated, infos
@@ -452,7 +452,7 @@ class WholeBatchDriver(PoolDriver):
         self.finish((self.wire, latest), steps, rows - steps)
         return result
 
-    def _gather(self, deadline: float | None) -> bool:
+    def _execute_plan(self, deadline: float | None) -> bool:
         """Execute the plan; return True if it finished before the deadline."""
         wire, plan = self.wire, self._plan
         while True:
@@ -475,7 +475,7 @@ class WholeBatchDriver(PoolDriver):
         if not rows.size:
             return False
         self._final = terminated, truncated, self._final_infos(states, rows)
-        self._plan.append(_Request(self._pool_send, self._rows.filler(self._ids[rows]), rows))
+        self._plan.append(_Request(self._pool_send, self._rows.filler_payload(self._ids[rows]), rows))
         return True
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
@@ -492,17 +492,17 @@ class WholeBatchDriver(PoolDriver):
                 states = self._merge_replies()
             terminated, truncated, ended = reader.flags(states)
         leaves = reader.leaves(states)
-        self._remember(ended, leaves)
+        self._store_latest(ended, leaves)
         return states, leaves, terminated, truncated, final
 
     def _merge_replies(self) -> States:
         """Merge the replies of several round trips, which have no rows in common."""
         merged = []
         for parts in zip(*self.wire[1::2], strict=True):
-            whole = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
+            column = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
             for request, part in zip(self._plan, parts, strict=True):
-                whole[request.rows] = part
-            merged.append(whole)
+                column[request.rows] = part
+            merged.append(column)
         return merged
 
     def _final_infos(self, states: States, rows: Array) -> Infos:
@@ -517,7 +517,7 @@ class WholeBatchDriver(PoolDriver):
         final_info = reader.scattered_infos([array[rows] for array in states], rows, num_rows)
         return {"final_info": final_info, "_final_info": mask, "final_obs": final_obs, "_final_obs": mask.copy()}
 
-    def _remember(self, ended: Array, leaves: list[Array]) -> None:
+    def _store_latest(self, ended: Array, leaves: list[Array]) -> None:
         """Store the ended episodes, and the latest observations of all environments."""
         ids = self._ids
         if ids is self.all_ids:
@@ -525,8 +525,8 @@ class WholeBatchDriver(PoolDriver):
             return
         self.ended, self._last = self.ended.copy(), [leaf.copy() for leaf in self._last]
         self.ended[ids] = ended
-        for whole, leaf in zip(self._last, leaves, strict=True):
-            whole[ids] = leaf
+        for latest_leaf, leaf in zip(self._last, leaves, strict=True):
+            latest_leaf[ids] = leaf
 
 
 # -- batches of the environments that finish first --------------------------------------------------------------------
@@ -584,7 +584,7 @@ class FirstReadyDriver(PoolDriver):
     def _release_held(self) -> None:
         """Mark the held environments as idle."""
         if held := self.returned[1]:
-            self._rows.keep(held[0])
+            self._rows.store_held(held[0])
             _call_uninterrupted((self.idle.update, held[0][0].tolist()), (held.clear,))
 
     def _require_idle(self, ids: Array, name: str) -> None:
@@ -624,7 +624,7 @@ class FirstReadyDriver(PoolDriver):
         if self._checks_ends:
             self._require_running(ids)
         if (held := self.returned[1]) and held[0][0] is ids:
-            self._rows.keep(held[0])
+            self._rows.store_held(held[0])
             mark_in_flight: tuple[Any, ...] = (held.clear,)
         else:
             self._release_held()
@@ -647,7 +647,7 @@ class FirstReadyDriver(PoolDriver):
     # -- receiving ----------------------------------------------------------------------------------------------------
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        self._trim()
+        self._drop_returned()
         wire = self.wire
         while (received := len(wire)) < self.num_envs // self.batch_size:
             if not self.receiver.receive(wire, received + 1, deadline):
@@ -669,7 +669,7 @@ class FirstReadyDriver(PoolDriver):
             require_no_step(self.pending_call)
         wire, size = self.wire, self.batch_size
         if batches != self._num_dropped:
-            self._trim()
+            self._drop_returned()
         if count is None:
             count = size
         while size * (received := len(wire)) - offset < count:  # read once, because a helper thread may add to it
@@ -685,7 +685,7 @@ class FirstReadyDriver(PoolDriver):
         self.finish((latest, [held], batches + used, offset), count - resets, resets)
         return stepped
 
-    def _trim(self) -> None:
+    def _drop_returned(self) -> None:
         """Remove the batches that have been returned."""
         batches = self.returned[2]
         del self.wire[: batches - self._num_dropped]; self._num_dropped = batches  # noqa: E702 - no call or jump between
@@ -694,9 +694,10 @@ class FirstReadyDriver(PoolDriver):
         """Raise if a wait would never end, since the pool returns whole batches only."""
         in_flight, size = self.num_envs - len(self.idle), self.batch_size
         if in_flight < count:
-            raise _too_few(count, in_flight)
+            raise _not_enough_in_flight(count, in_flight)
         if in_flight - ready < -(-(count - ready) // size) * size:
-            raise _too_few(count, in_flight, f" EnvPool returns whole batches of {size}, and {ready} rows are ready.")
+            reason = f" EnvPool returns whole batches of {size}, and {ready} rows are ready."
+            raise _not_enough_in_flight(count, in_flight, reason)
 
     def _collect_rows(self, count: int, offset: int) -> tuple[int, int, States]:
         """Return the number of batches used up, the new offset, and the next ``count`` rows, which may span batches."""
@@ -716,14 +717,14 @@ class FirstReadyDriver(PoolDriver):
         because the batch size divides the number of environments.
         """
         self._release_held()
-        self._trim()
+        self._drop_returned()
         size = self.batch_size
         latest, held, count, offset = self.returned
         missing = -(self._count_in_flight() + offset) % size
         if missing:
-            filler = sorted(self.idle)[:missing]
-            payload = self._rows.filler(np.array(filler, dtype=np.int32))
-            _call_uninterrupted((self._pool_send, payload), (self.idle.difference_update, filler))
+            filler_ids = sorted(self.idle)[:missing]
+            payload = self._rows.filler_payload(np.array(filler_ids, dtype=np.int32))
+            _call_uninterrupted((self._pool_send, payload), (self.idle.difference_update, filler_ids))
         batches = (self._count_in_flight() + offset) // size
         while (received := len(self.wire)) < batches:
             self.receiver.receive(self.wire, received + 1, None)

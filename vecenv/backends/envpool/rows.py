@@ -110,7 +110,7 @@ class ActionChecker:
         """
         if self._single is not None:
             return [self._single(actions, ids)]
-        found = [_at(actions, path) for path, _ in self._leaves]
+        found = [_get_part(actions, path) for path, _ in self._leaves]
         return [check(value, ids) for (_, check), value in zip(self._leaves, found, strict=True)]
 
     def dummy(self, n: int) -> list[Array]:
@@ -134,7 +134,7 @@ def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple
     return found
 
 
-def _at(actions: Any, path: tuple[str, ...]) -> Any:
+def _get_part(actions: Any, path: tuple[str, ...]) -> Any:
     """Return the part of nested dicts at a path; raise ``TypeError`` if there is none."""
     for depth, part in enumerate(path):
         if not isinstance(actions, Mapping):
@@ -162,7 +162,7 @@ class _LeafChecker:
             self._shape = tuple(int(length) for length in space.shape)
             self._low, self._high = space.low.astype(dtype), space.high.astype(dtype)
         # for integers: the range of values that are valid at every position
-        self._inner = None if dtype.kind == "f" else (int(self._low.max()), int(self._high.min()))
+        self._common_range = None if dtype.kind == "f" else (int(self._low.max()), int(self._high.min()))
         self._dtype = dtype
         self._kinds, self._expected = ("fiu", "numbers") if dtype.kind == "f" else ("iu", "integers")
         self._name = f"actions[{name!r}]" if name else "actions"
@@ -178,11 +178,12 @@ class _LeafChecker:
             array = array.reshape(-1, 1)
         if array.dtype.kind not in self._kinds:
             raise TypeError(f"{self._name} must be {self._expected}, got {array.dtype}")
-        if self._inner is not None:
+        if self._common_range is not None:
             if self._allowed and len(ids) <= _MAX_SET_LOOKUPS:
                 valid = self._allowed.issuperset(array.tolist())
             else:
-                valid = self._inner[0] <= np.minimum.reduce(array, None) and np.maximum.reduce(array, None) <= self._inner[1]
+                low, high = self._common_range
+                valid = low <= np.minimum.reduce(array, None) and np.maximum.reduce(array, None) <= high
             if not valid:
                 self._require_within(array, ids)
         return array.astype(self._dtype, "C")
@@ -196,8 +197,8 @@ class _LeafChecker:
             )
 
     def dummy(self, n: int) -> Array:
-        inside = np.clip(np.zeros(self._shape, dtype=self._dtype), self._low, self._high)
-        return np.broadcast_to(inside, (n, *self._shape)).copy()
+        valid_action = np.clip(np.zeros(self._shape, dtype=self._dtype), self._low, self._high)
+        return np.broadcast_to(valid_action, (n, *self._shape)).copy()
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
@@ -233,14 +234,14 @@ class PoolRows:
     def begin(self) -> None:
         """Prepare for a new pool: nothing to do with one player per environment."""
 
-    def keep(self, held: Any) -> None:
+    def store_held(self, held: Any) -> None:
         """Store the data in ``held`` (from :meth:`results`) other than the ids: here there is none. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``."""
         return [ids, ids, *actions]
 
-    def filler(self, ids: Array) -> list[Array]:
+    def filler_payload(self, ids: Array) -> list[Array]:
         """Return arguments of the pool's ``_send`` for environments that ignore their actions."""
         return [ids, ids, *self.check.dummy(len(ids))]
 
@@ -252,7 +253,7 @@ class PoolRows:
         """Return the results of all environments, sorted by index, and the ids to hold until the next call."""
         joined: States = [np.concatenate(parts) for parts in zip(*batches, strict=True)]
         order = np.argsort(joined[self._env_id])
-        return self._stepped([array[order] for array in joined], all_ids.astype(np.intp), ended), (all_ids,)
+        return self._build_results([array[order] for array in joined], all_ids.astype(np.intp), ended), (all_ids,)
 
     def results(self, states: States, ended: Array) -> tuple[Stepped, Latest, Any]:
         """Return the results of these rows, their ids, and the ids to hold until the next call.
@@ -264,9 +265,9 @@ class PoolRows:
         ids = states[self._env_id]
         rows = ids.astype(np.intp)  # indexing with intp is ten times as fast as with int32
         latest = ids, rows.tobytes()
-        return self._stepped(states, rows, ended), latest, latest
+        return self._build_results(states, rows, ended), latest, latest
 
-    def _stepped(self, states: States, rows: Array, ended: Array) -> Stepped:
+    def _build_results(self, states: States, rows: Array, ended: Array) -> Stepped:
         infos = self.infos(states, rows)
         terminated, truncated, ended[rows] = self.flags(states)
         observations = self.build(self.leaves(states)) if self._array is None else states[self._array]

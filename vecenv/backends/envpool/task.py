@@ -136,10 +136,10 @@ def task_ids(family: str | None = None) -> list[str]:
     families = {name: module.removeprefix("envpool.") for name, (module, _, _) in _registered().items()}
     if family is None:
         return sorted(families)
-    chosen = sorted(name for name, its in families.items() if its == family or its.startswith(f"{family}."))
-    if not chosen:
+    selected = sorted(name for name, found in families.items() if found == family or found.startswith(f"{family}."))
+    if not selected:
         raise ValueError(f"EnvPool has no family {family!r}; it has {', '.join(sorted(set(families.values())))}")
-    return chosen
+    return selected
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class Task:
         """
         if self.pool_config.get("from_pixels"):
             self.require_drawable()
-        pool = _quietly(lambda: self.make(seeds))
+        pool = _without_bound_warnings(lambda: self.make(seeds))
         _POOLS.add(pool)
         return pool
 
@@ -247,10 +247,10 @@ class Task:
             return
         render_options = {key: value for key, value in self.pool_config.items() if key in _RENDER_OPTIONS}
         options = {**render_options, "render_mode": "rgb_array"}
-        if (ended := _trial(self.id, pickle.dumps(sorted(options.items())), draw=True)) is not None:
+        if (trial_failure := _trial(self.id, pickle.dumps(sorted(options.items())), draw=True)) is not None:
             raise RuntimeError(
-                f"{self.id!r} cannot be rendered on this machine: a process that tried it ended with {ended}. MuJoCo tasks "
-                "need an OpenGL library: on Debian and Ubuntu, apt install libegl1 libgl1"
+                f"{self.id!r} cannot be rendered on this machine: a process that tried it ended with {trial_failure}. "
+                "MuJoCo tasks need an OpenGL library: on Debian and Ubuntu, apt install libegl1 libgl1"
             )
 
 
@@ -263,15 +263,15 @@ def _describe_spec(spec: Any) -> dict[str, Any]:
         "state_specs": dict(spec.state_array_spec),
         "action_keys": tuple(spec._action_keys),
         "action_dtypes": tuple(array[0] for array in spec._action_spec),
-        "observation_space": _repair_bounds(_quietly(lambda: spec.observation_space)),
-        "action_space": _action_space(_quietly(lambda: spec.action_space)),
+        "observation_space": _repair_bounds(_without_bound_warnings(lambda: spec.observation_space)),
+        "action_space": _action_space(_without_bound_warnings(lambda: spec.action_space)),
         "max_num_players": int(config.get("max_num_players", 1)),
     }
 
 
 def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> Any:
     try:
-        return _quietly(lambda: _import_envpool().make_spec(task_id, **config))
+        return _without_bound_warnings(lambda: _import_envpool().make_spec(task_id, **config))
     except ImportError as error:
         raise ImportError(f"EnvPool cannot load the family of {task_id!r}: {error}") from error
     except TypeError as error:
@@ -298,7 +298,7 @@ def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str],
     return accepted, dict(zip(names, spec._config_values, strict=True))
 
 
-def _quietly(build: Any) -> Any:
+def _without_bound_warnings(build: Any) -> Any:
     """Call ``build`` without Gymnasium's warnings about the bounds that :func:`_repair_bounds` replaces."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*precision lowered by casting.*")
@@ -327,8 +327,8 @@ def _action_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
     if not isinstance(space, spaces.Dict):
         return _repair_bounds(space)
     actions = {key: inner for key, inner in space.spaces.items() if key not in ("env_id", "players")}
-    if len(actions) == 1 and isinstance(only := next(iter(actions.values())), spaces.Dict):
-        actions = dict(only.spaces)
+    if len(actions) == 1 and isinstance(nested := next(iter(actions.values())), spaces.Dict):
+        actions = dict(nested.spaces)
     return _repair_bounds(spaces.Dict(actions))
 
 
@@ -367,18 +367,18 @@ def check_options(
         TypeError: A value is not an integer where one is needed.
         ValueError: A value is out of range; the message names the accepted values.
     """
-    num_envs = _positive("num_envs", num_envs)
-    batch_size = num_envs if batch_size is None else _positive("batch_size", batch_size)
+    num_envs = _parse_positive("num_envs", num_envs)
+    batch_size = num_envs if batch_size is None else _parse_positive("batch_size", batch_size)
     if num_envs % batch_size:
         divisors = [size for size in range(1, num_envs + 1) if num_envs % size == 0]
         raise ValueError(f"batch_size must divide num_envs={num_envs} (one of {divisors}), got {batch_size}")
-    if num_threads is not None and _positive("num_threads", num_threads) > _MAX_THREADS:
+    if num_threads is not None and _parse_positive("num_threads", num_threads) > _MAX_THREADS:
         raise ValueError(
             f"num_threads must be from 1 to {_MAX_THREADS}, got {num_threads}; threads beyond the number of cores, or of "
             "environments in a batch, have nothing to do"
         )
     if max_episode_steps is not None:
-        _positive("max_episode_steps", max_episode_steps)
+        _parse_positive("max_episode_steps", max_episode_steps)
     if render_mode not in (None, "rgb_array"):
         raise ValueError(f"render_mode must be 'rgb_array' or None, got {render_mode!r}")
     if mode is AutoresetMode.SAME_STEP and batch_size < num_envs:
@@ -389,15 +389,15 @@ def check_options(
     return num_envs, batch_size
 
 
-def _integer(name: str, value: Any, expected: str = "an integer") -> int:
+def _parse_integer(name: str, value: Any, expected: str = "an integer") -> int:
     try:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}") from None
 
 
-def _positive(name: str, value: Any) -> int:
-    number = _integer(name, value)
+def _parse_positive(name: str, value: Any) -> int:
+    number = _parse_integer(name, value)
     if not 1 <= number < _INT32_END:
         raise ValueError(f"{name} must be from 1 to 2**31 - 1, got {number}")
     return number
@@ -421,11 +421,11 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
     harmless = {key: _is_harmless(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
     unknown = {key: env_config[key] for key in harmless if not harmless[key] and env_config[key] != defaults.get(key)}
     options = {key: value for key, value in env_config.items() if key not in _RENDER_OPTIONS}
-    if unknown and (ended := _trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
+    if unknown and (trial_failure := _trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
         listed = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
         raise ValueError(
             f"{title} cannot be built with {listed}: a process that tried it, because EnvPool does not check these options, "
-            f"ended with {ended}"
+            f"ended with {trial_failure}"
         )
 
 
@@ -433,7 +433,7 @@ def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) ->
     """Check one option; return True if its value is known to be harmless."""
     if key in _RANGES:
         low, high, harmless_limit = _RANGES[key]
-        if not low <= _integer(f"{title}: {key}", value) <= high:
+        if not low <= _parse_integer(f"{title}: {key}", value) <= high:
             raise ValueError(f"{title}: {key} must be from {low} to {high}, got {value}")
         return bool(value <= harmless_limit)
     if key in _GAME_OPTIONS:
@@ -463,14 +463,15 @@ def _floats(value: Any) -> list[float]:
 
 def _suggest(name: str, names: Collection[str]) -> str:
     """Return a hint with the most similar names, or an empty string."""
-    stems = {known.rpartition("-v")[0] or known: known for known in names}  # without a suffix "-v5", which many share
+    # without a suffix such as "-v5", which many names share
+    stems = {candidate.rpartition("-v")[0] or candidate: candidate for candidate in names}
     close = [stems[stem] for stem in difflib.get_close_matches(name.rpartition("-v")[0] or name, stems, n=5, cutoff=0.6)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
 
-_PROGRAM: Final = """
+_TRIAL_PROGRAM: Final = """
 import pickle, sys
 path, task, options, memory, draw = pickle.load(sys.stdin.buffer)
 sys.path[:] = path
@@ -509,7 +510,7 @@ def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
     try:
         with tempfile.TemporaryDirectory(prefix="vecenv-trial-") as folder:  # MuJoCo writes a log file after a failure
             done = subprocess.run(
-                [sys.executable, "-c", _PROGRAM],
+                [sys.executable, "-c", _TRIAL_PROGRAM],
                 input=payload, capture_output=True, timeout=_TRIAL_SECONDS, check=False, cwd=folder,
             )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -542,14 +543,14 @@ def spread_seeds(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int
         TypeError: A seed is not an integer.
         ValueError: A negative seed, or a sequence of the wrong length.
     """
-    return [_int32(entry, i, rng) for i, entry in enumerate(parse_seeds(seed, num_envs))]
+    return [_parse_seed(entry, i, rng) for i, entry in enumerate(parse_seeds(seed, num_envs))]
 
 
-def _int32(seed: Any, env: int, rng: np.random.Generator) -> int:
+def _parse_seed(seed: Any, env: int, rng: np.random.Generator) -> int:
     """Check and return a seed within int32; a random one for ``None``."""
     if seed is None:
         return int(rng.integers(_INT32_END))
-    value = _integer(f"the seed of env {env}", seed, "an integer or None")
+    value = _parse_integer(f"the seed of env {env}", seed, "an integer or None")
     if value < 0:
         raise ValueError(f"the seed of env {env} is {value}; seeds must not be negative")
     return value if value < _INT32_END else int(np.random.SeedSequence(value).generate_state(1)[0] >> 1)

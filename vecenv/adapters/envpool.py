@@ -15,7 +15,7 @@ from gymnasium import Space
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import AutoresetMode
 
-from vecenv.adapters.single import AnyVectorEnv, require
+from vecenv.adapters.single import AnyVectorEnv, require_settings
 from vecenv.front.driver import drop_pending_and_retry
 
 __all__ = ["EnvPoolLike", "as_envpool"]
@@ -53,7 +53,7 @@ class EnvPoolLike:
     """
 
     def __init__(self, envs: AnyVectorEnv, seed: int | None) -> None:
-        require(envs, "EnvPool's interface", [AutoresetMode.NEXT_STEP])
+        require_settings(envs, "EnvPool's interface", [AutoresetMode.NEXT_STEP])
         inner: Any = envs.unwrapped
         self.vector_env: Any = inner
         self.observation_space: Space[Any] = envs.single_observation_space
@@ -123,7 +123,7 @@ class EnvPoolLike:
         rows = self.all_env_ids if ids is None else ids
         seed = self.config["seed"]
         seeds = [None if self._seeded[row] else seed + row for row in rows.tolist()]
-        row_seeds = None if all(one is None for one in seeds) else seeds
+        row_seeds = None if all(row_seed is None for row_seed in seeds) else seeds
         if ids is None:
             drop_pending_and_retry(self.vector_env, lambda: self.vector_env.reset_async(seed=row_seeds))
         else:

@@ -76,7 +76,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         self.single_action_spaces = self._by_agent(envs.single_action_space)
         self.single_observation_space = spaces.Dict(self.single_observation_spaces)
         self.single_action_space = spaces.Dict(self.single_action_spaces)
-        self.envs = [_Game(self) for _ in range(self.num_envs)]
+        self.envs = [_SpacesOfEnv(self) for _ in range(self.num_envs)]
         self._batches = {a: batch_space(s, self.num_envs) for a, s in self.single_observation_spaces.items()}
         self._idle = {
             agent: next(iter(iterate(batch_space(space, 1), create_empty_array(space, 1))))
@@ -106,17 +106,17 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         self.vector_env.step_async(self._actions(actions))
         (obs, rewards, terminated, truncated, infos), own = self.vector_env.results_by_row("step_wait")
         acted, ended = infos["transition_mask"], terminated | truncated
-        shown = infos["agent_mask"] | ended
-        rewarded = acted | ended | (rewards != 0)
+        visible = infos["agent_mask"] | ended
+        has_reward = acted | ended | (rewards != 0)
         done = infos["env_done"]
         ends_truncated = done & truncated.any(1)
         return (
-            self._observations(obs, shown),
-            self._dicts(rewards.tolist(), rewarded),
+            self._observations(obs, visible),
+            self._agent_dicts(rewards.tolist(), has_reward),
             self._flags(terminated, acted | ended, done & ~ends_truncated),
             # RLlib counts an episode as terminated if each agent was truncated by itself: `__all__` marks the truncation
             self._flags(truncated & ~done[:, None], acted | ended, ends_truncated),
-            self._infos(infos, own, shown),
+            self._infos(infos, own, visible),
         )
 
     def _actions(self, actions: Sequence[Mapping[Any, Any]]) -> Any:
@@ -124,45 +124,45 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         acting = self.vector_env.agent_mask
         missing = [
             f"{agent!r} in env {i}"
-            for i, given in enumerate(actions)
+            for i, env_actions in enumerate(actions)
             for j, agent in enumerate(self._agents)
-            if acting[i, j] and agent not in given
+            if acting[i, j] and agent not in env_actions
         ]
         if missing:
             raise ValueError(f"actions of agents are missing: {', '.join(missing)}; nothing was sent")
         batches = {}
         for agent, space in self.single_action_spaces.items():
-            rows = [given.get(agent, self._idle[agent]) for given in actions]
+            rows = [env_actions.get(agent, self._idle[agent]) for env_actions in actions]
             empty: Any = create_empty_array(space, len(rows))
             batches[agent] = concatenate(space, rows, empty)
         if self.vector_env.layout == "agents":
             return batches
         return map_leaves(lambda *leaves: np.stack(leaves, axis=1), *batches.values())
 
-    def _observations(self, obs: Any, shown: Any) -> list[dict[Any, Any]]:
+    def _observations(self, obs: Any, visible: Any) -> list[dict[Any, Any]]:
         by_env: list[dict[Any, Any]] = [{} for _ in range(self.num_envs)]
         for j, agent in enumerate(self._agents):
             own = map_leaves(itemgetter((slice(None), j)), obs) if self.vector_env.layout == "stack" else obs[agent]
-            for row, value, present in zip(by_env, iterate(self._batches[agent], own), shown[:, j].tolist(), strict=True):
+            for row, value, present in zip(by_env, iterate(self._batches[agent], own), visible[:, j].tolist(), strict=True):
                 if present:
                     row[agent] = value
         return by_env
 
-    def _dicts(self, values: Any, mask: Any) -> list[dict[Any, Any]]:
+    def _agent_dicts(self, values: Any, mask: Any) -> list[dict[Any, Any]]:
         """Return one dict of agents per environment, with the values under the mask."""
         return [
             {agent: value for agent, value, present in zip(self._agents, row, flags, strict=True) if present}
             for row, flags in zip(values, mask.tolist(), strict=True)
         ]
 
-    def _flags(self, flags: Any, mask: Any, of_all: Any) -> list[dict[Any, Any]]:
-        """Return flags as :meth:`_dicts` does, with ``of_all`` under RLlib's key for the whole episode."""
-        rows = self._dicts(flags.tolist(), mask)
-        return [{**row, "__all__": every} for row, every in zip(rows, of_all.tolist(), strict=True)]
+    def _flags(self, flags: Any, mask: Any, of_episode: Any) -> list[dict[Any, Any]]:
+        """Return flags as :meth:`_agent_dicts` does, with ``of_episode`` under RLlib's key for the whole episode."""
+        rows = self._agent_dicts(flags.tolist(), mask)
+        return [{**row, "__all__": episode_flag} for row, episode_flag in zip(rows, of_episode.tolist(), strict=True)]
 
-    def _infos(self, infos: Mapping[str, Any], own: Sequence[Mapping[str, Any]], shown: Any) -> list[dict[Any, Any]]:
+    def _infos(self, infos: Mapping[str, Any], own: Sequence[Mapping[str, Any]], visible: Any) -> list[dict[Any, Any]]:
         """Return one dict of agents per environment, with its ``own`` infos unchanged and the action masks of ``infos``."""
-        by_env = self._dicts([[{} for _ in self._agents] for _ in range(self.num_envs)], shown)
+        by_env = self._agent_dicts([[{} for _ in self._agents] for _ in range(self.num_envs)], visible)
         for row, env_infos in zip(by_env, own, strict=True):
             for j, info in env_infos.get("agents", {}).items():
                 if self._agents[j] in row:
@@ -180,7 +180,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         self.vector_env.close()
 
 
-class _Game(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
+class _SpacesOfEnv(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
     """Agents and spaces of one environment; its action spaces are copies, so that each can be seeded."""
 
     def __init__(self, envs: RLlibVectorEnv) -> None:

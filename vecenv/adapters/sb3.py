@@ -22,7 +22,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require, reset_all
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require_settings, reset_all
 from vecenv.evaluating import evaluate
 from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
 from vecenv.evaluating.policies import map_leaves
@@ -62,17 +62,17 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     """
 
     def __init__(self, envs: AnyVectorEnv) -> None:
-        mode = require(envs, "Stable-Baselines3", list(AutoresetMode))
+        mode = require_settings(envs, "Stable-Baselines3", list(AutoresetMode))
         check_for_nested_spaces(envs.single_observation_space)
         self.vector_env: Any = envs
-        self._singles = SingleEnvs(envs)
+        self._single_envs = SingleEnvs(envs)
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._actions: Any = None
         self._begin: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
         self._by_row = infos_by_row(envs)
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self._structured = isinstance(envs.single_action_space, (spaces.Dict, spaces.Tuple))
-        self._added = added_keys(envs)
+        self._added_info_keys = added_keys(envs)
         self.metadata = dict(envs.metadata)
         self.spec = envs.spec
 
@@ -124,13 +124,13 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         ended = np.flatnonzero(dones).tolist()
         last: dict[int, Any] = {}
         if ended and not self._same_step:
-            last = {row: _row(observations, row) for row in ended}
+            last = {row: _copy_row(observations, row) for row in ended}
             observations, infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=dones.copy()))
             for row in ended:
                 self.reset_infos[row] = infos[row]
         elif ended:
             for row in ended:
-                rows[row], last[row], self.reset_infos[row] = _split_info(rows[row], self._added)
+                rows[row], last[row], self.reset_infos[row] = _split_info(rows[row], self._added_info_keys)
         for info, truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
             info["TimeLimit.truncated"] = truncated
         for row, observation in last.items():
@@ -141,19 +141,19 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 
     def get_attr(self, attr_name: str, indices: Indices = None) -> list[Any]:
         """Return an attribute of each environment, from the outermost wrapper that has it."""
-        return self._singles.get(attr_name, self._get_indices(indices))
+        return self._single_envs.get(attr_name, self._get_indices(indices))
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
         """Set an attribute where it exists, also below wrappers; SB3's own classes set it on the outermost wrapper only."""
-        self._singles.set(attr_name, value, self._get_indices(indices))
+        self._single_envs.set(attr_name, value, self._get_indices(indices))
 
     def env_method(self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any) -> list[Any]:
         """Call a method of each environment, on the outermost wrapper that has it."""
-        return self._singles.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)
+        return self._single_envs.call(method_name, self._get_indices(indices), *method_args, **method_kwargs)
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
         """Return a list that is True for each environment with a wrapper of this class."""
-        return self._singles.is_wrapped(wrapper_class, self._get_indices(indices))
+        return self._single_envs.is_wrapped(wrapper_class, self._get_indices(indices))
 
     # -- frames and close() -----------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def _split_info(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[st
     return info, merged.pop("final_obs", None), merged
 
 
-def _row(batch: Any, row: int) -> Any:
+def _copy_row(batch: Any, row: int) -> Any:
     """Copy one environment's observation; for a Discrete space it is an int, as from the environment itself."""
     return map_leaves(lambda leaf: int(leaf[row]) if isinstance(leaf[row], np.int64) else leaf[row].copy(), batch)
 
@@ -225,10 +225,10 @@ def evaluate_sb3(
                 f"the model's {name}s are {model_space}, the environments' {env_space}; wrappers used in training other "
                 "than VecNormalize must be in the single environments"
             )
-    return evaluate(inner, _Predicting(model, inner, normalize, deterministic), episodes, **options)
+    return evaluate(inner, _ModelPolicy(model, inner, normalize, deterministic), episodes, **options)
 
 
-class _Predicting:
+class _ModelPolicy:
     """A policy that calls ``model.predict``; states of recurrent models are ``(layers, rows, ...)``."""
 
     def __init__(self, model: Any, envs: Any, normalize: Any, deterministic: bool) -> None:

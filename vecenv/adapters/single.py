@@ -20,7 +20,7 @@ AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
 
 
-def require(
+def require_settings(
     envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False
 ) -> AutoresetMode:
     """Raise for settings with which a client would receive wrong rows. Returns the autoreset mode.
@@ -43,7 +43,7 @@ def require(
     inner: Any = envs.unwrapped
     if getattr(inner, "copy", True) is False:
         raise ValueError(f"{client} needs copy=True: it keeps observations that copy=False would overwrite in the next step")
-    converted = _converted_to(envs)
+    converted = _converted_library(envs)
     if converted and not (any_arrays or converted == "numpy"):
         raise ValueError(f"{client} needs numpy arrays, but a wrapper converts them to {converted}: remove the wrapper")
     if not converted and not any_arrays and getattr(inner, "to", "numpy") != "numpy":
@@ -71,7 +71,7 @@ def _wrappers(envs: Any) -> Iterator[Any]:
         envs = envs.env
 
 
-def _converted_to(envs: AnyVectorEnv) -> str:
+def _converted_library(envs: AnyVectorEnv) -> str:
     """Return the library of the arrays from the outermost of Gymnasium's converting wrappers; empty without one."""
     for wrapper in _wrappers(envs):
         if (target := getattr(wrapper, "_target_xp", None)) is not None:
@@ -96,7 +96,7 @@ class SingleEnvs:
         self._inner: Any = envs.unwrapped
         capabilities = capabilities_of(self._inner)
         self._are_python = capabilities is not None and capabilities.attributes
-        self._shared = {
+        self._shared_attributes = {
             "render_mode": envs.render_mode,
             "spec": envs.spec,
             "metadata": envs.metadata,
@@ -110,8 +110,8 @@ class SingleEnvs:
         Raises:
             AttributeError: There is none.
         """
-        if not self._are_python and name in self._shared:
-            return [self._shared[name] for _ in rows]
+        if not self._are_python and name in self._shared_attributes:
+            return [self._shared_attributes[name] for _ in rows]
         return self._run(name, methodcaller("get_wrapper_attr", name), rows)
 
     def set(self, name: str, value: Any, rows: Iterable[int]) -> None:

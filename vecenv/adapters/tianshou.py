@@ -15,7 +15,7 @@ from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space, iterate
 from tianshou.env import BaseVectorEnv
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require, reset_all
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, require_settings, reset_all
 from vecenv.front.arguments import MaskOnlyOptions
 from vecenv.front.by_row import infos_by_row
 
@@ -57,12 +57,12 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
 
     def __init__(self, envs: AnyVectorEnv, wait_num: int | None = None) -> None:
         # no super().__init__(): it would build environments and workers
-        require(envs, "Tianshou", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
+        require_settings(envs, "Tianshou", [AutoresetMode.DISABLED, AutoresetMode.NEXT_STEP])
         if isinstance(envs.observation_space.sample(), tuple):
             raise TypeError(f"Tianshou does not support Tuple observations, got {envs.single_observation_space}")
         self.vector_env: Any = envs
-        self._singles = SingleEnvs(envs)
-        self._action_spaces = self._singles.get("action_space", range(envs.num_envs))
+        self._single_envs = SingleEnvs(envs)
+        self._action_spaces = self._single_envs.get("action_space", range(envs.num_envs))
         self.env_num = envs.num_envs
         self.is_closed = False
         self.wait_num = envs.num_envs if wait_num is None else wait_num
@@ -73,7 +73,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._by_row, self._inner_by_row = infos_by_row(envs), infos_by_row(self._inner)
         if self.is_async and self._inner is not envs:
             raise ValueError(f"wait_num steps and resets single rows, which vector wrappers cannot do: pass {self._inner}")
-        self._held: list[Row] = []  # results of steps that arrived while waiting for other rows
+        self._early_rows: list[Row] = []  # results of steps that arrived while waiting for other rows
         self._resetting: set[int] = set()  # rows with a submitted reset that has not finished
         self.timeout = None
 
@@ -84,7 +84,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         """The environments with a step that has been sent but not returned, in asynchronous mode."""
         if not self.is_async:
             return []
-        return [*(row[5] for row in self._held), *self.vector_env.in_flight.tolist()]
+        return [*(row[5] for row in self._early_rows), *self.vector_env.in_flight.tolist()]
 
     @property
     def ready_id(self) -> list[int]:
@@ -124,7 +124,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             seeds = [seed_of.get(i) for i in range(self.env_num)]
         if all_rows:
             observations, infos = reset_all(self._by_row, seeds, options)
-            self._held, self._resetting = [], set()
+            self._early_rows, self._resetting = [], set()
         else:
             mask = np.isin(np.arange(self.env_num), ids)
             options = MaskOnlyOptions({**(options or {}), "reset_mask": mask})
@@ -164,10 +164,10 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             if len(action) != len(ids):
                 raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
             self.vector_env.send(np.asarray(action), ids)
-        missing = min(self.wait_num, len(self.waiting_id)) - len(self._held)
+        missing = min(self.wait_num, len(self.waiting_id)) - len(self._early_rows)
         if missing > 0:
-            self._held += self._receive(missing)
-        rows, self._held = self._held, []
+            self._early_rows += self._receive(missing)
+        rows, self._early_rows = self._early_rows, []
         if not rows:
             raise ValueError("no environment is stepping: step(None) returns the results of earlier steps")
         return self._join_rows(rows)
@@ -198,7 +198,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             if index in self._resetting:
                 first_rows[index] = row
             else:
-                self._held.append(row)
+                self._early_rows.append(row)
         self._resetting = set()
         return first_rows
 
@@ -228,12 +228,12 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._assert_is_not_closed()
         if key == "action_space":  # always the same objects, which :meth:`seed` seeds
             return [self._action_spaces[i] for i in self._parse_ids(id).tolist()]
-        return self._singles.get(key, self._parse_ids(id).tolist())
+        return self._single_envs.get(key, self._parse_ids(id).tolist())
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
         """Set an attribute of the environments ``id`` (all)."""
         self._assert_is_not_closed()
-        self._singles.set(key, value, self._parse_ids(id).tolist())
+        self._single_envs.set(key, value, self._parse_ids(id).tolist())
 
     def seed(self, seed: int | Sequence[int] | None = None) -> list[list[int] | None]:
         """Seed the action spaces, and reset the environments with the seeds, as Tianshou's workers do.

@@ -31,7 +31,7 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.single import require, reset_all
+from vecenv.adapters.single import require_settings, reset_all
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import own_keys
@@ -65,7 +65,7 @@ class TensorCodec:
     decode: Callable[[Any], Any]
 
 
-def _branch(children: dict[str, TensorCodec], keys: tuple[Any, ...] | None, n: int) -> TensorCodec:
+def _make_branch_codec(children: dict[str, TensorCodec], keys: tuple[Any, ...] | None, n: int) -> TensorCodec:
     """Build the codec of a Dict with these keys, or of a Tuple if ``keys`` is ``None``."""
 
     def encode(batch: Any) -> Tensors:
@@ -93,9 +93,9 @@ def make_codec(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str
     """
     if isinstance(space, spaces.Dict):
         children = {names(str(key)): make_codec(inner, n, onehot) for key, inner in space.spaces.items()}
-        return _branch(children, tuple(space.spaces), n)
+        return _make_branch_codec(children, tuple(space.spaces), n)
     if isinstance(space, spaces.Tuple):
-        return _branch({str(i): make_codec(inner, n, onehot) for i, inner in enumerate(space.spaces)}, None, n)
+        return _make_branch_codec({str(i): make_codec(inner, n, onehot) for i, inner in enumerate(space.spaces)}, None, n)
     for kind, leaf in _LEAVES.items():
         if isinstance(space, kind):
             return leaf(space, n, onehot)
@@ -104,10 +104,10 @@ def make_codec(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str
     )
 
 
-def _box(space: Any, n: int, onehot: bool) -> TensorCodec:
+def _make_box_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
     dtype = _dtype(space.dtype)
     if dtype is torch.bool:
-        return _binary(space, n, onehot)
+        return _make_binary_codec(space, n, onehot)
     low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
     if dtype.is_floating_point and bool(low.isinf().all()) and bool(high.isinf().all()):
         spec: Any = Unbounded(shape=space.shape, dtype=dtype)
@@ -119,10 +119,10 @@ def _box(space: Any, n: int, onehot: bool) -> TensorCodec:
     return TensorCodec(spec.expand(n, *space.shape), to_tensor, _array)
 
 
-def _discrete(space: Any, n: int, onehot: bool) -> TensorCodec:
+def _make_discrete_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
     """Build the codec of a MultiDiscrete, or of a Discrete, which is treated as a MultiDiscrete with one number."""
-    many = isinstance(space, spaces.MultiDiscrete)
-    counts = np.reshape(space.nvec if many else space.n, -1).tolist()
+    is_multi = isinstance(space, spaces.MultiDiscrete)
+    counts = np.reshape(space.nvec if is_multi else space.n, -1).tolist()
     start = torch.as_tensor(np.asarray(space.start)).long().reshape(-1)
 
     def encode(batch: Any) -> Any:
@@ -130,7 +130,7 @@ def _discrete(space: Any, n: int, onehot: bool) -> TensorCodec:
         values = values - start.to(values.device)
         if onehot:
             return torch.cat([torch.nn.functional.one_hot(values[:, i], count) for i, count in enumerate(counts)], -1)
-        return values if many else values[:, 0]
+        return values if is_multi else values[:, 0]
 
     def decode(tensor: Any) -> Any:
         if onehot:  # in TorchRL any vector is valid: its largest entry counts
@@ -140,22 +140,22 @@ def _discrete(space: Any, n: int, onehot: bool) -> TensorCodec:
         return values.reshape(-1, *space.shape).astype(space.dtype)
 
     spec: Any
-    if many:
+    if is_multi:
         spec = (MultiOneHot if onehot else MultiCategorical)(counts, dtype=torch.long)
     else:
         spec = (OneHot if onehot else Categorical)(counts[0], dtype=torch.long)
     return TensorCodec(spec.expand(n, *spec.shape), encode, decode)
 
 
-def _binary(space: Any, n: int, onehot: bool) -> TensorCodec:
+def _make_binary_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
     return TensorCodec(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), to_tensor, _array)
 
 
 _LEAVES: dict[type[Any], Callable[[Any, int, bool], TensorCodec]] = {
-    spaces.Box: _box,
-    spaces.Discrete: _discrete,
-    spaces.MultiDiscrete: _discrete,
-    spaces.MultiBinary: _binary,
+    spaces.Box: _make_box_codec,
+    spaces.Discrete: _make_discrete_codec,
+    spaces.MultiDiscrete: _make_discrete_codec,
+    spaces.MultiBinary: _make_binary_codec,
 }
 
 
@@ -179,7 +179,7 @@ def _array(tensor: Any) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-def _rows_of(tensors: Tensors, rows: Any) -> Tensors:
+def _copy_rows(tensors: Tensors, rows: Any) -> Tensors:
     """Copy some rows; ``rows`` is anything that indexes a tensor."""
     return map_leaves(lambda one: one[rows].clone(), tensors)
 
@@ -191,8 +191,13 @@ def _write(tensors: Tensors, rows: Any, values: Tensors) -> None:
 
 Mask = npt.NDArray[np.bool_]
 
-_TAKEN = frozenset({"reward", "done", "terminated", "truncated", "action", "next", "_reset", "_step", "is_init"})
+_RESERVED_KEYS = frozenset({"reward", "done", "terminated", "truncated", "action", "next", "_reset", "_step", "is_init"})
 """Keys with a meaning in TorchRL, at the root of a TensorDict."""
+
+
+def _observation_key(key: str) -> str:
+    """Return the key in a TensorDict for an entry of a Dict of observations."""
+    return f"observation_{key}" if key in _RESERVED_KEYS else key
 
 
 def as_torchrl(
@@ -284,8 +289,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         self.env_name: str | None = envs.unwrapped.task.id if self._over_envpool else getattr(envs.spec, "id", None)
         self._build = build
         single = envs.single_observation_space
-        self._named = isinstance(single, spaces.Dict)  # the entries of a Dict have their own keys
-        self._observations = make_codec(single, n, onehot, lambda key: f"observation_{key}" if key in _TAKEN else key)
+        self._has_named_entries = isinstance(single, spaces.Dict)  # the entries of a Dict have their own keys
+        self._observations = make_codec(single, n, onehot, _observation_key)
         self._actions = make_codec(envs.single_action_space, n, onehot)
         self._seed_next: int | None = None
         self._columns: dict[str, torch.Tensor] = {}
@@ -315,11 +320,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     def _make_specs(self) -> None:
         n = self.batch_size[0]
         spec = self._observations.spec
-        shown = dict(spec.items()) if self._named else {"observation": spec}
-        self._names = {name: f"info_{name}" if name in _TAKEN or name in shown else name for name in self._columns}
-        for name, like in self._columns.items():
-            shown[self._names[name]] = Unbounded(shape=(n, *like.shape), dtype=like.dtype)
-        self.observation_spec = Composite(shown, shape=(n,)).to(self.device or "cpu")
+        visible = dict(spec.items()) if self._has_named_entries else {"observation": spec}
+        self._names = {name: f"info_{name}" if name in _RESERVED_KEYS or name in visible else name for name in self._columns}
+        for name, template in self._columns.items():
+            visible[self._names[name]] = Unbounded(shape=(n, *template.shape), dtype=template.dtype)
+        self.observation_spec = Composite(visible, shape=(n,)).to(self.device or "cpu")
         self.full_action_spec = Composite({"action": self._actions.spec}, shape=(n,)).to(self.device or "cpu")
         self.reward_spec = Unbounded(shape=(n, 1), device=self.device)
         flag = Categorical(2, shape=(n, 1), dtype=torch.bool, device=self.device)
@@ -332,13 +337,13 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         if self.is_closed:
             self._open(self._build())
         mask = None if tensordict is None else tensordict.get("_reset", None)
-        if mask is None or self._rows.shown is None:
+        if mask is None or self._rows.visible is None:
             self._begin(seed, options)
-        elif (chosen := _flags(mask)).any():
+        elif (selected := _flags(mask)).any():
             if seed is not None:
                 raise ValueError("seed= is for resets of all environments, but '_reset' selects some")
-            self._rows.restart(chosen, options)
-        return self._shown()
+            self._rows.restart(selected, options)
+        return self._visible_tensordict()
 
     def _begin(self, seed: Any = None, options: Any = None) -> None:
         seed = self._seed_next if seed is None else seed
@@ -348,11 +353,11 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
     def _step(self, tensordict: Any) -> Any:
         if self.is_closed:
             self._open(self._build())
-        if self._rows.shown is None:
+        if self._rows.visible is None:
             self._begin()
-        chosen = tensordict.get("_step", None)
-        rewards = self._rows.step(tensordict.get("action"), None if chosen is None else _flags(chosen), self.frame_skip)
-        return self._shown(rewards)
+        selected = tensordict.get("_step", None)
+        rewards = self._rows.step(tensordict.get("action"), None if selected is None else _flags(selected), self.frame_skip)
+        return self._visible_tensordict(rewards)
 
     def step_and_maybe_reset(self, tensordict: Any) -> Any:
         """Step and reset like TorchRL's method, but without a reset request if the next episodes have already begun."""
@@ -367,25 +372,25 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
             if not rows.all_begun():
                 return tensordict, self.maybe_reset(after)
             rows.restart(rows.ended)
-            after.update(self._shown())
+            after.update(self._visible_tensordict())
         return tensordict, after
 
     def _set_seed(self, seed: int | None) -> None:
         self._seed_next = seed
 
-    def _shown(self, rewards: torch.Tensor | None = None) -> Any:
+    def _visible_tensordict(self, rewards: torch.Tensor | None = None) -> Any:
         rows = self._rows
-        observations, infos = rows.shown
-        shown = dict(observations) if self._named else {"observation": observations}
+        observations, infos = rows.visible
+        visible = dict(observations) if self._has_named_entries else {"observation": observations}
         for name, column in infos.items():
-            shown[self._names[name]] = column
+            visible[self._names[name]] = column
         for name, flags in (("done", rows.ended), ("terminated", rows.terminated), ("truncated", rows.truncated)):
-            shown[name] = torch.from_numpy(flags[:, None].copy())  # the caller may write to it
+            visible[name] = torch.from_numpy(flags[:, None].copy())  # the caller may write to it
         if rewards is not None:
-            shown["reward"] = rewards.unsqueeze(-1)
+            visible["reward"] = rewards.unsqueeze(-1)
         if self.device is not None:
-            shown = map_leaves(lambda one: one.to(self.device), shown)
-        return TensorDict(shown, batch_size=self.batch_size, device=self.device)
+            visible = map_leaves(lambda one: one.to(self.device), visible)
+        return TensorDict(visible, batch_size=self.batch_size, device=self.device)
 
     # -- other methods ------------------------------------------------------------------------------------------------
 
@@ -434,7 +439,7 @@ class _Rows:
     Attributes:
         ended: bool ``(n,)``, true for rows that need a reset because their episode has ended.
         terminated, truncated: bool ``(n,)``, the reason for which these episodes ended.
-        shown: Observations and columns of all rows; ``None`` before the first reset.
+        visible: Observations and columns of all rows; ``None`` before the first reset.
     """
 
     def __init__(
@@ -448,18 +453,19 @@ class _Rows:
         self._envs, self._observations, self._actions = envs, observations, actions
         self._columns = dict(infos)
         n = envs.num_envs
-        has = capabilities_of(envs)
+        capabilities = capabilities_of(envs)
         # not under a wrapper, because send() and recv() would bypass it
-        self._by_row = envs.unwrapped is envs and has is not None and (has.first_ready or has.backend == "envpool")
+        can_step_rows = capabilities is not None and (capabilities.first_ready or capabilities.backend == "envpool")
+        self._by_row = can_step_rows and envs.unwrapped is envs
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._all_rows = np.arange(n)
         self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._by_row
         self._unsteppable = np.zeros(n, np.bool_)  # the engine refuses to step these rows, or returns undefined results
-        # first observations and infos of episodes that TorchRL has not reset yet, valid in the rows of `_fresh`
+        # first observations and infos of episodes that TorchRL has not reset yet, valid in the rows of `_has_start`
         self._starts: Tensors = None
-        self._fresh = np.zeros(n, np.bool_)
+        self._has_start = np.zeros(n, np.bool_)
         self.terminated, self.truncated = np.zeros((2, n), np.bool_)
-        self.shown: Tensors = None
+        self.visible: Tensors = None
 
     @property
     def ended(self) -> Mask:
@@ -469,45 +475,45 @@ class _Rows:
     def reset(self, seed: Any = None, options: Any = None) -> None:
         """Begin an episode in every row; drops a pending result, for example of an interrupted step."""
         observations, infos = reset_all(self._envs, seed, options)
-        self.shown = self._encoded(observations, infos, self._all_rows)
-        self._fresh, self._unsteppable, self.terminated, self.truncated = np.zeros((4, len(self._fresh)), np.bool_)
+        self.visible = self._encode(observations, infos, self._all_rows)
+        self._has_start, self._unsteppable, self.terminated, self.truncated = np.zeros((4, len(self._has_start)), np.bool_)
 
     def restart(self, mask: Mask, options: Mapping[str, Any] | None = None) -> None:
         """Begin an episode in the rows that ``mask`` selects; the others stay unchanged."""
-        begun = mask & self._fresh if options is None else np.zeros_like(mask)
+        begun = mask & self._has_start if options is None else np.zeros_like(mask)
         to_reset = mask & ~begun
         if begun.any():
-            self._put(begun, self._starts, begun)
+            self._write_rows(begun, self._starts, begun)
         if to_reset.any():
             observations, infos = self._envs.reset(options={**(options or {}), "reset_mask": to_reset.copy()})
-            self._put(to_reset, self._encoded(observations, infos, self._all_rows), to_reset)
+            self._write_rows(to_reset, self._encode(observations, infos, self._all_rows), to_reset)
             self._unsteppable = self._unsteppable & ~to_reset
-        self._fresh, self.terminated, self.truncated = (
-            flags & ~mask for flags in (self._fresh, self.terminated, self.truncated)
+        self._has_start, self.terminated, self.truncated = (
+            flags & ~mask for flags in (self._has_start, self.terminated, self.truncated)
         )
 
     def all_begun(self) -> bool:
         """True if all ended rows have already begun their next episode, so that a reset costs nothing."""
-        return not (self.ended & ~self._fresh).any()
+        return not (self.ended & ~self._has_start).any()
 
-    def step(self, tensors: Any, chosen: Mask | None, frames: int) -> torch.Tensor:
-        """Step the ``chosen`` rows that have not ended, each for ``frames`` steps or until its episode ends.
+    def step(self, tensors: Any, selected: Mask | None, frames: int) -> torch.Tensor:
+        """Step the ``selected`` rows that have not ended, each for ``frames`` steps or until its episode ends.
 
         Returns:
             The sums of the rewards, float32 ``(n,)``; 0 for rows without a step.
 
         Raises:
-            NotImplementedError: The engine steps all rows together, and not all running episodes are chosen.
+            NotImplementedError: The engine steps all rows together, and not all running episodes are selected.
         """
         actions = self._actions.decode(tensors)
-        if chosen is not None and not self._by_row and (left_out := ~chosen & ~self.ended).any():
+        if selected is not None and not self._by_row and (left_out := ~selected & ~self.ended).any():
             raise NotImplementedError(
                 f"{type(self._envs).__name__} steps all its environments together: it cannot leave out "
                 f"{np.flatnonzero(left_out).tolist()} in the middle of their episodes"
             )
         total = None
         for _ in range(frames):
-            live = ~self.ended if chosen is None else chosen & ~self.ended
+            live = ~self.ended if selected is None else selected & ~self.ended
             if not live.any():
                 break
             rewards = self._step_once(actions, live)
@@ -526,7 +532,7 @@ class _Rows:
             self._envs.send(map_leaves(lambda leaf: leaf[rows], actions), rows)
             results = self._envs.recv(count=len(rows))
             ids = np.asarray(results[4]["env_id"])
-        batch = self._encoded(results[0], results[4], ids)
+        batch = self._encode(results[0], results[4], ids)
         terminated, truncated = (_flags(flags) for flags in results[2:4])
         if self._needs_hidden_resets:
             self._unsteppable = terminated | truncated
@@ -534,64 +540,64 @@ class _Rows:
             self._store_starts(batch, np.flatnonzero(ended), ids, results[4])
         rewards = to_tensor(results[1]).to("cpu", torch.float32, copy=True)
         if not all_live:
-            return self._show(batch, rewards, (terminated, truncated), ids, live)
-        self.shown, self.terminated, self.truncated = batch, terminated, truncated
+            return self._apply_step(batch, rewards, (terminated, truncated), ids, live)
+        self.visible, self.terminated, self.truncated = batch, terminated, truncated
         return rewards
 
-    def _show(self, batch: Tensors, rewards: Any, flags: Any, ids: Any, live: Mask) -> torch.Tensor:
+    def _apply_step(self, batch: Tensors, rewards: Any, flags: Any, ids: Any, live: Mask) -> torch.Tensor:
         """Show the results of the ``live`` rows, leave the others unchanged, and return the rewards."""
-        picked = np.flatnonzero(live[ids])
-        rows = ids[picked]
+        positions = np.flatnonzero(live[ids])
+        rows = ids[positions]
         if len(ids) == len(live):
-            self._fresh = self._fresh & live  # hidden rows were stepped past their first observations
-        self._put(rows, batch, picked)
+            self._has_start = self._has_start & live  # hidden rows were stepped past their first observations
+        self._write_rows(rows, batch, positions)
         self.terminated, self.truncated = self.terminated.copy(), self.truncated.copy()
-        self.terminated[rows], self.truncated[rows] = flags[0][picked], flags[1][picked]
+        self.terminated[rows], self.truncated[rows] = flags[0][positions], flags[1][positions]
         all_rewards = torch.zeros(len(live))
-        all_rewards[rows] = rewards[picked]
+        all_rewards[rows] = rewards[positions]
         return all_rewards
 
-    def _put(self, rows: Any, batch: Tensors, picked: Any) -> None:
-        """Copy the rows ``picked`` of a batch to ``rows``, in new tensors: the caller may hold the old ones."""
-        shown = _rows_of(self.shown, slice(None))
-        _write(shown, rows, _rows_of(batch, picked))
-        self.shown = shown
+    def _write_rows(self, rows: Any, batch: Tensors, positions: Any) -> None:
+        """Copy the rows at ``positions`` of a batch to ``rows``, in new tensors: the caller may hold the old ones."""
+        visible = _copy_rows(self.visible, slice(None))
+        _write(visible, rows, _copy_rows(batch, positions))
+        self.visible = visible
 
     def _store_starts(self, batch: Tensors, rows: Any, ids: Any, infos: Mapping[str, Any]) -> None:
         """Store the first observations of the next episodes (same-step mode), and put the last ones into ``batch``."""
         if self._starts is None:
-            self._starts = _rows_of(self.shown, slice(None))
-        _write(self._starts, ids[rows], _rows_of(batch, rows))
-        self._fresh = self._fresh.copy()
-        self._fresh[ids[rows]] = True
-        last = self._final(infos["final_obs"], rows), _rows_of(self._read(infos.get("final_info", {}), ids), rows)
-        _write(batch, rows, last)
+            self._starts = _copy_rows(self.visible, slice(None))
+        _write(self._starts, ids[rows], _copy_rows(batch, rows))
+        self._has_start = self._has_start.copy()
+        self._has_start[ids[rows]] = True
+        columns = self._read_columns(infos.get("final_info", {}), ids)
+        _write(batch, rows, (self._encode_final(infos["final_obs"], rows), _copy_rows(columns, rows)))
 
-    def _final(self, finals: Any, rows: Any) -> Tensors:
+    def _encode_final(self, finals: Any, rows: Any) -> Tensors:
         """Return the final observations of ``rows`` as tensors."""
         if not (isinstance(finals, np.ndarray) and finals.dtype.hasobject):
-            return _rows_of(self._observations.encode(finals), rows)
+            return _copy_rows(self._observations.encode(finals), rows)
         space = self._envs.single_observation_space
         empty: Any = create_empty_array(space, len(rows))
         return self._observations.encode(concatenate(space, [finals[row] for row in rows], empty))
 
-    def _encoded(self, observations: Any, infos: Mapping[str, Any], ids: Any) -> Tensors:
-        return self._observations.encode(observations), self._read(infos, ids)
+    def _encode(self, observations: Any, infos: Mapping[str, Any], ids: Any) -> Tensors:
+        return self._observations.encode(observations), self._read_columns(infos, ids)
 
-    def _read(self, infos: Mapping[str, Any], ids: Any) -> dict[str, torch.Tensor]:
+    def _read_columns(self, infos: Mapping[str, Any], ids: Any) -> dict[str, torch.Tensor]:
         """Return the columns to show, with 0 for each environment without a value that fits the column."""
         found = {}
-        for name, like in self._columns.items():
+        for name, template in self._columns.items():
             column = infos.get(name)
             if column is None:
-                found[name] = torch.zeros((len(ids), *like.shape), dtype=like.dtype)
+                found[name] = torch.zeros((len(ids), *template.shape), dtype=template.dtype)
             elif isinstance(column, np.ndarray) and column.dtype.hasobject:  # types or shapes differ between environments
-                found[name] = torch.zeros((len(ids), *like.shape), dtype=like.dtype)
+                found[name] = torch.zeros((len(ids), *template.shape), dtype=template.dtype)
                 for row, value in enumerate(column):
-                    if isinstance(value, _NUMBERS) and np.shape(value) == like.shape:
+                    if isinstance(value, _NUMBERS) and np.shape(value) == template.shape:
                         found[name][row] = torch.as_tensor(value)
             else:
-                found[name] = to_tensor(column).to("cpu", like.dtype, copy=True).reshape(len(ids), *like.shape)
+                found[name] = to_tensor(column).to("cpu", template.dtype, copy=True).reshape(len(ids), *template.shape)
         return found
 
 
@@ -649,7 +655,7 @@ def _make_reopener(what: Any) -> Callable[[], Any]:
 
         return functools.partial(EnvPoolVectorEnv.over, what, autoreset_mode=AutoresetMode.SAME_STEP)
     if not isinstance(what, VectorEnv):
-        return lambda: _checked(what())
+        return lambda: _require_vector_env(what())
     unused = [what]
 
     def return_once() -> Any:
@@ -663,7 +669,7 @@ def _make_reopener(what: Any) -> Callable[[], Any]:
     return return_once
 
 
-def _checked(envs: Any) -> Any:
+def _require_vector_env(envs: Any) -> Any:
     if not isinstance(envs, VectorEnv):
         raise TypeError(
             f"without num_envs, the function must build a vector environment, but it built {envs!r}; pass num_envs for a "
@@ -674,11 +680,11 @@ def _checked(envs: Any) -> Any:
 
 def require_rows(envs: Any) -> AutoresetMode:
     """Return the autoreset mode; raise if episodes cannot begin row by row, or steps return only some rows."""
-    mode = require(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
+    mode = require_settings(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
     capabilities = capabilities_of(envs)
     if mode is not AutoresetMode.SAME_STEP and capabilities is not None and not capabilities.reset_mask:
         raise ValueError(
-            f"TorchRL resets environments as their episodes end, and {type(envs).__name__} cannot reset some: "
+            f"TorchRL resets environments as their episodes end, and {type(envs).__name__} cannot reset some of them: "
             "it needs autoreset_mode='SameStep', and EnvPool batch_size=None"
         )
     if getattr(envs, "batch_size", envs.num_envs) not in (None, envs.num_envs):

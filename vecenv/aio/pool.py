@@ -144,10 +144,10 @@ class Pool:
             return f"Pool(size={self.size}, closed)"
         count = int(self.stats()["restarts"])
         restarts = f", restarted={count}" if count else ""
-        lost = sum(len(group.slots) for group in slots.groups if group.exhausted is not None)
+        given_up = sum(len(group.slots) for group in slots.groups if group.exhausted is not None)
         return (
             f"Pool(size={self.size}, workers={len(slots.groups)}, episodes={slots.num_occupied()}, free={len(slots.free)}, "
-            f"waiting={len(slots.waiters)}{restarts}{f', given_up={lost}' if lost else ''})"
+            f"waiting={len(slots.waiters)}{restarts}{f', given_up={given_up}' if given_up else ''})"
         )
 
     # -- beginning and end ----------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ class EpisodeEnv:
         self.truncated = False
         self.failure: Exception | None = None
         self._slots = slots
-        self._begins_with = seed, options
+        self._reset_arguments = seed, options
         self._slot: Slot | None = None
         self._entered = False
         self._call = ""
@@ -315,7 +315,7 @@ class EpisodeEnv:
         self._slot = await self._slots.acquire(self)
         self.env_id = self._slot.row
         try:
-            seed, options = self._begins_with
+            seed, options = self._reset_arguments
             await self.reset(seed=seed, options=options)
         except BaseException:
             self._release_slot()
@@ -347,7 +347,7 @@ class EpisodeEnv:
             gymnasium.error.ClosedEnvironmentError: The ``async with`` block has been left, or the pool is closed.
         """
         with self._calling("step") as slot:
-            if self.over and not slot.lost:
+            if self.over and not slot.lost_reason:
                 raise ResetNeeded(f"the episode of env {slot.row} is over: reset() begins a new one")
             self.observation, reward, self.terminated, self.truncated, self.info = await self._request(slot, "step", action)
             return self.observation, reward, self.terminated, self.truncated, self.info

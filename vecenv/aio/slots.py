@@ -40,8 +40,8 @@ class Slot:
         owner: The episode that uses it.
         request: Its pending request.
         reply: A future of the request's (result, error), done early if no task waits for it.
-        lost: The reason why the environment cannot be used before a reset; empty if it can.
-        unreported: The death of its worker, until the episode has received its error.
+        lost_reason: The reason why the environment cannot be used before a reset; empty if it can.
+        unreported_death: The death of its worker, until the episode has received its error.
         ready: The future of an episode that waits until the slot accepts requests.
         cancel_timer: The timer that kills its worker if a cancelled request does not finish in time.
     """
@@ -51,8 +51,8 @@ class Slot:
     owner: Any = None
     request: Any = None
     reply: Future[Any] = field(init=False)
-    lost: str = ""
-    unreported: Any = None
+    lost_reason: str = ""
+    unreported_death: Any = None
     ready: Future[None] | None = None
     cancel_timer: TimerHandle | None = None
 
@@ -256,22 +256,22 @@ class Slots:
         slot.owner = None
         self.free.append(slot)
 
-    async def _until_ready(self, slot: Slot) -> None:
+    async def _wait_until_ready(self, slot: Slot) -> None:
         """Wait until a slot accepts requests: its last request is complete, and its worker is ready.
 
         Raises:
             WorkerDied: The worker cannot be restarted.
         """
-        group, episode, tried = slot.group, slot.owner, False
+        group, episode, has_started = slot.group, slot.owner, False
         while True:
             if group.exhausted is not None:
                 raise copy.copy(group.exhausted)
             if slot.request is None and not group.changing:
                 if group.death is None:
                     return
-                if tried:
+                if has_started:
                     raise group.death.error()
-                tried = True
+                has_started = True
                 self._start(group)
                 continue
             ready = slot.ready = asyncio.get_running_loop().create_future()
@@ -294,25 +294,25 @@ class Slots:
             Exception: The error of the request. Or the payload cannot be pickled; nothing was sent.
         """
         if command == "reset":
-            await self._until_ready(slot)
-        elif slot.unreported is not None:
-            death, slot.unreported = slot.unreported, None
+            await self._wait_until_ready(slot)
+        elif slot.unreported_death is not None:
+            death, slot.unreported_death = slot.unreported_death, None
             raise death.error()
-        elif slot.lost:
-            raise EnvFailed(f"env {slot.row} failed earlier and has to be rebuilt by reset() first: {slot.lost}")
+        elif slot.lost_reason:
+            raise EnvFailed(f"env {slot.row} failed earlier and has to be rebuilt by reset() first: {slot.lost_reason}")
         loop = asyncio.get_running_loop()
         request = self.submissions.submit(slot.row, command, payload)
         slot.request, slot.reply = request, loop.create_future()
         slot.group.pending[request] = None
         if command == "reset":
-            slot.lost, slot.unreported = "", None
+            slot.lost_reason, slot.unreported_death = "", None
         timer: TimerHandle | None = None
         if self.step_timeout is not None and command in ("step", "reset"):
-            timer = loop.call_later(self.step_timeout, self._search, slot, request)
+            timer = loop.call_later(self.step_timeout, self._start_search, slot, request)
         try:
             result, error = await slot.reply
         except BaseException:  # cancelled, or closed with the whole loop
-            slot.lost = f"its {request.command} was cancelled"
+            slot.lost_reason = f"its {request.command} was cancelled"
             self.abandon(slot, request)
             raise
         finally:
@@ -371,15 +371,15 @@ class Slots:
         if slot.cancel_timer is not None:
             slot.cancel_timer.cancel()
             slot.cancel_timer = None
-        if error is not None and not slot.lost:
-            slot.lost = self.submissions.failed.get(slot.row, "")
+        if error is not None and not slot.lost_reason:
+            slot.lost_reason = self.submissions.failed.get(slot.row, "")
         slot.finish(result, error)
         if slot.group.death is None:  # otherwise :meth:`_handle_death` updates the slot
             self._update(slot)
 
     # -- workers that hang or die -----------------------------------------------------------------------------------------
 
-    def _search(self, slot: Slot, request: Any) -> None:
+    def _start_search(self, slot: Slot, request: Any) -> None:
         search = asyncio.ensure_future(self._end_hanging(slot, request))
         self._searches.add(search)
         search.add_done_callback(self._searches.discard)
@@ -393,11 +393,11 @@ class Slots:
             pid, stack = self._envs.processes[group.index].pid, await self._find_stack(slot)
             if slot.request is not request or slot.reply.done():
                 return
-            at = f" at {found}" if (found := innermost_location(stack)) else ""
-            slot.lost = f"hung for more than {self.step_timeout} seconds and was killed{at}"
-            text = f"env {slot.row}, worker {group.index}, pid {pid}, during {request.command}: it {slot.lost}"
+            location = f" at {found}" if (found := innermost_location(stack)) else ""
+            slot.lost_reason = f"hung for more than {self.step_timeout} seconds and was killed{location}"
+            text = f"env {slot.row}, worker {group.index}, pid {pid}, during {request.command}: it {slot.lost_reason}"
             slot.finish(None, StepTimeout(text + (f"\n{stack}" if stack else "")))
-            self._kill(slot, slot.lost + (f"\nits stack:\n{stack}" if stack else ""))
+            self._kill(slot, slot.lost_reason + (f"\nits stack:\n{stack}" if stack else ""))
 
     async def _find_stack(self, slot: Slot) -> str:
         search = self.submissions.find_stack(slot.row)
@@ -421,8 +421,8 @@ class Slots:
     def _handle_death(self, group: WorkerSlots) -> None:
         """Process the death of a worker, after its requests are finished."""
         for slot in group.slots:
-            if slot.owner is not None and not slot.lost:
-                slot.lost, slot.unreported = group.death.first_line, group.death
+            if slot.owner is not None and not slot.lost_reason:
+                slot.lost_reason, slot.unreported_death = group.death.first_line, group.death
         if self._budget is not None:
             self._withdraw(group)
             asyncio.get_running_loop().call_soon(self._restart, group)

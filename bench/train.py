@@ -320,7 +320,7 @@ def train(
 
     def look(hosts: list[CandidateProcess]) -> None:
         for host in hosts:
-            if host.usable and (found := host.ask("shares")):
+            if host.usable and (found := host.call("shares")):
                 shares[host.candidate.name] = found
 
     report = compare(

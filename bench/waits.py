@@ -60,7 +60,7 @@ WAITS = {
 class DeadlineRunner(VectorRunner):
     """A runner that receives the ready environments after ``within`` seconds, at least one."""
 
-    _unmeasured = 1
+    _warm_up_steps = 1
 
     def __init__(self, make_envs: Callable[[], Any], within: float) -> None:
         super().__init__(make_envs)

@@ -449,7 +449,7 @@ def with_change(file: Path, to: Path, change: Any) -> Path:
     [
         (lambda blob: b"", "is not a flight record of vecenv"),
         (lambda blob: pickle.dumps([1]), "is not a flight record of vecenv"),
-        (lambda blob: blob[:-10], "is cut short: "),
+        (lambda blob: blob[:-10], "is truncated: "),
         (lambda blob: blob[:40], "is damaged: its header cannot be read"),
         (lambda blob: blob[:-10] + b"0123456789", "is damaged: its bytes are not those that were written"),
         (lambda blob: blob.replace(b'"format": 3', b'"format": 9', 1), "has format 9, and this version of vecenv reads 3"),

@@ -139,7 +139,7 @@ def test_too_many_processes_are_refused_at_once(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["bench", "--num-envs", "100000", *arguments]) == 2
     message = capsys.readouterr().err
-    assert "the 32768 that can be (a test)" in message
+    assert "exceed the limit of 32768 (a test)" in message
     assert "leave out per-env, gym-async, bare-pipes (--engines auto,use-caller" in message
     assert not list(tmp_path.iterdir())
 
@@ -150,6 +150,6 @@ def test_the_limits_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "memory_limits", lambda: iter(()))
     monkeypatch.setattr(limits.resource, "getrlimit", lambda which: (1024, 1024))
     assert limits.shortage(1, 1) is None
-    assert "1001 processes are more than the 1000" in (limits.shortage(1001) or "")
+    assert "1001 processes exceed the limit of 1000" in (limits.shortage(1001) or "")
     assert "400 workers of one program need" in (limits.shortage(10, 400) or "")
     assert "200 processes need 1.6 GiB of memory or more, and 800 MiB are available" in (limits.shortage(200) or "")

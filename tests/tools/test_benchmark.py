@@ -159,8 +159,8 @@ def test_equal_engines_give_equal_trajectories_and_any_difference_is_named() -> 
     assert any(step["termination"].any() for step in reference), "no episode ended: nothing was checked about autoreset"
     changes: dict[str, tuple[int, Any]] = {
         "at step 3, env 1: reward 0.5 instead of 1.0": (3, {"reward": np.array([1.0, 0.5])}),
-        "at the reset, env 1: another observation": (0, {"observation": [reference[0]["observation"][0], b""]}),
-        "at step 7: other infos": (7, {"infos": b"others"}),
+        "at the reset, env 1: a different observation": (0, {"observation": [reference[0]["observation"][0], b""]}),
+        "at step 7: different infos": (7, {"infos": b"others"}),
     }
     for words, (step, change) in changes.items():
         other = [*reference[:step], {**reference[step], **change}, *reference[step + 1 :]]
@@ -269,8 +269,8 @@ class Hangs(Steady):
 @pytest.mark.long
 def test_hanging_candidate_is_ended() -> None:
     with benchmark.started([Candidate("hangs", "hangs", Hangs)]) as (host,):
-        assert host.ask("run", 0.0, timeout=0.2) is None
-        assert host.failed == "gave no answer within 0 s"
+        assert host.call("run", 0.0, timeout=0.2) is None
+        assert host.failed == "no reply within 0 s"
         assert math.isnan(host.rate(0.1))
 
 
@@ -296,7 +296,7 @@ def test_host_that_ends_ends_its_helpers(killed: bool) -> None:
         pids = [int(pid) for pid in host.description.split()]
         assert still_running(pids, 0.0) == pids
         if killed:
-            assert host.ask("run", 0.0) is None
+            assert host.call("run", 0.0) is None
             assert host.failed.startswith("process killed by SIGKILL")
     assert not still_running(pids, PATIENCE)
 
@@ -312,7 +312,7 @@ def test_large_candidate_exists_only_while_measured(monkeypatch: pytest.MonkeyPa
         assert not host.running
         assert host.rate(0.05) > 0
         assert host.running
-        host.rest()
+        host.suspend()
         assert not host.running
         assert host.usable
 
@@ -324,7 +324,7 @@ def test_large_candidates_start_one_after_another(
     names = [[c.name for c in group] for group in benchmark._start_order(runners.default_candidates(CARTPOLE, 64, 2))]
     assert names[0] == ["auto"]
     assert names[2:] == [["per-env"], ["gym-async"], ["bare-pipes"]]
-    assert not any(c.crowd for c in runners.default_candidates(CARTPOLE, 8, 2))
+    assert not any(c.is_crowd for c in runners.default_candidates(CARTPOLE, 8, 2))
 
 
 # --- output -------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ ROWS = (
 TABLE = """\
 Trajectories: fine.
 CartPole-v1, 64 environments: 3 interleaved rounds of 1 s
-engine                      steps/s   least - most  x Async  of bare loop
+engine                      steps/s      min - max  x Async  of bare loop
 vecenv, auto              1,234,567  1.13M - 1.33M        -         0.526
 Gymnasium AsyncVectorEnv       died
 bare loop, 2 processes    2,345,678  2.15M - 2.55M        -         1.000

@@ -121,7 +121,7 @@ def test_environment_that_needs_arguments_is_explained(command: str, tmp_path: P
     done = run(command, "tiny_envs:needs", cwd=tmp_path)
     assert done.returncode == tools.USAGE
     last = done.stderr.strip().splitlines()[-1]
-    assert "write a function in that module that gives them" in last
+    assert "write a function in that module that passes them" in last
     assert not list(tmp_path.glob("bench-results/*"))
 
 
@@ -168,7 +168,7 @@ def test_wrong_trajectories_end_with_code_1(
         (["bench", "json:Env-v0"], "'json' has no 'Env-v0' and registers no environment of that name"),
         (["bench", "json:JSONDecode"], "did you mean JSONDecoder"),
         (["plan", "sys:path"], "which cannot be called to build an environment"),
-        (["bench", "--engines", "worker"], "no engine 'worker'; did you mean workers? There are: auto,"),
+        (["bench", "--engines", "worker"], "no engine 'worker'; did you mean workers? The engines are: auto,"),
         (["bench", "--engines", ","], "--engines names no engine"),
         (["plan", "CartPol-v1"], "CartPol-v1"),
     ],

@@ -45,18 +45,18 @@ def test_correct_engines_pass(engine: str) -> None:
 
 
 BROKEN = {
-    "Stale": "arrays of a step stay as they were",
+    "Stale": "arrays of an earlier step do not change",
     "WrongFinal": "same-step: final observation and info",
     "OneFlag": "termination is not truncation",
-    "SwapsActions": "actions and rewards are of this step",
+    "SwapsActions": "actions and rewards belong to this step",
     "OneSeed": "an int seeds environment i by seed + i",
     "ResetsTwice": "each episode is reset once",
     "NoMasks": "every info has a mask",
     "IgnoresMasks": "a masked reset leaves the others alone",
     "CountsResetsAsSteps": "next-step: the step after an end resets",
     "NoStep": "step: five values, one per environment",
-    "Dies": "actions and rewards are of this step",
-    "resets_early": "next-step: a reset pays nothing",
+    "Dies": "actions and rewards belong to this step",
+    "resets_early": "next-step: a reset has reward 0",
     "loses_the_last": "same-step: an end has a final observation",
 }
 
@@ -99,7 +99,7 @@ def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
 def test_the_first_check_of_a_process_has_time_for_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_CHECK_SECONDS", 1.0)
     found = conform("broken_engines:slow_to_import", [AutoresetMode.DISABLED])
-    assert "gave no answer" not in str([row.why for row in found])
+    assert "no reply" not in str([row.why for row in found])
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_an_engine_that_hangs_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vecenv.tools.conform, "_START_SECONDS", 5.0)
     rows = conform("broken_engines:Hangs", [AutoresetMode.NEXT_STEP])
     assert {row.name: row.state for row in rows}["reset: observations and infos"] == "kept"
-    assert any("gave no answer within 1 s" in why for row in rows for why in row.why.values())
+    assert any("no reply within 1 s" in why for row in rows for why in row.why.values())
 
 
 def test_engine_with_its_own_environments_gets_applicable_checks() -> None:
@@ -122,7 +122,7 @@ def test_engine_with_its_own_environments_gets_applicable_checks() -> None:
 def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conform", "broken_engines:SwapsActions", "--modes", "NextStep"]) == 1
     output = capsys.readouterr().out
-    assert "actions and rewards are of this step" in output
+    assert "actions and rewards belong to this step" in output
     assert "an environment got another's action" in output
     assert "Documented: " in output
     assert "envs = SwapsActions(makers(num_envs" not in output

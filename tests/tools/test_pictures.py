@@ -93,7 +93,7 @@ def test_environments_without_frames_are_refused(make: Any) -> None:
         render_grid(blind)
     odd = make((4, 6, 3), (4, 6, 3), dtype="float32")
     odd.reset()
-    with pytest.raises(ValueError, match=r"env 0: a frame is uint8 .* got float32 of shape \(4, 6, 3\)"):
+    with pytest.raises(ValueError, match=r"env 0: a frame must be uint8 .* got float32 of shape \(4, 6, 3\)"):
         render_grid(odd)
     with pytest.raises(ValueError, match="columns must be at least 1, got 0"):
         tile([np.zeros((2, 2, 3), np.uint8)], columns=0)
@@ -120,7 +120,7 @@ def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
 
 
 def test_unwritable_video_is_refused_before_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"written as .gif or .mp4, got 'a.avi'"):
+    with pytest.raises(ValueError, match=r"must end in .gif or .mp4, got 'a.avi'"):
         require_writer(tmp_path / "a.avi")
     with pytest.raises(ValueError, match="no images to write"):
         write_video([], tmp_path / "a.gif")

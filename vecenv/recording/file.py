@@ -253,7 +253,7 @@ def read_header(path: Path) -> tuple[Header, bytes]:
     except (ValueError, TypeError, AttributeError):
         raise UnreadableRecord(f"{path} is damaged: its header cannot be read") from None
     if len(body) != header.length:
-        raise UnreadableRecord(f"{path} is cut short: {len(body)} of {header.length} bytes are there")
+        raise UnreadableRecord(f"{path} is truncated: it has {len(body)} of {header.length} bytes")
     if hashlib.sha256(body).hexdigest() != header.checksum:
         raise UnreadableRecord(f"{path} is damaged: its bytes are not those that were written")
     return header, body

@@ -377,7 +377,7 @@ def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> C
             if names_in_place is None:
                 rule = rule_for(type(layer))
                 if not isinstance(rule, Codec):
-                    raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec, and there is none here")
+                    raise SnapshotMismatch(f"{type(layer).__name__} was saved by a codec that is not registered here")
                 pending_loads.append((rule, layer, rule.open(layer, state)))
             else:
                 attributes.append((layer.__dict__, dict(state), list(names_in_place), len(state) + len(names_in_place)))

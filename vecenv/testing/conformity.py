@@ -182,7 +182,7 @@ def step_returns(any_envs: Any) -> None:
     assert isinstance(infos, dict), type(infos)
 
 
-@_check("arrays of a step stay as they were", f"with `copy=True` observations are fresh at every step: {_VECTOR}",
+@_check("arrays of an earlier step do not change", f"with `copy=True` observations are fresh at every step: {_VECTOR}",
         known="tianshou#1281")  # fmt: skip
 def fresh_arrays(any_envs: Any) -> None:
     any_envs.reset(seed=1)
@@ -243,7 +243,7 @@ def wrong_actions(any_envs: Any) -> None:
     assert refused, f"{any_envs.num_envs + 1} actions were accepted for {any_envs.num_envs} environments"
 
 
-@_check("close may be called twice", f"`close` of one that is closed does nothing: {_VECTOR}")
+@_check("close may be called twice", f"`close` of a closed vector environment does nothing: {_VECTOR}")
 def closing(any_envs: Any) -> None:
     any_envs.reset(seed=1)
     any_envs.close()
@@ -267,9 +267,9 @@ def options(envs: Any) -> None:
     assert envs.reset(options={"given": 3})[1]["given"].tolist() == [3, 3, 3]
 
 
-@_check("actions and rewards are of this step",
+@_check("actions and rewards belong to this step",
         f"row i of the results of `step` is that of environment i and action i: {_VECTOR}")
-def this_step(envs: Any) -> None:
+def results_of_this_step(envs: Any) -> None:
     envs.reset(seed=1)
     for at in (1, 2):
         observations, rewards, *_ = envs.step(np.array([at, at + 1, at + 2]))
@@ -291,7 +291,7 @@ def flags(envs: Any) -> None:
     assert endings == {(0, True, False), (1, False, True), (2, True, True)}, sorted(endings)
 
 
-@_check("an info of some has a mask of these",
+@_check("the mask of an info marks the environments with it",
         f"a mask is True for environments that reported the key: {_VECTOR}")  # fmt: skip
 def masks_of_some(envs: Any) -> None:
     if not envs.reset(seed=1)[1]:
@@ -330,8 +330,8 @@ def same_step(envs: Any) -> None:
     assert infos["begins"][0] == 1
 
 
-@_check("same-step: nothing final before an end", f"final keys are there only where an episode ended: {_MODES}", SAME)
-def nothing_final(envs: Any) -> None:
+@_check("same-step: no final keys before an end", f"final keys are there only where an episode ended: {_MODES}", SAME)
+def no_final_keys(envs: Any) -> None:
     envs.reset(seed=1)
     for _ in range(4):
         *_, terminations, truncations, infos = envs.step(np.zeros(3, np.int64))
@@ -349,9 +349,9 @@ def until_an_end(any_envs: Any) -> tuple[Any, Any]:
     raise NotImplementedError(f"no episode ended within {_MAX_STEPS} steps")
 
 
-@_check("next-step: a reset pays nothing", f"the step after an end resets, with reward 0 and flags False: {_MODES}", NEXT,
+@_check("next-step: a reset has reward 0", f"the step after an end resets, with reward 0 and flags False: {_MODES}", NEXT,
         known="Gymnasium#914, EnvPool#194")  # fmt: skip
-def reset_pays_nothing(any_envs: Any) -> None:
+def reset_has_reward_0(any_envs: Any) -> None:
     over, _ = until_an_end(any_envs)
     _, rewards, terminations, truncations, _ = any_envs.step(any_envs.action_space.sample())
     results = [np.asarray(one)[over].tolist() for one in (rewards, terminations, truncations)]
@@ -366,7 +366,7 @@ def end_has_final(any_envs: Any) -> None:
     assert np.asarray(infos["_final_obs"]).tolist() == over.tolist()
 
 
-@_check("disabled: resets are the caller's", f"without autoreset an episode goes on until a masked reset: {_MODES}", NEVER)
+@_check("disabled: only the caller resets", f"without autoreset an episode goes on until a masked reset: {_MODES}", NEVER)
 def disabled(envs: Any) -> None:
     first = envs.reset(seed=1)[0][:, 1].copy()
     for _ in range(3):
@@ -413,8 +413,8 @@ def raised(envs: Any) -> None:
     assert "fails on purpose" in text, text or "nothing was raised"
 
 
-@_check("a killed worker is an error, and no hang", "a step raises within seconds if a process has ended", fault=True)
-def killed(envs: Any) -> None:
+@_check("a killed worker is an error, not a hang", "a step raises within seconds if a process has ended", fault=True)
+def killed_worker(envs: Any) -> None:
     envs.reset(seed=1)
     if not getattr(envs, "processes", None):
         raise NotImplementedError("it has no processes")
@@ -429,7 +429,8 @@ def killed(envs: Any) -> None:
     assert raised, "a step returned although a process had ended"
 
 
-@_check("an answer after a timeout is that of its own step", f"a timeout loses and shifts nothing: {_VECTOR}", fault=True)
+@_check("a result after a timeout is that of its own step", f"a timeout neither loses nor shifts results: {_VECTOR}",
+        fault=True)  # fmt: skip
 def timeouts(envs: Any) -> None:
     envs.reset(seed=1)
     if not hasattr(envs, "step_async"):
@@ -451,15 +452,15 @@ def timeouts(envs: Any) -> None:
 def as_gymnasium(envs: Any) -> Any:
     """Return a vector environment with Gymnasium's interface, for any of the known kinds."""
     for module, name, adapter in (
-        ("stable_baselines3.common.vec_env", "VecEnv", _FromSb3), ("tianshou.env", "BaseVectorEnv", _FromTianshou),
-        ("torchrl.envs", "EnvBase", _FromTorchRL),
+        ("stable_baselines3.common.vec_env", "VecEnv", _Sb3Envs), ("tianshou.env", "BaseVectorEnv", _TianshouEnvs),
+        ("torchrl.envs", "EnvBase", _TorchRLEnvs),
     ):  # fmt: skip
         if (loaded := sys.modules.get(module)) is not None and isinstance(envs, getattr(loaded, name)):
             return adapter(envs)
     return envs
 
 
-class _Foreign(VectorEnv[Any, Any, Any]):
+class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
     """A vector environment of another library, with Gymnasium's interface.
 
     Attributes:
@@ -486,7 +487,7 @@ class _Foreign(VectorEnv[Any, Any, Any]):
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def _batched(self, infos: Any) -> dict[str, Any]:
+    def _merge_infos(self, infos: Any) -> dict[str, Any]:
         """Merge one info per environment into arrays with masks."""
         batched: dict[str, Any] = {}
         for env, info in enumerate(infos):
@@ -497,7 +498,7 @@ class _Foreign(VectorEnv[Any, Any, Any]):
         self.inner.close()
 
 
-class _FromSb3(_Foreign):
+class _Sb3Envs(_OtherLibraryEnvs):
     """Stable-Baselines3's interface: same-step autoreset, with ``info["terminal_observation"]`` as final observation.
 
     Truncation is ``info["TimeLimit.truncated"]``.
@@ -515,7 +516,7 @@ class _FromSb3(_Foreign):
             self.inner.set_options(options)
         if seed is not None:
             self.inner.seed(seed)
-        return self.inner.reset(), self._batched(self.inner.reset_infos)
+        return self.inner.reset(), self._merge_infos(self.inner.reset_infos)
 
     def step(self, actions: Any) -> Any:
         observations, rewards, over, infos = self.inner.step(actions)
@@ -526,7 +527,7 @@ class _FromSb3(_Foreign):
             info = {key: value for key, value in info.items() if key != "TimeLimit.truncated"}
             begun = {**self.inner.reset_infos[env], "final_obs": final[env], "final_info": info}
             infos_by_row.append(info if final[env] is None else begun)
-        return observations, np.asarray(rewards), over & ~cut, over & cut, self._batched(infos_by_row)
+        return observations, np.asarray(rewards), over & ~cut, over & cut, self._merge_infos(infos_by_row)
 
     def get_attr(self, name: str) -> Any:
         return self.inner.get_attr(name)
@@ -536,7 +537,7 @@ class _FromSb3(_Foreign):
         return self.inner.processes
 
 
-class _FromTianshou(_Foreign):
+class _TianshouEnvs(_OtherLibraryEnvs):
     """Tianshou's interface: no autoreset; ``reset(ids)`` resets some environments."""
 
     def __init__(self, envs: Any) -> None:
@@ -551,18 +552,18 @@ class _FromTianshou(_Foreign):
         if self._latest is None or mask is None:
             self._latest = np.array(observations)
         self._latest[ids] = observations
-        return self._latest.copy(), self._batched(infos)
+        return self._latest.copy(), self._merge_infos(infos)
 
     def step(self, actions: Any) -> Any:
         observations, *numbers, infos = self.inner.step(actions)
         self._latest = np.array(observations)
-        return (observations, *numbers, self._batched(infos))
+        return (observations, *numbers, self._merge_infos(infos))
 
     def get_attr(self, name: str) -> Any:
         return self.inner.get_env_attr(name)
 
 
-class _FromTorchRL(_Foreign):
+class _TorchRLEnvs(_OtherLibraryEnvs):
     """TorchRL's interface: no autoreset, tensors everywhere, and no infos; ``_reset`` marks environments to reset.
 
     Observations must be one array, and actions categorical.

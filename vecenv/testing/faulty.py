@@ -517,10 +517,10 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         return self._fault(result)
 
 
-def _matches(number: int, chosen: int | Container[int] | None) -> bool:
-    if chosen is None:
+def _matches(number: int, condition: int | Container[int] | None) -> bool:
+    if condition is None:
         return True
-    return number == chosen if isinstance(chosen, int) else number in chosen
+    return number == condition if isinstance(condition, int) else number in condition
 
 
 class FaultyConstructor:

@@ -39,20 +39,20 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
             attribute of a class or module, and the first difference.
     """
     runs = _Comparison(env_fn, steps, seed)
-    alone = runs.results()
-    if (difference := runs.find_difference(alone, runs.results())) is not None:
+    reference_results = runs.results()
+    if (difference := runs.find_difference(reference_results, runs.results())) is not None:
         when = "in a second run, alone, with the same seed and actions"
         raise AssertionError(runs.message(difference, _find_causes(runs), when))
-    everything = ("others", *GENERATORS)
-    if (difference := runs.find_difference(alone, runs.results(everything))) is None:
+    all_disturbances = ("others", *GENERATORS)
+    if (difference := runs.find_difference(reference_results, runs.results(all_disturbances))) is None:
         return
     for disturbance in (*GENERATORS, "others"):
-        if (found := runs.find_difference(alone, runs.results((disturbance,)))) is not None:
+        if (found := runs.find_difference(reference_results, runs.results((disturbance,)))) is not None:
             if disturbance == "others":
-                raise AssertionError(runs.message(found, runs.changed_attributes(), "beside other environments of its kind"))
+                raise AssertionError(runs.message(found, runs.changed_attributes(), "with other environments of its kind"))
             when = "after other code has drawn from that generator (draw from self.np_random, or use generators='own')"
             raise AssertionError(runs.message(found, [GENERATORS[disturbance]], when))
-    when = "beside other environments, with the shared generators reseeded"
+    when = "with other environments, and the shared generators reseeded"
     raise AssertionError(runs.message(difference, runs.changed_attributes(), when))
 
 

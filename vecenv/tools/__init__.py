@@ -62,7 +62,7 @@ def fitted(text: str) -> str:
 def hint_of_arguments(error: str) -> str:
     """Return a hint if the error text is that of a call without the required arguments, else ``""``."""
     if "TypeError" in error and re.search(r"missing \d+ required", error):
-        return "; module:name is called without arguments: write a function in that module that gives them"
+        return "; module:name is called without arguments: write a function in that module that passes them"
     return ""
 
 

@@ -120,48 +120,48 @@ class CandidateProcess:
         return self._helper.pid
 
     def start(self) -> None:
-        """Start the process; :meth:`ready` waits for its runner."""
+        """Start the process; :meth:`wait_until_ready` waits for its runner."""
         args = (self._blob, str(self.log), multiprocessing.get_start_method())
         self._helper = HelperProcess(
             multiprocessing.get_context("spawn"), _host_main, args, name="vecenv-bench-host", daemon=False
         )
         self._helper.start()
 
-    def ready(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the runner is built."""
-        self.description = self._answer(START_TIMEOUT) or ""
+        self.description = self._wait_for_reply(START_TIMEOUT) or ""
 
-    def ask(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner, and rebuild it first if :meth:`rest` closed it; return ``None`` after a failure."""
+    def call(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
+        """Call a method of the runner, which is rebuilt first after :meth:`suspend`; return ``None`` after a failure."""
         if self.usable and not self.running:
             self.start()
-            self.ready()
+            self.wait_until_ready()
         if self._helper is None:
             return None
         with suppress(ConnectionError):
             self._helper.pipe.send((method, arguments))
-        return self._answer(timeout)
+        return self._wait_for_reply(timeout)
 
-    def _answer(self, timeout: float) -> Any:
+    def _wait_for_reply(self, timeout: float) -> Any:
         helper = self._helper
         assert helper is not None
-        status, value = "failed", f"gave no answer within {timeout:.0f} s"
-        if answered := helper.wait(time.monotonic() + timeout):
+        status, value = "failed", f"no reply within {timeout:.0f} s"
+        if has_replied := helper.wait(time.monotonic() + timeout):
             message = helper.receive()
             # no message: it has ended, even if a process that it started still holds the pipe
-            status, value = pickle.loads(message) if message else ("failed", _how_it_ended(helper))
+            status, value = pickle.loads(message) if message else ("failed", _describe_end(helper))
         if status == "ok":
             return value
         if status == "failed":
             self.failed = value
         else:
             self.missing = value
-        self.close(timeout=10.0 if answered else 0.0)
+        self.close(timeout=10.0 if has_replied else 0.0)
         return None
 
-    def rest(self) -> None:
-        """End the process of a crowd (:attr:`Candidate.crowd`) until it is needed again."""
-        if self.candidate.crowd:
+    def suspend(self) -> None:
+        """End the process of a crowd (:attr:`Candidate.is_crowd`) until it is needed again."""
+        if self.candidate.is_crowd:
             self.close()
 
     def restart(self) -> None:
@@ -171,15 +171,15 @@ class CandidateProcess:
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """Return the trajectory for the fixed seeds and actions; empty if the candidate failed."""
-        found = self.ask("trajectory", steps, seconds, timeout=START_TIMEOUT)
-        self.rest()
+        found = self.call("trajectory", steps, seconds, timeout=START_TIMEOUT)
+        self.suspend()
         return found or []
 
     def rate(self, seconds: float) -> float:
         """Measure one sample, in units per second; NaN if the candidate failed."""
         if not self.running:
-            self.ask("run", min(seconds, WARM_UP))
-        rate = self.ask("run", seconds, timeout=60 + 10 * seconds)
+            self.call("run", min(seconds, WARM_UP))
+        rate = self.call("run", seconds, timeout=60 + 10 * seconds)
         return math.nan if rate is None else float(rate)
 
     def close(self, timeout: float = 10.0) -> None:
@@ -195,19 +195,19 @@ class CandidateProcess:
                 self._helper = None
 
 
-def _how_it_ended(helper: HelperProcess) -> str:
+def _describe_end(helper: HelperProcess) -> str:
     return f"process {describe_exit(helper.exit_code())}" if helper.has_ended(1.0) else "it closed its pipe"
 
 
 def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
     """Group the candidates that start together: those that measure something themselves, the others, then each crowd."""
-    others = [c for c in candidates if not c.crowd]
-    return [[c for c in others if c.alone], [c for c in others if not c.alone], *([c] for c in candidates if c.crowd)]
+    others = [c for c in candidates if not c.is_crowd]
+    return [[c for c in others if c.alone], [c for c in others if not c.alone], *([c] for c in candidates if c.is_crowd)]
 
 
 @contextmanager
 def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: None) -> Iterator[list[CandidateProcess]]:
-    """Keep all candidates alive in the block, except for crowds, which start once and then rest; end all of them after it.
+    """Keep all candidates alive in the block, except for crowds, which are suspended after their start; end all at its end.
 
     After an exception, Ctrl-C included, hosts are killed without closing their runners.
     """
@@ -221,8 +221,8 @@ def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: Non
                     hosts[-1].start()
                 for number, host in enumerate(hosts[first:], first + 1):
                     progress(f"starting {host.candidate.label} ({number} of {len(candidates)})", 0, 0)
-                    host.ready()
-                    host.rest()
+                    host.wait_until_ready()
+                    host.suspend()
             order = [candidate.name for candidate in candidates]
             yield sorted(hosts, key=lambda host: order.index(host.candidate.name))
             for host in hosts:
@@ -346,21 +346,21 @@ def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: floa
 
 
 def _check(
-    hosts: list[CandidateProcess], wanted: list[Step], again: Callable[[int, float], list[Step]], progress: Progress
+    hosts: list[CandidateProcess], expected: list[Step], rerun: Callable[[int, float], list[Step]], progress: Progress
 ) -> str:
     """Compare every checked candidate with ``SyncVectorEnv`` and describe the result; raise if one differs."""
-    suspects = [host for host in hosts if host.candidate.checked]
-    steps, num_envs = len(wanted) - 1, len(wanted[0]["reward"])
-    for number, host in enumerate(suspects, 1):
-        progress(f"checking {host.candidate.label} ({number} of {len(suspects)})", 0, 0)
-        difference = first_difference(wanted, host.trajectory(steps))
+    checked_hosts = [host for host in hosts if host.candidate.checked]
+    steps, num_envs = len(expected) - 1, len(expected[0]["reward"])
+    for number, host in enumerate(checked_hosts, 1):
+        progress(f"checking {host.candidate.label} ({number} of {len(checked_hosts)})", 0, 0)
+        difference = first_difference(expected, host.trajectory(steps))
         if difference is None:
             continue
-        if first_difference(wanted, again(steps, math.inf)) is not None:
-            return "not comparable: SyncVectorEnv itself gives other trajectories each time it runs"
+        if first_difference(expected, rerun(steps, math.inf)) is not None:
+            return "not comparable: SyncVectorEnv itself returns different trajectories in each run"
         text = f"WRONG RESULTS, nothing was timed: {host.candidate.label} differs from SyncVectorEnv {difference}"
         raise CliError(text, WRONG)
-    good = sum(host.usable for host in suspects)
+    good = sum(host.usable for host in checked_hosts)
     equal = "1 engine equals" if good == 1 else f"{good} engines equal"
     return f"{equal} SyncVectorEnv over {steps} steps of {num_envs} environments, bit for bit"
 
@@ -395,41 +395,41 @@ def compare(
     Raises:
         CliError: An engine gives wrong results, or the environment fails in ``SyncVectorEnv`` too; nothing was timed.
     """
-    about, reference = machine(), partial(_reference, env, env_fn, num_envs)
-    wanted, checked = None, "nothing to check" if check else "not requested"
+    details, reference = machine(), partial(_reference, env, env_fn, num_envs)
+    expected, checked = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
-        wanted = reference(CHECK_STEPS, CHECK_SECONDS)  # before all others start
+        expected = reference(CHECK_STEPS, CHECK_SECONDS)  # before all others start
     with started(candidates, progress) as hosts:
-        if wanted is not None:
-            checked = _check(hosts, wanted, reference, progress)
+        if expected is not None:
+            checked = _check(hosts, expected, reference, progress)
         rates = _rates(hosts, seconds, repeats, progress)
         if inspect:
             for host in hosts:
                 host.rate(min(seconds, WARM_UP))
             inspect(hosts)
         rows = [_row(host, rates[host.candidate.name]) for host in hosts]
-    return Report(env, num_envs, seconds, repeats, checked, about, rows, unit)
+    return Report(env, num_envs, seconds, repeats, checked, details, rows, unit)
 
 
 def _rates(hosts: list[CandidateProcess], seconds: float, repeats: int, progress: Progress) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {host.candidate.name: [] for host in hosts}
     order = random.Random(SEED)
     for host in hosts:
-        if not host.candidate.crowd:
+        if not host.candidate.is_crowd:
             host.rate(min(seconds, WARM_UP))
-    for turn in range(repeats):
+    for round_number in range(repeats):
         for i, host in enumerate(order.sample(hosts, len(hosts))):
-            progress(f"round {turn + 1} of {repeats}", turn * len(hosts) + i, repeats * len(hosts))
+            progress(f"round {round_number + 1} of {repeats}", round_number * len(hosts) + i, repeats * len(hosts))
             rates[host.candidate.name].append(host.rate(seconds))
-            host.rest()
+            host.suspend()
     return rates
 
 
 def _row(host: CandidateProcess, rates: list[float]) -> ResultRow:
-    about = host.candidate
+    details = host.candidate
     log = host.log.read_text(errors="replace")[-8000:] if host.failed and host.log.exists() else ""
-    return ResultRow(about.name, about.label, about.kind, rates, host.failed, host.missing, host.description, log)
+    return ResultRow(details.name, details.label, details.kind, rates, host.failed, host.missing, host.description, log)
 
 
 # --- tables and plots ------------------------------------------------------------------------------
@@ -467,8 +467,8 @@ def _style(row: ResultRow) -> str | None:
 
 def print_report(report: Report) -> None:
     """Print the table of one comparison, and below it the reasons for empty rows."""
-    about, baselines = report.machine, [name for name in BASELINES if report.row(name)]
-    table = _table(report.unit, "least - most", *(BASELINES[name][0] for name in baselines))
+    details, baselines = report.machine, [name for name in BASELINES if report.row(name)]
+    table = _table(report.unit, "min - max", *(BASELINES[name][0] for name in baselines))
     for row in report.rows:
         summary = row.summary
         if summary is None or row.failed:
@@ -486,13 +486,13 @@ def print_report(report: Report) -> None:
     rounds = f"{report.repeats} interleaved rounds of {report.seconds:g} s"
     print(f"{report.env}, {report.num_envs} environments: {rounds}")
     _print_table(table)
-    versions = f"Python {about['python']}, Gymnasium {about['gymnasium']}, row writer {about['row_writer']}"
-    print(f"{about['cpu']}, {about['usable_cores']} usable cores; {versions}")
+    versions = f"Python {details['python']}, Gymnasium {details['gymnasium']}, row writer {details['row_writer']}"
+    print(f"{details['cpu']}, {details['usable_cores']} usable cores; {versions}")
     if "bare-loop" in baselines:
         print("The bare loop is the upper bound: env.step and nothing else, on all cores.")
-    load = (about.get("load_average") or [0.0])[0]
-    if load > about["usable_cores"] + 1:
-        print(f"The machine was busy (load {load:.1f} on {about['usable_cores']} cores): measure again when it is quiet.")
+    load = (details.get("load_average") or [0.0])[0]
+    if load > details["usable_cores"] + 1:
+        print(f"The machine was busy (load {load:.1f} on {details['usable_cores']} cores): measure again when it is quiet.")
     auto = report.row("auto")
     if auto and auto.description:
         print(f"auto chose {auto.description}")
@@ -560,7 +560,7 @@ def draw_bars(report: Report, path: Path) -> bool:
     axes.set_xlim(left=0)
     axes.locator_params(axis="x", nbins=6)
     axes.xaxis.set_major_formatter(lambda rate, _: show_rate(rate))
-    axes.set_xlabel(f"{report.unit} (bar: median, whisker: least to greatest, dots: samples)", fontsize=8)
+    axes.set_xlabel(f"{report.unit} (bar: median, whisker: minimum to maximum, dots: samples)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments, {report.machine['usable_cores']} cores", fontsize=10)
     return save(figure, path)
 
@@ -591,7 +591,7 @@ def draw_scale(reports: Sequence[Report], path: Path) -> bool:
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(lambda rate, _: show_rate(rate))
     axes.set_xlabel("environments")
-    axes.set_ylabel("steps per second (median; band: least to greatest)")
+    axes.set_ylabel("steps per second (median; band: minimum to maximum)")
     axes.set_title(f"{reports[0].env}, {reports[0].machine['usable_cores']} cores", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     return save(figure, path)

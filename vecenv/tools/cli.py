@@ -121,11 +121,11 @@ def _build_parser() -> _Parser:
 
     def add(name: str, command: Command, usage: str | None = None) -> Callable[..., Any]:
         text, description, epilog = (inspect.getdoc(command) or "").split("\n\n")
-        its = commands.add_parser(
+        subparser = commands.add_parser(
             name, help=text, description=description, epilog=epilog, usage=usage, formatter_class=_Formatter
         )
-        its.set_defaults(run=command)
-        return its.add_argument
+        subparser.set_defaults(run=command)
+        return subparser.add_argument
 
     run.add_options(add("run", _run, "%(prog)s [options] PROGRAM ...\n       %(prog)s [options] -m MODULE ..."))
     _add_bench_options(add("bench", _bench))
@@ -215,8 +215,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     3 an engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
     """
     tools.require("bench", "rich", "matplotlib")
-    if (why := explain_missing_processes()) is not None:
-        raise tools.CliError(f"vecenv bench compares engines in processes of their own: {why}")
+    if (reason := explain_missing_processes()) is not None:
+        raise tools.CliError(f"vecenv bench compares engines in processes of their own: {reason}")
     env_fn = runners.resolve(arguments.env_id)
     try:
         reports = _measure(arguments, env_fn)
@@ -229,30 +229,30 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[benchmark.Report]:
     """Run one comparison, or with ``--scale`` one for each number of environments."""
     if arguments.scale:
-        rows_of = partial(runners.scale_candidates, env_fn, worker_counts=_doubling(arguments.workers))
-        sizes, seconds, repeats = _doubling(arguments.num_envs), 0.4, 3
+        make_candidates = partial(runners.scale_candidates, env_fn, worker_counts=_powers_of_two(arguments.workers))
+        sizes, seconds, repeats = _powers_of_two(arguments.num_envs), 0.4, 3
     else:
-        rows_of = partial(runners.default_candidates, env_fn, workers=arguments.workers)
+        make_candidates = partial(runners.default_candidates, env_fn, workers=arguments.workers)
         sizes, seconds, repeats = [arguments.num_envs], 1.0, 7
-    names = _choose(rows_of(num_envs=arguments.num_envs), arguments)  # some need more than one environment
+    names = _choose(make_candidates(num_envs=arguments.num_envs), arguments)  # some need more than one environment
     pace: dict[str, Any] = {"seconds": arguments.seconds or seconds, "repeats": arguments.repeats or repeats}
     reports = []
     with tools.progress_bar() as bar:
-        for turn, size in enumerate(sizes):
-            rows = [row for row in rows_of(num_envs=size) if row.name in names]
-            progress = partial(_with_size, bar, size, turn, len(sizes)) if arguments.scale else bar
+        for index, size in enumerate(sizes):
+            rows = [row for row in make_candidates(num_envs=size) if row.name in names]
+            progress = partial(_with_size, bar, size, index, len(sizes)) if arguments.scale else bar
             reports.append(benchmark.compare(arguments.env_id, env_fn, size, rows, progress=progress, **pace))
     return reports
 
 
-def _doubling(top: int) -> list[int]:
+def _powers_of_two(top: int) -> list[int]:
     """Return 1, 2, 4 and so on, up to and including ``top``."""
     return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
 
 
-def _with_size(progress: tools.Progress, size: int, turn: int, turns: int, stage: str, done: int, total: int) -> None:
+def _with_size(progress: tools.Progress, size: int, index: int, count: int, stage: str, done: int, total: int) -> None:
     """Show the progress of all sizes in one bar, which fills once."""
-    progress(f"{size} environments ({turn + 1} of {turns}): {stage}", turn * total + done, turns * total)
+    progress(f"{size} environments ({index + 1} of {count}): {stage}", index * total + done, count * total)
 
 
 def _show(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> None:
@@ -277,21 +277,21 @@ def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) 
     """Return the names of the engines to measure. Raise before anything is started if this machine cannot hold them."""
     if arguments.engines is not None:
         known = {candidate.name: candidate for candidate in candidates}
-        wanted = [name.strip() for name in arguments.engines.split(",") if name.strip()]
-        for name in wanted:
+        selected = [name.strip() for name in arguments.engines.split(",") if name.strip()]
+        for name in selected:
             if name not in known:
                 close = tools.did_you_mean(name, list(known)) or "."
-                raise tools.CliError(f"no engine {name!r}{close} There are: {', '.join(known)}")
-        if not wanted:
-            raise tools.CliError(f"--engines names no engine. There are: {', '.join(known)}")
-        candidates = [candidate for candidate in candidates if candidate.name in wanted]
-    crowds = [candidate for candidate in candidates if candidate.crowd]
-    rest = [candidate for candidate in candidates if not candidate.crowd]
-    alive = sum(candidate.processes + 1 for candidate in rest) + max((crowd.processes + 1 for crowd in crowds), default=0)
+                raise tools.CliError(f"no engine {name!r}{close} The engines are: {', '.join(known)}")
+        if not selected:
+            raise tools.CliError(f"--engines names no engine. The engines are: {', '.join(known)}")
+        candidates = [candidate for candidate in candidates if candidate.name in selected]
+    crowds = [candidate for candidate in candidates if candidate.is_crowd]
+    others = [candidate for candidate in candidates if not candidate.is_crowd]
+    alive = sum(candidate.processes + 1 for candidate in others) + max((crowd.processes + 1 for crowd in crowds), default=0)
     reason = limits.shortage(alive, max((candidate.processes for candidate in candidates), default=0))
     if reason is not None:
-        left_out, left = (",".join(candidate.name for candidate in some) for some in (crowds, rest))
-        advice = f", or leave out {left_out.replace(',', ', ')} (--engines {left})" if left_out and left else ""
-        raise tools.CliError(f"{reason}; take fewer environments or workers{advice}")
+        left_out, kept = (",".join(candidate.name for candidate in some) for some in (crowds, others))
+        advice = f", or leave out {left_out.replace(',', ', ')} (--engines {kept})" if left_out and kept else ""
+        raise tools.CliError(f"{reason}; use fewer environments or workers{advice}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     return {candidate.name for candidate in candidates}

@@ -77,21 +77,21 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     limit = _CHECK_SECONDS + _START_SECONDS
     with started([Candidate("engine", engine, partial(CheckRunner, engine))]) as (host,):
         for mode in modes:
-            only = ""  # the reason, if the engine lacks this mode; it is not built again then
+            refusal = ""  # the reason, if the engine lacks this mode; it is not built again then
             for number, check in enumerate(CHECKS):
                 if mode not in check.modes or (check.fault and not faults):
                     continue
                 row = rows.setdefault(number, Promise(check.name, check.about, check.known))
-                answer = (REFUSED, only, []) if only else host.ask("run_check", number, mode, timeout=limit)
+                reply = (REFUSED, refusal, []) if refusal else host.call("run_check", number, mode, timeout=limit)
                 limit = _CHECK_SECONDS
-                state, why, draws = answer or (BROKEN, str(host.failed), [])
+                state, why, draws = reply or (BROKEN, str(host.failed), [])
                 row.draws += [name for name in draws if name not in row.draws]
                 row.modes[mode.name], row.why[mode.name] = state, why
                 if state == BROKEN and not row.program:
                     row.program = program(check, engine, _build_expression(engine, build, mode))
                 if why.startswith(_ONLY_MODE_PREFIX):
-                    only = why
-                if only or state == BROKEN or check.fault:  # closing the engine may hang
+                    refusal = why
+                if refusal or state == BROKEN or check.fault:  # closing the engine may hang
                     host.restart()
                     limit = _CHECK_SECONDS + _START_SECONDS
         host.restart()  # ends the process at once, because closing the engines may hang
@@ -158,9 +158,9 @@ def _build(engine: Any, mode: AutoresetMode) -> Any:
 
 def _build_expression(name: str, engine: Any, mode: AutoresetMode) -> str:
     """Return an expression that builds the engine as :func:`_build` does, for a program."""
-    given = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
-    opened = f"{name.partition(':')[2]}({given}{f', autoreset_mode={mode}' if _takes_mode(engine) else ''})"
-    return opened if isinstance(engine, type) and issubclass(engine, VectorEnv) else f"as_gymnasium({opened})"
+    argument = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
+    expression = f"{name.partition(':')[2]}({argument}{f', autoreset_mode={mode}' if _takes_mode(engine) else ''})"
+    return expression if isinstance(engine, type) and issubclass(engine, VectorEnv) else f"as_gymnasium({expression})"
 
 
 def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
@@ -171,7 +171,7 @@ def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
 
 def _takes_mode(engine: Any) -> bool:
     parameters = _parameters(engine)
-    return "autoreset_mode" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    return "autoreset_mode" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _takes_functions(engine: Any) -> bool:

@@ -15,7 +15,7 @@ if sys.platform != "win32":
 
 MIB: Final = 2**20
 GIB: Final = 2**30
-LEAST_MEMORY: Final = 8 * MIB
+MIN_PROCESS_BYTES: Final = 8 * MIB
 """Private memory of the smallest forked Python process, in bytes."""
 
 
@@ -28,15 +28,15 @@ def shortage(processes: int, workers: int = 0) -> str | None:
     """
     limit = _process_limit()
     if limit is not None and processes > limit[0]:
-        return f"{processes} processes are more than the {limit[0]} that can be ({limit[1]})"
+        return f"{processes} processes exceed the limit of {limit[0]} ({limit[1]})"
     if sys.platform != "win32":
         soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        need = _open_files_for(workers)
+        need = _count_open_files(workers)
         if soft != resource.RLIM_INFINITY and need > soft:
             return f"{workers} workers of one program need {need} open files, and the limit is {soft} (ulimit -n)"
     free = _free_memory()
-    if free is not None and processes * LEAST_MEMORY > free:
-        need_text = f"{processes} processes need {_bytes(processes * LEAST_MEMORY)} of memory or more"
+    if free is not None and processes * MIN_PROCESS_BYTES > free:
+        need_text = f"{processes} processes need {_bytes(processes * MIN_PROCESS_BYTES)} of memory or more"
         return f"{need_text}, and {_bytes(free)} are available"
     return None
 
@@ -65,7 +65,7 @@ def _free_memory() -> int | None:
     return min(known, default=None)
 
 
-def _open_files_for(workers: int) -> int:
+def _count_open_files(workers: int) -> int:
     """Return the number of open files this process needs with that many workers, including those open now."""
     return len(os.listdir("/dev/fd")) - 1 + workers * DESCRIPTORS_PER_WORKER + SPARE_DESCRIPTORS
 

@@ -35,12 +35,12 @@ from vecenv.system.supervision import (
 )  # fmt: skip
 from vecenv.tools import USAGE, WRONG, CliError
 
-_MOST_FRAMES: Final = 1000
-_MOST_FILES: Final = 5
-_WRITTEN_TOGETHER: Final = 10.0
+_MAX_FRAMES: Final = 1000
+_MAX_LISTED_FILES: Final = 5
+_SAME_DEATH_SECONDS: Final = 10.0
 """Maximum seconds between the files about the environments of one worker."""
 _STACK_SECONDS: Final = 1.0
-_GRACE: Final = 5.0
+_GRACE_SECONDS: Final = 5.0
 """Extra seconds for a step beyond its recorded limit, for a process that has just started."""
 
 
@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise CliError("nothing was replayed: the file contains a pickle, which can run any code: --yes if you trust it")
     begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
     if arguments.pdb:
-        result = _in_this_process(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
+        result = _replay_here(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
     else:
         result = replay(path, begins, until=arguments.until, frames=arguments.frames)
     running, instead = _find_running(path, header) if result.status == DIFFERENT else (None, None)
@@ -111,7 +111,7 @@ def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
     files = [
         (other.failed != header.failed, distance(other), file)  # files about one death quote it in the same words
         for file, other in newest_files(path.parent)
-        if (other.env_id, other.env) == (header.env_id, running) and distance(other) <= _WRITTEN_TOGETHER
+        if (other.env_id, other.env) == (header.env_id, running) and distance(other) <= _SAME_DEATH_SECONDS
     ]
     return running, min(files)[-1] if files else None
 
@@ -122,7 +122,7 @@ def _describe_folder(folder: Path) -> str:
     if not files:
         return f"{folder} is a folder without recorded failures (*{SUFFIX})"
     own = [(path, header) for path, header in files if _running_there(header) is None]
-    lines = "".join(f"\n  {path}: {header.failed}" for path, header in (own or files)[:_MOST_FILES])
+    lines = "".join(f"\n  {path}: {header.failed}" for path, header in (own or files)[:_MAX_LISTED_FILES])
     return f"{folder} is a folder; choose one of its files. The newest:{lines}"
 
 
@@ -162,24 +162,24 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
     stack_file = StackFile(descriptors)
     helper = HelperProcess(context, _child, (path, stack_file, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
-    at, hung, limit = 0, False, math.inf  # only steps have a limit
+    step, hung, limit = 0, False, math.inf  # only steps have a limit
     try:
         helper.start()
         while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
             message: ReplayResult | Failed | int | None = pickle.loads(blob)
             if isinstance(message, ReplayResult):
-                helper.has_ended(_GRACE)
+                helper.has_ended(_GRACE_SECONDS)
                 return message
             if isinstance(message, int):
-                at = max(message, 0)
-                limit = failed.seconds + _GRACE if failed is not None and failed.seconds else math.inf
+                step = max(message, 0)
+                limit = failed.seconds + _GRACE_SECONDS if failed is not None and failed.seconds else math.inf
             else:
                 failed = message
         if hung:
             _request_stack(helper, stack_file)
         else:
-            helper.has_ended(_GRACE)
-        return _of_death(failed, helper.exit_code(), at, hung, env_frames(stack_file.read()))
+            helper.has_ended(_GRACE_SECONDS)
+        return _unfinished_result(failed, helper.exit_code(), step, hung, env_frames(stack_file.read()))
     finally:
         helper.end()
         descriptors.close()
@@ -200,83 +200,83 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
             time.sleep(0.01)
 
 
-def _of_death(failed: Failed | None, exitcode: int | None, at: int, hung: bool, stack: str) -> ReplayResult:
+def _unfinished_result(failed: Failed | None, exitcode: int | None, step: int, hung: bool, stack: str) -> ReplayResult:
     """Return the result of a replay that did not finish."""
-    where = f"at step {at}" if at else "outside of a step"
+    where = f"at step {step}" if step else "outside of a step"
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
     same = failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode)
     return ReplayResult.from_failure(
-        failed, where, text, same=same, step=at or None, location=innermost_location(stack), stack=stack
+        failed, where, text, same=same, step=step or None, location=innermost_location(stack), stack=stack
     )
 
 
 def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, options: dict[str, Any]) -> None:
     """Replay a file in the process, and send the recorded failure, each step and the result to the caller."""
     stack_file.install_handlers(env_threads=False)
-    caller.send(_in_this_process(path, say=caller.send, **options))
+    caller.send(_replay_here(path, report=caller.send, **options))
 
 
-def _in_this_process(
+def _replay_here(
     path: Path,
     *,
     begin: str,
     until: int | None,
     frames: Path | None,
     debug: bool = False,
-    say: Callable[[Failed | int | None], None] = lambda result: None,
+    report: Callable[[Failed | int | None], None] = lambda result: None,
 ) -> ReplayResult:
-    """Replay a file in this process, which a crash of the environment ends; ``say`` gets the recorded failure and steps."""
+    """Replay a file in this process, which a crash of the environment ends. Report the recorded failure and each step."""
     header, body = read_header(path)
     try:
         record = read(header, body)
-        say(record.failed)
-        playing = Replay(header, record, begin=begin, change=_drawable if frames is not None else None)
-        drawn: deque[Any] = deque(maxlen=_MOST_FRAMES)
+        report(record.failed)
+        replay_run = Replay(header, record, begin=begin, change=_make_renderable if frames is not None else None)
+        rendered: deque[Any] = deque(maxlen=_MAX_FRAMES)
         stop = until
         if debug and until is None and record.failed is not None and record.failed.how != "raised":
             stop = max(header.step, 1)  # a death or a hang leaves no frame to inspect, so the debugger stops before it
-        for step in playing.run(stop):
-            say(step)
+        for step in replay_run.run(stop):
+            report(step)
             if frames is not None and step:
-                drawn.append(playing.env.render())
+                rendered.append(replay_run.env.render())
         if debug:
-            _debug(playing)
+            _debug(replay_run)
         if frames is not None:
-            _write(drawn, playing.env, frames)
-        result = playing.result
+            _write_frames(rendered, replay_run.env, frames)
+        result = replay_run.result
         assert result is not None
-        playing.close()
+        replay_run.close()
         return result
     except UnreadableRecord as error:
         return ReplayResult(CANNOT, str(error))
 
 
-def _debug(playing: Replay) -> None:
+def _debug(replay_run: Replay) -> None:
     """Start the debugger in the frame that raised, or at the next step if nothing was raised."""
-    assert playing.result is not None
-    _print_result(playing.result)
-    if playing.failure is not None:
-        pdb.post_mortem(playing.failure.__traceback__)
-    elif playing.env is not None and playing.place < playing.record.steps:
-        pdb.Pdb().runcall(playing.env.step, playing.action)
+    assert replay_run.result is not None
+    _print_result(replay_run.result)
+    if replay_run.failure is not None:
+        pdb.post_mortem(replay_run.failure.__traceback__)
+    elif replay_run.env is not None and replay_run.place < replay_run.record.steps:
+        pdb.Pdb().runcall(replay_run.env.step, replay_run.action)
 
 
-def _drawable(env: Any) -> Any:
+def _make_renderable(env: Any) -> Any:
     """Return the environment, rebuilt if necessary to render frames."""
     if env.render_mode == "rgb_array":
         return env
     if env.spec is None:
         advice = "build it with render_mode='rgb_array'"
-        raise UnreadableRecord(f"cannot be drawn, because the environment is not registered: {advice}")
+        raise UnreadableRecord(f"cannot be rendered, because the environment is not registered: {advice}")
     env.close()
     return gymnasium.make(env.spec, render_mode="rgb_array")
 
 
-def _write(drawn: deque[Any], env: Any, path: Path) -> None:
+def _write_frames(rendered: deque[Any], env: Any, path: Path) -> None:
     from vecenv.tools.video import write_video
 
     if env is not None:
-        drawn.append(env.render())
-    if not drawn:
-        raise UnreadableRecord("cannot be drawn, because it failed before the first step")
-    write_video(list(drawn), path, fps=int(getattr(env, "metadata", {}).get("render_fps", 30)))
+        rendered.append(env.render())
+    if not rendered:
+        raise UnreadableRecord("cannot be rendered, because it failed before the first step")
+    write_video(list(rendered), path, fps=int(getattr(env, "metadata", {}).get("render_fps", 30)))

@@ -31,23 +31,23 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
     Raises:
         CliError: There is no such program, or an option has an invalid value.
     """
-    words = arguments.program if arguments.module is None else arguments.module
-    if not words:
+    program_arguments = arguments.program if arguments.module is None else arguments.module
+    if not program_arguments:
         raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
-    start = _file(words[0]) if arguments.module is None else _module(words[0])
+    start = _prepare_file(program_arguments[0]) if arguments.module is None else _prepare_module(program_arguments[0])
     defaults = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
     if defaults["num_workers"] == "each":
         del defaults["num_workers"]
     install(sync=arguments.sync, **defaults)
     if not arguments.quiet:
         replaced = "AsyncVectorEnv and SyncVectorEnv are" if arguments.sync else "AsyncVectorEnv is"
-        given = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
-        given = given or "one worker for each environment"
-        print(f"vecenv run: gymnasium.vector.{replaced} vecenv's ({given})", file=sys.stderr)
+        settings = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
+        settings = settings or "one worker for each environment"
+        print(f"vecenv run: gymnasium.vector.{replaced} vecenv's ({settings})", file=sys.stderr)
         if defaults.get("num_workers") == "auto":
             print(f"vecenv run: auto first tries environments in temporary processes, <= {MAX_STEPS} steps", file=sys.stderr)
         atexit.register(_report, os.getpid())
-    sys.argv = list(words)
+    sys.argv = list(program_arguments)
     return start
 
 
@@ -68,11 +68,11 @@ def _workers(text: str) -> int | str:
     return number
 
 
-def _file(name: str) -> Callable[[], None]:
+def _prepare_file(name: str) -> Callable[[], None]:
     """Return a function that runs a file like ``python NAME``: source, bytecode, or a folder or zip with ``__main__``."""
     path = os.path.join(os.getcwd(), name)  # Python keeps links in `__file__`, and follows them in `sys.path[0]`
     if os.path.isdir(path) or zipfile.is_zipfile(path):
-        return _container(name, path)
+        return _prepare_container(name, path)
     if not os.path.isfile(path):
         raise CliError(f"no such program: {name}")
     kind = SourcelessFileLoader if path.endswith(tuple(BYTECODE_SUFFIXES)) else SourceFileLoader
@@ -89,14 +89,14 @@ def _file(name: str) -> Callable[[], None]:
         return compile(source, path, "exec", dont_inherit=True)
 
     def run() -> None:
-        _search_first(os.path.dirname(os.path.realpath(path)))
+        _replace_first_path_entry(os.path.dirname(os.path.realpath(path)))
         _execute(code, __file__=path, __loader__=loader, __package__=None, __spec__=None, __cached__=None)
 
     loader: Any = kind("__main__", path)
     return run
 
 
-def _container(name: str, path: str) -> Callable[[], None]:
+def _prepare_container(name: str, path: str) -> Callable[[], None]:
     found = PathFinder.find_spec("__main__", [path])
     if found is None:
         kind = "a folder" if os.path.isdir(path) else "an archive"
@@ -105,15 +105,15 @@ def _container(name: str, path: str) -> Callable[[], None]:
     def run() -> None:
         if sys.flags.safe_path:  # even under -P, Python searches the folder or archive that it runs
             sys.path.insert(0, path)
-        _search_first(path)
+        _replace_first_path_entry(path)
         _execute_spec(found)
 
     return run
 
 
-def _module(name: str) -> Callable[[], None]:
+def _prepare_module(name: str) -> Callable[[], None]:
     """Return a function that runs a module, or the ``__main__`` of a package, like ``python -m NAME``."""
-    _search_first(os.getcwd())
+    _replace_first_path_entry(os.getcwd())
     try:
         found = importlib.util.find_spec(name)
         if found is not None and found.submodule_search_locations is not None:
@@ -132,7 +132,7 @@ def _module(name: str) -> Callable[[], None]:
     return run
 
 
-def _search_first(folder: str) -> None:
+def _replace_first_path_entry(folder: str) -> None:
     """Replace the first entry of ``sys.path``, which Python made for vecenv's own command; under ``-P`` it made none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
@@ -169,12 +169,12 @@ def _hide_own_frames(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     """Call the program's hook with a traceback that begins at the program's first line."""
-    sys.excepthook, own = hook, traceback
-    while own is not None and own.tb_frame.f_code is not _execute.__code__:
-        own = own.tb_next
-    while own is not None and own.tb_frame.f_code.co_filename == __file__:
-        own = own.tb_next
-    hook(kind, error.with_traceback(own), own)
+    sys.excepthook, own_traceback = hook, traceback
+    while own_traceback is not None and own_traceback.tb_frame.f_code is not _execute.__code__:
+        own_traceback = own_traceback.tb_next
+    while own_traceback is not None and own_traceback.tb_frame.f_code.co_filename == __file__:
+        own_traceback = own_traceback.tb_next
+    hook(kind, error.with_traceback(own_traceback), own_traceback)
 
 
 def add_options(option: Callable[..., Any]) -> None:

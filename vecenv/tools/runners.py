@@ -33,7 +33,7 @@ from vecenv.tools import CliError, did_you_mean, module_named
 EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
 SEED: Final = 20_240_917
-CROWD: Final = 16  # processes; with more of them, and more than cores, a candidate is alive only while it is measured
+CROWD_PROCESSES: Final = 16  # with more, and more than cores, a candidate is alive only while it is measured
 
 
 class Unavailable(Exception):
@@ -65,8 +65,8 @@ def make_env(env_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
         if module:
             found = getattr(__import__(module, fromlist=["_"]), name, None)
             if callable(found) and name not in gymnasium.registry:
-                made: gymnasium.Env[Any, Any] = found(**options)
-                return made
+                env: gymnasium.Env[Any, Any] = found(**options)
+                return env
         return gymnasium.make(env_id, **options)
     finally:
         gymnasium.logger.min_level = level
@@ -87,8 +87,8 @@ def resolve(env_id: str) -> EnvFn:
         if name in gymnasium.registry or callable(getattr(found, name, None)):
             return partial(make_env, env_id)
         if hasattr(found, name):
-            shown = textwrap.shorten(repr(getattr(found, name)), 60)
-            raise CliError(f"{env_id!r} is {shown}, which cannot be called to build an environment")
+            description = textwrap.shorten(repr(getattr(found, name)), 60)
+            raise CliError(f"{env_id!r} is {description}, which cannot be called to build an environment")
         public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
     elif name.startswith("ALE/"):
         if importlib.util.find_spec("ale_py") is None:
@@ -167,17 +167,17 @@ def _feed(seen: Any, value: Any) -> None:
 
 def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | None:
     """Describe the first difference of two trajectories; ``None`` if they are equal."""
-    for number, (wanted, got) in enumerate(zip(reference, other, strict=False)):
+    for number, (expected, actual) in enumerate(zip(reference, other, strict=False)):
         where = f"at step {number}" if number else "at the reset"
         for name in ("reward", "termination", "truncation", "observation"):
-            for env, (one, another) in enumerate(zip(wanted[name], got[name], strict=True)):
+            for env, (value, other_value) in enumerate(zip(expected[name], actual[name], strict=True)):
                 if name == "observation":
-                    if one != another:
-                        return f"{where}, env {env}: another observation"
-                elif one.tobytes() != another.tobytes():
-                    return f"{where}, env {env}: {name} {another} instead of {one}"
-        if wanted["infos"] and got["infos"] and wanted["infos"] != got["infos"]:
-            return f"{where}: other infos"
+                    if value != other_value:
+                        return f"{where}, env {env}: a different observation"
+                elif value.tobytes() != other_value.tobytes():
+                    return f"{where}, env {env}: {name} {other_value} instead of {value}"
+        if expected["infos"] and actual["infos"] and expected["infos"] != actual["infos"]:
+            return f"{where}: different infos"
     return None
 
 
@@ -187,14 +187,14 @@ def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | 
 class VectorRunner:
     """Steps a ``gymnasium.vector.VectorEnv`` with random actions, all environments at once."""
 
-    _unmeasured = 0  # steps before each sample: environments that finished since the last one are not part of it
+    _warm_up_steps = 0  # steps before each sample: environments that finished since the last one are not part of it
 
     def __init__(self, make_envs: Callable[[], Any]) -> None:
         self.envs = make_envs()
         self.num_envs: int = self.envs.num_envs
         self.actions = sample_actions(self.envs.single_action_space, self.num_envs)
         self._next = itertools.cycle(self.actions).__next__
-        self._fresh = True
+        self._needs_reset = True
 
     def describe(self) -> str:
         plan = getattr(self.envs, "plan", None)
@@ -208,16 +208,16 @@ class VectorRunner:
         self.envs.reset(seed=SEED)
 
     def run(self, seconds: float) -> float:
-        if self._fresh:
+        if self._needs_reset:
             self._begin()
-        self._fresh = False
-        for _ in range(self._unmeasured):
+        self._needs_reset = False
+        for _ in range(self._warm_up_steps):
             self._step()
         return run_for(self._step, seconds)
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """Reset with the seed, then take ``steps`` steps, or as many as ``seconds`` allow."""
-        self._fresh = False
+        self._needs_reset = False
         observations, infos = self.envs.reset(seed=SEED)
         zeros = np.zeros(self.num_envs)
         found = [self._record(observations, zeros, zeros.astype(bool), zeros.astype(bool), infos)]
@@ -244,7 +244,7 @@ class FirstReadyVectorRunner(VectorRunner):
 
     def __init__(self, make_envs: Callable[[], Any], batch_size: int) -> None:
         super().__init__(make_envs)
-        self.batch_size, self._unmeasured = batch_size, -(-self.num_envs // batch_size)
+        self.batch_size, self._warm_up_steps = batch_size, -(-self.num_envs // batch_size)
         self._next = itertools.cycle(sample_actions(self.envs.single_action_space, batch_size)).__next__
 
     def _step(self) -> float:
@@ -257,7 +257,7 @@ class FirstReadyVectorRunner(VectorRunner):
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """Return the trajectory without infos: each environment gets its own actions, in their order."""
-        self._fresh = False
+        self._needs_reset = False
         space = self.envs.single_action_space
         actions = [list(iterate(batch_space(space, self.num_envs), batch)) for batch in self.actions]
         out: Any = create_empty_array(space, self.batch_size)
@@ -340,19 +340,19 @@ class BarePipes:
         self._ends: list[tuple[Any, Any]] = []
         self._processes = []
         for index, share in enumerate(shares):
-            theirs_in, ours_out = context.Pipe(duplex=False)
-            ours_in, theirs_out = context.Pipe(duplex=False)
+            child_reader, own_writer = context.Pipe(duplex=False)
+            own_reader, child_writer = context.Pipe(duplex=False)
             core = index + 1 if self._polls else None
-            process = context.Process(target=_serve, args=(env_fn, num_envs, share, core, theirs_in, theirs_out))
+            process = context.Process(target=_serve, args=(env_fn, num_envs, share, core, child_reader, child_writer))
             process.start()
-            theirs_in.close()
-            theirs_out.close()
-            self._ends.append((ours_in, ours_out))
+            child_reader.close()
+            child_writer.close()
+            self._ends.append((own_reader, own_writer))
             self._processes.append(process)
         self._readers = [reader.fileno() for reader, _ in self._ends]
         self._writers = [writer.fileno() for _, writer in self._ends]
         for reader in self._readers:
-            _number(os.read(reader, 8))
+            _unpack_number(os.read(reader, 8))
 
     def describe(self) -> str:
         return f"{self._title} {len(self._processes) + self._polls} processes"
@@ -361,7 +361,7 @@ class BarePipes:
         for writer in self._writers:
             os.write(writer, _ONE_STEP)
         for reader in self._readers:
-            _number(os.read(reader, 8))
+            _unpack_number(os.read(reader, 8))
         return self._num_envs
 
     def run(self, seconds: float) -> float:
@@ -383,7 +383,7 @@ class BareLoops(BarePipes):
     def run(self, seconds: float) -> float:
         for writer in self._writers:
             os.write(writer, struct.pack("d", seconds))
-        return sum(_number(os.read(reader, 8)) for reader in self._readers)
+        return sum(_unpack_number(os.read(reader, 8)) for reader in self._readers)
 
 
 class BareLockstep(BarePipes):
@@ -401,7 +401,7 @@ class BareLockstep(BarePipes):
         super().__init__(env_fn, num_envs, others)
         self._own = BareLoop(env_fn, own, num_envs)
         self._cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-        _stay_on(0)
+        _pin_to_core(0)
         for reader in self._readers:
             os.set_blocking(reader, False)
 
@@ -410,7 +410,7 @@ class BareLockstep(BarePipes):
             os.write(writer, _ONE_STEP)
         self._own.step()
         for reader in self._readers:
-            _number(_read_polling(reader))
+            _unpack_number(_read_polling(reader))
         return self._num_envs
 
     def close(self) -> None:
@@ -421,10 +421,10 @@ class BareLockstep(BarePipes):
 
 
 _ONE_STEP: Final = struct.pack("d", 0.0)  # a message is for how many seconds to run
-_POLLS_FOR: Final = 0.02  # seconds; then it sleeps, so that the candidate that is measured next has the core
+_POLL_SECONDS: Final = 0.02  # then it sleeps, so that the candidate that is measured next has the core
 
 
-def _number(message: bytes) -> float:
+def _unpack_number(message: bytes) -> float:
     if not message:
         raise EOFError("a process of the bare loop has ended")
     number: float = struct.unpack("d", message)[0]
@@ -432,7 +432,7 @@ def _number(message: bytes) -> float:
 
 
 def _read_polling(source: int) -> bytes:
-    end = time.perf_counter() + _POLLS_FOR
+    end = time.perf_counter() + _POLL_SECONDS
     while True:
         try:
             return os.read(source, 8)
@@ -441,7 +441,7 @@ def _read_polling(source: int) -> bytes:
                 select.select([source], [], [])
 
 
-def _stay_on(index: int) -> None:
+def _pin_to_core(index: int) -> None:
     """Bind this process to one of its cores, where the system lets it."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -452,12 +452,12 @@ def _serve(env_fn: EnvFn, num_envs: int, share: range, core: int | None, reader:
     loop = BareLoop(env_fn, share, num_envs)
     source, sink, read = reader.fileno(), writer.fileno(), partial(os.read, reader.fileno(), 8)
     if core is not None:
-        _stay_on(core)
+        _pin_to_core(core)
         os.set_blocking(source, False)
         read = partial(_read_polling, source)
     os.write(sink, _ONE_STEP)
     while True:
-        seconds = _number(read())
+        seconds = _unpack_number(read())
         os.write(sink, struct.pack("d", loop.run(seconds) if seconds else loop.step()))
 
 
@@ -487,12 +487,12 @@ class Candidate:
     processes: int = 0
 
     @property
-    def crowd(self) -> bool:
+    def is_crowd(self) -> bool:
         """True for a candidate that lives only while it is measured, since it has many more processes than there are cores.
 
         On a virtual machine the mere existence of that many address spaces slows down everything that runs at the same time.
         """
-        return self.processes > max(CROWD, usable_cores())
+        return self.processes > max(CROWD_PROCESSES, usable_cores())
 
 
 def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
@@ -583,5 +583,5 @@ def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int])
         for count in worker_counts
         if count <= num_envs
     ]
-    kept = [row for row in rows if row.name not in ("workers", "first-ready")]
-    return [*kept[:2], *fixed, *kept[2:]]
+    table_rows = [row for row in rows if row.name not in ("workers", "first-ready")]
+    return [*table_rows[:2], *fixed, *table_rows[2:]]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
-_LONGEST_NAME: Final = 80
+_MAX_NAME_LENGTH: Final = 80
 _LATE_SECONDS: Final = 1.5  # without a result, after which a note is shown and earlier steps no longer count
 _WAITING_SHARE: Final = 0.95  # share of the time outside environments above which a stepping worker counts as waiting
 _HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
@@ -181,8 +181,8 @@ _ORDERS: Final[dict[str, Callable[[WorkerRow], Any]]] = {
     "restarts": lambda worker: -worker.restarts,
     "state": lambda worker: worker.state,
 }
-_MOVES: Final = {b"\x1b[A": -1, b"k": -1, b"\x1b[B": 1, b"j": 1}
-_PAGES: Final = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
+_ROW_MOVES: Final = {b"\x1b[A": -1, b"k": -1, b"\x1b[B": 1, b"j": 1}
+_PAGE_MOVES: Final = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
 
 
 @dataclass
@@ -191,15 +191,15 @@ class View:
 
     order: str = "worker"
     first: int = 0
-    room: int = 1  # the number of workers that fit into the latest display
+    num_visible: int = 1  # the number of workers that fit into the latest display
     ended: bool = False
 
     def press(self, keys: bytes) -> None:
         """Process keys: ``s`` sorts by the next column, arrows and pages move, ``q`` ends."""
         while keys:
-            key = next((known for known in (*_MOVES, *_PAGES) if keys.startswith(known)), keys[:1])
+            key = next((known for known in (*_ROW_MOVES, *_PAGE_MOVES) if keys.startswith(known)), keys[:1])
             keys = keys[len(key) :]
-            self.first += _MOVES.get(key, 0) + _PAGES.get(key, 0) * self.room
+            self.first += _ROW_MOVES.get(key, 0) + _PAGE_MOVES.get(key, 0) * self.num_visible
             if key == b"s":
                 names = list(_ORDERS)
                 self.order, self.first = names[(names.index(self.order) + 1) % len(names)], 0
@@ -222,40 +222,40 @@ def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None 
     def line(text: str, style: str = "") -> Text:  # no markup, because names come from the programs
         return Text(text, style, no_wrap=True, overflow="ellipsis")
 
-    words = [line(f"Left out: {word}.", "dim") for word in left_out]
+    notes = [line(f"Left out: {note}.", "dim") for note in left_out]
     if not rows:
-        return Group(Text(f"Nothing to show: {_HOW_TO_PUBLISH}."), *words)
-    head = [line(text, "bold") for row in rows for text in _summary(row)] + words
+        return Group(Text(f"Nothing to show: {_HOW_TO_PUBLISH}."), *notes)
+    header = [line(text, "bold") for row in rows for text in _summary(row)] + notes
     workers = [(row.pid, worker) for row in rows for worker in row.workers]
-    below = []
+    footer = []
     if view is not None:
-        order, view.room = view.order, max(1, height - len(head) - 2)
-        view.first = max(0, min(view.first, len(workers) - view.room))
-        first, last = view.first, min(view.first + view.room, len(workers))
+        order, view.num_visible = view.order, max(1, height - len(header) - 2)
+        view.first = max(0, min(view.first, len(workers) - view.num_visible))
+        first, last = view.first, min(view.first + view.num_visible, len(workers))
         keys = f"workers {first + 1}-{last} of {len(workers)} by {order}; keys: s sort, arrows and pages move, q end"
         workers = sorted(workers, key=lambda pair: _ORDERS[order](pair[1]))[first:last]
-        below = [line(keys, "dim")]
+        footer = [line(keys, "dim")]
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    several = len(rows) > 1
-    for heading in (*(["program"] if several else []), *_HEADINGS):
+    show_pids = len(rows) > 1
+    for heading in (*(["program"] if show_pids else []), *_HEADINGS):
         justify: Literal["left", "right"] = "left" if heading in ("state", "envs") else "right"
         table.add_column(heading, justify=justify, no_wrap=True)
     for pid, worker in workers:
-        table.add_row(*([str(pid)] if several else []), *_cells(worker))
-    return Group(*head, table, *below)
+        table.add_row(*([str(pid)] if show_pids else []), *_cells(worker))
+    return Group(*header, table, *footer)
 
 
-def _plain(name: str) -> str:
+def _escape_name(name: str) -> str:
     """Shorten a name and escape characters that affect a terminal."""
-    short = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in short)
+    shortened = name if len(name) <= _MAX_NAME_LENGTH else name[: _MAX_NAME_LENGTH - 3] + "..."
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shortened)
 
 
 def _summary(program: ProgramRow) -> tuple[str, str]:
     """Summarize a program in two lines that fit a narrow terminal."""
     late = f", no result for {program.seconds_since_result:.1f} s" if program.seconds_since_result > _LATE_SECONDS else ""
     return (
-        f"{_plain(program.name)}: {program.num_envs} environments, pid {program.pid}",
+        f"{_escape_name(program.name)}: {program.num_envs} environments, pid {program.pid}",
         f"{program.steps_per_second:,.0f} steps/s, waits for envs {program.waiting:.0%}{late}; {program.resets:,} resets, "
         f"{program.restarts:,} restarts, {program.errors:,} errors",
     )
@@ -302,8 +302,8 @@ def main(arguments: argparse.Namespace) -> int:
     watcher.read()
     time.sleep(arguments.interval)
     programs = watcher.read()
-    for word in watcher.left_out:
-        print(f"vecenv: left out: {word}", file=sys.stderr)
+    for note in watcher.left_out:
+        print(f"vecenv: left out: {note}", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"programs": [asdict(row) for row in programs]}, indent=1))
     elif programs:
@@ -311,10 +311,10 @@ def main(arguments: argparse.Namespace) -> int:
 
         Console(highlight=False).print(draw(programs, ()))
     else:
-        of = "" if arguments.pid is None else f" of process {arguments.pid}"
-        others = sorted({row.pid for row in Watcher().read()}) if of else []
-        seen = f"; those that publish: {', '.join(map(str, others))}" if others else ""
-        print(f"vecenv: nothing to show{of}: {_HOW_TO_PUBLISH}{seen}", file=sys.stderr)
+        process_text = "" if arguments.pid is None else f" of process {arguments.pid}"
+        others = sorted({row.pid for row in Watcher().read()}) if process_text else []
+        publishers = f"; processes that publish: {', '.join(map(str, others))}" if others else ""
+        print(f"vecenv: nothing to show{process_text}: {_HOW_TO_PUBLISH}{publishers}", file=sys.stderr)
     return 0 if programs else WRONG
 
 
@@ -333,11 +333,11 @@ def _show(watcher: Watcher, interval: float) -> int:
         _keys() as wait,
         Live(draw(rows, watcher.left_out, view, console.height), console=console, screen=True, auto_refresh=False) as live,
     ):
-        due = time.monotonic() + interval
+        next_read = time.monotonic() + interval
         while not view.ended:
-            view.press(wait(max(due - time.monotonic(), 0.0)))
-            if time.monotonic() >= due:
-                rows, due = watcher.read(), time.monotonic() + interval
+            view.press(wait(max(next_read - time.monotonic(), 0.0)))
+            if time.monotonic() >= next_read:
+                rows, next_read = watcher.read(), time.monotonic() + interval
             live.update(draw(rows, watcher.left_out, view, console.height), refresh=True)
     return 0
 

@@ -52,8 +52,8 @@ def _as_rgb(frame: Any, env: int) -> Frame:
     if image.ndim == 2:
         image = image[..., np.newaxis]
     if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] not in (1, 3, 4) or 0 in image.shape:
-        what = type(frame).__name__ if image.dtype == object else f"{image.dtype} of shape {np.shape(frame)}"
-        raise ValueError(f"env {env}: a frame is uint8 of shape (height, width, 3), got {what}")
+        description = type(frame).__name__ if image.dtype == object else f"{image.dtype} of shape {np.shape(frame)}"
+        raise ValueError(f"env {env}: a frame must be uint8 of shape (height, width, 3), got {description}")
     return image.repeat(3, 2) if image.shape[2] == 1 else image[..., :3]
 
 
@@ -94,10 +94,10 @@ def _choose_columns(count: int, height: int, width: int) -> int:
 
 def require_writer(path: Path) -> None:
     """Raise if no video can be written to ``path``: ValueError for its suffix, ImportError for a missing library."""
-    needs = VIDEO_SUFFIXES.get(path.suffix.lower())
-    if needs is None:
-        raise ValueError(f"a video is written as {' or '.join(VIDEO_SUFFIXES)}, got {path.name!r}")
-    module, command = needs
+    requirement = VIDEO_SUFFIXES.get(path.suffix.lower())
+    if requirement is None:
+        raise ValueError(f"the name of a video must end in {' or '.join(VIDEO_SUFFIXES)}, got {path.name!r}")
+    module, command = requirement
     if importlib.util.find_spec(module) is None:
         raise ImportError(f"writing {path.suffix} needs {module}, not installed here: {command}")
 
@@ -134,8 +134,8 @@ def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
     from PIL import Image
 
     # a common palette avoids flicker, and keeps frames that differ little small
-    some = images[:: -(-len(images) // 8)]
-    palette = Image.fromarray(np.concatenate(some)).quantize(256)
+    sample = images[:: -(-len(images) // 8)]
+    palette = Image.fromarray(np.concatenate(sample)).quantize(256)
     first, *rest = [Image.fromarray(image).quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
     first.save(path, save_all=True, append_images=rest, duration=max(round(1000 / fps), 20), loop=0, optimize=False)
 
@@ -144,5 +144,5 @@ def _write_mp4(images: list[Frame], path: Path, fps: float) -> None:
     from moviepy.video.io.ImageSequenceClip import ImageSequenceClip
 
     # H.264 requires even widths and heights
-    even = [np.pad(image, ((0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0))) for image in images]
-    ImageSequenceClip(even, fps=fps).write_videofile(str(path), logger=None, audio=False)
+    padded = [np.pad(image, ((0, image.shape[0] % 2), (0, image.shape[1] % 2), (0, 0))) for image in images]
+    ImageSequenceClip(padded, fps=fps).write_videofile(str(path), logger=None, audio=False)

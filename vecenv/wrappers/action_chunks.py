@@ -63,7 +63,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         self._discount, self._variable = float(discount), bool(variable)
         self._stacks = observations == "all"
         self._skips_rendering = _accepts_render(env)
-        chunks = _stack_actions(env.action_space, self.horizon)
+        chunks = _make_chunk_space(env.action_space, self.horizon)
         self.action_space = (
             spaces.Dict({"actions": chunks, "steps": spaces.Discrete(self.horizon, start=1)}) if variable else chunks
         )
@@ -77,7 +77,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             The observation, with ``observations="all"`` repeated ``horizon`` times, and the info.
         """
         observation, info = self.env.reset(seed=seed, options=options)
-        return (self._stacked([observation]) if self._stacks else observation), info
+        return (self._stack([observation]) if self._stacks else observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute the actions of a chunk, at most until the episode ends; see the class."""
@@ -94,8 +94,8 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         chunk_rewards = np.zeros(self.horizon)
         chunk_rewards[: len(rewards)] = rewards
         info = {**info, "chunk_steps": len(rewards), "chunk_rewards": chunk_rewards}
-        returned = self._stacked(observations) if self._stacks else observation
-        return returned, self._sum(rewards), terminated, truncated, info
+        result_observation = self._stack(observations) if self._stacks else observation
+        return result_observation, self._discounted_sum(rewards), terminated, truncated, info
 
     def _step_functions(self, count: int) -> Iterator[Callable[[Any], Any]]:
         """Return the step functions of ``count`` actions, of which only the last one may render."""
@@ -134,7 +134,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             raise ValueError(f"ActionChunks: steps must be an integer from 1 to {self.horizon}, got {steps!r}")
         return action["actions"], count
 
-    def _sum(self, rewards: list[float]) -> float:
+    def _discounted_sum(self, rewards: list[float]) -> float:
         """Return the discounted sum of rewards, rounded like a loop over single steps."""
         if self._discount == 1.0:
             total = 0.0
@@ -147,7 +147,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             weight *= self._discount
         return total
 
-    def _stacked(self, observations: list[Any]) -> Any:
+    def _stack(self, observations: list[Any]) -> Any:
         """Combine observations into one of the stacked space, with the last one repeated."""
         space = self.env.observation_space
         padded = observations + [observations[-1]] * (self.horizon - len(observations))
@@ -173,7 +173,7 @@ def _accepts_render(env: gymnasium.Env[Any, Any]) -> bool:
         return False
 
 
-def _stack_actions(space: Any, horizon: int) -> spaces.Space[Any]:
+def _make_chunk_space(space: Any, horizon: int) -> spaces.Space[Any]:
     """Return the space of chunks of actions.
 
     Raises:

@@ -97,9 +97,9 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         Raises:
             ValueError: There is no environment of that name, or its spaces differ from those of the first one.
         """
-        rest = dict(options or {})
-        env = self._choose(rest.pop("env", self.env_name))
-        return env.reset(seed=seed, options=rest or None)
+        other_options = dict(options or {})
+        env = self._choose(other_options.pop("env", self.env_name))
+        return env.reset(seed=seed, options=other_options or None)
 
     def step(self, action: Any) -> Any:
         return self.current.step(action)

@@ -52,7 +52,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         rows = self._selected_rows(options)
         result = self.env.reset(seed=seed, options=options)  # type: ignore[arg-type]
         self._resetting[:] = False
-        self._begin(rows)
+        self._begin_episodes(rows)
         return result
 
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
@@ -68,14 +68,14 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the reset of the vector environment."""
         result: tuple[Any, dict[str, Any]] = self.env.reset_wait(timeout)  # type: ignore[attr-defined]
-        self._begin(np.flatnonzero(self._resetting))
+        self._begin_episodes(np.flatnonzero(self._resetting))
         return result
 
     def _selected_rows(self, options: ResetOptions) -> npt.NDArray[np.intp]:
         mask, _ = split_reset_mask(options, self.num_envs)
         return np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
 
-    def _begin(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
+    def _begin_episodes(self, rows: npt.NDArray[np.intp] | list[int]) -> None:
         """Reset the statistics of these rows, in which new episodes begin."""
         self.episode_start_times[rows] = time.perf_counter()
         self.episode_returns[rows] = 0
@@ -99,7 +99,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         rows = parse_rows(env_id, self.num_envs)
         snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
-        self._restore(rows, [(one.row.beside or {}).get(self._key) for one in snapshot_by_row])
+        self._restore_statistics(rows, [(one.row.beside or {}).get(self._key) for one in snapshot_by_row])
         return observations
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
         rows = parse_rows(None, self.num_envs)
         running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
-        self._restore(rows, running)
+        self._restore_statistics(rows, running)
         for queue, numbers in zip(self._queues(), queues, strict=True):
             queue.clear()
             queue.extend(numbers)
@@ -130,35 +130,35 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         episode_returns, lengths, over, resetting = (np.asarray(column)[rows].tolist() for column in columns)
         return list(zip(episode_returns, lengths, seconds.tolist(), over, resetting, strict=True))
 
-    def _restore(self, rows: list[int], statistics: list[Any]) -> None:
+    def _restore_statistics(self, rows: list[int], statistics: list[Any]) -> None:
         """Restore the results of :meth:`_running_statistics`; rows with ``None`` begin at zero."""
-        self._begin(rows)
-        for row, one in zip(rows, statistics, strict=True):
-            if one is not None:
-                self.episode_returns[row], self.episode_lengths[row], seconds = one[:3]
-                self.prev_dones[row], self._resetting[row] = one[3:]
+        self._begin_episodes(rows)
+        for row, row_statistics in zip(rows, statistics, strict=True):
+            if row_statistics is not None:
+                self.episode_returns[row], self.episode_lengths[row], seconds = row_statistics[:3]
+                self.prev_dones[row], self._resetting[row] = row_statistics[3:]
                 self.episode_start_times[row] -= seconds
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, actions: Any) -> Any:
         """Step the vector environment; add the statistics of ended episodes to ``infos``."""
-        return self._count(np.arange(self.num_envs), self.env.step(actions))
+        return self._count_results(np.arange(self.num_envs), self.env.step(actions))
 
     def step_wait(self, timeout: float | None = None) -> Any:
         """Wait for a step of the vector environment; add the statistics of ended episodes to ``infos``."""
-        return self._count(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
+        return self._count_results(np.arange(self.num_envs), self.env.step_wait(timeout))  # type: ignore[attr-defined]
 
     def recv(self, timeout: float | None = None, **options: Any) -> Any:
         """Receive rows of the vector environment; add the statistics of their ended episodes to ``infos``."""
         result = self.env.recv(timeout, **options)  # type: ignore[attr-defined]
-        return self._count(result[4]["env_id"], result)
+        return self._count_results(result[4]["env_id"], result)
 
     reset_send = reset_async
     reset_fetch = reset_wait
     step_fetch = step_wait
 
-    def _count(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
+    def _count_results(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
         """Count the rewards and steps of a result, add the statistics of ended episodes to its infos, and return it.
 
         Raises:
@@ -168,7 +168,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         first = self._resetting[rows]  # rows with the first result of an episode, which has no reward
         if not self._same_step:
             first = first | self.prev_dones[rows]
-        self._begin(rows[first])
+        self._begin_episodes(rows[first])
         self.episode_returns[rows[~first]] += np.asarray(rewards)[~first]
         steps = executed_steps(infos, len(rows))
         self.episode_lengths[rows[~first]] += steps if isinstance(steps, int) else steps[~first]
@@ -193,4 +193,4 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         self.length_queue.extend(self.episode_lengths[ended])
         self.time_queue.extend(seconds[over])
         if self._same_step:
-            self._begin(ended)
+            self._begin_episodes(ended)

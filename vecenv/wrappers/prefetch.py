@@ -71,14 +71,14 @@ class RowEpisode:
 
     Attributes:
         origin, seed: The row that was reset with a seed, and the seed; a snapshot can move both to another row.
-        life: The number of resets by the caller.
+        num_resets: The number of resets by the caller.
         episode: The number of episodes since the seed.
         order: A number that is lower for older episodes.
     """
 
     origin: int
     seed: int | None = None
-    life: int = 0
+    num_resets: int = 0
     episode: int = 0
     order: int = 0
 
@@ -141,7 +141,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._rows = [RowEpisode(row) for row in range(self.num_envs)]
         self._last_received = list(range(self.num_envs))
         self._free = list(range(self.num_envs, envs.num_envs))  # spares without an episode
-        self._ahead: dict[EpisodeKey, int] = {}  # episodes that spares have begun -> their places
+        self._prefetched: dict[EpisodeKey, int] = {}  # episodes that spares have begun -> their places
         self._ready: dict[int, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
         self._failed: set[EpisodeKey] = set()  # episodes with a reset that failed ahead of time: their rows repeat it
         self._failed_rows: set[int] = set()
@@ -149,7 +149,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
         self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
-        self._done: dict[int, tuple[Any, ...]] = {}  # row -> result that was not returned yet
+        self._results: dict[int, tuple[Any, ...]] = {}  # row -> result that was not returned yet
         self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received at once
         self._call = ""  # the pending call: "step", "reset" or none
         self._changing = False  # True during a change of this state, and after an interrupted one
@@ -199,8 +199,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     @property
     def capabilities(self) -> Capabilities:
         """The capabilities of ``envs``, with spare workers and without freezing."""
-        able: Capabilities = self.envs.capabilities
-        return replace(able, spare_workers=True, freezing=False)
+        capabilities: Capabilities = self.envs.capabilities
+        return replace(capabilities, spare_workers=True, freezing=False)
 
     @property
     def num_workers(self) -> int:
@@ -216,7 +216,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def in_flight(self) -> Array:
         """The rows with a step or reset that was begun and not received."""
         batch_rows = self._full_batch[0] if self._full_batch else ()
-        return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._done, *batch_rows}), np.intp)
+        return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._results, *batch_rows}), np.intp)
 
     # -- reset and step -----------------------------------------------------------------------------------------------------
 
@@ -236,32 +236,32 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         rows = ids if ids is not None else list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
-        everything = len(rows) == self.num_envs and ids is None
-        if self._call and not (everything and (self._interrupted or self._changing)):
+        all_rows = len(rows) == self.num_envs and ids is None
+        if self._call and not (all_rows and (self._interrupted or self._changing)):
             raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
-        if not everything:
+        if not all_rows:
             self._require_consistent()
         if ids is not None:
             self._require_not_in_flight("reset_async", ids)
-        elif everything:
+        elif all_rows:
             with self._change(force=True):
                 self._drop_all()
         else:
             while waiting := len(self._steps) + len(self._resets):
                 self._receive(waiting, None)
-        with self._change(force=everything):
+        with self._change(force=all_rows):
             if ids is None:
-                self._full_batch, self._done, self._final_results = None, {}, {}
+                self._full_batch, self._results, self._final_results = None, {}, {}
                 self._call, self._interrupted = "reset", False
             self._ended.difference_update(rows)
             self._failed_rows.difference_update(rows)
             places = [self.places[row] for row in rows]
             self.envs.reset_async(
-                [self._start_life(row, seeds[row]) for row in rows], select_options(others, rows), env_id=places
+                [self._begin_after_reset(row, seeds[row]) for row in rows], select_options(others, rows), env_id=places
             )
             self._resets.update(zip(places, rows, strict=True))
             self._free_outdated()
-            self._begin_ahead()
+            self._prefetch()
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for the observations and infos of :meth:`reset_async`."""
@@ -269,10 +269,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._collect(self.num_envs, timeout)
         with self._change():
             self._call, self._interrupted = "", False
-            if len(self._done) < self.num_envs:
+            if len(self._results) < self.num_envs:
                 latest = list(iterate(self.envs.observation_space, self.envs.observations))
-                for row in set(range(self.num_envs)) - self._done.keys():
-                    self._done[row] = latest[self.places[row]], 0.0, False, False, {}
+                for row in set(range(self.num_envs)) - self._results.keys():
+                    self._results[row] = latest[self.places[row]], 0.0, False, False, {}
             observations, *_, infos = self._combine(range(self.num_envs))
         return observations, infos
 
@@ -316,7 +316,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             for row in self._ended.intersection(rows):
                 self._ended.remove(row)
                 self._begin_next(row)
-            self._begin_ahead()
+            self._prefetch()
 
     def recv(
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
@@ -335,8 +335,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
         self._collect(min(count, in_flight), timeout, enough, enough_from)
         with self._change():
-            rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._done)[:count]
-            if self._call == "reset" and not self._steps and not self._resets and len(self._done) == len(rows):
+            rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._results)[:count]
+            if self._call == "reset" and not self._steps and not self._resets and len(self._results) == len(rows):
                 self._call = ""
             *results, infos = self._combine(rows)
         return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
@@ -353,19 +353,19 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     # -- the state of this object -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _change(self, *, force: bool = False, harmless: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    def _change(self, *, force: bool = False, recoverable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Mark a change of state: if it is interrupted, a reset is needed.
 
         Args:
             force: True for a reset of all rows.
-            harmless: More exceptions, besides those about arguments, after which this state is unchanged.
+            recoverable: More exceptions, besides those about arguments, after which this state is unchanged.
         """
         if not force:
             self._require_consistent()
         self._changing = True
         try:
             yield
-        except (*_ARGUMENT_ERRORS, *harmless):
+        except (*_ARGUMENT_ERRORS, *recoverable):
             self._changing = False
             raise
         self._changing = False
@@ -383,30 +383,30 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _require_not_in_flight(self, method: str, rows: Sequence[int]) -> None:
         if self._call:
             raise AlreadyPendingCallError(f"Calling `{method}` while waiting for `{self._call}_wait`.", self._call)
-        if (self._full_batch or self._done or self._steps or self._resets) and (
+        if (self._full_batch or self._results or self._steps or self._resets) and (
             in_flight := set(self.in_flight.tolist()) & set(rows)
         ):
             raise still_in_flight_error(method, sorted(in_flight))
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
-    def _start_life(self, row: int, seed: int | None) -> int:
+    def _begin_after_reset(self, row: int, seed: int | None) -> int:
         """Count a reset of a row by the caller, and return the seed of the episode that it begins."""
-        now = replace(self._rows[row], life=self._rows[row].life + 1, order=next(self._order))
-        if seed is None and now.seed is not None:
-            self._rows[row] = replace(now, episode=now.episode + 1)
-            return now.derive_seed(now.episode + 1)
+        current = replace(self._rows[row], num_resets=self._rows[row].num_resets + 1, order=next(self._order))
+        if seed is None and current.seed is not None:
+            self._rows[row] = replace(current, episode=current.episode + 1)
+            return current.derive_seed(current.episode + 1)
         seed = random_seed() if seed is None else int(seed)
-        self._rows[row] = replace(now, origin=row, seed=seed, episode=0)
+        self._rows[row] = replace(current, origin=row, seed=seed, episode=0)
         return seed
 
     def _begin_next(self, row: int) -> None:
         """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
-        now = self._rows[row] = replace(self._rows[row], episode=self._rows[row].episode + 1, order=next(self._order))
-        place = self._ahead.pop((row, now.life, now.episode), None)
+        current = self._rows[row] = replace(self._rows[row], episode=self._rows[row].episode + 1, order=next(self._order))
+        place = self._prefetched.pop((row, current.num_resets, current.episode), None)
         self.counts["missed" if place is None else "ready" if place in self._ready else "late"] += 1
         if place is None:
-            self.envs.reset_async([now.derive_seed(now.episode)], env_id=[self.places[row]])
+            self.envs.reset_async([current.derive_seed(current.episode)], env_id=[self.places[row]])
         else:
             self._free.append(self.places[row])
             self.places[row] = place
@@ -415,21 +415,21 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         else:
             self._resets[self.places[row]] = row
 
-    def _begin_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Begin an upcoming episode in each free spare, first for the rows with the oldest current episodes."""
-        if self._free and (begun := dict(zip(self._upcoming(), self._free, strict=False))):
+        if self._free and (begun := dict(zip(self._iter_upcoming(), self._free, strict=False))):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in begun]
             self.envs.reset_async(seeds, env_id=list(begun.values()))
             self._free.clear()
-            self._ahead.update(begun)
+            self._prefetched.update(begun)
 
-    def _upcoming(self) -> Iterator[EpisodeKey]:
+    def _iter_upcoming(self) -> Iterator[EpisodeKey]:
         """Yield the next episode of each row that no spare has begun, then the episodes after these, without end."""
         rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
         rows.sort(key=lambda row: (row not in self._ended, self._rows[row].order))
         for ahead in itertools.count(1) if rows else ():
-            keys = [(row, self._rows[row].life, self._rows[row].episode + ahead) for row in rows]
-            yield from (key for key in keys if key not in self._ahead and key not in self._failed)
+            keys = [(row, self._rows[row].num_resets, self._rows[row].episode + ahead) for row in rows]
+            yield from (key for key in keys if key not in self._prefetched and key not in self._failed)
 
     def _drop_all(self) -> None:
         """Receive and drop everything in flight. The state is consistent afterwards, even if a call was interrupted."""
@@ -442,12 +442,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 if len(self.envs.in_flight) == waiting:  # the call failed, not an environment
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
-        self._ahead, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
+        self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
 
-    def _free_outdated(self, everything: bool = False) -> None:
+    def _free_outdated(self, all_rows: bool = False) -> None:
         """Free the spares with an episode that no row will need. A spare that is resetting becomes free when that ends."""
-        for key in [key for key in self._ahead if everything or key[1] != self._rows[key[0]].life]:
-            place = self._ahead.pop(key)
+        for key in [key for key in self._prefetched if all_rows or key[1] != self._rows[key[0]].num_resets]:
+            place = self._prefetched.pop(key)
             if self._ready.pop(place, None) is not None:
                 self._free.append(place)
 
@@ -458,9 +458,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         seconds = parse_timeout(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         failure: Exception | None = None
-        while (waiting := len(self._steps) + len(self._resets)) and len(self._done) < count and not self._full_batch:
+        while (waiting := len(self._steps) + len(self._resets)) and len(self._results) < count and not self._full_batch:
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-            if enough_from is not None and len(self._done) >= enough:
+            if enough_from is not None and len(self._results) >= enough:
                 until_enough = max(enough_from - time.monotonic(), 0.0)
                 try:
                     failure = self._receive(1, until_enough if left is None else min(until_enough, left)) or failure
@@ -468,13 +468,13 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                     break
                 continue
             only_resets, started = not self._steps, time.monotonic()
-            needed = 1 if enough_from is not None else min(count - len(self._done), waiting)
+            needed = 1 if enough_from is not None else min(count - len(self._results), waiting)
             failure = self._receive(needed, left) or failure
             self.counts["seconds"] += only_resets * (time.monotonic() - started)
         if failure is not None:
             if self._call:
                 with self._change():
-                    self._call, self._full_batch, self._done = "", None, {}
+                    self._call, self._full_batch, self._results = "", None, {}
             raise failure
 
     def _receive(self, count: int, timeout: float | None) -> Exception | None:
@@ -512,9 +512,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _record_failures(self, places: set[int], error: Exception) -> Exception | None:
         """Record failures of rows and of spares; return ``error`` if a row failed."""
-        for key in [key for key, place in self._ahead.items() if place in places]:
+        for key in [key for key, place in self._prefetched.items() if place in places]:
             self._failed.add(key)
-            self._free.append(self._ahead.pop(key))
+            self._free.append(self._prefetched.pop(key))
         rows = {waiting.pop(place) for waiting in (self._steps, self._resets) for place in places & waiting.keys()}
         self._failed_rows |= rows
         for row in rows:
@@ -536,21 +536,21 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 self._finish_step(self._steps.pop(place), observation, reward, terminated, truncated, info)
             elif place in self._resets:
                 self._finish_reset(self._resets.pop(place), observation, info)
-            elif place in self._ahead.values():
+            elif place in self._prefetched.values():
                 self._ready[place] = observation, info
             else:
                 self._free.append(place)
-        self._begin_ahead()
+        self._prefetch()
 
     def _finish_reset(self, row: int, observation: Any, info: dict[Any, Any]) -> None:
         if isinstance(info, dict) and "restarted" in info:
             self._final_results.pop(row, None)
-            self._done[row] = observation, 0.0, False, True, info
+            self._results[row] = observation, 0.0, False, True, info
             if not self._same_step:
                 self._ended.add(row)
             return
         reward, terminated, truncated, final = self._final_results.pop(row, (0.0, False, False, {}))
-        self._done[row] = observation, reward, terminated, truncated, {**final, **info} if final else info
+        self._results[row] = observation, reward, terminated, truncated, {**final, **info} if final else info
 
     def _finish_step(self, row: int, observation: Any, reward: float, terminated: bool, truncated: bool, info: Any) -> None:
         if self._same_step and (terminated or truncated):
@@ -558,7 +558,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._final_results[row] = reward, terminated, truncated, final
             self._begin_next(row)
             return
-        self._done[row] = observation, reward, terminated, truncated, info
+        self._results[row] = observation, reward, terminated, truncated, info
         if terminated or truncated:
             self._ended.add(row)
 
@@ -572,7 +572,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
                 observations = _select(space, observations, order, len(received))
                 columns, infos = [column[order] for column in columns], [infos[place] for place in order]
             return observations, *columns, self._merge(infos, rows)
-        results = [self._done.pop(row) for row in rows]
+        results = [self._results.pop(row) for row in rows]
         each, rewards, terminations, truncations, each_info = zip(*results, strict=True)
         empty: Any = create_empty_array(space, len(rows))
         batch = concatenate(space, each, empty)
@@ -607,23 +607,24 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def set_attr(self, name: str, values: Any) -> None:
         """Set an attribute of all environments to one value; spares begin their episodes again."""
         if isinstance(values, (list, tuple)):
-            _refuse("set one value per row", "any environment may run the episodes of any row")
+            _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle()
-        with self._change(harmless=_CALL_ERRORS):
+        with self._change(recoverable=_CALL_ERRORS):
             self.envs.set_attr(name, [values] * self.envs.num_envs)
             if self._builder is not None:
                 self._builder.keep(name, values)
                 self.envs.exec_func(keep_attribute, None, self._builder.token, name, values)
-            self._free_outdated(everything=True)
-            self._begin_ahead()
+            self._free_outdated(all_rows=True)
+            self._prefetch()
 
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: the next episodes have already begun."""
-        _refuse("set_next_options", "the next episodes have begun already: pass the options to reset(), with a reset_mask")
+        reason = "the next episodes have begun already: pass the options to reset(), with a reset_mask"
+        _raise_unsupported("set_next_options", reason)
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
         """Raise: a frozen copy would replace the environment at one place, but rows change their places."""
-        _refuse("`freeze`", "rows change their processes; save() and load() continue them")
+        _raise_unsupported("`freeze`", "rows change their processes; save() and load() continue them")
 
     thaw = freeze
 
@@ -641,8 +642,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _with_episode(self, snapshot: Snapshot, row: int) -> Snapshot:
         """Return the snapshot of a row with its current episode added."""
-        now = self._rows[row]
-        beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (now.origin, now.seed, now.episode)}
+        current = self._rows[row]
+        beside = {**(snapshot.row.beside or {}), _SNAPSHOT_KEY: (current.origin, current.seed, current.episode)}
         return snapshot.having(beside=beside, pending=row in self._ended)
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
@@ -653,23 +654,23 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = parse_rows(env_id, self.num_envs)
         each = parse_snapshots(snapshots, rows)
         self._wait_until_idle()
-        with self._change(harmless=_CALL_ERRORS):
+        with self._change(recoverable=_CALL_ERRORS):
             plain = [one.having(pending=False) if one.row.pending else one for one in each]
             observations = self.envs.load(plain, [self.places[row] for row in rows])
-            self._continue(rows, each)
+            self._set_episodes(rows, each)
         return observations
 
-    def _continue(self, rows: list[int], each: list[Snapshot]) -> None:
+    def _set_episodes(self, rows: list[int], each: list[Snapshot]) -> None:
         """Set the current episodes of rows to those of snapshots."""
         self._ended.difference_update(rows)
         self._failed_rows.difference_update(rows)
         for row, one in zip(rows, each, strict=True):
             saved = one.row
             origin, seed, episode = (saved.beside or {}).get(_SNAPSHOT_KEY) or (row, random_seed(), 0)
-            self._rows[row] = RowEpisode(origin, seed, self._rows[row].life + 1, episode, next(self._order))
+            self._rows[row] = RowEpisode(origin, seed, self._rows[row].num_resets + 1, episode, next(self._order))
             self._ended.update([row] if saved.pending else [])
         self._free_outdated()
-        self._begin_ahead()
+        self._prefetch()
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
@@ -690,17 +691,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = list(range(self.num_envs))
         each = parse_snapshots(state["snapshots"], rows)
         self._wait_until_idle()
-        with self._change(harmless=_CALL_ERRORS):
+        with self._change(recoverable=_CALL_ERRORS):
             plain = [one.having(pending=False) if one.row.pending else one for one in each]
             every = [plain[0]] * self.envs.num_envs
             for row, place in enumerate(self.places):
                 every[place] = plain[row]
-            self._free_outdated(everything=True)
+            self._free_outdated(all_rows=True)
             whole = {**state, "num_envs": self.envs.num_envs, "snapshots": Snapshots(every), "autoreset_mode": "DISABLED"}
             observations = self.envs.load_state_dict(whole)
             if observations is not None:
                 observations = _select(self.single_observation_space, observations, self.places, self.envs.num_envs)
-            self._continue(rows, each)
+            self._set_episodes(rows, each)
         return observations
 
     def _wait_until_idle(self) -> None:
@@ -715,7 +716,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._receive(in_flight, None)
 
 
-def _refuse(what: str, reason: str) -> NoReturn:
+def _raise_unsupported(what: str, reason: str) -> NoReturn:
     raise_unsupported("EpisodePrefetcher", what, reason)
 
 

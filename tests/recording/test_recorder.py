@@ -328,6 +328,8 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
     [
         ({"record_failures": 3}, "`record_failures` must be None, a folder or a vecenv.FlightRecorder, got 3."),
         ({"record_failures": True}, "got True"),
+        ({"record_failures": ""}, "the folder of `record_failures` is empty"),
+        ({"record_failures": __file__}, f"the folder of `record_failures` is a file: {__file__!r}"),
     ],
 )
 def test_bad_options(wrong: dict[str, Any], text: str) -> None:

@@ -89,6 +89,10 @@ class FlightRecorder:
                 raise ValueError(f"`{name}` must be an int from 1 on, got {value!r}")
         if not isinstance(self.folder, (str, os.PathLike)):
             raise ValueError(f"`folder` must be a path, got {self.folder!r}")
+        if not os.fspath(self.folder):
+            raise ValueError("the folder of `record_failures` is empty; '.' is the current one")
+        if os.path.exists(self.folder) and not os.path.isdir(self.folder):
+            raise ValueError(f"the folder of `record_failures` is a file: {os.fspath(self.folder)!r}")
 
     @classmethod
     def from_option(cls, option: Any) -> FlightRecorder | None:

@@ -417,6 +417,19 @@ def test_json_and_until_and_snapshot(file: Path) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("options", [(), ("--pdb",)], ids=str)
+def test_until_after_the_end_of_the_record_is_refused(options: Sequence[str], file: Path) -> None:
+    step = int(file.stem.rpartition("step")[2])
+    done = run(file, "--yes", "--until", step + 1, *options)
+    assert (done.returncode, done.stderr) == (2, f"vecenv: --until {step + 1}: the record ends at step {step}\n")
+
+
+def test_the_debugger_and_json_are_refused(file: Path) -> None:
+    done = run(file, "--yes", "--pdb", "--json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "vecenv: --pdb and --json cannot be combined\n"
+
+
 @pytest.mark.long
 def test_frames(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
@@ -468,12 +481,22 @@ def test_missing_file() -> None:
     done = run("nowhere.vecenv", "--yes")
     assert done.returncode == 2
     assert "No such file" in done.stderr
+    assert "keep=" not in done.stderr
+
+
+def test_a_file_that_the_recorder_removed(file: Path) -> None:
+    done = run(file.with_name("Ant-v5-env3-episode17-step412.vecenv"), "--yes")
+    assert done.returncode == 2
+    assert done.stderr.endswith("step412.vecenv' (the recorder keeps the newest files; see keep=)\n")
 
 
 def test_unpickling_needs_confirmation(file: Path) -> None:
     done = run(file)
     assert done.returncode == 2
-    assert "nothing was replayed: the file contains a pickle" in done.stderr
+    reason = "the file contains a pickle, which can run any code; pass --yes if it is yours"
+    assert done.stderr == f"vecenv: not replayed, because {reason}\n"
+    output = converse([sys.executable, "-m", "vecenv", "replay", str(file)], ("[y/N]", "n"))
+    assert output.splitlines()[-1] == "vecenv: not replayed."
 
 
 @pytest.mark.long

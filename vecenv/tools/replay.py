@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pdb
 import pickle
+import re
 import sys
 import time
 from collections import deque
@@ -42,6 +43,7 @@ _SAME_DEATH_SECONDS: Final = 10.0
 _STACK_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 5.0
 """Extra seconds for a step beyond its recorded limit, for a process that has just started."""
+_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -54,19 +56,14 @@ def main(arguments: argparse.Namespace) -> int:
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file
-    if path.is_dir():
-        raise CliError(_describe_folder(path))
-    try:
-        header, _ = read_header(path)
-    except (OSError, UnreadableRecord) as error:
-        raise CliError(str(error)) from None
+    header = _check(arguments)
     if not arguments.json:
         print(f"{header.env_id}, env {header.env}, episode {header.episode}, step {header.step}, {header.written}")
         print(f"Recorded: {header.failed}")
         if differences := header.differences():
             print(f"Recorded with {', '.join(differences)}")
-    if not arguments.yes and not _is_own(path):
-        raise CliError("nothing was replayed: the file contains a pickle, which can run any code: --yes if you trust it")
+    if not arguments.yes:
+        _require_trust(path)
     begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
     if arguments.pdb:
         result = _replay_here(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
@@ -85,6 +82,26 @@ def main(arguments: argparse.Namespace) -> int:
         advice = f"replay {instead}" if instead else f"replay a file of env {running}"
         print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
     return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.status]
+
+
+def _check(arguments: argparse.Namespace) -> Header:
+    """Return the header of the file, after a check of all arguments."""
+    path: Path = arguments.file
+    if arguments.pdb and arguments.json:
+        raise CliError("--pdb and --json cannot be combined")
+    if path.is_dir():
+        raise CliError(_describe_folder(path))
+    try:
+        header, _ = read_header(path)
+    except FileNotFoundError as error:
+        removed = _NAME.fullmatch(path.name) and path.parent.is_dir()
+        raise CliError(f"{error}{' (the recorder keeps the newest files; see keep=)' if removed else ''}") from None
+    except (OSError, UnreadableRecord) as error:
+        raise CliError(str(error)) from None
+    if arguments.until is not None and arguments.until > header.step:
+        end = f"at step {header.step}" if header.step else "before step 1"
+        raise CliError(f"--until {arguments.until}: the record ends {end}")
+    return header
 
 
 def _print_result(result: ReplayResult) -> None:
@@ -126,12 +143,18 @@ def _describe_folder(folder: Path) -> str:
     return f"{folder} is a folder; choose one of its files. The newest:{lines}"
 
 
-def _is_own(path: Path) -> bool:
-    """True if the user confirms at a terminal that the file is trusted."""
+def _require_trust(path: Path) -> None:
+    """Raise unless the user confirms at a terminal that the file is trusted."""
     if not sys.stdin.isatty():
-        return False
+        reason = "the file contains a pickle, which can run any code; pass --yes if it is yours"
+        raise CliError(f"not replayed, because {reason}")
     question = f"{path} holds a pickle, which can do anything: replay it only if it is your own. Replay it? [y/N] "
-    return input(question).strip().lower() in ("y", "yes")
+    try:
+        answer = input(question)
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        raise CliError("not replayed.")
 
 
 # -- in a separate process ------------------------------------------------------------------------------------------------

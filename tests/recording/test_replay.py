@@ -156,7 +156,9 @@ def test_a_second_run_keeps_the_file_of_the_first(tmp_path: Path) -> None:
 
 def test_failing_reset_is_repeated(tmp_path: Path) -> None:
     files, _ = fails(tmp_path, "raises", when={"seed": 4})
-    assert replay(files[0]).text.startswith("happened again in the last call: ")
+    assert replay(files[0]).text.startswith("happened again in the reset before step 1: ")
+    found = json.loads(run(files[0], "--yes", "--json").stdout)
+    assert (found["step"], found["recorded_step"]) == (0, 0)
 
 
 @pytest.mark.long
@@ -166,7 +168,7 @@ def test_external_causes_are_not_repeated(tmp_path: Path) -> None:
     assert isinstance(error, WorkerDied)
     assert replay(files[0])[:2] == (
         "did not happen again",
-        f"did not happen again, though all {AT} steps matched the record",
+        f"did not happen again: steps 1 to {AT - 1} matched; step {AT} returned, where the record fails",
     )
 
 
@@ -415,6 +417,8 @@ def test_json_and_until_and_snapshot(file: Path) -> None:
     done = run(file, "--yes", "--until", max(step - 1, 1))
     assert done.stdout.splitlines()[-1] == f"Stopped before step {max(step - 1, 1)}: all as recorded"
     assert done.returncode == 0
+    done = run(file, "--yes", "--json", "--until", max(step - 1, 1))
+    assert (json.loads(done.stdout)["result"], done.returncode) == ("stopped", 0)
 
 
 @pytest.mark.parametrize("options", [(), ("--pdb",)], ids=str)
@@ -555,9 +559,48 @@ def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
     assert output.count("Happened again at step ") == 1
 
 
+def test_pdb_goes_on_to_the_end_of_the_record(file: Path) -> None:
+    step = int(file.stem.rpartition("step")[2])
+    command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes", "--until", str(step - 1)]
+    output = converse(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "c"), ("(Pdb)", "p self.made"),
+                      ("9", "q"))  # fmt: skip
+    assert output.count(f"Stopped before step {step - 1}: all as recorded") == 1
+    assert output.count(f"Happened again at step {step}: ") == 1
+    output = converse(command, ("(Pdb)", "q"))
+    assert output.count("Stopped before step") == 1
+    assert "appened again" not in output
+
+
+@pytest.mark.parametrize("how", ["requested", "automatic"])
+def test_pdb_waits_before_a_reset_that_kills(how: str, tmp_path: Path) -> None:
+    file = record_fatal_reset(tmp_path, how)
+    command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes"]
+    output = converse(command, ("(Pdb)", "p 'options', options"), ("('options',", ""), ("(Pdb)", "q"))
+    assert "faulty.py" in output
+    assert "Stopped before the reset: all as recorded" in output
+
+
+def record_fatal_reset(folder: Path, how: str) -> Path:
+    """Record a worker that dies in its second reset."""
+    fns = [functools.partial(faulty_short, "exit_now", reset=2)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(fns, record_failures=folder)) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WorkerDied):
+            envs.reset(seed=2) if how == "requested" else step_on(envs, lambda at: [0])
+    return min(folder.glob("*.vecenv"))
+
+
+@pytest.mark.parametrize("how", ["requested", "automatic"])
+def test_a_reset_that_kills_is_named(how: str, tmp_path: Path) -> None:
+    result = replay(record_fatal_reset(tmp_path, how))
+    assert result.text == "happened again in the reset before step 1: exited with exit code 0"
+    assert result.step == 0
+
+
 def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:
     files, _ = fails(tmp_path, "kill")
     command = [sys.executable, "-m", "vecenv", "replay", str(files[0]), "--pdb", "--yes"]
     output = converse(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "q"))
     assert "faulty.py" in output
     assert faulty.__name__.rpartition(".")[2] in output
+    assert output.count("Continuing repeats the failure in this process, and may end it") == 1

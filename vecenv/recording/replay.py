@@ -17,7 +17,8 @@ from vecenv.state.snapshots import Snapshot
 from vecenv.system.supervision import location_in_traceback
 from vecenv.worker.main import make_rows
 
-AGAIN, DIFFERENT, CANNOT = "happened again", "did not happen again", "cannot be replayed"
+AGAIN, STOPPED = "happened again", "stopped"
+DIFFERENT, CANNOT = "did not happen again", "cannot be replayed"
 _NUMBERS: Final = ("rewards", "terminations", "truncations")
 
 
@@ -25,9 +26,9 @@ class ReplayResult(NamedTuple):
     """The result of a replay.
 
     Attributes:
-        status: ``AGAIN``, ``DIFFERENT`` or ``CANNOT``.
+        status: ``AGAIN``, ``STOPPED``, ``DIFFERENT`` or ``CANNOT``.
         text: A sentence that explains it.
-        step: Number of the step that failed; ``None``: no step failed.
+        step: Number of the step that failed; 0: the reset before step 1; ``None``: neither failed.
         location: ``file:line in function`` of the failure; empty if it is unknown or in this package.
         stack: The traceback of the exception, or the last Python stack of the process; empty if there is none.
     """
@@ -60,6 +61,9 @@ class Replay:
     Attributes:
         place: Index of the next step of the record.
         step_number: Number of the next step in the latest episode; negative: in an earlier one.
+        where: The latest request, as part of a sentence, such as ``at step 3``.
+        step: The number of its step; 0: the reset before step 1; ``None``: another request.
+        is_last: True if it is the last of the record.
         env: The environment.
         failure: The exception that the environment raised.
         result: The result; ``None`` until :meth:`run` has ended.
@@ -74,12 +78,15 @@ class Replay:
         self.header, self.record = header, record
         self.failure: BaseException | None = None
         self.result: ReplayResult | None = None
+        self.where, self.is_last = "while it was built", False
+        self.step: int | None = None
         env_fn = self._load_env_fn()
         messages, self._pickled_actions = self._load_requests()
         record.columns["rewards"] = record.columns["rewards"].astype(np.float64)
         self._restart = messages[0] if messages and record.restarted else None
         self._snapshot: Snapshot | None = None
         self._setup_messages, self._messages, self.place = self._find_start(messages, begin)
+        self._first_step = max(self.step_number, 1)
         self._first_difference = ""
         self._build(env_fn if change is None else lambda: change(env_fn()))
 
@@ -184,46 +191,65 @@ class Replay:
             leaf[self.record.row] = self.record.columns[f"actions/{index}"][self.place]
         return self._rows.actions(None)[0]
 
-    def run(self, until: int | None = None) -> Iterator[int]:
+    def run(self) -> Iterator[int]:
         """Replay the record and set :attr:`result`. Yield the number of each step before it is made, and 0 before each
         message.
-
-        Args:
-            until: Number of the step in the latest episode before which the replay stops.
         """
         record = self.record
         failures, _ = self._rows.build()
         if failures:
             if isinstance(failures[0].error, UnreadableRecord):
                 raise failures[0].error
-            self._end_with_failure(failures, "while it was built")
+            self._end_with_failure(failures)
             return
         if self._snapshot is not None:
-            yield 0
+            yield self._announce("load")
             if failures := self._load(self._snapshot):
                 text = failures[0].text
                 raise UnreadableRecord(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
         for message in self._setup_messages:
-            yield 0
+            yield self._announce(message.name)
             self._repeat(message)
         messages = list(self._messages)
         while self.result is None:
             while messages and messages[0].place <= self.place:
-                yield 0
-                last = len(messages) == 1 and self.place == record.steps
-                failures = self._repeat(messages.pop(0))
-                if failures and (last or any(failure.fatal for failure in failures)):
-                    self._end_with_failure(failures, "in the last call" if last else f"before step {self.step_number}")
+                message = messages.pop(0)
+                yield self._announce(message.name, last=not messages and self.place == record.steps)
+                failures = self._repeat(message)
+                if failures and (self.is_last or any(failure.fatal for failure in failures)):
+                    self._end_with_failure(failures)
                     return
-            if self.place == record.steps or (until is not None and 0 < until <= self.step_number):
+            if self.place == record.steps:
                 break
-            yield self.step_number
+            yield self._announce("", last=not messages and self.place == record.steps - 1)
             failures = self._step()
             if failures:
-                self._end_with_failure(failures, f"at step {self.step_number}", self.step_number)
+                self._end_with_failure(failures)
                 return
             self.place += 1
-        self._end_without_failure(until)
+        self._end_without_failure()
+
+    def _announce(self, name: str, *, last: bool = False) -> int:
+        """Describe the next request, and return the number of its step; 0: it is not a step. An empty ``name``: a step."""
+        number, self.is_last = self.step_number, last
+        resets = self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP  # step 0 is the automatic reset
+        if number < (0 if resets else 1):
+            self.where, self.step = "in an earlier episode", None
+        elif name == "reset" or (not name and number == 0):
+            self.where, self.step = "in the reset before step 1", 0
+        elif not name:
+            self.where, self.step = f"at step {number}", number
+        else:
+            self.where, self.step = "in the last call" if last else f"in a call before step {max(number, 1)}", None
+        return 0 if name else number
+
+    @property
+    def stopped(self) -> ReplayResult:
+        """The result of a replay that ends before the latest request."""
+        before = f"stopped before {self._latest_request.removesuffix(' before step 1')}"
+        if self._first_difference:
+            return ReplayResult(DIFFERENT, f"{before}: {self._difference_text}")
+        return ReplayResult(STOPPED, f"{before}: all as recorded")
 
     def _load(self, snapshot: Snapshot) -> list[Failure]:
         rows = self._rows
@@ -258,32 +284,44 @@ class Replay:
 
     # -- the result ---------------------------------------------------------------------------------------------------
 
-    def _end_with_failure(self, failures: list[Failure], where: str, step: int | None = None) -> None:
+    @property
+    def _difference_text(self) -> str:
+        return f"first difference from the record at {self._first_difference}"
+
+    def _end_with_failure(self, failures: list[Failure]) -> None:
         failed, text, error = self.record.failed, failures[0].text, failures[0].error
         self.failure = error if isinstance(error, BaseException) else None
-        first = f"; first difference from the record at {self._first_difference}" if self._first_difference else ""
+        first = f"; {self._difference_text}" if self._first_difference else ""
         packed = error if isinstance(error, PackedError) else pack_error(error)
         texts = text, original_summary(unpack_error(packed, ""))
         same = failed is not None and failed.how == "raised" and failed.text in texts
         self.result = ReplayResult.from_failure(
-            failed, where, text, same=same, more=first,
-            step=step, location=location_in_traceback(packed.text), stack=packed.text,
+            failed, self.where, text, same=same, more=first,
+            step=self.step, location=location_in_traceback(packed.text), stack=packed.text,
         )  # fmt: skip
 
-    def _end_without_failure(self, until: int | None) -> None:
-        record, different = self.record, f"first difference from the record at {self._first_difference}"
-        status = DIFFERENT if self._first_difference or record.failed is not None else AGAIN
-        steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
-        if until is not None and self.place < record.steps:
-            status = DIFFERENT if self._first_difference else AGAIN
-            text = f"stopped before step {self.step_number}: {different if self._first_difference else 'all as recorded'}"
-        elif self._first_difference:
-            text = f"did not happen again; {different}"
+    def _end_without_failure(self) -> None:
+        record, status = self.record, DIFFERENT
+        if self._first_difference:
+            text = f"did not happen again; {self._difference_text}"
         elif record.failed is None:
-            text = f"nothing had failed, and {steps} matched the record"
+            steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
+            status, text = AGAIN, f"nothing had failed, and {steps} matched the record"
         else:
-            text = f"did not happen again, though {steps} matched the record"
+            text = f"did not happen again: {self._matched}{self._latest_request} returned, where the record fails"
         self.result = ReplayResult(status, text)
+
+    @property
+    def _latest_request(self) -> str:
+        return self.where.partition(" ")[2]
+
+    @property
+    def _matched(self) -> str:
+        """The steps of the latest episode before the latest request."""
+        last = self.step_number - 1 - (1 if self.step else 0)
+        if last < self._first_step:
+            return ""
+        return f"step {last} matched; " if last == self._first_step else f"steps {self._first_step} to {last} matched; "
 
     def close(self) -> None:
         """Close the environment."""

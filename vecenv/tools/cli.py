@@ -143,7 +143,11 @@ def _build_parser() -> _Parser:
     option("file", type=Path, metavar="FILE", help="a file that record_failures= wrote")
     option("--from-snapshot", action="store_true", help="begin with the latest snapshot instead of a reset")
     option("--until", type=_count, metavar="N", help="stop before step N of the episode")
-    option("--pdb", action="store_true", help="open the debugger where the environment raises, or before step N")
+    text = (
+        "open the debugger where the environment raises, before step N, or before the step or reset where it kills its "
+        "process or hangs"
+    )
+    option("--pdb", action="store_true", help=text)
     option("--frames", type=Path, metavar="OUT.gif", help="write the frames that the environment renders (GIF or MP4)")
     option("--yes", action="store_true", help="do not ask whether the file is your own")
     option("--json", action="store_true", help="print the result as JSON instead of text")

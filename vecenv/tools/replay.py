@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import bdb
 import json
 import math
 import multiprocessing
@@ -13,16 +14,16 @@ import re
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import gymnasium
 
 from vecenv.recording.file import SUFFIX, Failed, Header, UnreadableRecord, newest_files, read, read_header, running_env
-from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, Replay, ReplayResult
+from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, STOPPED, Replay, ReplayResult
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import (
@@ -44,6 +45,7 @@ _STACK_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 5.0
 """Extra seconds for a step beyond its recorded limit, for a process that has just started."""
 _NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
+_EXIT_CODES: Final = {AGAIN: 0, STOPPED: 0, DIFFERENT: WRONG, CANNOT: USAGE}
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -52,7 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
     Builds the environment, resets it with its seed and options, repeats its actions, and reports whether it fails in the
     same way, and where. FILE contains a pickle, which can execute any code: replay only files of your own.
 
-    Exit codes: 0 it failed again; 1 it did not; 2 it cannot be replayed, or wrong usage.
+    Exit codes: 0 it happened again, or the replay stopped before step N; 1 it did not happen again; 2 it cannot be replayed,
+    or wrong usage; 130 interrupted.
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file
@@ -66,7 +69,7 @@ def main(arguments: argparse.Namespace) -> int:
         _require_trust(path)
     begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
     if arguments.pdb:
-        result = _replay_here(path, debug=True, begin=begins[0], until=arguments.until, frames=arguments.frames)
+        result = _debug(path, begin=begins[0], until=arguments.until, frames=arguments.frames)
     else:
         result = replay(path, begins, until=arguments.until, frames=arguments.frames)
     running, instead = _find_running(path, header) if result.status == DIFFERENT else (None, None)
@@ -81,7 +84,7 @@ def main(arguments: argparse.Namespace) -> int:
     if running is not None and not arguments.json:
         advice = f"replay {instead}" if instead else f"replay a file of env {running}"
         print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
-    return {AGAIN: 0, DIFFERENT: WRONG, CANNOT: USAGE}[result.status]
+    return _EXIT_CODES[result.status]
 
 
 def _check(arguments: argparse.Namespace) -> Header:
@@ -160,6 +163,13 @@ def _require_trust(path: Path) -> None:
 # -- in a separate process ------------------------------------------------------------------------------------------------
 
 
+class _Place(NamedTuple):
+    """The next request of a replay: :attr:`Replay.where` and :attr:`Replay.step`."""
+
+    where: str
+    step: int | None
+
+
 def replay(
     path: Path, begins: Sequence[str] = ("latest", "first"), *, until: int | None = None, frames: Path | None = None
 ) -> ReplayResult:
@@ -176,7 +186,7 @@ def replay(
         results.append(_replay(path, begin=begin, until=until, frames=frames))
         if results[-1].status != DIFFERENT:
             break
-    return results[-1] if results[-1].status == AGAIN else results[0]
+    return results[-1] if results[-1].status in (AGAIN, STOPPED) else results[0]
 
 
 def _replay(path: Path, **options: Any) -> ReplayResult:
@@ -185,16 +195,16 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
     stack_file = StackFile(descriptors)
     helper = HelperProcess(context, _child, (path, stack_file, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
-    step, hung, limit = 0, False, math.inf  # only steps have a limit
+    place, hung, limit = _Place("while it was built", None), False, math.inf  # building has no limit
     try:
         helper.start()
         while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
-            message: ReplayResult | Failed | int | None = pickle.loads(blob)
+            message: ReplayResult | Failed | _Place | None = pickle.loads(blob)
             if isinstance(message, ReplayResult):
                 helper.has_ended(_GRACE_SECONDS)
                 return message
-            if isinstance(message, int):
-                step = max(message, 0)
+            if isinstance(message, _Place):
+                place = message
                 limit = failed.seconds + _GRACE_SECONDS if failed is not None and failed.seconds else math.inf
             else:
                 failed = message
@@ -202,7 +212,7 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
             _request_stack(helper, stack_file)
         else:
             helper.has_ended(_GRACE_SECONDS)
-        return _unfinished_result(failed, helper.exit_code(), step, hung, env_frames(stack_file.read()))
+        return _unfinished_result(failed, helper.exit_code(), place, hung, env_frames(stack_file.read()))
     finally:
         helper.end()
         descriptors.close()
@@ -223,18 +233,17 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
             time.sleep(0.01)
 
 
-def _unfinished_result(failed: Failed | None, exitcode: int | None, step: int, hung: bool, stack: str) -> ReplayResult:
+def _unfinished_result(failed: Failed | None, exitcode: int | None, place: _Place, hung: bool, stack: str) -> ReplayResult:
     """Return the result of a replay that did not finish."""
-    where = f"at step {step}" if step else "outside of a step"
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
     same = failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode)
     return ReplayResult.from_failure(
-        failed, where, text, same=same, step=step or None, location=innermost_location(stack), stack=stack
+        failed, place.where, text, same=same, step=place.step, location=innermost_location(stack), stack=stack
     )
 
 
 def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, options: dict[str, Any]) -> None:
-    """Replay a file in the process, and send the recorded failure, each step and the result to the caller."""
+    """Replay a file in the process, and send the recorded failure, each request and the result."""
     stack_file.install_handlers(env_threads=False)
     caller.send(_replay_here(path, report=caller.send, **options))
 
@@ -245,43 +254,83 @@ def _replay_here(
     begin: str,
     until: int | None,
     frames: Path | None,
-    debug: bool = False,
-    report: Callable[[Failed | int | None], None] = lambda result: None,
+    report: Callable[[Failed | _Place | None], object],
+    inspect: Callable[[Replay, Iterator[int], ReplayResult], ReplayResult] | None = None,
 ) -> ReplayResult:
-    """Replay a file in this process, which a crash of the environment ends. Report the recorded failure and each step."""
+    """Replay a file in this process, which a crash of the environment ends.
+
+    Args:
+        path, begin, until, frames: The arguments of :func:`replay`.
+        report: A function that receives the recorded failure and each request.
+        inspect: A function that starts the debugger and returns the result. Its arguments are the replay, its remaining
+            requests and the result so far. It is called where the replay stopped or ended, and always before the request in
+            which the environment kills its process or hangs, which would leave no frame to inspect.
+    """
     header, body = read_header(path)
     try:
         record = read(header, body)
         report(record.failed)
         replay_run = Replay(header, record, begin=begin, change=_make_renderable if frames is not None else None)
         rendered: deque[Any] = deque(maxlen=_MAX_FRAMES)
-        stop = until
-        if debug and until is None and record.failed is not None and record.failed.how != "raised":
-            stop = max(header.step, 1)  # a death or a hang leaves no frame to inspect, so the debugger stops before it
-        for step in replay_run.run(stop):
-            report(step)
+        ends_process = record.failed is not None and record.failed.how != "raised"
+        requests = replay_run.run()
+        result: ReplayResult | None = None
+        for step in requests:
+            if step >= until if until is not None else inspect is not None and ends_process and replay_run.is_last:
+                result = replay_run.stopped
+                break
+            report(_Place(replay_run.where, replay_run.step))
             if frames is not None and step:
                 rendered.append(replay_run.env.render())
-        if debug:
-            _debug(replay_run)
+        if result is None:
+            result = replay_run.result
+        assert result is not None
+        if inspect is not None:
+            result = inspect(replay_run, requests, result)
         if frames is not None:
             _write_frames(rendered, replay_run.env, frames)
-        result = replay_run.result
-        assert result is not None
         replay_run.close()
         return result
     except UnreadableRecord as error:
         return ReplayResult(CANNOT, str(error))
 
 
-def _debug(replay_run: Replay) -> None:
-    """Start the debugger in the frame that raised, or at the next step if nothing was raised."""
-    assert replay_run.result is not None
-    _print_result(replay_run.result)
-    if replay_run.failure is not None:
-        pdb.post_mortem(replay_run.failure.__traceback__)
-    elif replay_run.env is not None and replay_run.place < replay_run.record.steps:
-        pdb.Pdb().runcall(replay_run.env.step, replay_run.action)
+# -- the debugger ---------------------------------------------------------------------------------------------------------
+
+
+class _EnvDebugger(pdb.Pdb):
+    """A debugger that stops neither in the code that calls the environment nor in the standard library."""
+
+    def __init__(self) -> None:
+        super().__init__(skip=["*"])  # without patterns, modules are not examined
+
+    def is_skipped_module(self, module_name: str | None) -> bool:
+        package, _, rest = (module_name or "").partition(".")
+        return package in sys.stdlib_module_names or (package == "vecenv" and rest.partition(".")[0] in _AROUND)
+
+
+_AROUND: Final = frozenset({"tools", "recording", "worker", "link", "shm", "state", "system"})
+"""The packages that run or call while an environment is replayed."""
+
+
+def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) -> ReplayResult:
+    """Replay a file in this process with a debugger: in the frame that raised, or in the request where the replay stops."""
+    def inspect(replay_run: Replay, requests: Iterator[int], result: ReplayResult) -> ReplayResult:
+        _print_result(result)
+        has_stopped = replay_run.result is None
+        if has_stopped:
+            if replay_run.record.failed is not None and replay_run.record.failed.how != "raised":
+                print("Continuing repeats the failure in this process, and may end it")
+            _EnvDebugger().runcall(deque, requests, 0)
+            if replay_run.result is None or isinstance(replay_run.failure, bdb.BdbQuit):
+                return result
+            result = replay_run.result
+            _print_result(result)
+        if replay_run.failure is not None:
+            pdb.post_mortem(replay_run.failure.__traceback__)
+        return result
+
+    return _replay_here(path, begin=begin, until=until, frames=frames, report=lambda message: None, inspect=inspect)
 
 
 def _make_renderable(env: Any) -> Any:

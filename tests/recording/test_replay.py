@@ -32,6 +32,7 @@ from vecenv.recording import recorder
 from vecenv.recording.file import read_header
 from vecenv.testing import faulty
 from vecenv.testing.faulty import FaultyEnv
+from vecenv.tools import cli
 from vecenv.tools.replay import replay
 
 pytestmark = pytest.mark.timeout(180)
@@ -434,12 +435,114 @@ def test_the_debugger_and_json_are_refused(file: Path) -> None:
     assert done.stderr == "vecenv: --pdb and --json cannot be combined\n"
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("out.txt", "--frames: the name of a video must end in .gif or .mp4, got 'out.txt'"),
+        ("folder.gif", "--frames: "),
+        ("/proc/out.gif", "--frames: "),
+    ],
+)
+def test_frames_that_cannot_be_written_are_refused_before_replaying(
+    name: str, text: str, file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "folder.gif").mkdir()
+    done = run(file, "--yes", "--frames", tmp_path / name)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"vecenv: {text}")
+    assert name in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(("name", "library"), [("out.gif", "Pillow"), ("out.mp4", "moviepy")])
+def test_frames_without_the_library_are_refused(
+    name: str, library: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["replay", str(file), "--yes", "--frames", str(tmp_path / name)]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    needs = f"writing {Path(name).suffix} needs {library}, not installed here: pip install "
+    assert shown.err.startswith(f"vecenv: --frames: {needs}")
+
+
+class Canvas(Short):
+    """A short environment that draws, with a fault of choice."""
+
+    render_mode = "rgb_array"
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
+
+    def step(self, action: Any) -> Any:
+        if self.fault == "step" and self.steps == 4:
+            os._exit(3)
+        return super().step(action)
+
+    def render(self) -> Any:
+        if self.fault == "render":
+            raise RuntimeError("the brush is lost")
+        if self.fault == "render dies":
+            os._exit(3)
+        return np.full((8, 8, 3), 60 * self.steps, np.uint8)
+
+
+def record_canvas(folder: Path, fault: str) -> Path:
+    """Record five steps, of which the last may fail."""
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv([functools.partial(Canvas, fault)], record_failures=folder)
+    ) as envs:
+        envs.reset(seed=1)
+        with contextlib.suppress(WorkerDied):
+            for _ in range(5):
+                envs.step([1])
+            return envs.record(0)
+    return min(folder.glob("*.vecenv"))
+
+
+def test_the_frames_before_a_crash_are_written(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    out = tmp_path / "out.gif"
+    done = run(record_canvas(tmp_path, "step"), "--yes", "--frames", out)
+    assert done.returncode == 0, done.stderr
+    *_, result, wrote = done.stdout.splitlines()
+    assert result.startswith("Happened again at step 5: ")
+    assert wrote == f"Wrote {out} (5 frames)"
+    assert image.open(out).n_frames == 5
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("render", "Cannot be rendered, because render() raised RuntimeError: the brush is lost"),
+        ("render dies", "Cannot be rendered, because the process died in render(): exited with exit code 3"),
+    ],
+)
+def test_an_environment_that_cannot_be_rendered(fault: str, text: str, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    done = run(record_canvas(tmp_path, fault), "--yes", "--frames", tmp_path / "out.gif")
+    assert (done.returncode, done.stdout.splitlines()[-1], done.stderr) == (2, text, "")
+
+
+def test_without_a_frame_the_result_stays(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv([functools.partial(FaultyEnv, Canvas(), "raises", seed=2)], record_failures=tmp_path)
+    ) as envs, contextlib.suppress(ValueError):
+        envs.reset(seed=2)
+    done = run(min(tmp_path.glob("*.vecenv")), "--yes", "--frames", tmp_path / "out.gif")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "No frames: it failed before the first step"
+
+
 @pytest.mark.long
 def test_frames(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from PIL import Image
 
-    assert run(file, "--yes", "--frames", tmp_path / "out.gif").returncode == 2  # it is not registered
+    done = run(file, "--yes", "--frames", tmp_path / "out.gif")
+    assert done.returncode == 2
+    assert "Cannot be rendered, because the environment is not registered: " in done.stdout
     recording = vecenv.FlightRecorder(tmp_path)
     with contextlib.closing(
         vecenv.AsyncVectorEnv([functools.partial(gym.make, "CartPole-v1")], record_failures=recording, num_workers=0)
@@ -453,6 +556,7 @@ def test_frames(file: Path, tmp_path: Path) -> None:
     done = run(written, "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 0, done.stdout
     assert getattr(Image.open(tmp_path / "out.gif"), "n_frames", 0) > 1
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out.gif'} (7 frames)"
 
 
 def with_change(file: Path, to: Path, change: Any) -> Path:

@@ -148,7 +148,8 @@ def _build_parser() -> _Parser:
         "process or hangs"
     )
     option("--pdb", action="store_true", help=text)
-    option("--frames", type=Path, metavar="OUT.gif", help="write the frames that the environment renders (GIF or MP4)")
+    text = "write the frames that the environment renders (GIF needs Pillow, MP4 needs moviepy)"
+    option("--frames", type=Path, metavar="OUT.gif", help=text)
     option("--yes", action="store_true", help="do not ask whether the file is your own")
     option("--json", action="store_true", help="print the result as JSON instead of text")
     option = add("top", top.main)

@@ -13,6 +13,7 @@ import pickle
 import re
 import sys
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
@@ -35,7 +36,8 @@ from vecenv.system.supervision import (
     has_all_env_frames,
     innermost_location,
 )  # fmt: skip
-from vecenv.tools import USAGE, WRONG, CliError
+from vecenv.tools import USAGE, WRONG, CliError, one_line
+from vecenv.tools.video import Frame, as_rgb, require_writer, write_video
 
 _MAX_FRAMES: Final = 1000
 _MAX_LISTED_FILES: Final = 5
@@ -68,10 +70,11 @@ def main(arguments: argparse.Namespace) -> int:
     if not arguments.yes:
         _require_trust(path)
     begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
+    images: Sequence[_Image] | None = None
     if arguments.pdb:
         result = _debug(path, begin=begins[0], until=arguments.until, frames=arguments.frames)
     else:
-        result = replay(path, begins, until=arguments.until, frames=arguments.frames)
+        result, images = _replay_from(path, begins, until=arguments.until, render=arguments.frames is not None)
     running, instead = _find_running(path, header) if result.status == DIFFERENT else (None, None)
     if arguments.json:
         print(json.dumps({
@@ -84,6 +87,8 @@ def main(arguments: argparse.Namespace) -> int:
     if running is not None and not arguments.json:
         advice = f"replay {instead}" if instead else f"replay a file of env {running}"
         print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
+    if arguments.frames is not None and images is not None and result.status != CANNOT:
+        print(_write_frames(images, arguments.frames), file=sys.stderr if arguments.json else sys.stdout)
     return _EXIT_CODES[result.status]
 
 
@@ -92,6 +97,8 @@ def _check(arguments: argparse.Namespace) -> Header:
     path: Path = arguments.file
     if arguments.pdb and arguments.json:
         raise CliError("--pdb and --json cannot be combined")
+    if arguments.frames is not None:
+        _require_writable(arguments.frames)
     if path.is_dir():
         raise CliError(_describe_folder(path))
     try:
@@ -105,6 +112,19 @@ def _check(arguments: argparse.Namespace) -> Header:
         end = f"at step {header.step}" if header.step else "before step 1"
         raise CliError(f"--until {arguments.until}: the record ends {end}")
     return header
+
+
+def _require_writable(path: Path) -> None:
+    """Raise if no frames can be written to ``path``."""
+    try:
+        require_writer(path)
+        existed = path.exists()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        if not existed:
+            path.unlink()
+    except (OSError, ValueError, ImportError) as error:
+        raise CliError(f"--frames: {error}") from None
 
 
 def _print_result(result: ReplayResult) -> None:
@@ -160,6 +180,17 @@ def _require_trust(path: Path) -> None:
         raise CliError("not replayed.")
 
 
+def _write_frames(images: Sequence[_Image], path: Path) -> str:
+    """Write the frames, and return a line about them."""
+    if not images:
+        return "No frames: it failed before the first step"
+    try:
+        count = write_video([image.frame for image in images], path, fps=images[-1].fps)
+    except Exception as error:  # such as frames of different sizes
+        raise CliError(f"--frames: {path} cannot be written: {one_line(error)}") from None
+    return f"Wrote {path} ({count} frame{'s' if count > 1 else ''})"
+
+
 # -- in a separate process ------------------------------------------------------------------------------------------------
 
 
@@ -168,42 +199,66 @@ class _Place(NamedTuple):
 
     where: str
     step: int | None
+    renders: bool = False
 
 
-def replay(
-    path: Path, begins: Sequence[str] = ("latest", "first"), *, until: int | None = None, frames: Path | None = None
-) -> ReplayResult:
+class _Image(NamedTuple):
+    """A frame, and the number of frames per second."""
+
+    frame: Frame
+    fps: int
+
+
+_Message = Failed | _Place | _Image | None
+"""The messages of the separate process before the result."""
+
+
+class _Attempt(NamedTuple):
+    """The result of a replay, and its latest frames."""
+
+    result: ReplayResult
+    images: Sequence[_Image]
+
+
+def replay(path: Path, begins: Sequence[str] = ("latest", "first"), *, until: int | None = None) -> ReplayResult:
     """Replay a file in a separate process.
 
     Args:
         path: The file. It is unpickled, which can execute any code.
         begins: The starting points (:class:`~vecenv.recording.replay.Replay`), tried in order until the failure is repeated.
             State that an environment keeps across resets is missing when it begins with the latest.
-        until, frames: The options of the command.
+        until: The option of the command.
     """
-    results: list[ReplayResult] = []
+    return _replay_from(path, begins, until=until, render=False).result
+
+
+def _replay_from(path: Path, begins: Sequence[str], **options: Any) -> _Attempt:
+    attempts: list[_Attempt] = []
     for begin in begins:
-        results.append(_replay(path, begin=begin, until=until, frames=frames))
-        if results[-1].status != DIFFERENT:
+        attempts.append(_replay(path, begin=begin, **options))
+        if attempts[-1].result.status != DIFFERENT:
             break
-    return results[-1] if results[-1].status in (AGAIN, STOPPED) else results[0]
+    return attempts[-1] if attempts[-1].result.status in (AGAIN, STOPPED) else attempts[0]
 
 
-def _replay(path: Path, **options: Any) -> ReplayResult:
+def _replay(path: Path, **options: Any) -> _Attempt:
     context = multiprocessing.get_context("spawn")
     descriptors = DescriptorOwner(None)
     stack_file = StackFile(descriptors)
     helper = HelperProcess(context, _child, (path, stack_file, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
+    images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
     place, hung, limit = _Place("while it was built", None), False, math.inf  # building has no limit
     try:
         helper.start()
         while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
-            message: ReplayResult | Failed | _Place | None = pickle.loads(blob)
+            message: ReplayResult | _Message = pickle.loads(blob)
             if isinstance(message, ReplayResult):
                 helper.has_ended(_GRACE_SECONDS)
-                return message
-            if isinstance(message, _Place):
+                return _Attempt(message, images)
+            if isinstance(message, _Image):
+                images.append(message)
+            elif isinstance(message, _Place):
                 place = message
                 limit = failed.seconds + _GRACE_SECONDS if failed is not None and failed.seconds else math.inf
             else:
@@ -212,7 +267,7 @@ def _replay(path: Path, **options: Any) -> ReplayResult:
             _request_stack(helper, stack_file)
         else:
             helper.has_ended(_GRACE_SECONDS)
-        return _unfinished_result(failed, helper.exit_code(), place, hung, env_frames(stack_file.read()))
+        return _Attempt(_unfinished_result(failed, helper.exit_code(), place, hung, env_frames(stack_file.read())), images)
     finally:
         helper.end()
         descriptors.close()
@@ -236,6 +291,9 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
 def _unfinished_result(failed: Failed | None, exitcode: int | None, place: _Place, hung: bool, stack: str) -> ReplayResult:
     """Return the result of a replay that did not finish."""
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
+    if place.renders:
+        verb = "hung" if hung else "died"
+        return ReplayResult(CANNOT, f"cannot be rendered, because the process {verb} in render(): {text}")
     same = failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode)
     return ReplayResult.from_failure(
         failed, place.where, text, same=same, step=place.step, location=innermost_location(stack), stack=stack
@@ -243,9 +301,14 @@ def _unfinished_result(failed: Failed | None, exitcode: int | None, place: _Plac
 
 
 def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, options: dict[str, Any]) -> None:
-    """Replay a file in the process, and send the recorded failure, each request and the result."""
+    """Replay a file in the process, and send the recorded failure, each request, each frame and the result."""
     stack_file.install_handlers(env_threads=False)
-    caller.send(_replay_here(path, report=caller.send, **options))
+    try:
+        result = _replay_here(path, report=caller.send, **options)
+    except Exception as error:  # the exceptions of the environment are results
+        reason = f"cannot be replayed, because the replay itself failed: {one_line(error)}"
+        result = ReplayResult(CANNOT, reason, stack=traceback.format_exc())
+    caller.send(result)
 
 
 def _replay_here(
@@ -253,15 +316,16 @@ def _replay_here(
     *,
     begin: str,
     until: int | None,
-    frames: Path | None,
-    report: Callable[[Failed | _Place | None], object],
+    render: bool,
+    report: Callable[[_Message], object],
     inspect: Callable[[Replay, Iterator[int], ReplayResult], ReplayResult] | None = None,
 ) -> ReplayResult:
     """Replay a file in this process, which a crash of the environment ends.
 
     Args:
-        path, begin, until, frames: The arguments of :func:`replay`.
-        report: A function that receives the recorded failure and each request.
+        path, begin, until: The arguments of :func:`replay`.
+        render: Render a frame before each step, and one after the last.
+        report: A function that receives the recorded failure, each request and each frame.
         inspect: A function that starts the debugger and returns the result. Its arguments are the replay, its remaining
             requests and the result so far. It is called where the replay stopped or ended, and always before the request in
             which the environment kills its process or hangs, which would leave no frame to inspect.
@@ -270,25 +334,26 @@ def _replay_here(
     try:
         record = read(header, body)
         report(record.failed)
-        replay_run = Replay(header, record, begin=begin, change=_make_renderable if frames is not None else None)
-        rendered: deque[Any] = deque(maxlen=_MAX_FRAMES)
+        replay_run = Replay(header, record, begin=begin, change=_make_renderable if render else None)
         ends_process = record.failed is not None and record.failed.how != "raised"
         requests = replay_run.run()
         result: ReplayResult | None = None
         for step in requests:
+            if render and step:
+                report(_Place("", None, renders=True))
+                report(_render(replay_run.env, header.env))
             if step >= until if until is not None else inspect is not None and ends_process and replay_run.is_last:
                 result = replay_run.stopped
                 break
             report(_Place(replay_run.where, replay_run.step))
-            if frames is not None and step:
-                rendered.append(replay_run.env.render())
         if result is None:
             result = replay_run.result
+            if render and replay_run.env is not None:
+                report(_Place("", None, renders=True))
+                report(_render(replay_run.env, header.env))
         assert result is not None
         if inspect is not None:
             result = inspect(replay_run, requests, result)
-        if frames is not None:
-            _write_frames(rendered, replay_run.env, frames)
         replay_run.close()
         return result
     except UnreadableRecord as error:
@@ -315,8 +380,16 @@ _AROUND: Final = frozenset({"tools", "recording", "worker", "link", "shm", "stat
 
 def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) -> ReplayResult:
     """Replay a file in this process with a debugger: in the frame that raised, or in the request where the replay stops."""
+    images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
+
+    def collect(message: _Message) -> None:
+        if isinstance(message, _Image):
+            images.append(message)
+
     def inspect(replay_run: Replay, requests: Iterator[int], result: ReplayResult) -> ReplayResult:
         _print_result(result)
+        if frames is not None:
+            print(_write_frames(images, frames))
         has_stopped = replay_run.result is None
         if has_stopped:
             if replay_run.record.failed is not None and replay_run.record.failed.how != "raised":
@@ -330,7 +403,10 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
             pdb.post_mortem(replay_run.failure.__traceback__)
         return result
 
-    return _replay_here(path, begin=begin, until=until, frames=frames, report=lambda message: None, inspect=inspect)
+    return _replay_here(path, begin=begin, until=until, render=frames is not None, report=collect, inspect=inspect)
+
+
+# -- frames ---------------------------------------------------------------------------------------------------------------
 
 
 def _make_renderable(env: Any) -> Any:
@@ -341,14 +417,19 @@ def _make_renderable(env: Any) -> Any:
         advice = "build it with render_mode='rgb_array'"
         raise UnreadableRecord(f"cannot be rendered, because the environment is not registered: {advice}")
     env.close()
-    return gymnasium.make(env.spec, render_mode="rgb_array")
+    try:
+        return gymnasium.make(env.spec, render_mode="rgb_array")
+    except Exception as error:
+        what = f"gymnasium.make(..., render_mode='rgb_array') raised {one_line(error)}"
+        raise UnreadableRecord(f"cannot be rendered, because {what}") from error
 
 
-def _write_frames(rendered: deque[Any], env: Any, path: Path) -> None:
-    from vecenv.tools.video import write_video
-
-    if env is not None:
-        rendered.append(env.render())
-    if not rendered:
-        raise UnreadableRecord("cannot be rendered, because it failed before the first step")
-    write_video(list(rendered), path, fps=int(getattr(env, "metadata", {}).get("render_fps", 30)))
+def _render(env: Any, row: int) -> _Image:
+    try:
+        rendered = env.render()
+    except Exception as error:
+        raise UnreadableRecord(f"cannot be rendered, because render() raised {one_line(error)}") from error
+    try:
+        return _Image(as_rgb(rendered, row), int(getattr(env, "metadata", {}).get("render_fps") or 30))
+    except ValueError as error:
+        raise UnreadableRecord(f"cannot be rendered: {error}") from error

@@ -17,8 +17,11 @@ from vecenv.errors import how_to_install
 Frame = npt.NDArray[np.uint8]
 """uint8 ``(height, width, 3)``."""
 
-VIDEO_SUFFIXES: Final = {".gif": ("PIL", how_to_install("bench")), ".mp4": ("moviepy", "pip install 'moviepy>=2'")}
-"""File suffix -> the module that writes such videos, and the command that installs it."""
+VIDEO_SUFFIXES: Final = {
+    ".gif": ("PIL", "Pillow", how_to_install("bench")),
+    ".mp4": ("moviepy", "moviepy", "pip install 'moviepy>=2'"),
+}
+"""File suffix -> the module that writes such videos, its library, and the command that installs it."""
 
 
 def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, gap: int = 2) -> Frame:
@@ -42,10 +45,11 @@ def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, g
     rendered = envs.render()
     if rendered is None:
         raise ValueError(f"{envs} returned no frames")
-    return tile([_as_rgb(frame, env) for env, frame in enumerate(rendered)], columns=columns, gap=gap)
+    return tile([as_rgb(frame, env) for env, frame in enumerate(rendered)], columns=columns, gap=gap)
 
 
-def _as_rgb(frame: Any, env: int) -> Frame:
+def as_rgb(frame: Any, env: int) -> Frame:
+    """Return a frame as uint8 ``(height, width, 3)``. ``env`` names the environment in the error."""
     if isinstance(frame, list) and frame:
         frame = frame[-1]
     image = np.asarray(frame)
@@ -97,9 +101,9 @@ def require_writer(path: Path) -> None:
     requirement = VIDEO_SUFFIXES.get(path.suffix.lower())
     if requirement is None:
         raise ValueError(f"the name of a video must end in {' or '.join(VIDEO_SUFFIXES)}, got {path.name!r}")
-    module, command = requirement
+    module, library, command = requirement
     if importlib.util.find_spec(module) is None:
-        raise ImportError(f"writing {path.suffix} needs {module}, not installed here: {command}")
+        raise ImportError(f"writing {path.suffix} needs {library}, not installed here: {command}")
 
 
 def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0) -> int:

@@ -106,11 +106,11 @@ class Cluster:
         requested = " + ".join(f"{bundle[self._resource]:g}" for bundle in self._bundles)
         text = (
             f"the Ray cluster has no room for {len(self._bundles)} hosts ({self._strategy}) with {requested} "
-            f"{self._resource} (one per worker and one for the host): {_nodes(len(nodes))} with {per_node} in all, "
+            f"{self._resource} (one per worker and one for the host): {_format_nodes(len(nodes))} with {per_node} in all, "
             f"{free:g} of them free"
         )
         if self._strategy == "STRICT_SPREAD" and len(nodes) < len(self._bundles):
-            missing = _nodes(len(self._bundles) - len(nodes))
+            missing = _format_nodes(len(self._bundles) - len(nodes))
             text += f"; add {missing}, or placement='PACK' puts several hosts on one node"
         return text
 
@@ -156,7 +156,7 @@ class Cluster:
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            return Lost(_brief(error))
+            return Lost(_shorten_error(error))
 
     def kill(self, index: int) -> None:
         """End a host at once, if it was launched."""
@@ -240,11 +240,11 @@ def _loopback_only(ray: Any) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _nodes(count: int) -> str:
+def _format_nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
-def _brief(error: BaseException) -> str:
+def _shorten_error(error: BaseException) -> str:
     """Return the first lines of Ray's error, which may be pages long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: " + " ".join(lines[:6])[:600]

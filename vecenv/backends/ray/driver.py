@@ -98,18 +98,18 @@ class HostsDriver(WorkerDriver):
         """Send a step of rows; ``items`` are their actions, or ``None`` if those are staged in arrays."""
         exchange = self.exchange
         item_of = None if items is None else dict(zip(rows, items, strict=True))
-        unborn, held = exchange.failures.unborn.intersection(rows), exchange.held.keys() & set(rows)
-        if (error := exchange.replace_hosts(unborn, count=True)) is not None:
+        to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), exchange.held.keys() & set(rows)
+        if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
             raise error
         request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
         sent = request.rows
-        if unborn or held:
-            sent = [row for row in sent if row not in unborn and row not in held]
+        if to_rebuild or held:
+            sent = [row for row in sent if row not in to_rebuild and row not in held]
         parts = [(part, *self._pack_actions(part.rows, item_of)) for part in exchange.split(request, sent)]
         with exchange.changing():
             for part, *actions in parts:
                 exchange.submit(part, "step", *actions)
-            exchange.rebuild(request, sorted(unborn))
+            exchange.rebuild(request, sorted(to_rebuild))
             exchange.return_held(sorted(held))
             exchange.call = None if by_row else request
 
@@ -185,7 +185,7 @@ class HostsDriver(WorkerDriver):
         """
         self.exchange.receive_by_row()
         count = self.batch_size if count is None else count
-        return self._take(count) if self.exchange.wait_for_rows(count, deadline) else None
+        return self._take_results(count) if self.exchange.wait_for_rows(count, deadline) else None
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
@@ -194,10 +194,10 @@ class HostsDriver(WorkerDriver):
         count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), enough)
         until = min(enough_from, np.inf if deadline is None else deadline)
         if not exchange.wait_for_rows(count, None if until == np.inf else until):
-            return self._take(count) if exchange.wait_for_rows(enough, deadline) else None
-        return self._take(count)
+            return self._take_results(count) if exchange.wait_for_rows(enough, deadline) else None
+        return self._take_results(count)
 
-    def _take(self, count: int) -> Stepped:
+    def _take_results(self, count: int) -> Stepped:
         """Return the results of ``count`` ready rows, or of all if there are fewer."""
         exchange = self.exchange
         listed = list(exchange.ready)[:count]
@@ -288,11 +288,11 @@ class HostsDriver(WorkerDriver):
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states into rows and return the observations. All hosts check theirs before any environment is changed."""
-        given = parse_snapshots(snapshots, rows)
-        snapshot_of = dict(zip(rows, given, strict=True))
-        known = {row: snapshot.row for row, snapshot in snapshot_of.items()}
-        for row, one in known.items():
-            require_observation(self.store, row, one)
+        parsed = parse_snapshots(snapshots, rows)
+        snapshot_of = dict(zip(rows, parsed, strict=True))
+        row_states = {row: snapshot.row for row, snapshot in snapshot_of.items()}
+        for row, row_state in row_states.items():
+            require_observation(self.store, row, row_state)
 
         def arguments(part: RequestPart) -> Any:
             return ([snapshot_of[row] for row in part.rows], part.local), {}
@@ -300,7 +300,7 @@ class HostsDriver(WorkerDriver):
         if len(self.exchange.split(HostRequest("load", rows), sorted(rows))) > 1:
             self._begin_call("load", rows, arguments, method="require_fit")
             self.exchange.finish_call()
-        self._begin_call("load", rows, arguments, (given,))
+        self._begin_call("load", rows, arguments, (parsed,))
         interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
         self.exchange.failures.failed.update(interrupted)  # until a host has replied
         try:
@@ -308,11 +308,12 @@ class HostsDriver(WorkerDriver):
         except Exception:
             self.exchange.failures.failed.update(interrupted)
             raise
-        for row, one in known.items():
-            if one.used:
-                self.exchange.store.set_row(row, one.observation)
+        for row, row_state in row_states.items():
+            if row_state.used:
+                self.exchange.store.set_row(row, row_state.observation)
         self.exchange.forget(rows)
-        return self.exchange.store.take(np.array(rows, np.intp)) if all(one.used for one in known.values()) else None
+        have_observations = all(row_state.used for row_state in row_states.values())
+        return self.exchange.store.take(np.array(rows, np.intp)) if have_observations else None
 
     def state_dict(self, spaces: list[Any], verify: bool) -> dict[str, Any]:
         """Return the states of all rows, counters, seeds and the generators of ``spaces`` in one dict."""
@@ -321,10 +322,10 @@ class HostsDriver(WorkerDriver):
 
     def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
         """Continue from the result of :meth:`state_dict`."""
-        whole = read_state(state, self.num_envs, self.mode, spaces)
-        observations = self.load(whole.snapshots, list(range(self.num_envs)))
-        self.exchange.seeds = whole.seeds
-        whole.load(self.counters, self.failures)
+        vector_state = read_state(state, self.num_envs, self.mode, spaces)
+        observations = self.load(vector_state.snapshots, list(range(self.num_envs)))
+        self.exchange.seeds = vector_state.seeds
+        vector_state.load(self.counters, self.failures)
         return observations
 
     # -- the state --------------------------------------------------------------------------------------------------------
@@ -334,7 +335,7 @@ class HostsDriver(WorkerDriver):
         late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
         with self.exchange.changing():
             for host in late:
-                self.exchange.bury(host, "its reply was no longer needed")
+                self.exchange.kill_host(host, "its reply was no longer needed")
 
     def _describe_late(self, seconds: float | None) -> str:
         self.overdue = True

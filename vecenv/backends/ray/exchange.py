@@ -151,7 +151,7 @@ class HostExchange:
         if len(rows) == self.num_envs:
             return [RequestPart(request, host, host.rows, rebuilds) for host in self.pool.hosts]
         shares = ((host, [row for row in rows if row in host.rows]) for host in self.pool.hosts)
-        return [RequestPart(request, host, mine, rebuilds) for host, mine in shares if mine]
+        return [RequestPart(request, host, host_rows, rebuilds) for host, host_rows in shares if host_rows]
 
     def submit(self, part: RequestPart, method: str, *args: Any) -> None:
         """Call ``method`` of the part's host with the part's rows and ``args``."""
@@ -304,7 +304,7 @@ class HostExchange:
             raise error
         with self.changing():
             for host, _ in late.values():
-                self.bury(host, f"it hung for more than {limit} seconds and was killed")
+                self.kill_host(host, f"it hung for more than {limit} seconds and was killed")
 
     # -- replies ----------------------------------------------------------------------------------------------------------
 
@@ -312,15 +312,15 @@ class HostExchange:
         """Apply one reply to its request."""
         request, host, rows, rebuilds = self.parts[reference]
         if isinstance(reply, Lost):
-            self.bury(host, str(reply))
+            self.kill_host(host, str(reply))
             return
         del self.parts[reference]
         if isinstance(reply, bytes):
             reply = HostReply(rows, fields(reply, self._records, len(rows)), None, [], {}, None)
         before = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
         where = index_of(reply.rows)
-        for whole, values in zip(self._arrays, reply.arrays, strict=False):
-            whole[where] = values
+        for column, values in zip(self._arrays, reply.arrays, strict=False):
+            column[where] = values
         if errors := self._apply_rest(request, host, reply):
             self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
         self.failures.mark(host, reply.failed)
@@ -368,7 +368,7 @@ class HostExchange:
 
     # -- hosts that are lost ----------------------------------------------------------------------------------------------
 
-    def bury(self, host: RemoteHost, reason: str) -> None:
+    def kill_host(self, host: RemoteHost, reason: str) -> None:
         """Kill a host. All parts that were pending there are lost."""
         if host.death:
             return

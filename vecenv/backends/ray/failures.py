@@ -30,7 +30,7 @@ class Failures:
         errors: Records of failures, oldest first.
         observers: Are notified of failures.
         failed: Row -> reason, for rows that only a reset can rebuild.
-        unborn: Those of them that were lost with their host.
+        rows_to_rebuild: Those of them that were lost with their host.
         restarts: Number of hosts that were replaced.
         restart_log: A log line for each.
     """
@@ -39,7 +39,7 @@ class Failures:
         self.errors: deque[ErrorRecord] = deque(maxlen=1000)
         self.observers: list[Observer] = []
         self.failed: dict[int, str] = {}
-        self.unborn: set[int] = set()
+        self.rows_to_rebuild: set[int] = set()
         self.restarts, self.restart_log, self._budget = 0, RestartLog(), RestartBudget(*budget, steps)
 
     def record(self, host: RemoteHost, command: str, event: RemoteFailure) -> Errors:
@@ -47,11 +47,11 @@ class Failures:
         envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
         note = f"{envs}, {host.label}, during {command}"
         # the record keeps an exception of its own: one that was raised keeps the program's frames
-        kept, raised = (unpack_error(event.error, note) for _ in range(2))
+        recorded, raised = (unpack_error(event.error, note) for _ in range(2))
         env = None if event.worker_died else event.rows[0]
-        self._append(env, host, command, kept, event.error.text)
+        self._append(env, host, command, recorded, event.error.text)
         if event.fatal:
-            self.notify(event.rows, kept, raised, worker_died=event.worker_died)
+            self.notify(event.rows, recorded, raised, worker_died=event.worker_died)
         return [(env, raised)]
 
     def record_death(self, host: RemoteHost) -> None:
@@ -60,17 +60,17 @@ class Failures:
         self._append(None, host, host.command, error, host.death)
         self.notify(host.rows, error, worker_died=True)
         host.notes = getattr(error, "__notes__", ())
-        self.unborn.update(host.rows)
+        self.rows_to_rebuild.update(host.rows)
         self.failed.update(dict.fromkeys(host.rows, host.death.partition("\n")[0]))
 
     def record_late(self, error: StepTimeout, late: Sequence[tuple[RemoteHost, str]]) -> None:
         """Record hosts that took longer than ``step_timeout`` for a command and are left alone; notify the observers."""
         self.notify([row for host, _ in late for row in host.rows], error, worker_died=False)
         for number, (host, command) in enumerate(late):
-            kept = StepTimeout(*error.args, timeout=error.timeout)  # a copy, because `error` keeps the program's frames
+            recorded = StepTimeout(*error.args, timeout=error.timeout)  # a copy, because `error` keeps the program's frames
             for note in () if number else getattr(error, "__notes__", ()):  # they are about the first row
-                kept.add_note(note)
-            self._append(None, host, command, kept, str(error))
+                recorded.add_note(note)
+            self._append(None, host, command, recorded, str(error))
 
     def _append(self, env: int | None, host: RemoteHost, command: str, error: Exception, text: str) -> None:
         self.errors.append(ErrorRecord(env, host.index, host.pid, command, error, text, time.monotonic()))
@@ -84,7 +84,7 @@ class Failures:
     def mark(self, host: RemoteHost, failed: dict[int, str]) -> None:
         """Note which rows of a host only a reset can rebuild."""
         if self.failed or failed:
-            for row in set(host.rows) - self.unborn:
+            for row in set(host.rows) - self.rows_to_rebuild:
                 self.failed.pop(row, None)
             self.failed.update(failed)
 
@@ -92,7 +92,7 @@ class Failures:
         """Forget that rows failed: they are reset, or loaded."""
         for row in rows:
             self.failed.pop(row, None)
-        self.unborn.difference_update(rows)
+        self.rows_to_rebuild.difference_update(rows)
 
     def count_restart(self, host: RemoteHost) -> RestartsExhausted | None:
         """Count the restart of a dead host, once; return the error if that is more than there may be."""

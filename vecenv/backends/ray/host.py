@@ -40,7 +40,7 @@ from vecenv.system.cores import usable_cores
 from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import resolve_variables
 
-_LARGE: Final = 64 * 1024  # bytes; copying this many takes about as long as pickling four arrays
+_MAX_RECORD_BYTES: Final = 64 * 1024  # bytes; copying this many takes about as long as pickling four arrays
 
 
 @dataclass(slots=True)
@@ -298,7 +298,7 @@ class Host:
             count = 0
         while count:
             try:
-                rows, arrays = self._take(outcome, *self._view.recv(count=count))
+                rows, arrays = self._split_result(outcome, *self._view.recv(count=count))
                 break
             except Exception as error:
                 errors.append(error)
@@ -306,7 +306,9 @@ class Host:
                 count = left if left < count else 0
         return self._reply(rows, arrays, outcome, errors)
 
-    def _take(self, outcome: Outcome, observations: Any, *numbers_infos_and_ids: Any) -> tuple[list[int], list[Array]]:
+    def _split_result(
+        self, outcome: Outcome, observations: Any, *numbers_infos_and_ids: Any
+    ) -> tuple[list[int], list[Array]]:
         """Return the rows of a result in order, with their arrays, and put what is not in arrays into ``outcome``."""
         *arrays, infos, env_ids = numbers_infos_and_ids
         rows = self._events.move(env_ids)
@@ -323,13 +325,13 @@ class Host:
 
     def _reply(self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception]) -> HostReply | bytes:
         events, records = self._events, self.envs.errors
-        known = {event.rows[0] for event in events.events if isinstance(event, RemoteFailure)}
+        reported = {event.rows[0] for event in events.events if isinstance(event, RemoteFailure)}
         for record in records:
-            if record.env is not None and self._first + record.env not in known:
+            if record.env is not None and self._first + record.env not in reported:
                 events.events.append(RemoteFailure(events.move([record.env]), events.pack(record.error), fatal=False))
         records.clear()  # the caller keeps them
-        plain = len(rows) == self.envs.num_envs and outcome.is_plain() and not (events.events or events.failed or errors)
-        if plain and sum(array.nbytes for array in arrays) < _LARGE:
+        is_plain = len(rows) == self.envs.num_envs and outcome.is_plain() and not (events.events or events.failed or errors)
+        if is_plain and sum(array.nbytes for array in arrays) < _MAX_RECORD_BYTES:
             batch = np.empty(len(rows), self._records)
             for name, array in zip(self._records.names or (), arrays, strict=True):
                 batch[name] = array
@@ -362,11 +364,11 @@ def _require_fit(env: Any, snapshot: Snapshot, *, own_generators: bool) -> None:
         SnapshotMismatch: It does not fit; nothing has changed.
     """
     try:
-        layers, given = layers_of(env), snapshot.row.kind
-        mine = kind_of(layers)
+        layers, saved_kind = layers_of(env), snapshot.row.kind
+        own_kind = kind_of(layers)
         if own_generators:
-            given = replace(given, layers=given.layers[1:], versions=mine.versions)
-        if difference := given.differs_from(mine):
+            saved_kind = replace(saved_kind, layers=saved_kind.layers[1:], versions=own_kind.versions)
+        if difference := saved_kind.differs_from(own_kind):
             raise SnapshotMismatch(difference)
         if not own_generators:
             prepare_restore(env, snapshot.body, layers)

@@ -322,7 +322,7 @@ def _require_same_spaces(plans: Sequence[HostPlan], readies: Sequence[HostReady]
             advice = "If this is intentional, use `observation_mode='different'` instead. " if mode == "same" else ""
             raise RuntimeError(
                 f"RayVectorEnv(..., observation_mode={mode!r}) however some of the sub-environments observation spaces are "
-                f"not equivalent. {advice}Env {plan.rows.start} has {ready.observation_space} {where}, wanted "
+                f"not equivalent. {advice}Env {plan.rows.start} has {ready.observation_space} {where}, expected "
                 f"{first.observation_space}."
             )
         if ready.action_space != first.action_space:

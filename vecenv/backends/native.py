@@ -1,9 +1,9 @@
 """Vector environments that a library steps by itself: any ``vector_entry_point``, and ALE's native ``AtariVectorEnv``.
 
-The class makes the library's calls behave as on the other backends: it refuses calls that the library would ignore, fail
-with an assertion, or never return from, and converts the results to Gymnasium's form. A table lists the features of known
-libraries. Any other library is assumed to have one seed for all its environments, to reset them together, and to step only
-when the results are fetched.
+The class makes the library's calls behave as on the other backends: it refuses calls that the library would ignore, that
+would fail an assertion in it, or that would never return, and converts the results to Gymnasium's form. A table lists the
+features of known libraries. Any other library is assumed to have one seed for all its environments, to reset them together,
+and to step only when the results are fetched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     Args:
         library: The library's vector environment, which this object owns from now on and closes.
-        copy: Return observations that belong to the caller. ``False``: the library's own, which may change later.
+        copy: Return observations that belong to the caller. ``False`` returns the library's own, which may change later.
         reason: Why this library was chosen, for :attr:`plan`.
 
     Raises:
@@ -53,12 +53,12 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: observations of ``observation_space``;
     rewards float64, flags bool, all ``(num_envs,)`` and fresh; infos a dict of arrays with a mask ``_key`` for every key.
-    Under same-step autoreset, ``infos["final_obs"]`` and ``infos["final_info"]`` have Gymnasium's form; of an episode's last
-    step ALE reports only the observation, so its ``final_info`` is empty. Actions of another dtype are cast if nothing but
+    Under same-step autoreset, ``infos["final_obs"]`` and ``infos["final_info"]`` have Gymnasium's form; ALE reports only the
+    observation of an episode's last step, so its ``final_info`` is empty. Actions of another dtype are cast if nothing but
     precision is lost.
 
-    ``step_async`` starts ALE's threads. Other libraries compute nothing until the results are fetched, and have no timeouts;
-    those with one generator for all environments accept one seed, an int, for all.
+    ``step_async`` starts ALE's threads. Other libraries compute nothing until the results are fetched, do not support
+    timeouts, and accept only a single int as the seed of all environments.
     """
 
     _driver: _Library
@@ -198,7 +198,7 @@ class _Library(LockstepDriver):
         return self._copy(observations), np.array(rewards, np.float64), terminations, truncations, columns
 
     def _expand_infos(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-        """Return infos as fresh arrays, one row per environment, each with its mask; a value for all rows is repeated."""
+        """Return infos as fresh arrays, one row per environment, each with its mask; repeat a value that all rows share."""
         columns: dict[str, Any] = {}
         for key, value in infos.items():
             if not key.startswith("_") or key[1:] not in infos:
@@ -216,7 +216,7 @@ class _Library(LockstepDriver):
 
 
 def _to_numpy(value: Any) -> Any:
-    """Return a copy in which the arrays of any library are NumPy arrays."""
+    """Return a copy with the arrays of all libraries converted to NumPy."""
     if isinstance(value, dict):
         return {key: _to_numpy(part) for key, part in value.items()}
     if isinstance(value, tuple):

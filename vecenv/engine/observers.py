@@ -18,30 +18,30 @@ Rows = Sequence[int] | npt.NDArray[np.intp]
 
 
 class Observer(Protocol):
-    """The base of observers. Every method does nothing by default.
+    """The base class of observers. Every method does nothing by default.
 
     Arguments belong to the caller of the vector environment: copy what you keep, and change nothing except ``seeds``.
     Methods run in the thread that makes the call, and must not call the vector environment.
 
     An exception from a method that runs before a request is submitted propagates to the caller, and nothing is sent. One
     from :meth:`on_result` propagates too, and the result stays pending. One from :meth:`on_failure` never replaces the
-    error of the failure, but becomes a note of it.
+    error of the failure, but is added to it as a note.
     """
 
     def on_reset(self, rows: Rows, seeds: list[int | None], options: Any) -> None:
-        """Observe that a reset of these rows is about to be submitted.
+        """Observe a reset of these rows before it is submitted.
 
-        With ``on_failure="restart"`` that includes the first reset of environments which replace failed ones.
+        With ``on_failure="restart"`` this includes the first reset of environments that replace failed ones.
 
         Args:
             rows: Indices of the environments. Those that failed are rebuilt.
-            seeds: A seed or ``None`` for each of ``rows``. An observer may replace a ``None`` by a seed.
+            seeds: A seed or ``None`` for each of ``rows``. An observer may replace a ``None`` with a seed.
             options: A dict or ``None`` for all of them, or a list with one for each.
         """
         return
 
     def on_step(self, rows: Rows | None, actions: Any) -> None:
-        """Observe that a step of these rows is about to be submitted.
+        """Observe a step of these rows before it is submitted.
 
         Args:
             rows: Indices of the environments; ``None``: all.
@@ -50,7 +50,7 @@ class Observer(Protocol):
         return
 
     def on_call(self, rows: Rows, name: str, arguments: tuple[Any, ...]) -> None:
-        """Observe that a call which may change environments is about to be submitted.
+        """Observe a call that may change environments before it is submitted.
 
         Args:
             rows: Indices of the environments.
@@ -62,23 +62,23 @@ class Observer(Protocol):
         return
 
     def on_result(self, rows: Rows | None, result: tuple[Any, ...]) -> None:
-        """Observe that a result is about to be returned.
+        """Observe a result before it is returned.
 
         Args:
             rows: Indices of the environments, from ``recv``; ``None``: all, from ``step`` or ``reset``.
             result: ``(observations, rewards, terminations, truncations, infos)``, or ``(observations, infos)`` from
                 ``reset``; as it is returned, except ``infos``: ``infos.rows()`` is a list with the info of each row.
-                ``recv`` returns rows of resets with reward 0.
+                From ``recv``, a row that was reset has reward 0.
         """
         return
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str | None:
-        """Observe that environments failed; their next reset rebuilds them. A returned text becomes a note of the error.
+        """Observe that environments failed; their next reset rebuilds them. A returned text is added to the error as a note.
 
         Args:
-            rows: Indices of the environments: one that raised, or all of a worker that died, the one that was running first.
+            rows: Indices of the environments: one that raised, or all of a worker that died, beginning with the running one.
             error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they hang and may still reply.
-            worker_died: ``error`` is a :class:`~vecenv.errors.WorkerDied`.
+            worker_died: True if ``error`` is a :class:`~vecenv.errors.WorkerDied`.
         """
         return None
 
@@ -86,7 +86,7 @@ class Observer(Protocol):
 def notify_failure(observers: Sequence[Observer], rows: Sequence[int], error: Exception, *, worker_died: bool) -> list[str]:
     """Call ``on_failure`` of all observers and return the notes for the error.
 
-    An observer's exception becomes a note. Call this where no signal handler can raise, or that exception becomes one too.
+    An observer's exception becomes a note, and so would a signal handler's: call this where none can raise.
     """
     notes: list[str] = []
     for observer in observers:

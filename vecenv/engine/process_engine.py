@@ -136,7 +136,7 @@ class Engine(WorkerDriver):
             exchange.send_step(range(self.num_envs), pickled, by_row=False)
 
     def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
-        """Submit a reset of all rows, which drops whatever is pending, or of some rows. Replace dead workers.
+        """Replace dead workers and submit a reset. A reset of all rows drops whatever is pending.
 
         Args:
             seeds: A seed or ``None`` for every environment.
@@ -235,7 +235,7 @@ class Engine(WorkerDriver):
         Args:
             count: The number of rows; ``None``: the batch size.
             deadline: The ``time.monotonic()`` at which to stop waiting.
-            least: (number, time): that number is enough from that ``time.monotonic()`` on, or if no more are in flight.
+            least: (number, time): that number is enough after that ``time.monotonic()``, or if no more are in flight.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
@@ -407,7 +407,7 @@ class Engine(WorkerDriver):
         self.recorder = None
         abandoned_after_fork.discard(self)
         for name in ("arena", "batch", "store", "infos", "restarting", "calls", "stage"):
-            self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array over it
+            self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it
 
 
 def split_evenly(first: int, stop: int, parts: int) -> list[range]:

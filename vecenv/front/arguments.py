@@ -35,8 +35,8 @@ __all__ = [
 
 # -- differences between the versions of Gymnasium ---------------------------------------------------------------------
 #
-# vecenv supports Gymnasium 1.1 to 1.4 and behaves like the installed version. The differences between Gymnasium's engines
-# that do not follow from calling its functions are all handled here:
+# vecenv supports Gymnasium 1.1 to 1.4 and behaves like the installed version. All differences between the versions that
+# are not covered by calling Gymnasium's own functions are handled here:
 #
 # * Before 1.4, wrong seeds, reset masks and observation spaces raise AssertionError; since 1.4, ValueError and TypeError.
 #   Programs may catch either, so with older versions our exceptions are both.
@@ -198,7 +198,7 @@ def check_start_method(context: Any) -> None:
     """Raise for a ``context`` that is neither ``None`` nor a start method of this system.
 
     Raises:
-        ValueError: The text names the start methods.
+        ValueError: ``context`` is something else; the message lists the start methods.
     """
     if context not in (None, *(accepted := multiprocessing.get_all_start_methods())):
         raise ValueError(f"cannot find context for {context!r}: expected None or one of {', '.join(map(repr, accepted))}.")
@@ -254,7 +254,7 @@ ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | Non
 class MaskOnlyOptions(dict[str, Any]):
     """Reset options that hold only a mask; environments receive ``None`` instead of ``{}``.
 
-    Adapters pass it in resets without options of their own: an environment that checks for options must find none.
+    Adapters pass it when their user gave no options: an environment that checks for options must find none.
     """
 
 
@@ -383,7 +383,7 @@ def reject_options(envs: object, options: ResetOptions) -> None:
 # -- indices and counts of environments --------------------------------------------------------------------------------
 
 _LIST_CHECK_MAX: Final = 64
-"""The largest number of indices that are checked faster in a list than in a NumPy table."""
+"""The largest number of indices for which a check in Python is faster than one with a NumPy table."""
 
 
 def parse_env_ids(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
@@ -444,7 +444,7 @@ def parse_at_least(at_least: Any, count: int) -> int:
 
 
 def parse_within(within: Any) -> float:
-    """Return the ``time.monotonic()`` from which on ``at_least`` rows are enough; the present time for ``None``.
+    """Return the ``time.monotonic()`` after which ``at_least`` rows are enough; the current one for ``None``.
 
     Raises:
         TypeError: ``within`` is not a number.

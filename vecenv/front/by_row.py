@@ -15,12 +15,12 @@ def infos_by_row(envs: Any) -> InfosByRow:
     """Return a view of a vector environment with the infos of single environments.
 
     ``infos_by_row(envs).step(actions)`` is ``envs.step(actions)`` with a list instead of the dict of arrays: ``infos[i]`` is
-    the info that environment i returned, with its types, and nothing is merged. With same-step autoreset it has the end of
-    an episode as ``info["final_obs"]`` and ``info["final_info"]``, in addition to the info of the reset.
+    the info that environment i returned, with its types, and nothing is merged. With same-step autoreset, the info of a
+    reset also contains the end of the previous episode, as ``info["final_obs"]`` and ``info["final_info"]``.
 
     Args:
-        envs: A vector environment. Through vector wrappers, rows include everything that these added to infos or changed.
-            The dict of a vector environment of another library, or of one that merges infos itself, is split.
+        envs: A vector environment. The infos include all changes and additions that its vector wrappers made. If the vector
+            environment merges infos itself, or comes from another library, its dict is split.
     """
     return InfosByRow(envs)
 
@@ -64,7 +64,7 @@ class InfosByRow:
         return (*results, infos.rows())
 
     def recv(self, timeout: float | None = None, **options: Any) -> tuple[Any, Any, Any, Any, list[Any], Any]:
-        """Return the results of :meth:`step` for the next rows, and sixth the environment of each row, int ``(k,)``."""
+        """Return the results of :meth:`step` for the next rows, followed by the environment of each row, int ``(k,)``."""
         *results, infos = self.results("recv", timeout, **options)
         return (*results, infos.rows(), np.array(infos.env_ids))
 
@@ -85,7 +85,7 @@ class InfosByRow:
         return (*results, ListedInfos(listed, env_ids))
 
     def _call_and_collect(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of wrappers. Return its results, and last the base's :class:`RowInfos` or ``None``."""
+        """Call a method of wrappers. Return its results, followed by the base's :class:`RowInfos` or ``None``."""
         if self._base is None:
             return (*method(*args, **kwargs), None)
         collected: list[RowInfos] = []
@@ -97,7 +97,7 @@ class InfosByRow:
 
 
 def _with_changes(rows: list[Any], before: dict[Any, Any], after: Mapping[Any, Any], count: int) -> list[Any]:
-    """Apply the changes that wrappers made to the merged dict of arrays to the single infos."""
+    """Change each row's info as wrappers changed the merged dict of arrays."""
     removed = [key for key in own_keys(before) if key not in after]
     changed = {
         key: after[key]

@@ -67,7 +67,7 @@ def raise_unsupported(envs: object, action: str, reason: str) -> NoReturn:
 
 
 def overridden_methods(cls: type[Any], base: type[Any]) -> set[str]:
-    """Return the names of the guarded methods of ``base`` that ``cls`` overrides; another guard alone does not count."""
+    """Return the names of the guarded methods of ``base`` that ``cls`` overrides with a new body, not only a new guard."""
     bodies = {name: method.__wrapped__ for name, method in vars(base).items() if hasattr(method, "__wrapped__")}
     return {name for name, body in bodies.items() if getattr(getattr(cls, name), "__wrapped__", None) is not body}
 

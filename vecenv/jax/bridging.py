@@ -1,13 +1,13 @@
 """The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use in compiled programs.
 
 Each step is one host call, executed by :mod:`vecenv.jax.host`. The first argument and first result of a call is
-``state.token``, which changes with every call. It orders calls where JAX's effects do not, and the host refuses a stale one.
-Counts, returns and masks are computed in the program. Only the ordered ``io_callback`` runs exactly once and in program
-order: ``pure_callback`` may be dropped, merged, hoisted or repeated, and the unordered ``io_callback`` may be reordered. It
-costs about 80 us per call, because it converts the arguments to JAX arrays inside the callback. JAX queues the copy of an
-argument over 100 kB on the thread pool that the callback blocks, so large arguments are split into pieces.
-A callback with constant arguments may be hoisted out of a differentiated ``scan`` (jax-ml/jax#16637): pass one that changes
-from step to step, such as a count.
+``state.token``, which changes with every call. It orders calls where JAX's effects do not, and the host refuses a stale
+token. Counts, returns and masks are computed in the program. Only the ordered ``io_callback`` runs exactly once and in
+program order: ``pure_callback`` may be dropped, merged, hoisted or repeated, and the unordered ``io_callback`` reordered.
+The ordered one costs about 80 us per call, as it converts the arguments to JAX arrays inside the callback. JAX queues the
+copy of an argument over 100 kB on the thread pool that the callback blocks, so large arguments are split into pieces.
+A callback with constant arguments may be hoisted out of a differentiated ``scan`` (jax-ml/jax#16637): pass an argument that
+changes from step to step, such as a count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vecenv.link.observations import flatten
 __all__ = ["Bridge", "HostCallFailed", "bridge", "host_call", "run"]
 
 _FLOAT64 = ("cast", "keep")
-_PIECE_BYTES = 1 << 15  # bytes; JAX copies arguments immediately up to about 100 kB
+_PIECE_BYTES = 1 << 15  # JAX copies arguments of up to about 100 kB immediately
 
 struct: Any = jax.ShapeDtypeStruct  # annotated as Any because it has no type hints
 
@@ -61,8 +61,8 @@ def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], ar
     """Call ``function(*arrays)`` on the host, once, after every earlier host call of the program.
 
     Args:
-        function: Takes NumPy arrays, which may be read-only, and returns one array of the exact shape and dtype for each
-            of ``results``, which are copied. It must not use JAX, which may be waiting for this call.
+        function: Takes NumPy arrays, which may be read-only, and returns an array of the exact shape and dtype of each of
+            ``results``, which JAX copies. It must not use JAX, which may be waiting for this call.
         results: Shapes and dtypes.
         args: Arrays. A call has no derivative: apply ``stop_gradient`` to arguments that may carry one.
     """
@@ -113,7 +113,7 @@ def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[...,
             return bound(*args, *arrays)  # type: ignore[no-any-return]
         except BaseException as error:  # includes Ctrl-C: XLA would reduce it to its text
             failed = _substitute_error(bound.__self__, error)
-        # Raised after the handler and without references to the environments: JAX logs the exception, and logs are kept.
+        # Raised after the handler, without references to the environments: JAX logs the exception, and records may be kept.
         del bound, arrays
         raise failed
 
@@ -137,7 +137,7 @@ _CALL_NUMBER = re.compile(r"\[vecenv host call (\d+)\]")
 
 @contextlib.contextmanager
 def _original_errors() -> Iterator[None]:
-    """Replace JAX's error by the exception that a compiled program raised on the host."""
+    """Replace JAX's error with the exception that a compiled program raised on the host."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -181,12 +181,12 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
     """Return ``call(results, args)``; under ``vmap`` over ``lanes``, make one call with the mapped axes in front.
 
-    JAX would make one host call per lane, without any sign of the lane, or refuse. A batching rule makes the mapped axis an
-    axis of the arrays instead. Under nested ``vmap``, the product of the axes is the number of lanes.
+    JAX would refuse, or make one host call per lane that does not identify the lane. A batching rule makes the mapped axis
+    an axis of the arrays instead. Under nested ``vmap``, the product of the axes is the number of lanes.
 
     Raises:
-        ValueError: It is mapped and ``lanes`` is ``None``, or over axes with a product that cannot be ``lanes``. A call that
-            is not mapped, or over too few lanes, raises when the program is compiled.
+        ValueError: It is mapped although ``lanes`` is ``None``, or over axes with sizes that do not divide ``lanes``. A call
+            that is not mapped, or is mapped over too few lanes, raises when the program is compiled.
     """
 
     def build_call(sizes: tuple[int, ...]) -> Any:
@@ -232,7 +232,7 @@ def _describe_mapping(sizes: tuple[int, ...], num_envs: int) -> str:
 
 @functools.cache
 def _unmapped_call_primitive() -> Any:
-    """Return a primitive for a call in one lane. It has shapes, but cannot run without the other lanes' environments."""
+    """Return a primitive for a call that is mapped over too few lanes. It can be traced, but not compiled or run."""
     from jax.interpreters import mlir
 
     primitive: Any = Primitive("vecenv_one_lane")
@@ -254,27 +254,27 @@ class Bridge:
     """A vector env as functions for compiled programs; ``bridge`` is another name for this class.
 
     ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called directly, or inside ``jit``, ``scan``,
-    ``while_loop``, ``cond`` and ``grad``; under ``vmap`` with ``lanes``. Each call is made exactly once, in program order.
-    A state can be used once: afterwards, and after the next ``reset``, the host refuses it with ``StaleStateError``.
+    ``while_loop``, ``cond`` and ``grad``; under ``vmap`` only with ``lanes``. Each call is made exactly once, in program
+    order. A state can be used once: afterwards, and after the next ``reset``, the host refuses it with ``StaleStateError``.
     Gradients do not flow through the environments.
 
-    Calls outside of compiled programs, and :func:`vecenv.jax.run`, raise the environments' own exceptions. Another compiled
-    program fails with JAX's ``JaxRuntimeError``. After any of these exceptions the next call must be ``reset``.
+    Calls outside of compiled programs, and :func:`vecenv.jax.run`, raise the environments' own exceptions. Any other
+    compiled program fails with JAX's ``JaxRuntimeError``. After any of these exceptions the next call must be ``reset``.
 
     Args:
-        envs: Any Gymnasium vector env: vecenv's over processes or EnvPool, or Gymnasium's own, wrapped or not. The bridge
-            owns it from now on: do not step it, and close the bridge instead. Workers should have been started by
+        envs: Any Gymnasium vector env: one of vecenv's, with processes or EnvPool, or of Gymnasium's; wrapped or not. The
+            bridge owns it from now on: do not step it, and close the bridge instead. Workers should have been started by
             forkserver or spawn.
         info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
-            (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Others
-            are left out.
-        discount: For ``EnvState.discounted_return``.
+            (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Other
+            infos are left out.
+        discount: The discount factor of ``EnvState.discounted_return``.
         float64: The conversion of float64 observations and infos. ``"cast"``: to float32, or none in JAX's 64-bit mode.
             ``"keep"``: none, and an error outside of that mode.
         timeout: Seconds that a step, and a reset, may take before it raises ``StepTimeout``; ``None`` waits forever.
-            ``"auto"``: the vector env's own ``step_timeout``, which may also restart a hanging worker, and 60 without one.
-            Vector envs without ``step_wait``, such as ``SyncVectorEnv``, step in this process, where a wait cannot be ended.
-        lanes: The number of equal groups of environments, to be used under ``jax.vmap`` over as many lanes.
+            ``"auto"``: the vector env's own ``step_timeout``, which may also restart a hanging worker, or 60 if it has none.
+            Vector envs without ``step_wait``, such as ``SyncVectorEnv``, step in this process and cannot time out.
+        lanes: The number of equal groups of environments, one for each lane of the ``jax.vmap`` around the calls.
 
     Raises:
         TypeError: ``envs`` is not a vector env; its spaces have no fixed size; ``info_spec`` is not a specification.
@@ -330,7 +330,7 @@ class Bridge:
 
         Args:
             state: The newest state; it cannot be used again.
-            action: Leaves ``[num_envs, ...]`` as in the action space, of its dtype or one that casts to it within the kind.
+            action: Leaves ``[num_envs, ...]`` as in the action space, of its dtype or one of the same kind, which is cast.
 
         Raises:
             ValueError: Wrong shape or structure of the action or the state; ``vmap`` without ``lanes``.
@@ -358,7 +358,7 @@ class Bridge:
         Args:
             state: As for :meth:`step`.
             mask: ``bool[num_envs]``, the rows to reset.
-            key: For their seeds, as in :meth:`reset`. EnvPool cannot seed some environments; these continue their own
+            key: For their seeds, as in :meth:`reset`. EnvPool cannot seed only some rows; there, each continues its own
                 sequence.
 
         Raises:
@@ -395,7 +395,7 @@ class Bridge:
     # -- guards ------------------------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., EnvState], *args: Any) -> EnvState:
-        """Run one of the functions below: traced into the caller's program, or else compiled and waited for."""
+        """Run one of the functions below, as part of the program being traced if there is one; else compile it and wait."""
         name = function.__name__
         if self._host.closed:
             raise ClosedEnvironmentError(f"Calling `{name.removeprefix('_')}` of a bridge that was closed.")
@@ -403,7 +403,7 @@ class Bridge:
             return function(*args)
         with _original_errors():
             state: EnvState = self._compiled[name](*args)
-            if not isinstance(state.token, jax.core.Tracer):  # as for constants of a program being traced
+            if not isinstance(state.token, jax.core.Tracer):  # in a traced program, even constants give one
                 state.token.block_until_ready()
         return state
 
@@ -459,7 +459,7 @@ class Bridge:
     # -- the host call -----------------------------------------------------------------------------------------------
 
     def _call(self, command: str, *args: Array) -> tuple[Array, Iterator[Any]]:
-        """Make one host call about this state's rows or, under ``vmap`` over the lanes, about all lanes together.
+        """Make one host call for this state's rows or, under ``vmap`` over the lanes, for all lanes together.
 
         Returns:
             The new token, and the arrays of the reply.
@@ -485,7 +485,7 @@ class Bridge:
         return [jnp.asarray(leaf) for leaf in flatten(self._host.action_tree, action)]
 
     def _results(self, stepped: bool) -> list[Any]:
-        """Return the shapes and dtypes in JAX of the arrays of a step or a reset."""
+        """Return the shapes and JAX dtypes of the arrays that a step or a reset returns."""
         to_jax_dtype: Any = jax.dtypes.canonicalize_dtype
         columns: list[Any] = [*self._host.observation_tree.leaves(), *self._infos.columns]
         has_float64 = any(each.dtype == np.float64 for each in columns)
@@ -538,7 +538,7 @@ def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
 
 
 def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
-    """Warn about forked workers: in a copy of a process, locks that JAX's threads held are never released."""
+    """Warn about forked workers: in a forked process, locks that JAX's threads held are never released."""
     processes = getattr(envs.unwrapped, "processes", None) or ()
     fork = getattr(multiprocessing.context, "ForkProcess", None)
     if fork is not None and any(isinstance(process, fork) for process in processes):

@@ -1,10 +1,10 @@
 """``FunctionalVectorEnv``: a batch of JAX-native environments as pure functions, ``reset`` and ``step``.
 
-:class:`FunctionalEpisodes` is the batch logic, pure, over ``n`` rows; :class:`FunctionalVectorEnv` compiles it, reshapes it,
-spreads it over devices, and checks arguments while tracing, at no cost for compiled steps. Its three main decisions:
+:class:`FunctionalEpisodes` is the batch logic, as pure functions of ``n`` rows; :class:`FunctionalVectorEnv` compiles them,
+reshapes batches, uses several devices, and checks arguments while tracing, at no cost for compiled steps. Main decisions:
 
-* Resetting every row at every step costs one reset per step, and restoring a stored start makes all episodes equal. So a
-  while loop resets up to ``chunk`` finished rows at a time, and does nothing on steps in which no episode ends.
+* Resetting every row at every step costs one reset per step, and restoring a stored start makes all episodes begin alike.
+  So a while loop resets up to ``chunk`` finished rows at a time, and does nothing on steps in which no episode ends.
 * JAX cannot differentiate a while loop in reverse mode, but its derivative is simple: zero for rows that restart, the
   identity for others.
 * A row's own key and episode count determine its start states and noise: neither the number of rows nor the order in which
@@ -52,8 +52,8 @@ class FunctionalVectorEnv:
     ``num_envs`` or on the other rows.
 
     Args:
-        env: A ``JaxEnv``, or any input of :func:`~vecenv.jax.adapt`: an environment of Brax, Playground, gymnax, jumanji,
-            a ``FuncEnv``, or a name.
+        env: A ``JaxEnv``, or any input of :func:`~vecenv.jax.adapt`: an environment of Brax, Playground, gymnax or
+            jumanji, a ``FuncEnv``, or a name.
         num_envs: The number of environments; a tuple for a batch of any shape, ``()`` for a single environment without a
             batch axis.
         autoreset_mode: ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED`` (``gymnasium.vector.AutoresetMode`` or its value).
@@ -380,7 +380,7 @@ class FunctionalEpisodes:
         return after.replace(inner=inner)
 
     def restart(self, state: EnvState, mask: Array, key: Array | None) -> EnvState:
-        """Begin the next episode of the rows under ``mask``, or the first of ``key`` (``uint32[n, k]``) if it is given."""
+        """Begin the next episode of the rows under ``mask``, or their first one with ``key`` (``uint32[n, k]``) if given."""
         inner = state.inner
         if key is None:
             inner, obs = self._next_episode(mask, inner, state.obs)

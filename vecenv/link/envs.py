@@ -1,7 +1,7 @@
 """Functions that build the environments of a worker and check their results.
 
-Recordings pickle :class:`WorkerPlan` and :class:`Expected`: a renamed class, field or ``_expected`` makes old files
-unreadable.
+Recordings pickle :class:`WorkerPlan` and :class:`Expected`: renaming these classes, their fields or ``_expected`` makes old
+files unreadable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Expected:
     action_space: gymnasium.Space[Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the spaces by value, so that their classes equal those of the environments, which travel by value too."""
+        """Pickle the spaces by value, like the environments, so that the classes of both are equal."""
         return _expected, (dumps_by_value((self.mode, self.observation_space, self.action_space)),)
 
     def find_mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
@@ -70,7 +70,7 @@ class WorkerPlan:
         registered: Space and memory, for a custom space with its own shared-memory functions.
         threads: Limit of the BLAS, OpenMP and torch threads in a worker; ``None`` for their defaults.
         env_threads: Number of environments that a worker steps at the same time.
-        refuses_finished: Without autoreset, stepping a finished environment is an error; otherwise one warning.
+        refuses_finished: True if stepping a finished environment without autoreset raises; otherwise it warns once.
     """
 
     layout: Layout
@@ -89,7 +89,7 @@ def id_of(env: Any) -> str:
 
 
 def different_action_space(first: Any, env: int, got: str) -> RuntimeError:
-    """Return the exception for an environment with another action space than the first one."""
+    """Return the exception for an environment with an action space different from the first one's."""
     return RuntimeError(
         f"Some environments have an action space different from `{first}`. In order to batch actions, the action spaces "
         f"from all environments must be equal. Env {env} has {got}."

@@ -1,4 +1,4 @@
-"""The subjects of a benchmark: vector environments driven with random actions, and the bare loop over the same environments.
+"""The candidates of a benchmark: vector environments stepped with random actions, and bare loops over the same environments.
 
 All runners draw the same actions and the same seeds, so that any two of them do the same work.
 """
@@ -33,25 +33,25 @@ from vecenv.tools import CliError, did_you_mean, module_named
 EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
 SEED: Final = 20_240_917
-CROWD_PROCESSES: Final = 16  # with more, and more than cores, a candidate is alive only while it is measured
+CROWD_PROCESSES: Final = 16  # a candidate with more processes than this and than cores lives only while it is measured
 
 
 class Unavailable(Exception):
-    """A candidate that cannot exist here: a library or an option is missing. Not a failure."""
+    """The error for a candidate that cannot run here, for example without a library. It counts as missing, not failed."""
 
 
 class Runner(Protocol):
     """The interface of a candidate that a benchmark measures."""
 
     def run(self, seconds: float) -> float:
-        """Work for ``seconds``; returns the units of work per second."""
+        """Work for ``seconds``, and return the units of work per second."""
         ...
 
     def close(self) -> None: ...
 
 
 def make_env(env_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
-    """Build an environment by ``gymnasium.make`` or from ``module:Class``; imports the package that registers ``ALE/`` ids.
+    """Build an environment with ``gymnasium.make`` or from ``module:Class``; import the package that registers ``ALE/`` ids.
 
     Gymnasium's own warnings are silenced: 64 workers would each print them over the progress bar.
     """
@@ -78,7 +78,7 @@ def resolve(env_id: str) -> EnvFn:
     Raises:
         CliError: There is no such environment or module.
     """
-    from vecenv.make import newest_version  # not above: processes that measure other engines need nothing of it
+    from vecenv.make import newest_version  # here, because processes that measure other engines do not need it
 
     module, _, name = env_id.rpartition(":")
     public: list[str] = []
@@ -106,9 +106,9 @@ def resolve(env_id: str) -> EnvFn:
 
 
 def run_for(step: Callable[[], float], seconds: float) -> float:
-    """Call ``step``, which returns the units of work it did, until ``seconds`` are over; returns units per second.
+    """Call ``step`` for ``seconds``, and return the units of work per second; each call returns the units that it did.
 
-    The clock is read about once in a millisecond, so that reading it does not count.
+    The clock is read only about once per millisecond, so that reading it does not distort the result.
     """
     calls, units = 1, 0.0
     start = before = time.perf_counter()
@@ -138,7 +138,7 @@ Step = dict[str, Any]
 
 
 def digest(value: Any) -> bytes:
-    """Sixteen bytes that are equal exactly if two values are, bit for bit, type for type."""
+    """Return sixteen bytes that are equal for two values exactly if the values are, bit for bit and type for type."""
     seen = hashlib.blake2b(digest_size=16)
     _feed(seen, value)
     return seen.digest()
@@ -166,7 +166,7 @@ def _feed(seen: Any, value: Any) -> None:
 
 
 def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | None:
-    """Describe the first difference of two trajectories; ``None`` if they are equal."""
+    """Describe the first difference between two trajectories; ``None`` if they are equal."""
     for number, (expected, actual) in enumerate(zip(reference, other, strict=False)):
         where = f"at step {number}" if number else "at the reset"
         for name in ("reward", "termination", "truncation", "observation"):
@@ -185,9 +185,9 @@ def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | 
 
 
 class VectorRunner:
-    """Steps a ``gymnasium.vector.VectorEnv`` with random actions, all environments at once."""
+    """A runner that steps all environments of a ``gymnasium.vector.VectorEnv`` at once, with random actions."""
 
-    _warm_up_steps = 0  # steps before each sample: environments that finished since the last one are not part of it
+    _warm_up_steps = 0  # steps before each sample, to discard environments that finished between samples
 
     def __init__(self, make_envs: Callable[[], Any]) -> None:
         self.envs = make_envs()
@@ -198,7 +198,7 @@ class VectorRunner:
 
     def describe(self) -> str:
         plan = getattr(self.envs, "plan", None)
-        return str(self.envs) if plan is None else str(plan).splitlines()[-1]  # a plan ends with its choice, and why
+        return str(self.envs) if plan is None else str(plan).splitlines()[-1]  # the last line has the choice and the reason
 
     def _step(self) -> float:
         self.envs.step(self._next())
@@ -240,7 +240,7 @@ class VectorRunner:
 
 
 class FirstReadyVectorRunner(VectorRunner):
-    """Steps the environments that have finished, ``batch_size`` at a time, through ``recv`` and ``send``."""
+    """A runner that steps the environments that finish first, ``batch_size`` at a time, with ``recv`` and ``send``."""
 
     def __init__(self, make_envs: Callable[[], Any], batch_size: int) -> None:
         super().__init__(make_envs)
@@ -256,7 +256,7 @@ class FirstReadyVectorRunner(VectorRunner):
         self.envs.reset_async(seed=SEED)
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
-        """Return the trajectory without infos: each environment gets its own actions, in their order."""
+        """Return the trajectory without infos. Each environment gets the same sequence of actions as in the base class."""
         self._needs_reset = False
         space = self.envs.single_action_space
         actions = [list(iterate(batch_space(space, self.num_envs), batch)) for batch in self.actions]
@@ -282,12 +282,12 @@ class FirstReadyVectorRunner(VectorRunner):
 
 
 class BareLoop:
-    """``env.step`` in a plain loop, and nothing else; an episode that ended is followed by a reset.
+    """A plain loop over ``env.step``, which resets an environment after the end of its episode.
 
     Args:
-        env_fn: Makes an environment.
-        share: Which of the ``num_envs`` environments these are; they get the same seeds and actions as anywhere else.
-        num_envs: How many there are in all.
+        env_fn: A function that builds an environment.
+        share: The indices of the loop's environments; they get the same seeds and actions as in any other runner.
+        num_envs: The number of environments in all shares.
     """
 
     def __init__(self, env_fn: EnvFn, share: range, num_envs: int) -> None:
@@ -301,7 +301,7 @@ class BareLoop:
             env.reset(seed=SEED + index)
 
     def step(self, passes: int = 1) -> int:
-        """Step or reset each environment once per pass; returns the number of steps and resets."""
+        """Step or reset each environment once per pass, and return the number of steps and resets."""
         done = self._done
         for _ in range(passes):
             for i, (env, action) in enumerate(zip(self.envs, self._next(), strict=True)):
@@ -322,13 +322,13 @@ class BareLoop:
 
 
 class BarePipes:
-    """The least cost of a process per environment: bare pipes, and the loop ``read, env.step, write`` in each process.
+    """The lowest possible cost of worker processes: bare pipes, and the loop ``read, env.step, write`` in each process.
 
     No observation, reward or flag comes back. The caller writes eight bytes to each process and reads eight from each.
 
     Args:
-        env_fn, num_envs: The environments.
-        shares: Which environments each process has.
+        env_fn, num_envs: As for :class:`BareLoop`.
+        shares: The indices of the environments of each process.
     """
 
     _polls = False
@@ -368,7 +368,7 @@ class BarePipes:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
-        for process in self._processes:  # no end of file would come: with fork, each has the pipes of those before it
+        for process in self._processes:  # with fork, they inherit each other's pipes, so closing those ends no process
             process.kill()
             process.join()
         for end in itertools.chain(*self._ends):
@@ -376,7 +376,7 @@ class BarePipes:
 
 
 class BareLoops(BarePipes):
-    """The upper bound: the bare loop in a process per share, which share nothing and never wait for each other."""
+    """The upper bound of the speed: a bare loop per share, in processes that share no data and never wait for each other."""
 
     _title = "bare loop in"
 
@@ -387,13 +387,13 @@ class BareLoops(BarePipes):
 
 
 class BareLockstep(BarePipes):
-    """The least cost of a step that waits for all environments: a process on each core, the caller being one of them.
+    """The lowest possible cost of a step that waits for all environments: one process per core, including the caller.
 
-    Each has its share of the environments. The caller writes to each of the others, steps its own share, and reads from
-    each; both sides poll in place of sleeping. No values travel.
+    Each steps its share of the environments. The caller writes to each of the others, steps its own share, and reads from
+    each; both sides poll instead of sleeping. No observations or rewards are sent.
     """
 
-    _polls = True  # the caller as well, which is one of the processes
+    _polls = True  # the caller polls too, as one of the processes
     _title = "bare lock-step of"
 
     def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range]) -> None:
@@ -420,8 +420,8 @@ class BareLockstep(BarePipes):
             os.sched_setaffinity(0, self._cores)
 
 
-_ONE_STEP: Final = struct.pack("d", 0.0)  # a message is for how many seconds to run
-_POLL_SECONDS: Final = 0.02  # then it sleeps, so that the candidate that is measured next has the core
+_ONE_STEP: Final = struct.pack("d", 0.0)  # a message is the number of seconds to run; 0: one step
+_POLL_SECONDS: Final = 0.02  # then the process sleeps, to leave its core to the next candidate
 
 
 def _unpack_number(message: bytes) -> float:
@@ -442,7 +442,7 @@ def _read_polling(source: int) -> bytes:
 
 
 def _pin_to_core(index: int) -> None:
-    """Bind this process to one of its cores, where the system lets it."""
+    """Bind this process to one of its cores, if the system supports it."""
     if hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[index % len(cores)]})
@@ -466,16 +466,16 @@ def _serve(env_fn: EnvFn, num_envs: int, share: range, core: int | None, reader:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something to measure.
+    """An engine or a bound that a benchmark measures.
 
     Attributes:
         name: Its short name, for options and JSON.
-        label: What the table calls it.
-        build: Pickled, called in the host; returns a :class:`Runner`, or another object with methods and ``close``.
+        label: Its name in the table.
+        build: A function that its process unpickles and calls. Returns a :class:`Runner`, or any object with ``close``.
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
-        checked: Its trajectories must equal those of ``SyncVectorEnv``.
-        alone: It measures something itself while it starts, and is started before all others for that.
-        processes: How many its host starts, as far as that is known before.
+        checked: True if its trajectories must equal those of ``SyncVectorEnv``.
+        alone: True if it measures something itself while it starts, and so must start before all others.
+        processes: The number of processes that it starts, if known in advance; else 0.
     """
 
     name: str
@@ -488,7 +488,7 @@ class Candidate:
 
     @property
     def is_crowd(self) -> bool:
-        """True for a candidate that lives only while it is measured, since it has many more processes than there are cores.
+        """True if the candidate has many more processes than there are cores, so that it lives only while it is measured.
 
         On a virtual machine the mere existence of that many address spaces slows down everything that runs at the same time.
         """
@@ -508,7 +508,7 @@ def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
 def vecenv_candidate(
     name: str, label: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] | None = None, **options: Any
 ) -> Candidate:
-    """Return the engine with these options, run by ``runner``; default: all at once, or first-ready with ``batch_size``."""
+    """Return a candidate for vecenv with these options; without ``runner``, ``batch_size`` makes it first-ready."""
     make_envs = partial(_build_vecenv, env_fn, num_envs, options)
     workers = options.get("num_workers")
     processes = num_envs if workers is None else 0 if workers == "auto" else workers
@@ -525,7 +525,7 @@ def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:
 
 
 def gymnasium_candidate(name: str, kind: str, env_fn: EnvFn, num_envs: int) -> Candidate:
-    """Return one of Gymnasium's vector environments."""
+    """Return a candidate with one of Gymnasium's vector environments."""
     processes = num_envs if kind == "AsyncVectorEnv" else 0
     build = partial(VectorRunner, partial(_build_gymnasium, kind, env_fn, num_envs))
     return Candidate(name, f"Gymnasium {kind}", build, "gymnasium", processes=processes)
@@ -549,7 +549,7 @@ _BOUNDS: Final = {
 
 
 def bound_candidate(name: str, env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
-    """Return an upper bound in ``workers`` processes (at most one per environment), each with its share."""
+    """Return a candidate for an upper bound, with ``workers`` processes (at most one per environment)."""
     (label, kind), shares = _BOUNDS[name], _shares(num_envs, workers)
     where = "one process per env" if kind is BarePipes else _count(len(shares), "process")
     processes = len(shares) - (kind is BareLockstep)
@@ -557,7 +557,7 @@ def bound_candidate(name: str, env_fn: EnvFn, num_envs: int, workers: int) -> Ca
 
 
 def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candidate]:
-    """Return the rows of the main table, best known first."""
+    """Return the candidates of the main table, in the order of its rows."""
     workers = min(workers, num_envs)
     share, half = max(1, workers - 1), max(1, num_envs // 2)
     ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
@@ -576,7 +576,7 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
 
 
 def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int]) -> list[Candidate]:
-    """Return the main table without first-ready, with one row per number of workers."""
+    """Return the candidates of the main table without first-ready, and one for each number of workers."""
     rows = default_candidates(env_fn, num_envs, max(worker_counts))
     fixed = [
         vecenv_candidate(f"workers-{count}", f"vecenv, {_count(count, 'worker')}", env_fn, num_envs, num_workers=count)

@@ -2,10 +2,10 @@
 
 A *slot* is a row of the engine: one environment, in its current process. An episode has a slot to itself. A slot has at most
 one pending request, so the destination of a reply is unique. The request of a cancelled task stays pending: no other episode
-gets the slot before the reply arrives, or the worker is killed for taking too long.
+gets the slot until the reply arrives or the worker is killed for taking too long.
 
-Everything runs in callbacks of one event loop that do not wait: the loop watches the descriptor of the engine's
-:class:`~vecenv.engine.submissions.Submissions`, which is readable when a worker has replied, has died, or is newly ready.
+Everything runs in non-blocking callbacks of one event loop, which watches the descriptor of the engine's
+:class:`~vecenv.engine.submissions.Submissions`. It is readable when a worker has replied, has died, or is newly ready.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Slot:
         row: The index of the environment.
         owner: The episode that uses it.
         request: Its pending request.
-        reply: A future of the request's (result, error), done early if no task waits for it.
+        reply: The future for the request's (result, error). A timeout, cancellation or close completes it before the reply.
         lost_reason: The reason why the environment cannot be used before a reset; empty if it can.
-        unreported_death: The death of its worker, until the episode has received its error.
+        unreported_death: The death of its worker, until it has been raised in the episode.
         ready: The future of an episode that waits until the slot accepts requests.
         cancel_timer: The timer that kills its worker if a cancelled request does not finish in time.
     """
@@ -77,11 +77,11 @@ class WorkerSlots:
         slots: The slots in the order of rows.
         pending: Its pending requests, oldest first.
         death: How its process ended; ``None`` while it is alive.
-        changing: True while it is being killed, or while a new process is not ready.
+        changing: True while it is being killed, or while its new process is not ready.
         killed_by_cancel: True if it was killed because a task was cancelled, which the restart budget does not count.
-        exhausted: The error of its slots, if it will not be restarted.
+        exhausted: The error that its slots raise, if it will not be restarted.
         start_timer: The timer that kills a new process if it is not ready in time.
-        searching: A lock held while searching where it hangs, so that the first request that timed out is blamed.
+        searching: A lock held while a hang is located, so that the first request that timed out is blamed.
     """
 
     index: int
@@ -101,7 +101,7 @@ class Slots:
     Args:
         envs: The vector environment.
         step_timeout, cancel_timeout, start_timeout: Limits in seconds; see :class:`vecenv.aio.Pool`.
-        budget: The budget for restarting dead workers at once; ``None``: the next reset restarts them.
+        budget: The budget for restarting dead workers immediately; ``None``: the next reset restarts them.
         one_by_one: True if a worker steps its environments one after the other.
     """
 
@@ -117,7 +117,7 @@ class Slots:
         self.closed = False
         self.waiters: deque[tuple[Any, Future[Slot]]] = deque()
         self._slots = [slot for group in self.groups for slot in group.slots]
-        # the first slots of all workers, then the second ones, ...: few episodes use many workers
+        # the first slots of all workers, then the second ones, and so on, to spread a few episodes over many workers
         self.free = deque(sorted(self._slots, key=lambda slot: slot.row - slot.group.slots[0].row))
         self._envs, self._budget, self._one_by_one = envs, budget, one_by_one
         self._pid = os.getpid()
@@ -136,7 +136,7 @@ class Slots:
             self._poll()
 
     def _poll(self) -> None:
-        """Collect periodically, on systems where the end of a worker may not make a descriptor readable."""
+        """Collect replies periodically on systems where a worker's exit may not make a descriptor readable."""
         if self.submissions.poll_interval is not None:
             self._collect()
             self._poll_timer = asyncio.get_running_loop().call_later(self.submissions.poll_interval, self._poll)
@@ -217,12 +217,12 @@ class Slots:
             if not waiter.done() or waiter.cancelled():
                 with contextlib.suppress(ValueError):
                     self.waiters.remove((episode, waiter))
-            elif waiter.exception() is None:  # the slot arrived at the same time
+            elif waiter.exception() is None:  # a slot was assigned at the same time
                 self.release(waiter.result())
             raise
 
     def _exhausted(self) -> RestartsExhausted | None:
-        """Return a new error if all workers were abandoned: then no slot will become free."""
+        """Return a new error if all workers have used up their restarts, because then no slot will become free."""
         errors = [group.exhausted for group in self.groups]
         return copy.copy(errors[-1]) if all(errors) else None
 
@@ -287,11 +287,11 @@ class Slots:
     # -- requests -------------------------------------------------------------------------------------------------------
 
     async def request(self, slot: Slot, command: str, payload: Any = None) -> Any:
-        """Submit a request about an environment, and return its result. A cancelled task does not wait.
+        """Submit a request about an environment, and return its result. Cancellation does not wait for the reply.
 
         Raises:
             EnvFailed, WorkerDied: The environment failed earlier, or its worker died meanwhile; nothing was sent.
-            Exception: The error of the request. Or the payload cannot be pickled; nothing was sent.
+            Exception: The request failed, or its payload cannot be pickled (then nothing was sent).
         """
         if command == "reset":
             await self._wait_until_ready(slot)
@@ -326,7 +326,7 @@ class Slots:
             del error  # the exception's traceback holds this frame
 
     def abandon(self, slot: Slot, request: Any) -> None:
-        """Let a request that no task waits for finish within `cancel_timeout`, or kill the worker."""
+        """Kill the worker if a request that no task awaits does not finish within `cancel_timeout`."""
         assert self._loop is not None
         if slot.request is not request or self.closed or self.cancel_timeout is None or self._loop.is_closed():
             return
@@ -334,7 +334,7 @@ class Slots:
         slot.cancel_timer = self._loop.call_later(self.cancel_timeout, self._end_cancelled, slot, request, begun)
 
     def _end_cancelled(self, slot: Slot, request: Any, begun: bool) -> None:
-        """Kill the worker if it spent all that time on this request (``begun``), not on earlier ones; otherwise wait on."""
+        """Kill the worker if it spent the whole timeout on this request (``begun``); otherwise, wait again."""
         slot.cancel_timer = None
         if slot.request is not request:
             return
@@ -408,7 +408,7 @@ class Slots:
                 return str(found.value)
 
     def _kill(self, slot: Slot, reason: str) -> None:
-        """Kill the worker of a slot; until it has ended, no episode gets one of its slots."""
+        """Kill the worker of a slot, and withhold all its slots until it is ready again."""
         if slot.group.death is None:
             self._withdraw(slot.group)
             self.submissions.kill(slot.row, f"env {slot.row} {reason}")
@@ -460,7 +460,7 @@ class Slots:
             self._update(slot)
 
     def _give_up(self, group: WorkerSlots, error: RestartsExhausted) -> None:
-        """Give up a worker that needs too many restarts, and its slots."""
+        """Give up on a worker that has used up its restarts, and on its slots."""
         group.changing, group.exhausted = False, error
         for slot in group.slots:
             slot.wake()
@@ -469,5 +469,5 @@ class Slots:
 
 
 def outside_of_block() -> ClosedEnvironmentError:
-    """Return the error of a call outside of the block of its episode."""
+    """Return the error for a call outside the episode's ``async with`` block."""
     return ClosedEnvironmentError("Trying to operate on `EpisodeEnv`, outside of its `async with` block.")

@@ -1,4 +1,4 @@
-"""Requests to workers, and the replies that each has collected."""
+"""Requests to workers, and the replies collected for each request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTHING: Final[Mapping[Any, Any]] = {}
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The end of a worker process. Not an exception, because a raised exception keeps the program's frames alive.
+    """The end of a worker process. It is not an exception, because a raised exception keeps the program's frames alive.
 
     Attributes:
         text: What happened, for error messages.
@@ -57,11 +57,11 @@ class Request:
     Attributes:
         command: ``"step"``, ``"reset"`` or the name of a call.
         remaining: The number of messages without a reply.
-        by_row: ``recv`` returns the rows as they become ready; otherwise one call returns all of them.
+        by_row: True if ``recv`` returns the rows as they become ready; False if one call returns all of them.
         rows: The rows of a reset or of a call; ``None`` for all.
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
-        droppable: The method that submitted this call also waits for it; if interrupted, the next call drops the request.
-        interrupted: An exception interrupted the wait for its result.
+        droppable: True if one method submits the call and waits for it; if interrupted, the next call drops the request.
+        interrupted: True if an exception interrupted the wait for its result.
         convert_result: A function that converts the result of a call to what its method returns; ``None``: no conversion.
         has_infos: True if some infos or final observations lie in shared memory, or were pickled.
         infos, finals: By row: infos and final observations that were pickled.

@@ -1,4 +1,4 @@
-"""Scheduling of episodes that name an environment, so that few environments are built; checks of these names."""
+"""Scheduling of episodes by the environments that they name, so that few are built; and checks of these names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vecenv.front.capabilities import Capabilities
 class WaitingEpisodes:
     """The waiting episodes, grouped by the name of their environment.
 
-    A row gets the episodes of the environment that it already has, then those of an environment that no row has, unless
-    its worker has more than its share of what is left and another worker has less. If there are none, a row in an idle
-    worker gets those of the environment with the most waiting episodes. Episodes without an environment name run in the
-    order of the list.
+    A row gets the episodes of the environment that it already has, then those of an environment that no row has. A busy
+    worker with more than its share of the waiting episodes leaves such an environment to a worker with fewer. If all
+    environments are in use, a row of an idle worker gets episodes of the one with the most waiting. Episodes without an
+    environment name run in the order of the list.
 
     Args:
         episodes: All episodes.
@@ -38,7 +38,7 @@ class WaitingEpisodes:
         return bool(self._by_env)
 
     def pop_for(self, row: int, *, worker_is_idle: bool) -> int | None:
-        """Remove and return the next episode for a row; ``None`` if it would only slow down the other rows of the worker."""
+        """Remove a row's next episode and return its index; ``None`` if it would only slow down the worker's other rows."""
         env = self._env_of_row.get(row)
         if row not in self._env_of_row or env not in self._by_env:
             in_use = set(self._env_of_row.values()) - {None}
@@ -57,7 +57,7 @@ class WaitingEpisodes:
         return index
 
     def _should_leave_env(self, row: int, env: str | None) -> bool:
-        """True if the episodes of ``env`` should wait for another worker than that of the row."""
+        """True if the episodes of ``env`` should wait for a worker other than the row's."""
         if env is None or not self._workers:
             return False
         loads = [self._count_waiting(rows) for rows in self._workers]

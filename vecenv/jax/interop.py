@@ -1,11 +1,11 @@
 """Conversions of spaces, seeds and arrays between Gymnasium, JAX, NumPy and torch.
 
 ``space.sample()`` draws from a Python generator. Inside ``jax.jit`` that happens once, during tracing, and silently compiles
-one constant into the program. The spaces of :func:`jax_space` draw with JAX in ``sample(key)`` and refuse ``sample()`` in a
-trace; otherwise they behave like the original ones (they compare equal, and are batched and pickled in the same way).
+one constant into the program. The spaces of :func:`jax_space` draw with JAX in ``sample(key)`` and refuse ``sample()`` while
+tracing; otherwise they behave like the original ones (they compare equal, and are batched and pickled in the same way).
 
-Another library gets copies if it can write to its arrays. NumPy gets a fresh, writeable copy per array in the dtype of its
-space, because Gymnasium's wrappers write to their inputs. torch can write to a buffer that DLPack shares, so it shares
+Arrays are copied for libraries that can write to them. For NumPy, each array becomes a fresh, writeable copy in the dtype of
+its space, because Gymnasium's wrappers write to their inputs. torch can write to a buffer shared through DLPack, so it gets
 copies made on the device. JAX arrays cannot be written to and are passed unchanged.
 """
 
@@ -39,8 +39,8 @@ def masked_infos(info: dict[str, Any], mask: Any) -> dict[str, Any]:
 
     Args:
         info: Columns ``[n, ...]``, NumPy or JAX, nested or not.
-        mask: ``bool[n]``: the rows that report them. NumPy columns are copied, with zeros in the other rows; if no row
-            reports anything, the dict is empty. JAX columns are returned unchanged.
+        mask: ``bool[n]``: the rows that report infos. NumPy columns are copied, with zeros in the other rows; if no row
+            reports any, the dict is empty. JAX columns are returned unchanged.
     """
     on_host = isinstance(mask, np.ndarray)
     if on_host and not mask.any():
@@ -85,9 +85,9 @@ def from_torch(tree: Any) -> Any:
 
 
 def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Return raw keys ``uint32[len(seeds), k]`` of the default generator, equal to ``jax.random.key(seed)`` below 2**32.
+    """Return raw keys ``uint32[len(seeds), k]`` of the default generator: ``jax.random.key(seed)`` for seeds below 2**32.
 
-    Larger seeds keep their bits 32 to 63, which ``jax.random.key`` keeps only in 64-bit mode.
+    Larger seeds also use their bits 32 to 63, as ``jax.random.key`` does only in 64-bit mode.
 
     Raises:
         gymnasium.error.Error: A seed is negative or not an integer, as in Gymnasium's own environments.
@@ -129,7 +129,7 @@ class _JaxSpaceMixin:
             For a key, JAX arrays in JAX's equivalents of the space's dtypes (``int32`` for ``int64``).
 
         Raises:
-            ValueError: A program is being traced, and there is no key.
+            ValueError: A program is being traced, and ``mask`` is not a key.
         """
         if isinstance(mask, jax.Array) and (jnp.issubdtype(mask.dtype, jax.dtypes.prng_key) or mask.dtype == jnp.uint32):
             return _sample(self, mask)  # Gymnasium's masks are never uint32
@@ -157,8 +157,8 @@ def jax_space(space: gym.Space[Any]) -> Any:
     """Return the same space with ``sample(key)`` and ``contains(x)`` for compiled programs, where ``sample()`` is refused.
 
     Args:
-        space: Any Gymnasium space; it is not changed. JAX supports Box, Discrete, MultiDiscrete, MultiBinary, and Dict and
-            Tuple of these; any other space, also one of a derived class, is returned as it is.
+        space: Any Gymnasium space; it is not changed. Supported are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and
+            Tuple of these; any other space, even one of a subclass, is returned unchanged.
 
     ``space.sample(key)`` has Gymnasium's distributions: uniform, except for a Box without bounds (normal) or with one bound
     (exponential, from the bound on). ``space.contains(x)`` is ``bool[]``; shapes and kinds of dtypes are checked while the

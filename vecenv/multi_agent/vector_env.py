@@ -1,7 +1,7 @@
 """``MultiAgentVecEnv``: PettingZoo parallel environments on the engine, with an axis of agents and masks.
 
 :mod:`vecenv.multi_agent.adapter` turns every environment into an ordinary one with a single observation for all agents, and
-:class:`~vecenv.AsyncVectorEnv` runs these. ``MultiAgentVecEnv`` unpacks their batches, and records for each environment
+:class:`~vecenv.AsyncVectorEnv` runs them. ``MultiAgentVecEnv`` unpacks the batches, and records for each environment
 which agents are alive and whether its episode has ended.
 """
 
@@ -118,7 +118,7 @@ class MultiAgentVecEnv:
 
     Raises:
         TypeError: An environment has no ``possible_agents``, or a space has no fixed size.
-        ValueError: Agents or spaces differ between environments (the message names all), or the layout does not fit.
+        ValueError: Agents or spaces differ between environments (the message lists all), or the layout does not fit.
         Exception: Raised by an ``env_fn``, or by :class:`~vecenv.AsyncVectorEnv`.
     """
 
@@ -170,7 +170,7 @@ class MultiAgentVecEnv:
         """Build an EnvPool pool with several players per environment, such as ``"TicTacToe-v1"``; players are the agents.
 
         It always has ``layout="stack"`` and next-step autoreset; turn-based games have masks like
-        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and frames raise
+        :class:`~vecenv.multi_agent.TurnBased`. ``reset_mask``, ``call``, ``exec_func``, attributes and ``render`` raise
         :class:`NotImplementedError`, and reset options raise :class:`ValueError`.
 
         Args:
@@ -227,12 +227,12 @@ class MultiAgentVecEnv:
 
     @property
     def single_observation_space(self) -> Any:
-        """The space of one agent (stack), or a dict of agents or groups."""
+        """The space of one agent if the layout is "stack", otherwise a dict with one space per agent or group."""
         return self._per_part([part.observation_space for part in self._roster.parts])
 
     @property
     def single_action_space(self) -> Any:
-        """The space of one agent (stack), or a dict of agents or groups."""
+        """The space of one agent if the layout is "stack", otherwise a dict with one space per agent or group."""
         return self._per_part([part.action_space for part in self._roster.parts])
 
     def _per_part(self, each: Sequence[Space[Any]]) -> Any:
@@ -278,7 +278,7 @@ class MultiAgentVecEnv:
 
         Args:
             seed, options: See :meth:`reset`.
-            env_id: Reset only these environments, which must not be in flight; for :meth:`recv`.
+            env_id: Reset only these environments, which must not be in flight; :meth:`recv` returns the results.
         """
         rows = None if env_id is None else parse_env_ids(env_id, self.num_envs)
         seeds: Any = seed
@@ -313,7 +313,7 @@ class MultiAgentVecEnv:
                 an agent that acts in no environment may be omitted from a dict.
 
         Raises:
-            ResetNeeded: An environment was not reset yet, or its episode has ended under ``AutoresetMode.DISABLED``.
+            ResetNeeded: An environment has not been reset yet, or its episode has ended under ``AutoresetMode.DISABLED``.
             ValueError, TypeError: A shape or dtype is wrong, or the action of a live agent is missing; nothing was sent.
             Exception: The errors of ``AsyncVectorEnv.step``.
         """
@@ -331,7 +331,7 @@ class MultiAgentVecEnv:
         return self._unpack(batch, terminated, truncated, infos, self._all_rows)
 
     def send(self, actions: Any, env_id: Any = None) -> None:
-        """Step some environments without waiting; ``actions`` are those of :meth:`step`, with one row per ``env_id``."""
+        """Step some environments without waiting; ``actions`` are as in :meth:`step`, with one row per ``env_id``."""
         rows = self._rows.parse_rows(env_id)
         self._require_begun(rows)
         self._rows.send(self._actions.convert(actions, rows, self._alive), rows)
@@ -340,7 +340,7 @@ class MultiAgentVecEnv:
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
         within: float | None = None,
     ) -> Step:  # fmt: skip
-        """Return the results of the next ``count`` environments that finish (default ``batch_size``), as from ``step``.
+        """Return the next ``count`` environments that finish (default ``batch_size``), in the format of :meth:`step`.
 
         With ``at_least``, return at least that many; see :meth:`vecenv.AsyncVectorEnv.recv`. ``infos["env_id"]`` contains
         their indices.
@@ -485,7 +485,7 @@ class MultiAgentVecEnv:
         return StateDict({**state, "snapshots": self._with_agents(state["snapshots"], None)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Continue from the result of :meth:`state_dict`; returns and raises like :meth:`load`."""
+        """Continue from the result of :meth:`state_dict`; results and errors are those of :meth:`load`."""
         snapshots = state.get("snapshots") if isinstance(state, Mapping) else None
         return self._load_with_agents(parse_rows(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
 
@@ -497,7 +497,7 @@ class MultiAgentVecEnv:
         return made
 
     def thaw(self, frozen: Frozen, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
-        """Continue environments from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. Infos are empty."""
+        """Continue environments from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. The infos are empty."""
         batch, _ = self._rows.thaw(frozen, into, reseed=reseed)
         rows = parse_rows(into, self.num_envs)
         self._set_agents(rows, [frozen.beside] * len(rows))
@@ -512,7 +512,7 @@ class MultiAgentVecEnv:
         return Snapshots(one.having(beside=self._agent_state(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _load_with_agents(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
-        """Call ``load``, restore the agents' state and return the observations. The engine rejects values of other types."""
+        """Call ``load``, restore the agents' state and return the observations; ``load`` rejects all but snapshots."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
             agent_state = one.beside
@@ -574,7 +574,7 @@ def make_openrl(
     """Build the equivalent of OpenRL's ``AsyncVectorEnv(env_fns, ...)``, with the same arguments in the same order.
 
     Args:
-        env_fns: Functions that build environments with ``agent_num``, parallel ones of PettingZoo, or Gymnasium's.
+        env_fns: Functions that build environments with ``agent_num``, PettingZoo's parallel ones, or Gymnasium's.
         observation_space, action_space: The spaces of one agent; those of the environments must equal them.
         shared_memory, copy, context, daemon: See :class:`~vecenv.AsyncVectorEnv`.
         worker: Must be ``None``: OpenRL's worker functions use their own protocol.
@@ -591,7 +591,7 @@ def make_openrl(
         raise TypeError("make_openrl: `worker` must be None, because OpenRL's worker functions use another protocol")
     mode = AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
     own: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
-    if shared_memory is not True:  # passed on, True would raise for spaces that cannot be shared
+    if shared_memory is not True:  # an explicit True would raise for spaces that cannot be shared
         own["shared_memory"] = shared_memory
     try:
         envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**own, **engine})

@@ -25,8 +25,8 @@ class Restart:
     """A budget of restarts, for ``on_failure=`` of :class:`vecenv.AsyncVectorEnv`.
 
     Args:
-        limit: Maximum number of restarts of all environments within ``period``. ``None``: each environment, and each worker
-            that dies, has 5 restarts in that time, and one more for every 1,000 steps that it made.
+        limit: Maximum number of restarts of all environments together within ``period``. ``None``: each environment, and
+            each worker that dies, has 5 restarts in that time, and one more for every 1,000 steps that it made.
         period: Length of the period in seconds.
 
     Raises:
@@ -61,13 +61,13 @@ class WorkerOptions:
         preload: With ``context="forkserver"``, modules that the fork server imports once for all workers of the program.
         start_timeout: Time limit, in seconds, for a worker to build its environments.
         dummy_env: The source of metadata and spaces. ``True``: an environment that is built and closed in this process, as
-            in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: like ``True``, or like
-            ``False`` where a process tries one out anyway (``num_workers="auto"``, ``use_caller=True``). Or an
+            in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: like ``False`` if one is
+            tried out in a process anyway (``num_workers="auto"``, ``use_caller=True``), otherwise like ``True``. Or an
             object, such as an environment, that has the ``observation_space``, ``action_space``, ``metadata`` and
             ``render_mode`` of all environments: then none is built.
 
     Raises:
-        TypeError, ValueError: A value of a wrong type or out of range.
+        TypeError, ValueError: A value has the wrong type or is out of range.
     """
 
     threads: int | None = None
@@ -119,10 +119,10 @@ class EngineOptions(TypedDict, total=False):
 def require_processes_for(
     name: str, num_workers: int | str | None, use_caller: bool | None, dummy_env: bool | None
 ) -> None:
-    """Raise if options need worker processes, and none are possible. ``"auto"`` needs none: it then means this process.
+    """Raise if options need worker processes but none are possible. ``"auto"`` needs none: it falls back to this process.
 
     Raises:
-        NotImplementedError: They do. The text names an alternative, and nothing has been built.
+        NotImplementedError: Worker processes are not possible here. The text names an alternative; nothing has been built.
     """
     if dummy_env is False:
         require_processes(f"{name} with dummy_env=False")
@@ -168,7 +168,7 @@ def _is_positive_number(value: Any) -> bool:
 
 
 def choice_check(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
-    """Return a check that accepts these constants and what ``or_`` accepts. 0 is not ``False``, and 1 is not ``True``."""
+    """Return a check for these constants, or what ``or_`` accepts. 0 does not count as ``False``, nor 1 as ``True``."""
     return lambda value: any(
         value is choice or (isinstance(choice, str) and value == choice) for choice in accepted
     ) or or_(value)
@@ -223,7 +223,7 @@ def check_option(name: str, value: Any, check: tuple[_Check, str] | None = None)
 
 
 def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
-    """Raise for invalid options. The text names the option and the accepted values.
+    """Raise for invalid options. The error names the option and the accepted values.
 
     Args:
         num_envs: Number of environments.

@@ -1,4 +1,4 @@
-"""Reads and writes flight records, the files about environments that failed.
+"""Reads and writes flight records, which are files that describe failed environments.
 
 A file consists of a header that can be read safely, and a pickle. The header is a line of JSON: the environment, the
 failure, the versions of packages, and the length and checksum of the rest. Nothing is unpickled before its checksum is
@@ -51,7 +51,7 @@ class Message(NamedTuple):
 
     Attributes:
         place: Index of the step that follows.
-        name: ``"reset"``, or a ``name`` of :meth:`vecenv.Observer.on_call`.
+        name: ``"reset"``, or the ``name`` passed to :meth:`vecenv.Observer.on_call`.
         arguments: Arguments for this environment; ``None``: they cannot be pickled.
     """
 
@@ -81,20 +81,20 @@ class Failed:
 
 @dataclass(slots=True)
 class Record:
-    """The content of a file.
+    """The content of a flight record.
 
     Attributes:
         row: Index of the environment.
         plan: The settings of its worker.
         env_fn: The pickled function that builds the environment, or the reason why it cannot be pickled.
-        requests: A pickle of its list of :class:`Message` and, by step, a dict of the actions without a column.
+        requests: A pickle of its list of :class:`Message`, and of a dict: step -> its action, if ``columns`` has none.
         columns: Name -> the actions, rewards (nan if the result was not returned) or flags of all steps, the latest last, in
             a small dtype that holds them exactly.
         failed: The failure; ``None``: the file was written on request.
         steps_before: The number of a step in the latest episode minus its number in this record.
         snapshot: (index of the next step, index of the next message, state); ``None``: there is none.
-        why_no_snapshot: The reason, if environments cannot be saved.
-        restarted: True if it replaced a failed one within a step: in next-step mode, its first step begins with a reset.
+        why_no_snapshot: The reason why environments cannot be saved; empty if they can.
+        restarted: True if it replaced a failed environment within a step, so that its first step begins with a reset.
         path: ``sys.path`` of the program.
         spec: The registration of the environment, if it has one.
     """
@@ -125,7 +125,7 @@ class Header:
     Attributes:
         env_id, env, episode, step: The environment, and the episode and step of its failure.
         failed: The failure in one line.
-        written: The local time of the machine that wrote it.
+        written: The time of writing, in the time zone of the machine that wrote it.
         versions: Package -> version.
         length, checksum: Length and checksum of the rest.
     """
@@ -209,7 +209,7 @@ def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> None:
 
 
 def running_env(text: str, env: int) -> tuple[int, list[int]] | None:
-    """Return the environment that was running in the worker of ``env``, and all of that worker, if the text names them.
+    """Return the running environment of the worker of ``env``, and all environments of that worker, if the text names them.
 
     Args:
         text: The message of a worker's death, or of a hang.

@@ -2,7 +2,7 @@
 
 The tests do not depend on where environments run: in processes, in threads, on devices or hosts. They build a vector
 environment through one factory, use only the interface of :class:`gymnasium.vector.VectorEnv`, and compare the results with
-the expected ones. A backend declares missing abilities in class attributes, and their tests are skipped with that reason::
+the expected ones. A backend declares the abilities that it lacks in class attributes, and the tests of these are skipped::
 
     class TestMyVectorEnv(VectorEnvContract):
         autoreset_modes = (AutoresetMode.NEXT_STEP,)

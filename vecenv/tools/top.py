@@ -39,14 +39,14 @@ class WorkerRow:
     """The activity of one worker between two readings.
 
     Attributes:
-        index, pid: The worker's index and process id; for the caller's own share, the program's id.
+        index, pid: The worker's index and process id; for environments in the caller, the program's process id.
         kind: ``"process"`` or ``"caller"``.
         state: ``"stepping"``: it made steps; ``"waiting"``: they took less than a twentieth of the time; ``"busy"``: it
             computes, but made none; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
         envs: The indices of its first and last environments.
         steps_per_second: The steps of all its environments.
         waiting: The share of the time that it was not inside an environment, 0 to 1.
-        slowest_env: The environment with the longest latest sampled step, ``None`` before the first sample.
+        slowest_env: The environment that took longest in its latest sampled step; ``None`` before the first sample.
         slowest_env_seconds: The duration of that step.
         restarts: How often its process was replaced since the program began to publish.
     """
@@ -106,7 +106,7 @@ class Watcher:
     def read(self) -> list[ProgramRow]:
         """Return the running programs, sorted by process id and age.
 
-        The rates of a program that the previous reading lacks cover the time since it began to publish.
+        If a program was not in the previous reading, its rates cover the time since it began to publish.
         """
         now: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}
         self.left_out = []
@@ -195,7 +195,7 @@ class View:
     ended: bool = False
 
     def press(self, keys: bytes) -> None:
-        """Process keys: ``s`` sorts by the next column, arrows and pages move, ``q`` ends."""
+        """Process keys: ``s`` sorts by the next column, arrow and page keys move, ``q`` ends."""
         while keys:
             key = next((known for known in (*_ROW_MOVES, *_PAGE_MOVES) if keys.startswith(known)), keys[:1])
             keys = keys[len(key) :]
@@ -329,7 +329,7 @@ def _show(watcher: Watcher, interval: float) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` then restores the terminal too
     view, rows = View(), watcher.read()
     with (
-        contextlib.suppress(KeyboardInterrupt),  # Ctrl-C ends it
+        contextlib.suppress(KeyboardInterrupt),  # Ctrl-C ends the display
         _keys() as wait,
         Live(draw(rows, watcher.left_out, view, console.height), console=console, screen=True, auto_refresh=False) as live,
     ):
@@ -351,7 +351,7 @@ def _keys() -> Iterator[Callable[[float], bytes]]:
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     try:
-        tty.setcbreak(terminal, termios.TCSADRAIN)  # unlike the default, keeps keys typed before
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # unlike the default, keeps keys typed earlier
         yield lambda seconds: os.read(terminal, 64) if select.select([terminal], [], [], seconds)[0] else b""
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)

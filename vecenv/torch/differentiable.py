@@ -1,11 +1,10 @@
 """Gradients through JAX-native environments for torch users.
 
-One step is one autograd function of two tensors, the action and the state. All floating-point leaves of the state, however
-deeply nested, travel packed in a single tensor ``[num_envs, D]``, so no part of the physics can lose its gradient, and
-observations, rewards and metrics are slices of that tensor, so torch differentiates through them as through any slice. All
-other leaves (keys, counters, flags) are packed in a tensor of integers. So a state is two tensors. The forward and the
-backward pass are compiled; what the forward pass keeps for the backward pass leaves JAX as a pytree and never passes through
-torch. Tensors cross by DLPack.
+A step is one torch autograd function of the state and the action. All floating-point leaves of the state, however deeply
+nested, are packed into one tensor ``[num_envs, D]``, so no part of the physics can lose its gradient. Observations, rewards
+and metrics are slices of that tensor, and torch differentiates through them as through any slice. All other leaves (keys,
+counters, flags) are packed into a tensor of integers. The forward and backward passes are compiled; the values that one
+saves for the other are a pytree of JAX arrays, never torch tensors. Tensors are exchanged through DLPack.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ __all__ = ["DifferentiableEnv", "TorchState", "differentiable"]
 
 @dataclasses.dataclass(frozen=True)
 class _Slot:
-    """The place of a leaf in its packed tensor: columns ``start:stop``, then reshaped to ``shape``."""
+    """The place of a leaf in its packed tensor: columns ``start:stop``, reshaped to ``shape``."""
 
     start: int
     stop: int
     shape: tuple[int, ...]
     dtype: Any
     floating: bool
-    key: Any  # of a typed random key, how it is made of its numbers
+    key: Any  # the generator of a typed random key; None for other leaves
     shown: torch.dtype
 
 
@@ -48,12 +47,12 @@ class TorchState:
     """The state of a differentiable environment: the fields of :class:`vecenv.jax.EnvState` as torch tensors.
 
     ``obs``, ``reward``, ``next_obs``, ``episode_return``, ``info``, ``inner`` and the other floating-point fields are
-    differentiable with respect to all actions before them; flags and counters are plain tensors. Do not write into them. It
-    can be pickled and copied, without its gradient history.
+    differentiable with respect to all actions before them; flags and counters are plain tensors. Do not write to them. A
+    state can be pickled and copied, but the copy has no gradient history.
 
     Attributes:
         packed: All floating-point leaves, ``[num_envs, D]``.
-        integers: All other leaves, ``[num_envs, M]``. The two are the whole: ``env.state(packed, integers)`` is it again.
+        integers: All other leaves, ``[num_envs, M]``. ``env.state(packed, integers)`` rebuilds the state from both.
     """
 
     def __init__(self, env: DifferentiableEnv, packed: Tensor, integers: Tensor) -> None:
@@ -72,7 +71,7 @@ class TorchState:
         return self._env._field(self, name)
 
     def detach(self) -> TorchState:
-        """Return the same state, cut off from the actions that led to it."""
+        """Return the same state without its gradient history."""
         return TorchState(self._env, self.packed.detach(), self.integers)
 
     def __reduce__(self) -> Any:
@@ -83,7 +82,7 @@ class TorchState:
 
 
 class DifferentiableEnv:
-    """``reset`` and ``step`` on torch tensors, with gradients; made by :func:`differentiable`."""
+    """``reset`` and ``step`` on torch tensors, with gradients; built by :func:`differentiable`."""
 
     def __init__(self, functional: FunctionalVectorEnv, recipe: tuple[Any, ...], gradients: bool = True) -> None:
         self.functional = functional
@@ -125,7 +124,7 @@ class DifferentiableEnv:
         return self._unpack(_borrow(state.packed), _borrow(state.integers))
 
     def state(self, packed: Tensor, integers: Tensor) -> TorchState:
-        """Return the state of these two tensors; see :class:`TorchState`."""
+        """Return the state that consists of these two tensors; see :class:`TorchState`."""
         for tensor, width in ((packed, self.widths[0]), (integers, self.widths[1])):
             if tensor.shape != (self.num_envs, width):
                 raise ValueError(f"a tensor {[self.num_envs, width]} is wanted, got {list(tensor.shape)}")
@@ -135,11 +134,12 @@ class DifferentiableEnv:
         """Step every environment once.
 
         Args:
-            state: From ``reset`` or ``step``; stepping it twice gives two branches.
-            action: ``[num_envs, ...]`` of the action space.
+            state: A state from ``reset`` or ``step``. The same state may be stepped several times, to create branches.
+            action: One element of the action space per environment, ``[num_envs, ...]``.
 
         Raises:
-            ValueError: An action of the wrong shape. ``TypeError``: of the wrong kind of dtype.
+            ValueError: The action has the wrong shape.
+            TypeError: The action has the wrong kind of dtype.
         """
         self.functional.check_action(action.detach().cpu().numpy() if action.device.type == "cpu" else _borrow(action))
         packed, integers = _Step.apply(self, state.packed, state.integers, action)
@@ -148,7 +148,7 @@ class DifferentiableEnv:
     # -- packing ---------------------------------------------------------------------------------------------------
 
     def _learn(self, state: EnvState, key_kinds: list[str | None]) -> None:
-        """Decide which column of the packed tensors belongs to which leaf."""
+        """Assign columns of the packed tensors to the leaves."""
         leaves, self._structure = jax.tree.flatten(state)
         self._slots: list[_Slot] = []
         ends = {True: 0, False: 0}
@@ -184,7 +184,7 @@ class DifferentiableEnv:
         return jax.tree.unflatten(self._structure, leaves)  # type: ignore[no-any-return]
 
     def _field(self, state: TorchState, name: str) -> Any:
-        """Return one field of ``state``: slices of the packed tensors."""
+        """Return one field of ``state`` as slices of the packed tensors."""
 
         def tensor(slot: _Slot) -> Tensor:
             if slot.floating:
@@ -207,7 +207,7 @@ class DifferentiableEnv:
 
 
 def _key_kind(leaf: Any) -> str | None:
-    """Return the name of the generator of a typed random key; ``None`` for another array."""
+    """Return the name of the generator of a typed random key; ``None`` for any other array."""
     return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
 
 
@@ -226,7 +226,7 @@ class _Step(_autograd.Function):  # type: ignore[misc]
     def forward(ctx: Any, env: DifferentiableEnv, packed: Tensor, integers: Tensor, action: Tensor) -> Any:
         ctx.env = env
         if env._gradients and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
-            # the backward pass reads all of them again, and the caller may have written to them by then
+            # copies, because the caller may write to the tensors before the backward pass reads them again
             after, others, ctx.pull = env._forward(_owned(packed), _owned(integers), _owned(action))
         else:
             after, others = env._plain(_borrow(packed), _borrow(integers), _owned(action))
@@ -248,17 +248,17 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
     """Build an environment that torch can differentiate through, over any number of steps.
 
     Args:
-        env: A :class:`~vecenv.jax.FunctionalVectorEnv` or ``JaxVectorEnv`` (then nothing else may be given), or what
-            ``FunctionalVectorEnv`` takes: an environment of a known library, or a name.
-        num_envs: How many environments.
-        **options: Of ``FunctionalVectorEnv``; others go to the named environment, as ``backend="spring"``.
+        env: A :class:`~vecenv.jax.FunctionalVectorEnv` or ``JaxVectorEnv`` (then no other argument is allowed); or an
+            environment of a supported library, or a name, as for ``FunctionalVectorEnv``.
+        num_envs: The number of environments.
+        **options: Options of ``FunctionalVectorEnv``; others, such as ``backend="spring"``, go to the named environment.
 
     Returns:
-        ``reset(seed) -> state`` and ``step(state, action) -> state``; see :class:`TorchState`. Restarts of episodes cut the
-        gradient, as they must.
+        ``reset(seed) -> state`` and ``step(state, action) -> state``; see :class:`TorchState`. No gradient
+        flows from one episode into the previous one.
 
     Raises:
-        ValueError: The environment has no reverse-mode derivative; the message names the cure.
+        ValueError: The environment has no reverse-mode derivative; the message names a remedy.
 
     Example::
 
@@ -282,11 +282,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _borrow(tensor: Tensor) -> Any:
-    """Return a tensor's memory as a JAX array, not copied if XLA can read it."""
+    """Return a tensor as a JAX array that shares its memory, or a copy if XLA cannot read that memory."""
     tensor = tensor.detach().contiguous()
     return jax.dlpack.from_dlpack(tensor if tensor.data_ptr() % 64 == 0 else tensor.clone())
 
 
 def _owned(tensor: Tensor) -> Any:
-    """Return a copy, because the backward pass reads it again, and the caller may have written to the tensor by then."""
+    """Return a copy as a JAX array, for the backward pass: by then, the caller may have written to the tensor."""
     return _borrow(tensor.detach().clone(memory_format=torch.contiguous_format))

@@ -1,13 +1,13 @@
 """EnvPool's tasks: finding them, checking their options, and building pools.
 
 Spaces come from a pool's specification, which is cheap, so no environment is built before it is needed. EnvPool reports
-wrong configurations by assertions without text, by errors of the C++ binding, or not at all; here they raise errors that
-name the valid values, before anything is built.
+invalid configurations by assertions without text, by errors of the C++ binding, or not at all. This module raises errors
+that name the valid values before anything is built.
 
 Tasks have hundreds of options that C++ does not check: depending on the others, a value may end the process, overwrite
-memory or make a reset hang. Common ones are known to be harmless (:data:`_RANGES` and below). Any other configuration is
+memory or make a reset hang. Common values are known to be harmless (:data:`_RANGES` and below). Any other configuration is
 first built, reset and stepped in a separate process, once, which takes a second or two. The first frame of a MuJoCo task is
-also tried there: MuJoCo draws with OpenGL, and without an OpenGL library it ends the process by ``exit(1)``.
+also drawn there first: MuJoCo uses OpenGL, and without an OpenGL library it ends the process by ``exit(1)``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_THREADS: Final = 4096
 # EnvPool's C++ accepts any integer for these, and values out of range end the process or hang. Each entry is
 # (minimum, maximum, the largest value that needs no trial).
 _RANGES: Final = {
-    "frame_skip": (1, _INT32_END - 1, _INT32_END),  # slow
+    "frame_skip": (1, _INT32_END - 1, _INT32_END),  # large values are slow but harmless
     "stack_num": (1, 256, 32),
     "frame_stack": (1, 256, 32),
     "img_height": (1, 4096, 1024),
@@ -58,14 +58,14 @@ _RANGES: Final = {
     "noop_max": (1, 10_000, 1000),
     "mode": (-1, _INT32_END - 1, _INT32_END),  # the emulator refuses values that a game does not have
     "difficulty": (-1, _INT32_END - 1, _INT32_END),
-    "render_width": (1, 8192, 8192),  # drawing always has a trial
+    "render_width": (1, 8192, 8192),  # drawing is always tried in a separate process first
     "render_height": (1, 8192, 8192),
     "render_camera_id": (-1, _INT32_END - 1, _INT32_END),
 }
 _PROBABILITIES: Final = ("repeat_action_probability",)  # from 0 to 1
 # The options that name the game. EnvPool ends the process for an unknown name.
 _GAME_OPTIONS: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
-# The families in which all switches (options that are true or false) were tested.
+# The families in which all boolean options were tested.
 _TESTED_SWITCHES: Final = (
     "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
 )  # fmt: skip
@@ -159,7 +159,7 @@ class Task:
         action_space: The action space of one environment.
         max_num_players: The maximum number of players per environment; above one, some arrays have a row per player.
         env_spec: The equivalent of an entry in Gymnasium's registry.
-        make: Builds a pool from seeds, one per environment.
+        make: A function that builds a pool from one seed per environment.
     """
 
     id: str
@@ -205,7 +205,7 @@ class Task:
 
     @classmethod
     def from_pool(cls, pool: Any) -> Task:
-        """Describe a pool that EnvPool itself built. The first call of ``make`` with the pool's own seeds returns this pool.
+        """Describe a pool that EnvPool built. The first call of ``make`` returns this pool if it gets the pool's own seeds.
 
         Raises:
             TypeError: It is not an EnvPool pool.
@@ -283,7 +283,7 @@ def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> 
 
 
 def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Return the allowed keys of a task's configuration, and its defaults; raises for any other key."""
+    """Check the keys of ``env_config``, and return the accepted keys and the task's default configuration."""
     for key, advice in _RESERVED.items():
         if key in env_config:
             raise TypeError(f"{key!r} cannot be set here: {advice}")
@@ -306,10 +306,10 @@ def _without_bound_warnings(build: Any) -> Any:
 
 
 def _repair_bounds(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """Replace the extremes of the floating-point type, which EnvPool uses for infinity, by infinite bounds.
+    """Replace bounds at the extremes of the floating-point type, which stand for infinity in EnvPool, with infinity.
 
     EnvPool's default lower bound is the smallest *positive* number (``numeric_limits<T>::min()``), so observations of 51
-    dm_control tasks, and of others, would be outside their space.
+    dm_control tasks and of some others would be outside their space.
     """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _repair_bounds(inner) for key, inner in space.spaces.items()})
@@ -323,7 +323,7 @@ def _repair_bounds(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
 
 
 def _action_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """Return the action space of one environment: a pool's, without the environment ids among several named actions."""
+    """Return the action space of one environment: that of the pool, without the ids of environments and players."""
     if not isinstance(space, spaces.Dict):
         return _repair_bounds(space)
     actions = {key: inner for key, inner in space.spaces.items() if key not in ("env_id", "players")}
@@ -345,7 +345,7 @@ def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping
 
 
 def _keep_pools() -> None:
-    """Keep a forked child, which has none of the pools' threads, from running their destructors."""
+    """Keep a forked child from running the destructors of pools, because it does not have their threads."""
     for pool in list(_POOLS):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
@@ -463,7 +463,7 @@ def _floats(value: Any) -> list[float]:
 
 def _suggest(name: str, names: Collection[str]) -> str:
     """Return a hint with the most similar names, or an empty string."""
-    # without a suffix such as "-v5", which many names share
+    # compare names without suffixes such as "-v5", which many of them share
     stems = {candidate.rpartition("-v")[0] or candidate: candidate for candidate in names}
     close = [stems[stem] for stem in difflib.get_close_matches(name.rpartition("-v")[0] or name, stems, n=5, cutoff=0.6)]
     return f"did you mean {' or '.join(map(repr, close))}? " if close else ""
@@ -502,7 +502,7 @@ _TRIAL_MEMORY: Final = 16 << 30  # bytes of address space, most of it never used
 
 @functools.cache
 def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
-    """Build a task with these options in a process; return ``None`` if it survived, or a description of its end."""
+    """Build a task with these options in a separate process; return ``None`` if it survived, or a description of its end."""
     free = available_memory()
     memory = _TRIAL_MEMORY if free is None else min(_TRIAL_MEMORY, max(free, 4 << 30))
     path = [os.path.abspath(entry) for entry in sys.path]
@@ -531,7 +531,7 @@ def spread_seeds(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int
 
     Args:
         seed: An integer gives environment i the seed ``seed + i``; a sequence has one seed per environment, or ``None`` for
-            a random one; ``None`` means random seeds for all. Seeds of 2**31 and more, which exceed EnvPool's range, are
+            a random one; ``None`` means random seeds for all. Seeds of 2**31 or more, which exceed EnvPool's range, are
             hashed into it by :class:`numpy.random.SeedSequence`.
         num_envs: Number of environments.
         rng: The source of random seeds.
@@ -547,7 +547,7 @@ def spread_seeds(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int
 
 
 def _parse_seed(seed: Any, env: int, rng: np.random.Generator) -> int:
-    """Check and return a seed within int32; a random one for ``None``."""
+    """Check a seed and return it, hashed if it exceeds int32; return a random one for ``None``."""
     if seed is None:
         return int(rng.integers(_INT32_END))
     value = _parse_integer(f"the seed of env {env}", seed, "an integer or None")

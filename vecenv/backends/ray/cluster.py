@@ -33,9 +33,9 @@ class Cluster:
     """The hosts of one vector environment on a Ray cluster, and the cores reserved for them.
 
     Args:
-        address: The address of a cluster. ``None`` or ``"auto"``: the one to which this process is connected, that runs on
-            this machine, or that ``RAY_ADDRESS`` names. If there is none, ``None`` starts a new one. ``"local"``: a new one,
-            unless this process is connected.
+        address: The address of a cluster. ``None`` or ``"auto"``: the cluster to which this process is connected, one that
+            ``RAY_ADDRESS`` names, or one on this machine; if there is none, ``None`` starts a new one. ``"local"``: a new
+            cluster, unless this process is already connected to one.
 
     Attributes:
         own: True if vecenv started the cluster.
@@ -123,8 +123,8 @@ class Cluster:
         bundle = self._bundles[plan.index]
         resources: Any = {"num_cpus": bundle["CPU"]} if self._resource == "CPU" else {"num_cpus": 0, "resources": bundle}
         place = PlacementGroupSchedulingStrategy(self._group, plan.index)
-        # Ray must neither restart the actor, which would then have other environments than the caller expects (vecenv
-        # rebuilds them instead), nor retry a call, because a step must never be executed twice
+        # Ray must not restart the actor, because its environments would not be those that the caller expects (vecenv
+        # rebuilds them instead), and must not retry a call, because a step must never be executed twice
         no_retries = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
         actor = self._ray.remote(_HostActor).options(**resources, **no_retries, scheduling_strategy=place).remote(plan)
         self.actors[plan.index] = actor
@@ -141,11 +141,11 @@ class Cluster:
         Args:
             references: References to replies, from :meth:`submit`.
             deadline: The latest time, by ``time.monotonic()``; ``None``: no limit.
-            every: Wait for all replies, unless a host dies, and not only for the first.
+            every: Wait for all replies instead of the first one, unless a host dies.
         """
         seconds_left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         if every:  # the usual case, in one call for all hosts
-            with contextlib.suppress(self._ray.exceptions.RayError):  # a host died, or the time is over
+            with contextlib.suppress(self._ray.exceptions.RayError):  # a host died, or the deadline has passed
                 return list(zip(references, self._ray.get(references, timeout=seconds_left), strict=True))
             seconds_left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         arrived, _ = self._ray.wait(references, num_returns=1, timeout=seconds_left)
@@ -159,14 +159,14 @@ class Cluster:
             return Lost(_shorten_error(error))
 
     def kill(self, index: int) -> None:
-        """End a host at once, if it was launched."""
+        """Kill a host immediately, if it was launched."""
         if (actor := self.actors.get(index)) is not None:
             with contextlib.suppress(Exception):  # it may be dead, or its node lost
                 self._ray.kill(actor, no_restart=True)
             self.actors.pop(index, None)
 
     def close(self) -> None:
-        """End all hosts, free their places, and disconnect from the cluster if nothing else in vecenv uses it."""
+        """End all hosts, free their cores, and disconnect from the cluster if nothing else in vecenv uses it."""
         global _users
         if not self._open:
             return
@@ -192,12 +192,12 @@ class _HostActor(Host):
 
     def start(self) -> HostReady:
         main: Any = sys.modules["__main__"]
-        main.__file__ = main.__spec__ = None  # in an actor this is Ray's script: workers need not import it
+        main.__file__ = main.__spec__ = None  # in an actor, it is Ray's script, which workers need not import
         return super().start()
 
 
 def _connect(ray: Any, address: str | None) -> bool:
-    """Connect to a cluster, and return True if it had to be started."""
+    """Connect to a cluster, and return True if vecenv started it."""
     if address is not None and address.startswith("ray://"):
         raise ValueError(f"address={address!r}: Ray Client has no zero-copy reads; run the program on a node of the cluster")
     if address != "local":
@@ -223,8 +223,8 @@ def _connect(ray: Any, address: str | None) -> bool:
 def _loopback_only(ray: Any) -> Iterator[None]:
     """Make Ray's processes listen on the loopback interface only, and send no usage reports.
 
-    Ray replaces a loopback address by the machine's own, unless the constant ``ENABLE_RAY_CLUSTER`` is false, as on macOS.
-    Ray reads the constant from an environment variable on import, and Ray's processes when they start: both are set here.
+    Ray replaces a loopback address with the machine's own, unless the constant ``ENABLE_RAY_CLUSTER`` is false, as on macOS.
+    This process has read it from an environment variable; Ray's processes do when they start. So both are set here.
     """
     constants = ray._private.ray_constants
     enabled, previous = constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in _LOCAL_ONLY_VARIABLES}

@@ -1,8 +1,8 @@
 """Publishes the statistics of a running vector environment in a file that ``vecenv top`` reads.
 
-The small JSON file lies in a folder that only its user may enter. Readers send the program no request, so a program that
-hangs is visible too. A file's name contains the id and the start time of the process that wrote it, so that the next program
-or reader can remove the files of processes that have ended.
+The small JSON file lies in a folder that only its user may enter. Readers send no requests to the program, so a program
+that hangs is visible too. A file's name contains the id and the start time of the process that wrote it, so that the next
+program or reader can remove the files of processes that have ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vecenv.engine.stats import WorkerStats
 
 _FORMAT: Final = 2
 _PERIOD_SECONDS: Final = 0.5  # between two writes
-_MAX_FILE_BYTES: Final = 64 << 20  # a reader stops there: 100,000 workers need fewer
+_MAX_FILE_BYTES: Final = 64 << 20  # readers ignore the rest; 100,000 workers need less
 _file_numbers: Final = itertools.count()
 
 
@@ -54,12 +54,13 @@ class PublishedWorker:
 
     Attributes:
         index: Its index.
-        kind: ``"process"``, or ``"caller"``: the environments that the program steps itself.
-        pid, started: The process, and its start time in the kernel's ticks; -1 if it has ended already.
+        kind: ``"process"``, or ``"caller"`` for the environments that the program steps itself.
+        pid, started: The id of the process, and its start time in kernel ticks (-1 if the process has ended).
         first, last: The first and the last of its environments.
         restarts: The number of times its process was replaced.
         steps, seconds: Steps of its environments, and the seconds spent in them.
-        slowest_env, slowest_seconds: The environment with the longest latest sampled step; -1 and 0 before the first.
+        slowest_env, slowest_seconds: The environment that took longest in its latest sampled step, and the duration of that
+            step; -1 and 0 before the first sample.
     """
 
     index: int
@@ -81,9 +82,9 @@ class PublishedStats:
 
     Attributes:
         format: The version of the format.
-        name, pid, num_envs: The vector environment and its program.
-        began, at: ``time.monotonic()`` when publishing began, and at the latest progress. All processes of a machine have
-            the same clock.
+        name, pid, num_envs: The name to show, the id of the program's process, and the number of environments.
+        began, at: ``time.monotonic()`` when publishing began, and when the file was written. All processes on a machine
+            share this clock.
         time_waiting: Seconds for which the program has waited for workers.
         resets, restarts, errors: Counts.
         workers: One entry per worker.
@@ -103,7 +104,7 @@ class PublishedStats:
 
     @classmethod
     def read(cls, path: Path) -> PublishedStats:
-        """Read a file of :func:`published`.
+        """Read a file that :func:`published` yielded.
 
         Raises:
             OSError: It was removed.
@@ -212,7 +213,7 @@ class StatsFile(Observer):
         self._write(self._began)
 
     def on_result(self, rows: Rows | None, result: tuple[Any, ...]) -> None:
-        """Write the file, if that is due."""
+        """Write the file if it is due."""
         now = time.monotonic()
         if now >= self._due:
             with contextlib.suppress(OSError):  # a full disk is no reason to end a training run

@@ -1,4 +1,4 @@
-"""Requests about single rows that never wait: the interface of the process engine for event loops.
+"""Non-blocking requests about single rows: the process engine's interface for event loops.
 
 A loop watches :meth:`Submissions.fileno` and calls :meth:`Submissions.collect` when it is readable. A worker that has died
 stays dead until :meth:`Submissions.start`.
@@ -38,7 +38,7 @@ _COMMANDS: Final[dict[str, tuple[Op, str, _Pack]]] = {
     "check": (Op.CHECK, "load", lambda k, snapshot: [(k, snapshot)]),
     "load": (Op.LOAD, "load", lambda k, _: [k]),
 }
-"""Command -> its operation, its name in errors, and the worker's payload for (position in the worker, payload)."""
+"""Command -> its operation, its name in errors, and a function that packs (position in the worker, payload)."""
 
 
 class Submissions:
@@ -52,7 +52,7 @@ class Submissions:
         failed: Row -> what happened, for rows that need a reset.
         verified: Rows with snapshots that are known to be exact.
         deaths: Workers that have died since the owner emptied this; :meth:`collect` appends to it.
-        poll_interval: Seconds after which to call :meth:`collect` although nothing is readable, on systems where the end of
+        poll_interval: Seconds after which to call :meth:`collect` even if nothing is readable, on systems where the end of
             a process may not make its descriptor readable; ``None`` elsewhere.
     """
 
@@ -65,7 +65,7 @@ class Submissions:
         self._selector = selectors.DefaultSelector()
         self._descriptors = DescriptorOwner(self)
         self._watched: dict[WorkerProcess, tuple[int, Descriptor]] = {}
-        self._full_pipes: dict[WorkerProcess, int] = {}  # workers with a full pipe -> its descriptor
+        self._full_pipes: dict[WorkerProcess, int] = {}  # worker with a full pipe -> the descriptor
         self._starting: dict[WorkerProcess, Request] = {}
         for worker in workers:
             self._watch(worker)
@@ -83,9 +83,9 @@ class Submissions:
 
         Args:
             row: The environment.
-            command: ``"step"`` with an action as payload. ``"reset"`` with ``None`` or ``(seed, options)``. ``"call"`` with
-                ``(name, args, kwargs)``. ``"save"``, and ``"verify"`` that the saved state continues exactly. ``"check"``
-                with a snapshot, and then ``"load"`` with the same one.
+            command: ``"step"`` with an action as payload, ``"reset"`` with ``None`` or ``(seed, options)``, ``"call"`` with
+                ``(name, args, kwargs)``, ``"save"``, ``"verify"`` (check that the saved state continues exactly), or
+                ``"check"`` and then ``"load"`` with the same snapshot.
             payload: See ``command``.
 
         Raises:
@@ -122,10 +122,10 @@ class Submissions:
         """Apply the replies that have arrived, and return the finished requests, each with its result or its error.
 
         Returns:
-            ``(request, result, error)``. A result is ``(observation, reward, terminated, truncated, info)`` of a step,
-            ``(observation, info)`` of a reset, the value of a call, a snapshot, or the loaded observation. An error is
-            ``WorkerDied``; ``EnvFailed`` with the environment's exception as ``__cause__``, of a step or a reset; the
-            environment's exception itself otherwise.
+            ``(request, result, error)``. A result is ``(observation, reward, terminated, truncated, info)`` for a step,
+            ``(observation, info)`` for a reset, the value of a call, a snapshot, or the loaded observation. An error is
+            ``WorkerDied``, ``EnvFailed`` with the environment's exception as ``__cause__`` (for a step or reset), or the
+            environment's exception itself.
         """
         ended: dict[WorkerProcess, bool] = {}
         for key, _ in self._selector.select(0):
@@ -143,7 +143,7 @@ class Submissions:
         return [(request, *self._take_result(request)) for request in finished]
 
     def _receive(self, worker: WorkerProcess, ended: bool) -> list[Request]:
-        """Apply the replies of a worker, and return the requests that these or its death have finished."""
+        """Apply the replies of a worker or its death, and return the requests that are now finished."""
         exchange, submitted = self._exchange, list(worker.pending)
         if ended:
             exchange.handle_death(worker)
@@ -218,14 +218,14 @@ class Submissions:
 
         Args:
             row: One of its rows.
-            budget: Count the restart against this budget of restarts, and log it.
+            budget: Count the restart against this budget, and log it.
 
         Returns:
             A request that is finished when the process is ready, or has died.
 
         Raises:
-            RestartsExhausted: There is no restart left in the budget.
-            OSError: The system lacks resources for it at the moment. The budget counts a repeated attempt once.
+            RestartsExhausted: The budget is exhausted.
+            OSError: The system lacks resources at the moment. Further attempts are not counted again.
         """
         exchange, worker = self._exchange, self._find_worker(row)
         if (death := worker.death) is None:
@@ -248,7 +248,7 @@ class Submissions:
         return request
 
     def find_stack(self, row: int) -> Generator[float, None, str]:
-        """Look for the Python stack of the worker of a row: yield seconds to sleep, and return it, or ``""``."""
+        """Find the Python stack of a row's worker: yield seconds to sleep, and finally return the stack, or ``""``."""
         worker = self._find_worker(row)
         search = worker.look_for_stack()
         while worker.death is None:
@@ -269,7 +269,7 @@ class Submissions:
         return self._exchange.pool.processes[self._index_of[row]]
 
     def _watch(self, worker: WorkerProcess) -> None:
-        # Forked processes have a copy of the original, which would keep its registration after it is closed here.
+        # A duplicate, because the original is closed before `_unwatch`, and its copy in a fork would keep it registered.
         exit_descriptor = self._descriptors.open(os.dup, worker.watch.descriptor)
         self._watched[worker] = worker.channel.fd, exit_descriptor
         self._selector.register(worker.channel.fd, selectors.EVENT_READ, (worker, False))

@@ -1,8 +1,8 @@
-"""``AsyncVectorEnv``: environments in worker processes, as a drop-in for Gymnasium's class of that name.
+"""``AsyncVectorEnv``: environments in worker processes, as a drop-in replacement for Gymnasium's class of that name.
 
-Programs written for ``gymnasium.vector.AsyncVectorEnv`` find everything here: arguments in the same order, attributes,
-phases and their errors; seeds, masks, actions, infos and copies as in :mod:`vecenv.front.vector_env`. It differs where that
-class fails: no result is given to another step, a failed environment does not end the others, and closing always ends.
+It has the arguments of ``gymnasium.vector.AsyncVectorEnv``, in the same order, and its attributes, phases and errors. Seeds,
+masks, actions, infos and copies are handled in :mod:`vecenv.front.vector_env`. It differs where Gymnasium's class fails: no
+step returns the result of another, a failed environment does not end the others, and ``close()`` always returns.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Signature:
 class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsync):  # type: ignore[misc]
     """Environments in worker processes, behind ``gymnasium.vector.AsyncVectorEnv``'s interface.
 
-    It is a subclass of that class, so that ``isinstance`` holds, and every method is its own.
+    It is a subclass of that class, so that ``isinstance`` checks pass, but it implements every method itself.
 
     The first nine arguments are Gymnasium's, in its order; see its documentation. The others are keyword-only:
     ``num_workers`` to ``env_threads`` are about speed, ``on_failure`` to ``record_failures`` about failures, ``generators``
@@ -100,53 +100,53 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     Args:
         env_fns: Functions that build the environments.
-        shared_memory: Observations of fixed size lie in shared memory; others, and all with ``False``, travel by pickle.
-            Left out, those of custom spaces travel by pickle, with a warning; ``True`` refuses them, as in Gymnasium.
+        shared_memory: Keep observations of fixed size in shared memory, and pickle others. ``False`` pickles all. By
+            default, those of custom spaces are pickled, with a warning; an explicit ``True`` rejects them, as in Gymnasium.
         copy: Return a copy of the observations. With ``False`` the same writeable arrays are returned every time and
             change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
         daemon: Daemonic workers may not have ``multiprocessing`` children of their own.
-        worker: A custom worker function: Gymnasium's own class is used for it.
+        worker: A custom worker function; the result is then an object of Gymnasium's own class.
         observation_mode: ``"same"``, ``"different"``, or (batched space, single space).
         autoreset_mode: ``AutoresetMode`` or its string value.
-        max_concurrency: The most environments that are inside ``reset`` or ``step`` at once.
+        max_concurrency: The maximum number of environments that run ``reset`` or ``step`` at once.
         num_workers: ``None``: one process per environment. An int: that many processes, each over a contiguous share of the
-            environments. ``"auto"``: the fastest number here, see ``use_caller``, after at most 64 steps in temporary
-            processes that time a step and prove that environments may share a process; one process each if they may not,
-            see ``docs/workers.md``. 0: no process, for debugging.
-        use_caller: The calling process steps a share of the environments itself. That is fastest, for environments that
-            you would trust in ``SyncVectorEnv``: a crash of one of them ends the program. ``None``: no, but
-            ``num_workers="auto"`` decides, and does it where it is faster by more than a tenth; ``False``: never. With
-            ``"auto"``, ``True`` takes the fastest choice.
+            environments. ``"auto"``: the fastest number on this machine. Temporary processes time at most 64 steps and
+            check that environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no
+            processes, for debugging.
+        use_caller: Let the calling process step a share of the environments itself. This is fastest, but a crash of one of
+            them ends the program, so use it for environments that you would trust in ``SyncVectorEnv``. ``None``: no, unless
+            ``num_workers="auto"`` estimates that it is more than 10% faster. ``False``: never. ``True`` with ``"auto"``:
+            whenever it is faster.
         batch_size: Number of environments that :meth:`recv` returns at a time, 1 to ``num_envs``. ``"auto"``: half of them,
-            or all where halves would not pay, after an environment was tried in a temporary process; where a core is free,
-            or steps wait, each worker has two messages in flight. ``print(envs.plan)`` gives the reason.
-        env_threads: Number of environments of a worker that run at the same time, each in a thread, for those that wait for
-            a service or a robot and compute little. They must work in any thread, and share nothing that they change. Needs
+            or all if halves would not pay off, according to a trial of one environment in a temporary process. If a core is
+            free, or steps wait, each worker has two messages in flight. ``print(envs.plan)`` gives the reason.
+        env_threads: Number of environments that a worker runs at the same time, each in its own thread, for environments
+            that mostly wait for a service or a robot. They must work in any thread and share no mutable state. Needs
             worker processes.
-        on_failure: ``"raise"``; ``"restart"`` environments that died, raised or hung; or a :class:`vecenv.Restart` with a
-            budget of restarts.
+        on_failure: ``"raise"``; ``"restart"``, which rebuilds environments that died, raised or hung; or a
+            :class:`vecenv.Restart` with a restart budget.
         step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging.
         record_failures: A folder, or a :class:`vecenv.FlightRecorder`: each failure leaves a file there that
             ``vecenv replay`` repeats; see ``docs/recording.md``.
-        generators: The source of ``random``, ``numpy.random`` and torch's default CPU generator for environments.
-            ``"shared"``: the generators of their process, as in Gymnasium. Where an environment is tried before workers are
-            started (``"auto"``, ``use_caller=True``), there is a warning if it draws.
-            ``"own"``: each has its own, which follow from the seeds of its resets, so that results do not depend on workers;
-            see ``docs/workers.md``. Cannot be combined with ``env_threads``.
+        generators: The generators of ``random``, ``numpy.random`` and torch (on the CPU) that environments use.
+            ``"shared"``: those of their process, as in Gymnasium. If an environment is tried before the workers start
+            (``"auto"``, ``use_caller=True``) and draws from them, there is a warning.
+            ``"own"``: each environment has its own, seeded from the seeds of its resets, so that results do not depend on
+            the workers; see ``docs/workers.md``. Cannot be combined with ``env_threads``.
         worker_options: Threads, cores, environment variables and the start of workers: :class:`vecenv.WorkerOptions`.
 
     Raises:
-        RuntimeError: Spaces of environments do not go together; the environment is named.
-        ValueError: An option has no meaning; the accepted values are named.
+        RuntimeError: The spaces of an environment do not match the others; the message names the environment.
+        ValueError: An option is invalid; the message names the accepted values.
         ArenaError: There is not enough memory; nothing was started.
         NotImplementedError: Worker processes were requested on a system without support for them, such as Windows.
-        StartupTimeout, WorkerDied: A worker did not get ready. Nothing is left running.
-        Exception: Whatever an ``env_fn`` raised, as itself.
+        StartupTimeout, WorkerDied: A worker did not become ready. Nothing is left running.
+        Exception: The exception that an ``env_fn`` raised.
 
-    ``reset`` returns ``(observations, infos)`` and ``step`` ``(observations, rewards, terminations, truncations, infos)``:
-    observations of ``observation_space``; rewards float64, flags bool, all ``(num_envs,)`` and fresh; infos a dict of arrays
-    with a mask ``_key`` for every key.
+    ``reset`` returns ``(observations, infos)`` and ``step`` ``(observations, rewards, terminations, truncations, infos)``.
+    Observations are in ``observation_space``, rewards (float64) and flags (bool) are new arrays of shape ``(num_envs,)``,
+    and infos is a dict of arrays with a mask ``_key`` for every key.
     """
 
     __signature__ = _Signature()
@@ -156,15 +156,15 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     _stats_file: published.StatsFile | None = None
     plan: Plan | None = None
     generators: GeneratorsOption = "shared"
-    _draws_shared = False  # whether an environment was tried and drew from generators that its process shares
-    _refuses_finished = False  # in place of SyncVectorEnv, which refuses to step finished environments
-    _requires_shared_memory = False  # True if `shared_memory=True` was given, and is not just the default
+    _draws_shared = False  # True if an environment that was tried drew from generators that its process shares
+    _refuses_finished = False  # True: stepping a finished environment is an error, as in SyncVectorEnv
+    _requires_shared_memory = False  # True if `shared_memory=True` was passed explicitly
 
     def __new__(
         cls, env_fns: Any = None, shared_memory: bool | None = None, copy: bool = True, context: str | None = None,
         daemon: bool = True, worker: Any = None, *args: Any, **kwargs: Any,
     ) -> AsyncVectorEnv[ObsType, ActType]:  # fmt: skip
-        if worker is not None:  # it uses Gymnasium's own pipe protocol
+        if worker is not None:  # a custom worker uses Gymnasium's own pipe protocol
             return _make_gymnasium_env(  # type: ignore[no-any-return]
                 env_fns, shared_memory is not False, copy, context, daemon, worker, *args, **kwargs
             )
@@ -226,7 +226,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         except RuntimeError as error:
             if not is_main_file_error(error):
                 raise
-            main_file_error, error.__context__ = error.with_traceback(None), None  # its traceback would say nothing
+            main_file_error, error.__context__ = error.with_traceback(None), None  # the traceback would add nothing
         if main_file_error is not None:
             raise main_file_error
 
@@ -234,7 +234,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self, env_fns: Sequence[Callable[[], Env[Any, Any]]], shared_memory: bool, copy: bool, context: str | None,
         daemon: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
     ) -> None:  # fmt: skip
-        """Keep Gymnasium's own arguments, which programs may look at."""
+        """Check Gymnasium's own arguments, and store them as attributes, which programs may read."""
         end_if_importing_main()
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
@@ -257,7 +257,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self.num_envs = len(env_fns)
 
     def _use_engine(self, engine: Engine, batch_size: int | None) -> None:
-        """Take over an engine that was started; it is ended if its environments do not go together."""
+        """Take over a started engine; end it if the spaces of its environments do not match."""
         self._driver = engine
         if batch_size is not None:
             engine.batch_size = batch_size
@@ -329,7 +329,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         return engine
 
     def _use_plan(self, engine: Engine, env_threads: int) -> int | None:
-        """Use the batch size of the plan; return the rows per message, if a worker steps its rows one after another."""
+        """Return the plan's batch size; use its rows per message if a worker steps its rows one after another."""
         assert self.plan is not None
         if env_threads == 1 and self.max_concurrency is None:
             engine.exchange.rows_at_once = self.plan.rows_at_once
@@ -338,7 +338,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     # -- spaces -----------------------------------------------------------------------------------------------------
 
     def _read_spaces(self) -> None:
-        """Metadata and spaces, from an environment that is built here or elsewhere."""
+        """Set the metadata and spaces, from an environment that is built in this process or another."""
         mode = self.observation_mode
         found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
         self._set_attributes(found)
@@ -450,7 +450,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     @exclusive
     def submissions(self) -> Submissions:
-        """Return an interface to single rows that never waits, for an event loop, in place of this one's methods."""
+        """Return a non-blocking interface to single rows, for an event loop to use instead of this object's methods."""
         return self._driver.submissions()
 
     @exclusive
@@ -458,16 +458,16 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """Let ``vecenv top``, run by the same user on this machine, show the workers until :meth:`close`.
 
         The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset on. The
-        program writes a small file, twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or a folder
-        of the user's among temporary files, where no other user can read it. Linux only.
+        program writes a small file, twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or the
+        user's own folder under the temporary directory, where no other user can read it. Linux only.
 
         Args:
             name: The name to show; default: the environments' id.
 
         Raises:
-            NotImplementedError: Not on this system.
+            NotImplementedError: The system is not Linux.
             OSError: The file cannot be written.
-            ClosedEnvironmentError: It is closed.
+            ClosedEnvironmentError: The vector environment is closed.
         """
         self._publish(name)
 
@@ -479,10 +479,10 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self._driver.observers.append(self._stats_file)
 
     def worker_stats(self) -> list[WorkerStats]:
-        """Return the figures of each worker since construction: its environments, their steps, the time spent in them.
+        """Return each worker's statistics since construction: its environments, their steps, and the time spent in them.
 
         Raises:
-            ClosedEnvironmentError: It is closed.
+            ClosedEnvironmentError: The vector environment is closed.
         """
         if self.closed:
             raise_unusable(self, self._driver)
@@ -498,13 +498,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             func = functools.partial(run_with_own_generators, func)
         super()._begin_exec(method, func, indices, args, kwargs)
 
-    # -- the end ---------------------------------------------------------------------------------------------------
+    # -- closing ---------------------------------------------------------------------------------------------------
 
     def close(self, **kwargs: Any) -> None:
-        """Close all environments and end all workers; idempotent, from any thread or signal handler, in whatever state.
+        """Close all environments and end all workers, in any state, from any thread or signal handler. Idempotent.
 
-        If it is interrupted, call it again. From a signal handler in the middle of another call, it ends the workers; the
-        rest is released when that call ends, by :class:`~gymnasium.error.ClosedEnvironmentError` or the handler's exception.
+        If it is interrupted, call it again. In a signal handler during another call, it only ends the workers; everything
+        else is released when that call raises :class:`~gymnasium.error.ClosedEnvironmentError` or the handler's exception.
         In a forked child it does nothing.
 
         Args:
@@ -523,7 +523,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         seconds = parse_timeout(kwargs.get("timeout"))
         again, state.unusable = state.unusable == "closing", "closing"
         self._pool.closing = True
-        if state.caller and state.caller != thread:  # another thread waits for a reply: there will be none
+        if state.caller and state.caller != thread:  # another thread waits for replies; end its wait
             for worker in self._pool.processes:
                 worker.signal(9)
             state.wait_for_other_thread()
@@ -534,7 +534,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             self.close_extras(**{**kwargs, "timeout": timeout})
         if self._stats_file is not None:
             self._stats_file.close()
-        with deferred_signals():  # otherwise the next close() finds it closed, and does not free what is left
+        with deferred_signals():  # an interruption here would make the next close() return before the rest is freed
             self.closed, state.unusable = True, "closed"
             if not nested:
                 driver.release()
@@ -562,7 +562,7 @@ def _make_gymnasium_env(*args: Any, **options: Any) -> Any:
     """Return an object of Gymnasium's own class.
 
     Raises:
-        ValueError: An option is ours alone.
+        ValueError: An option does not exist in Gymnasium.
     """
     parameters = inspect.signature(AsyncVectorEnv.__init__).parameters
     accepted = inspect.signature(GymnasiumAsync.__init__).parameters
@@ -579,11 +579,11 @@ UNCLOSED: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _end_unclosed() -> None:
-    """End what the program did not close, while the modules that :meth:`AsyncVectorEnv.__del__` uses still exist."""
+    """End unclosed vector environments while the modules that :meth:`AsyncVectorEnv.__del__` uses still exist."""
     for envs in list(UNCLOSED):
         try:
             envs.__del__()
-        except ResourceWarning:  # python -W error; the others are to be ended, too
+        except ResourceWarning:  # under `python -W error`; the others must still be ended
             traceback.print_exc()
 
 

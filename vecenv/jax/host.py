@@ -1,4 +1,4 @@
-"""The host side of the bridge: a Gymnasium vector env as a few functions of NumPy arrays.
+"""The host side of the JAX bridge: a Gymnasium vector env as a few functions of NumPy arrays.
 
 This module does not import JAX: a host callback that reads a JAX array other than its argument can deadlock with the program
 that waits for the callback.
@@ -63,7 +63,7 @@ class CallbackHost:
         timeout: Seconds to wait for a reply; ``None`` waits forever. ``"auto"``: see :func:`vecenv.jax.bridge`.
 
     Attributes:
-        failure: The exception of the last call that failed, with its number; see :func:`vecenv.jax.run`.
+        failure: The number and the exception of the last failed call; see :func:`vecenv.jax.run`.
     """
 
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
@@ -83,7 +83,7 @@ class CallbackHost:
         self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and have not been reset
 
     def call(self, command: str, results: Sequence[Result], *arrays: Array) -> list[Array]:
-        """Execute one call: receive a ticket and arrays, return a ticket and arrays of the shapes and dtypes ``results``."""
+        """Execute a command on a ticket (none for a reset) and arrays; return a new ticket and arrays, as in ``results``."""
         if self.closed:
             raise ClosedEnvironmentError("The bridge was closed: its environments cannot be stepped any more.")
         if command == "reset":
@@ -174,7 +174,7 @@ class CallbackHost:
         return outcome + self._infos.read(infos, rows)
 
     def _successors(self, leaves: list[Array], ended: Array, infos: dict[str, Any]) -> list[Array]:
-        """Return ``leaves`` with the last observation of an episode in rows where one ended."""
+        """Return ``leaves``, with the final observation in rows where an episode ended."""
         if not ended.any():
             return leaves
         if "final_obs" not in infos:
@@ -264,9 +264,9 @@ def _convert(array: Array, result: Result) -> Array:
 class Requests:
     """An adapter that resets and steps a vector env through the calls that it supports; at most one request is pending.
 
-    An env with ``step_async`` and ``step_wait`` steps while the program computes, and a wait can time out. One with
-    ``first_ready`` can step some rows. With all others, and with wrappers, only ``reset`` and ``step`` are used: a step runs
-    when its result is fetched, and a row that must not step is reset and stepped with the others, and its results ignored.
+    An env with ``step_async`` and ``step_wait`` steps while the program computes, and a wait can time out. For others, and
+    for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env with
+    ``first_ready`` can step some rows; in others, ended rows are reset and stepped too, and their results are ignored.
 
     Args:
         envs: The vector env.
@@ -303,7 +303,7 @@ class Requests:
         self._interruption: BaseException | None = None
 
     def reset(self, seeds: list[int] | None, mask: npt.NDArray[np.bool_] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset all rows, or those under ``mask``."""
+        """Reset all rows, or those that ``mask`` selects."""
         options = None if mask is None else {"reset_mask": mask}
         self._ended[... if mask is None else mask] = False
         if not self._steps_async:
@@ -330,7 +330,7 @@ class Requests:
             self._pending = self.envs.step_wait
 
     def finish(self) -> tuple[Rows, Stepped]:
-        """Return the rows and the results of the step that :meth:`begin` began: all rows if the env cannot step some."""
+        """Wait for the step that :meth:`begin` began; return its rows (all, if the env cannot step some) and its results."""
         stepped: Stepped = self._wait()
         if self._is_partial:
             return np.asarray(stepped[4]["env_id"], np.intp), stepped
@@ -394,13 +394,13 @@ class InfoColumn(NamedTuple):
 
 
 class InfoColumns:
-    """All columns of a specification: infos in a fixed form, which compiled programs can carry.
+    """The columns of an info specification: infos in a fixed structure, which compiled programs need.
 
-    Environments report any infos at any time. A program needs a fixed structure, so every key becomes a column with a mask
-    ``_key``, which is Gymnasium's own form. Keys outside of the specification are left out.
+    Environments may report any infos at any time. Each specified key becomes a column with a mask ``_key``, as in
+    Gymnasium's infos. Other keys are ignored.
 
     Args:
-        spec: Key -> a dict of the same kind, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,
+        spec: Key -> a nested dict, anything with ``shape`` and ``dtype`` (``jax.ShapeDtypeStruct``), or a dtype,
             which stands for a scalar.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Anonymous shared memory: the block that holds a batch, and read-only arrays of which all processes use one copy.
+"""Anonymous shared memory: the block that holds a batch, and read-only arrays that all processes share.
 
 A memfd is accessible only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is
 freed when the last process that holds it ends. All of it is allocated at once, so that a lack of memory is an error at the
@@ -8,8 +8,8 @@ unlinked file, which has no seals; on systems without worker processes, the bloc
 The kernel may grant an allocation that exceeds the available memory; the OOM killer then ends a process, and no error is
 returned. So the size is first compared with the memory that the machine and the control group have left.
 
-:func:`share` copies a table that all environments read into memory that no process can write to any more, and returns plain
-arrays over it. For such an array, :mod:`vecenv.link.messages` sends the descriptor from :func:`find_place`, not the data.
+:func:`share` copies arrays into memory that is then read-only for all processes, and returns plain arrays over it. Instead
+of the data of such an array, :mod:`vecenv.link.messages` sends the block and the place that :func:`find_place` returns.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def available_memory() -> int | None:
 
 
 def _memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
-    """Create a fully allocated file in memory with ``size`` zero bytes; no file (-1) on systems without worker processes.
+    """Create a fully allocated memory file of ``size`` zero bytes. On systems without worker processes there is none (-1).
 
     Args:
         size: Bytes.
@@ -187,7 +187,7 @@ class SharedBlock(mmap.mmap):
 
     @classmethod
     def map_file(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
-        """Map the memory of a file. The file is closed when the block is collected."""
+        """Map the memory of a file, which is closed when the block is garbage-collected."""
         block = cls(file.number, size, access=mmap.ACCESS_READ)
         block.file = file
         owner.close_with(block)
@@ -213,7 +213,7 @@ class SharedBlock(mmap.mmap):
             raise
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if context.get_spawning_popen() is not None:  # to a process that is being started
+        if context.get_spawning_popen() is not None:  # pickled for a process that is being started
             return _attach_block, (len(self), reduction.DupFd(self.file.number))
         return _copied, (PickleBuffer(self),)
 

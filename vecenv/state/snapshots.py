@@ -46,7 +46,7 @@ class Kind:
     spaces: tuple[tuple[str, str], ...] = ()
 
     def differs_from(self, other: Kind) -> str:
-        """Describe the difference between a snapshot's kind and an environment's. Return an empty text if they are equal."""
+        """Describe how a snapshot's kind differs from an environment's. Return an empty string if they are equal."""
         if self is other or self == other:
             return ""
         if self.env_id != other.env_id:
@@ -86,8 +86,8 @@ class Row:
 
     Attributes:
         kind: Kind of the environment.
-        pending: The next step begins with an automatic reset.
-        used: The environment has been reset before.
+        pending: True if the next step begins with an automatic reset.
+        used: True if the environment has been reset before.
         upcoming: Seed and options of the next episode that autoreset begins, if they were set.
         observation: The row's last observation.
         beside: Data about the row from a vector environment that uses the engine.
@@ -158,7 +158,7 @@ class Snapshot:
 
     @property
     def observation(self) -> Any:
-        """The row's last observation; ``None`` if it was not reset before."""
+        """The row's last observation; ``None`` if the row has not been reset."""
         return self.row.observation
 
     @property
@@ -265,7 +265,7 @@ def parse_snapshots(snapshots: Any, rows: Sequence[int]) -> list[Snapshot]:
 
 
 def kind_of(layers: Sequence[Any] | Any) -> Kind:
-    """Return the kind of an environment, given as its layers or itself. Takes about 100 microseconds."""
+    """Return the kind of an environment, or of a list of its layers. Takes about 100 microseconds."""
     each = layers if isinstance(layers, list) else layers_of(layers)
     names = tuple(f"{type(layer).__module__}.{type(layer).__qualname__}" for layer in each)
     spec = next((spec for layer in each if (spec := vars(layer).get("spec")) is not None), None)
@@ -291,7 +291,7 @@ def _arguments_of(layers: Sequence[Any], spec: Any) -> Iterator[tuple[str, str]]
 
 
 def _name_layers(layers: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield each layer with the name of its class, numbered from the second of a class on."""
+    """Yield (name, layer): the name of its class, with a number from the second layer of that class on."""
     names: Counter[str] = Counter()
     for layer in layers:
         name = type(layer).__name__

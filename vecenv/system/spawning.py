@@ -28,7 +28,7 @@ if sys.platform != "win32":
     import fcntl
 
 NO_GUARD: Final = 113
-"""Exit code of a process that ended because its import of the main file was about to start processes."""
+"""Exit code of a process that ended because importing the main file would have started processes."""
 
 _NO_GUARD_TEXT: Final = "the main guard is missing"
 _NO_FILE_TEXT: Final = "the main file is missing"
@@ -37,10 +37,10 @@ _NO_FILE_TEXT: Final = "the main file is missing"
 
 
 def explain_missing_processes() -> str | None:
-    """Return the reason that worker processes are not possible here; ``None``: they are.
+    """Return the reason why worker processes are not possible here, or ``None`` if they are.
 
-    Windows lacks ``poll()``, by which the engine waits for workers, and process groups, with which helpers of environments
-    are ended.
+    Windows lacks ``poll()``, which the engine uses to wait for workers, and process groups, which it uses to end the helpers
+    of environments.
     """
     if multiprocessing.current_process().daemon:
         return (
@@ -75,7 +75,7 @@ WorkerEnv: TypeAlias = Mapping[str, str | int | float | Callable[[int], str | in
 """Name -> value, or a function of a worker's index that returns it. ``None`` removes a variable."""
 
 Variables: TypeAlias = dict[str, str | None]
-"""Name -> value for one process; ``None``: removed."""
+"""Name -> value for one process. ``None`` removes a variable."""
 
 _READING_MODULES: Final = {
     "JAX_ENABLE_X64": "jax",
@@ -95,8 +95,8 @@ def check_variables(variables: Any) -> None:
     """Check that ``variables`` is a mapping of names to values.
 
     Raises:
-        TypeError: It is not a mapping, or a name or a value has another type; the message names it.
-        ValueError: A name is one that no variable can have.
+        TypeError: It is not a mapping, or a name or value has the wrong type; the message names it.
+        ValueError: A name or value is not valid for an environment variable.
     """
     if not isinstance(variables, Mapping):
         raise TypeError(f"WorkerOptions(env) must be a dict of environment variables, got {type(variables).__name__}")
@@ -114,7 +114,7 @@ def resolve_variables(variables: WorkerEnv | None, index: int) -> Variables:
 
     Raises:
         TypeError, ValueError: A function returned an invalid value; the message names the variable and the worker.
-        Exception: The exception of a function.
+        Exception: The exception that a function raised.
     """
     where = f" for worker {index}"
     return {
@@ -190,7 +190,7 @@ def is_main_file_error(error: BaseException) -> bool:
 
 
 def end_if_importing_main() -> None:
-    """End a process that is importing the main file of its program, because it must not start processes."""
+    """End this process if it is importing the main file of its program, because it must not start processes then."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(NO_GUARD)
 
@@ -396,7 +396,7 @@ def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callabl
 
 
 def preload(context: Any) -> None:
-    """Make a fork server that is not running yet import the engine once, instead of every worker."""
+    """Make the fork server import the engine once for all workers, unless it is running already."""
     if context.get_start_method() != "forkserver":
         return
     from multiprocessing import forkserver
@@ -424,7 +424,7 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
     lifeline.close()  # the kernel kills the process at the other end
     started = []
     for process in processes:
-        with contextlib.suppress(ValueError):  # it is closed
+        with contextlib.suppress(ValueError):  # the process object is closed
             if process.pid is not None:
                 started.append(process)
     for process in started:

@@ -57,7 +57,7 @@ WARM_UP: Final = 0.3  # seconds for caches, allocators and the first reset
 
 
 def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
-    multiprocessing.set_start_method(start_method, force=True)  # a program's default, not that of a spawned process
+    multiprocessing.set_start_method(start_method, force=True)  # the calling program's default; here it would be "spawn"
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -148,7 +148,7 @@ class CandidateProcess:
         status, value = "failed", f"no reply within {timeout:.0f} s"
         if has_replied := helper.wait(time.monotonic() + timeout):
             message = helper.receive()
-            # no message: it has ended, even if a process that it started still holds the pipe
+            # without a message the host has ended, even if a process that it started still holds the pipe
             status, value = pickle.loads(message) if message else ("failed", _describe_end(helper))
         if status == "ok":
             return value
@@ -207,7 +207,7 @@ def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
 
 @contextmanager
 def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: None) -> Iterator[list[CandidateProcess]]:
-    """Keep all candidates alive in the block, except for crowds, which are suspended after their start; end all at its end.
+    """Keep all candidates alive within the block, except for crowds, which are suspended after their start; then end all.
 
     After an exception, Ctrl-C included, hosts are killed without closing their runners.
     """
@@ -399,7 +399,7 @@ def compare(
     expected, checked = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
-        expected = reference(CHECK_STEPS, CHECK_SECONDS)  # before all others start
+        expected = reference(CHECK_STEPS, CHECK_SECONDS)  # before the candidates start
     with started(candidates, progress) as hosts:
         if expected is not None:
             checked = _check(hosts, expected, reference, progress)

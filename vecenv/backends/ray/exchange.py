@@ -1,10 +1,10 @@
-"""Exchanges requests and replies with hosts, and replaces hosts that are lost.
+"""Exchanges requests and replies with hosts, and replaces lost hosts.
 
 A request has one part per host, and the host's actor executes parts in the order of their submission. A reply is identified
 by its reference, so a late reply to a dropped request is never used. ``step`` and ``reset`` are ``send`` and ``recv`` of all
 rows: they wait for all replies, and return the results together.
 
-State changes only within :meth:`HostExchange.changing`, where no signal handler raises. If a handler interrupts a wait,
+State changes only within :meth:`HostExchange.changing`, which defers signal handlers. If a handler interrupts a wait,
 nothing is lost, and the same wait can be repeated.
 """
 
@@ -45,8 +45,8 @@ class HostRequest:
         rows: The environments, in ascending order.
         seeds, options: The arguments of a reset, for all environments.
         results: The results of a call, by row.
-        droppable: The method that made this call also waits for it. If it is interrupted, the next call drops the request.
-        interrupted: An exception interrupted the wait, so a reset of all environments may drop the request.
+        droppable: True if one method submits and awaits the request. If its wait is interrupted, the next call drops it.
+        interrupted: True if an exception interrupted the wait. A reset of all environments may then drop the request.
     """
 
     command: str
@@ -64,7 +64,7 @@ class HostRequest:
 
 
 class RequestPart(NamedTuple):
-    """The part of a request for one host; ``rebuilds``: the host resets new environments instead of executing it."""
+    """The part of a request for one host. If ``rebuilds``, the host resets new environments instead of executing it."""
 
     request: HostRequest
     host: RemoteHost
@@ -87,17 +87,17 @@ class HostExchange:
         observation_space: The observation space of one environment.
         mode: The autoreset mode.
         restart: Replace lost hosts and continue, instead of raising.
-        budget: The limit and the period of restarts of hosts.
+        budget: The limit and the period of host restarts.
         step_timeout: Seconds until a reset or a step is considered to hang; ``None``: never.
 
     Attributes:
         failures: The log of failures.
-        call: The pending request that one call returns as a whole.
+        call: The pending request, if one call returns all of its results.
         parts: Reference of a reply -> its part of a pending request.
-        lost: The parts of dead hosts that will be replaced.
-        ready: Row with a result that was not returned yet -> its command, in the order in which the rows finished.
+        lost: The parts that were pending on hosts that died and will be replaced.
+        ready: Row with a result that has not been returned -> its command, in the order in which the rows finished.
         infos: The infos of these rows.
-        unraised: The exceptions still to be raised: the errors of each reply, with the rows that have no result.
+        unraised: The exceptions still to be raised: the errors of each reply, and the rows that they left without a result.
         held: Row -> observation and info of a reset that its next step returns.
         store, rewards, terminations, truncations: The latest results.
         seeds: The source of seeds for new environments.
@@ -147,7 +147,7 @@ class HostExchange:
     # -- sending ----------------------------------------------------------------------------------------------------------
 
     def split(self, request: HostRequest, rows: Sequence[int], *, rebuilds: bool = False) -> list[RequestPart]:
-        """Split a request about some of its rows, in ascending order, into the parts of hosts."""
+        """Split the request for ``rows``, in ascending order, into one part per host."""
         if len(rows) == self.num_envs:
             return [RequestPart(request, host, host.rows, rebuilds) for host in self.pool.hosts]
         shares = ((host, [row for row in rows if row in host.rows]) for host in self.pool.hosts)
@@ -158,7 +158,7 @@ class HostExchange:
         self.parts[self.pool.cluster.submit(part.host.index, method, part.local, *args)] = part
 
     def rebuild(self, request: HostRequest, rows: Sequence[int]) -> None:
-        """Reset new environments: instead of a step, or with the seeds and options of the requested reset."""
+        """Have hosts reset new environments for these rows, with the seeds and options of the request if it is a reset."""
         fresh: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
             fresh = [request.seeds[row] for row in rows]
@@ -169,7 +169,7 @@ class HostExchange:
             self.submit(part, "reset", reset_arguments(part, dict(zip(rows, fresh, strict=True))))
 
     def return_held(self, rows: Collection[int]) -> None:
-        """Make the held results of resets the results of a step of these rows."""
+        """Complete a step of these rows with the results of resets that are held for them."""
         for row in rows:
             observation, self.infos[row] = self.held.pop(row)
             self.store.set_row(row, observation)
@@ -197,7 +197,7 @@ class HostExchange:
             self.infos.pop(row, None)
 
     def drop_if_droppable(self) -> bool:
-        """Drop a droppable call, as its wait was interrupted; return ``True`` if no call is pending now."""
+        """Drop the pending call if it is droppable, and return ``True`` if no call is pending any more."""
         if self.call is not None and self.call.droppable:
             with self.changing():
                 self.drop_pending()
@@ -211,7 +211,7 @@ class HostExchange:
     # -- waiting ----------------------------------------------------------------------------------------------------------
 
     def wait_for_all(self, request: HostRequest, deadline: float | None, method: str) -> bool:
-        """Wait for all replies to the pending call, and raise its errors; ``False`` if the deadline passes first."""
+        """Wait for all replies to the pending call and raise its errors; return ``False`` if the deadline passes first."""
         if not self._wait(lambda: not self.parts and not self.lost, deadline, method, every=True):
             return False
         if self.unraised:
@@ -226,7 +226,7 @@ class HostExchange:
 
         Raises:
             StepTimeout: The results are late; the call stays pending.
-            Exception: The exception of an environment, or the end of a worker or a host.
+            Exception: An environment failed, or a worker or host died.
         """
         request = self.call
         assert request is not None
@@ -245,7 +245,7 @@ class HostExchange:
             self.call = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:
-        """Wait until ``count`` rows are ready, and raise pending errors; ``False`` if the deadline passes first."""
+        """Wait until ``count`` rows are ready, and raise pending errors; return ``False`` if the deadline passes first."""
 
         def is_enough() -> bool:
             if self.lost:
@@ -259,7 +259,7 @@ class HostExchange:
         return self._wait(is_enough, deadline, "recv")
 
     def _wait(self, is_enough: Callable[[], bool], deadline: float | None, method: str, *, every: bool = False) -> bool:
-        """Wait for replies until there are enough; ``False`` if the deadline passes first.
+        """Wait for replies until there are enough; return ``False`` if the deadline passes first.
 
         Raises:
             StepTimeout: There is no deadline, and a step or reset did not finish within ``step_timeout``.
@@ -292,10 +292,10 @@ class HostExchange:
         return bool(replies)
 
     def _end_late(self, method: str, limit: float) -> None:
-        """End the hosts that took longer than ``step_timeout``, if lost hosts are replaced.
+        """Kill the hosts that took longer than ``step_timeout``, so that they are replaced.
 
         Raises:
-            StepTimeout: Lost hosts are not replaced.
+            StepTimeout: ``restart`` is off, so no host is killed.
         """
         late = {part.host.index: (part.host, part.request.command) for part in reversed(self.parts.values())}
         if not self.restart:
@@ -354,7 +354,7 @@ class HostExchange:
         return errors
 
     def _end_episode(self, stepping: bool, row: int, last: Any) -> None:
-        """Write the result of a rebuilt row; ``last``: its observation before the rebuild."""
+        """Write the result of a rebuilt row; ``last`` is its observation before the rebuild."""
         first, same_step = self.infos.pop(row, {}), self.mode is AutoresetMode.SAME_STEP
         info = {"restarted": True} if stepping and not same_step else {**first, "restarted": True}
         if stepping:
@@ -366,7 +366,7 @@ class HostExchange:
                 self.store.set_row(row, deepcopy(last))
         self.infos[row] = info
 
-    # -- hosts that are lost ----------------------------------------------------------------------------------------------
+    # -- lost hosts -------------------------------------------------------------------------------------------------------
 
     def kill_host(self, host: RemoteHost, reason: str) -> None:
         """Kill a host. All parts that were pending there are lost."""
@@ -388,11 +388,11 @@ class HostExchange:
                 self.unraised.append(([(None, host.death_error())], part.rows))
 
     def replace_hosts(self, rows: Collection[int], *, count: bool) -> Exception | None:
-        """Start new hosts in place of the dead ones that had these rows; return the error if one cannot be started.
+        """Replace the dead hosts of these rows; return the error if a new host cannot be started.
 
         Args:
             rows: The environments.
-            count: Count each new host against the budget of restarts.
+            count: Count each new host against the restart budget.
         """
         for host in list(self.pool.hosts):
             if host.death and not set(host.rows).isdisjoint(rows):
@@ -405,7 +405,7 @@ class HostExchange:
         return None
 
     def _rebuild_lost(self) -> None:
-        """Replace the hosts of lost parts, and reset the rows of these parts instead."""
+        """Replace the hosts of lost parts, and reset the rows of these parts on the new hosts."""
         rows = [row for part in self.lost for row in part.rows]
         error = self.replace_hosts(rows, count=True)
         with self.changing():
@@ -418,7 +418,7 @@ class HostExchange:
 
 
 def index_of(rows: Sequence[int]) -> slice | list[int]:
-    """Return ascending rows as an index of arrays: a slice, which is faster, if they are contiguous."""
+    """Return ascending rows as an array index: a slice, which is faster, if they are contiguous."""
     return slice(rows[0], rows[-1] + 1) if rows and rows[-1] - rows[0] == len(rows) - 1 else list(rows)
 
 

@@ -1,4 +1,4 @@
-"""The failures of environments and hosts: their log, the budget of restarts of hosts, and the rows that need a reset."""
+"""Failures of environments and hosts: their log, the budget of host restarts, and the rows that need a reset."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
 
 Errors = list[tuple[int | None, Exception]]
-"""Exceptions to raise, each with its environment, or ``None``."""
+"""Exceptions to raise, each with its environment; ``None`` for the failure of a worker or host."""
 
 
 class Failures:
     """The failures of one driver.
 
     Args:
-        budget: The limit and the period of restarts of hosts.
-        steps: Returns the number of steps of each environment.
+        budget: The limit and the period of host restarts.
+        steps: A function that returns the number of steps per environment.
 
     Attributes:
         errors: Records of failures, oldest first.
-        observers: Are notified of failures.
+        observers: The observers to notify of failures.
         failed: Row -> reason, for rows that only a reset can rebuild.
-        rows_to_rebuild: Those of them that were lost with their host.
+        rows_to_rebuild: The failed rows that were lost with their host.
         restarts: Number of hosts that were replaced.
-        restart_log: A log line for each.
+        restart_log: The log of these replacements.
     """
 
     def __init__(self, budget: tuple[int | None, float], steps: Callable[[], float]) -> None:
@@ -43,10 +43,10 @@ class Failures:
         self.restarts, self.restart_log, self._budget = 0, RestartLog(), RestartBudget(*budget, steps)
 
     def record(self, host: RemoteHost, command: str, event: RemoteFailure) -> Errors:
-        """Record a failure and notify the observers."""
+        """Record a failure, notify the observers if it is fatal, and return the exception to raise."""
         envs = f"env {event.rows[0]}" if not event.worker_died else envs_text(sorted(event.rows))
         note = f"{envs}, {host.label}, during {command}"
-        # the record keeps an exception of its own: one that was raised keeps the program's frames
+        # the record gets its own exception: a raised one would keep the program's frames alive
         recorded, raised = (unpack_error(event.error, note) for _ in range(2))
         env = None if event.worker_died else event.rows[0]
         self._append(env, host, command, recorded, event.error.text)
@@ -64,11 +64,11 @@ class Failures:
         self.failed.update(dict.fromkeys(host.rows, host.death.partition("\n")[0]))
 
     def record_late(self, error: StepTimeout, late: Sequence[tuple[RemoteHost, str]]) -> None:
-        """Record hosts that took longer than ``step_timeout`` for a command and are left alone; notify the observers."""
+        """Record the hosts that took longer than ``step_timeout`` and are not killed, and notify the observers."""
         self.notify([row for host, _ in late for row in host.rows], error, worker_died=False)
         for number, (host, command) in enumerate(late):
-            recorded = StepTimeout(*error.args, timeout=error.timeout)  # a copy, because `error` keeps the program's frames
-            for note in () if number else getattr(error, "__notes__", ()):  # they are about the first row
+            recorded = StepTimeout(*error.args, timeout=error.timeout)  # a copy: `error` keeps the program's frames alive
+            for note in () if number else getattr(error, "__notes__", ()):  # the notes are about the first row
                 recorded.add_note(note)
             self._append(None, host, command, recorded, str(error))
 
@@ -89,13 +89,13 @@ class Failures:
             self.failed.update(failed)
 
     def forget(self, rows: Collection[int]) -> None:
-        """Forget that rows failed: they are reset, or loaded."""
+        """Forget the failures of rows that are reset or loaded."""
         for row in rows:
             self.failed.pop(row, None)
         self.rows_to_rebuild.difference_update(rows)
 
     def count_restart(self, host: RemoteHost) -> RestartsExhausted | None:
-        """Count the restart of a dead host, once; return the error if that is more than there may be."""
+        """Count the restart of a dead host once; return the error if the budget is exhausted."""
         if host.counted:
             return None
         cause = host.death.partition("\n")[0]
@@ -109,7 +109,7 @@ class Failures:
 
 
 def combine(errors: Errors) -> Exception:
-    """Return one exception for all failures of a request: that of the lowest environment, with a note for each other."""
+    """Return the exception of the lowest environment, with a note about each other failure of the request."""
     ordered = sorted(errors, key=lambda pair: math.inf if pair[0] is None else pair[0])
     first = ordered[0][1]
     for env, other in ordered[1:]:

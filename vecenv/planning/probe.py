@@ -212,10 +212,10 @@ class EnvProbe:
         try:
             reply = self._receive(helper, b"", deadline)
         except (StartupTimeout, WorkerDied) as error:
-            reason = f"one of them failed when it was tried: {error}"
+            reason = f"one of them failed while it was tried: {error}"
             return StepTimes.failed(str(error)), Independence(CANNOT_TELL, reason)
         if isinstance(reply, PackedError):
-            reason = f"one of them failed when it was tried: {reply.summary}"
+            reason = f"one of them failed while it was tried: {reply.summary}"
             return StepTimes.failed(reply.summary), Independence(CANNOT_TELL, reason)
         times, found = reply
         if isinstance(found, PackedError):

@@ -51,7 +51,8 @@ def blocks(languages: tuple[str, ...], pages: list[Path]) -> list[Any]:
                 if page.name != "README.md":
                     marks.append(pytest.mark.long)
                 if re.search(r"\bray\b|Ray", match.group(2)):
-                    marks.append(pytest.mark.xdist_group("ray"))  # one cluster at a time: they would find each other
+                    # one cluster at a time: they would find each other
+                    marks += [pytest.mark.ray, pytest.mark.xdist_group("ray")]
                 found.append(pytest.param(match.group(2), id=name, marks=marks))
     return found
 

@@ -12,6 +12,7 @@ def _run(name: str, folder: Path, *options: str) -> str:
     return printed(EXAMPLES / name, *options, cwd=folder)
 
 
+@pytest.mark.long
 def test_chunks_of_actions_give_the_same_returns_for_fewer_calls(tmp_path: Path) -> None:
     options = ("--horizons", "1", "8", "--episodes", "2", "--num-envs", "2", "--policy-seconds", "0")
     shown = _run("action_chunks.py", tmp_path, *options)

@@ -332,6 +332,7 @@ def takes_more_than_it_wraps(*args: Any, num_worker: int = 0, **kwargs: Any) -> 
     return CartPoleEnv(*args, **kwargs)
 
 
+@pytest.mark.long
 def test_an_option_like_one_of_the_engine_is_suggested_only_if_the_environment_rejects_it(closes: Any) -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_worker'") as caught:
         make_vec(forwards, 2, num_worker=2)

@@ -1,7 +1,7 @@
 """Fixtures that run every test of this folder with every backend; ``--contract-table`` prints the results.
 
 By default a test runs with a third of :data:`ALTERNATE`, the next test with the next third; the rest is ``long``. JAX
-compiles what it runs for each file, so its backends take part in one file only.
+compiles what it runs for each file, so its backends take part in one file only. Those of :data:`SLOWEST` are ``long``.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ ALTERNATE = (
     "jax-to-jax",
     "ray",
 )
+SLOWEST = ("native-ale",)
 THIRDS = 3
 FILE_OF_JAX = "test_steps.py"
 HERE = Path(__file__).parent
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             continue
         for item in cases.values():
             backend = item.callspec.params["backend"]
-            elsewhere = backend.folder == "jax" and item.path.name != FILE_OF_JAX
+            elsewhere = backend.name in SLOWEST or (backend.folder == "jax" and item.path.name != FILE_OF_JAX)
             if elsewhere or ALTERNATE.index(backend.name) % THIRDS != number % THIRDS:
                 item.add_marker(pytest.mark.long)
 

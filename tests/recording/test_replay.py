@@ -155,6 +155,7 @@ def test_a_second_run_keeps_the_file_of_the_first(tmp_path: Path) -> None:
     assert f"{name}-3.vecenv" in "".join(error.__notes__)
 
 
+@pytest.mark.long
 def test_failing_reset_is_repeated(tmp_path: Path) -> None:
     files, _ = fails(tmp_path, "raises", when={"seed": 4})
     assert replay(files[0]).text.startswith("happened again in the reset before step 1: ")
@@ -183,6 +184,7 @@ class ExternalRandomness(Short):
         return observation, float(os.getpid() if self.steps > 4 else 1.0), terminated, truncated, info
 
 
+@pytest.mark.long
 def test_first_difference_is_reported(tmp_path: Path) -> None:
     with contextlib.closing(vecenv.AsyncVectorEnv([ExternalRandomness] * 2, record_failures=tmp_path)) as envs:
         envs.reset(seed=1)
@@ -224,7 +226,8 @@ def error_location(error: BaseException) -> str:
     return str(error).partition("\n")[0].rpartition(", at ")[2]
 
 
-@pytest.mark.parametrize("fault", ["kill", pytest.param("sleep", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["kill", pytest.param("sleep", marks=pytest.mark.slow)])
 def test_the_file_of_a_sibling_names_the_one_to_replay(fault: str, tmp_path: Path) -> None:
     files, _ = fails(tmp_path, fault, num_workers=1, step_timeout=1.0)
     done = run(files[2], "--yes")
@@ -235,6 +238,7 @@ def test_the_file_of_a_sibling_names_the_one_to_replay(fault: str, tmp_path: Pat
     assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
 
+@pytest.mark.long
 def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -400,6 +404,7 @@ def test_json_has_the_environment_the_step_and_the_place(file: Path) -> None:
     assert found["recorded"].startswith("ValueError: the pen broke")
 
 
+@pytest.mark.long
 def test_a_folder_lists_its_newest_files(file: Path, tmp_path: Path) -> None:
     done = run(file.parent)
     assert done.returncode == 2
@@ -511,6 +516,7 @@ def test_the_frames_before_a_crash_are_written(tmp_path: Path) -> None:
     assert image.open(out).n_frames == 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -663,6 +669,7 @@ def test_pdb_stops_in_the_frame_that_raised(file: Path) -> None:
     assert output.count("Happened again at step ") == 1
 
 
+@pytest.mark.long
 def test_pdb_goes_on_to_the_end_of_the_record(file: Path) -> None:
     step = int(file.stem.rpartition("step")[2])
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes", "--until", str(step - 1)]
@@ -675,7 +682,7 @@ def test_pdb_goes_on_to_the_end_of_the_record(file: Path) -> None:
     assert "appened again" not in output
 
 
-@pytest.mark.parametrize("how", ["requested", "automatic"])
+@pytest.mark.parametrize("how", ["requested", pytest.param("automatic", marks=pytest.mark.long)])
 def test_pdb_waits_before_a_reset_that_kills(how: str, tmp_path: Path) -> None:
     file = record_fatal_reset(tmp_path, how)
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes"]
@@ -694,7 +701,7 @@ def record_fatal_reset(folder: Path, how: str) -> Path:
     return min(folder.glob("*.vecenv"))
 
 
-@pytest.mark.parametrize("how", ["requested", "automatic"])
+@pytest.mark.parametrize("how", ["requested", pytest.param("automatic", marks=pytest.mark.long)])
 def test_a_reset_that_kills_is_named(how: str, tmp_path: Path) -> None:
     result = replay(record_fatal_reset(tmp_path, how))
     assert result.text == "happened again in the reset before step 1: exited with exit code 0"

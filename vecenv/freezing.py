@@ -562,8 +562,9 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
             engine.calls.verified -= set(rows)
         engine.state.changing = False
     except BaseException:
-        for copy in copies:
-            copy.end()
+        with deferred_signals():
+            for copy in copies:
+                copy.end()
         raise
     infos = engine.infos.merger.merge([frozen.info] * len(rows), rows)
     return engine.store.take(np.array(rows, np.intp)), infos
@@ -592,8 +593,6 @@ def _fork_copies(
 def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
     """Replace the worker of a row by a copy that is ready."""
     pool = engine.pool
-    worker = pool.wrap_process(
-        row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.held, copy.token
-    )
+    worker = pool.wrap_process(row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.held, copy.token)
     pool.replace(pool.processes[row], launch=lambda index, rows: worker)
     engine.store.set_row(row, frozen.observation)

@@ -399,7 +399,7 @@ def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCa
     """Return the exception of a ``recv`` that would wait forever."""
     return NoAsyncCallError(
         f"Calling `recv` for {count} environments, but only {in_flight} are in flight and {ready} are ready: "
-        f"{'send() more' if in_flight or ready else 'send(), reset_async() or step_async()'} first.",
+        f"{'send() more' if in_flight or ready else 'reset_async() or send()'} first.",
         "recv",
     )
 

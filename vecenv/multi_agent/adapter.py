@@ -149,7 +149,7 @@ class TurnBased(AgentsAdapter):
         game = self.env
         before, mover = list(game.agents), game.agent_selection
         if mover not in actions:
-            raise ValueError(f"it is the turn of agent {mover!r}, whose action is missing")
+            raise ValueError(f"agent {mover!r} has the turn, but its action is missing")
         game.step(actions[mover])
         after = [*before, *(agent for agent in game.agents if agent not in before)]
         rewards, terminations, truncations, infos = (

@@ -413,7 +413,7 @@ def test_evaluation_with_faults_equals_a_plain_loop(tmp_path: Path) -> None:
     """Row by row over two hosts, episodes that raise, die or hang do not affect the others."""
     faults = {SEED + 2: "raise", SEED + 5: "die", SEED + 7: "hang once", SEED + 9: "die once"}
     envs = over(walks(4, faults=faults, marks=str(tmp_path)))
-    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=60.0)  # a host is rebuilt within that time
+    results = vecenv.evaluate(envs, choose, 12, seed=SEED, timeout=15.0)  # a host is rebuilt within that time
     assert [each.index for each in results if each.error is not None] == [2, 5]
     for each, plain in zip(numbers(results), expected_results(12), strict=True):
         assert each == plain or each[0] in (2, 5)

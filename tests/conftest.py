@@ -46,7 +46,7 @@ _NATIVE_POOLS = ("torch", "tensorflow", "ray._raylet")
 # contract's tests run with those of their backend.
 THREADS_STAY = ("backends", "distributed", "jax")
 LEFT_OUT = {"long", "slow", "soak"}
-CASES_IN_CI = 3  # of those of a test that are ``long``
+CASES_IN_CI = 2  # of those of a test that are ``long``
 ALL_CASES_IN_CI = ("test_readme.py",)
 
 

@@ -159,11 +159,16 @@ class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
 
     Attributes:
         timeout: The timeout in seconds; ``None`` if it is unknown.
+        envs: Indices of the environments without a reply; empty if the backend does not know them.
     """
 
-    def __init__(self, *args: object, timeout: float | None = None) -> None:
+    def __init__(self, *args: object, timeout: float | None = None, envs: Sequence[int] = ()) -> None:
         super().__init__(*args)
-        self.timeout = timeout
+        self.timeout, self.envs = timeout, tuple(envs)
+
+    def copy(self) -> StepTimeout:
+        """Return a copy without the traceback, which keeps the program's frames alive."""
+        return StepTimeout(*self.args, timeout=self.timeout, envs=self.envs)
 
 
 class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):

@@ -92,6 +92,7 @@ def test_late_result_stays_pending(backend: Backend, build: Callable[..., Any], 
             except StepTimeout as error:
                 assert isinstance(error, TimeoutError)
                 assert error.timeout is not None
+                assert set(error.envs) <= set(range(envs.num_envs))
                 late += 1
                 with pytest.raises(AlreadyPendingCallError):
                     envs.step_async(actions)

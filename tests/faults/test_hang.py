@@ -65,6 +65,7 @@ def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
         assert 0.19 < time.monotonic() - begun < 0.2 + PATIENCE
         assert isinstance(caught.value, multiprocessing.TimeoutError)
         assert isinstance(caught.value, TimeoutError)
+        assert (caught.value.timeout, caught.value.envs) == (0.2, (2, 3))
         assert re.search(rf"faulty\.py.*in {fault}", report(caught.value)), report(caught.value)
         names(caught.value, env=3, worker=1, pid=pid, command="step")
     with pytest.raises(AlreadyPendingCallError):
@@ -137,6 +138,7 @@ def test_step_timeout_is_recorded_and_the_timeout_of_a_call_is_not(launch: Launc
     assert isinstance(record.error, StepTimeout)
     assert record.error is not caught.value, "its traceback would keep the program's frames"
     assert str(record.error) == str(caught.value)
+    assert record.error.envs == caught.value.envs == tuple(envs.worker_rows[worker])
     assert "in sleep" in record.traceback
     where = f"env 1 (worker {worker}, pid {record.pid}), step"
     assert f"{where}: StepTimeout: The call to `step_wait` has timed out" in str(record)

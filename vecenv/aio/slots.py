@@ -396,7 +396,7 @@ class Slots:
             location = f" at {found}" if (found := innermost_location(stack)) else ""
             slot.lost_reason = f"hung for more than {self.step_timeout} seconds and was killed{location}"
             text = f"env {slot.row}, worker {group.index}, pid {pid}, during {request.command}: it {slot.lost_reason}"
-            slot.finish(None, StepTimeout(text + (f"\n{stack}" if stack else "")))
+            slot.finish(None, StepTimeout(text + (f"\n{stack}" if stack else ""), envs=[slot.row]))
             self._kill(slot, slot.lost_reason + (f"\nits stack:\n{stack}" if stack else ""))
 
     async def _find_stack(self, slot: Slot) -> str:

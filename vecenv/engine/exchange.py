@@ -24,7 +24,7 @@ import numpy as np
 from vecenv.engine.failures import FailureLog, Policy, Restarts
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_pool import WorkerPool
-from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess
+from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions, deadline_after
 from vecenv.front.driver import (
@@ -115,7 +115,8 @@ class Exchange:
             self.call = request
         pool.queue_for_all(_STEP, seq)
         self.state.changing = False
-        pool.write_to_all()
+        if pool.processes:
+            pool.write_to_all()
 
     def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, by_row: bool) -> None:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
@@ -565,18 +566,25 @@ class Exchange:
 
     def _step_own_share(self, local: LocalWorker) -> None:
         """Execute the next message to the caller's own share. An interrupted step leaves their state undefined."""
-        calls = local.next_is_call
-        self.state.changing = not calls
-        number = pack_head(_NO_REPLY, local.messages[0][1])[1:]
+        op, seq, _ = local.messages[0]
+        is_call = op > LAST_STEP_OP  # interrupting one leaves the environments usable
+        self.state.changing = not is_call
         try:
             outcome = local.execute_next()
         except BaseException:
-            if calls:  # there will be no reply, so the next call drops the request
+            if is_call:  # there will be no reply, so the next call drops the request
                 local.pending[0][2].droppable = True
             raise
         self.state.changing = True
-        plain = outcome is PLAIN_OUTCOME or outcome.is_plain()
-        self._apply(local, number, None if plain else outcome, outcome.columns or not plain)
+        if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always, and as in `receive`
+            _, rows, request = local.pending.popleft()
+            request.remaining -= 1
+            if request.by_row:
+                self.ready += rows
+        else:
+            plain = outcome is PLAIN_OUTCOME or outcome.is_plain()
+            number = pack_head(_NO_REPLY, seq)[1:]
+            self._apply(local, number, None if plain else outcome, outcome.columns or not plain)
         self.state.changing = False
 
     def _apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:

@@ -132,7 +132,7 @@ class FailureLog:
             for note in notes:
                 note_once(error, note)
         for worker in workers:
-            recorded = StepTimeout(*error.args, timeout=error.timeout)  # a copy: `error` keeps the program's frames
+            recorded = error.copy()
             for note in notes if ordered[0] in worker.rows else ():
                 note_once(recorded, note)
             row, now = worker.running_row, time.monotonic()

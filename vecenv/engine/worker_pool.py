@@ -24,7 +24,7 @@ from typing import Any, Final
 from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.engine.watchdog import Watchdog
-from vecenv.engine.worker_process import LocalWorker, Worker, WorkerProcess, end_workers
+from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, envs_text
 from vecenv.front.arguments import deadline_after, milliseconds_until
 from vecenv.front.driver import abandoned_after_fork
@@ -53,7 +53,6 @@ from vecenv.worker.main import Ready, Start, main
 
 _LATE_WORKERS_NAMED: Final = 4
 _SHORTEST_TIMEOUT_WITH_STACKS: Final = 0.01  # seconds; programs poll with shorter ones, and a stack may take longer
-_LAST_LIMITED_OP: Final = int(Op.REBUILD_SOME)  # up to here: steps and resets, which `max_busy` limits
 
 
 @dataclass(slots=True)
@@ -351,7 +350,7 @@ class WorkerPool:
         if isinstance(worker, LocalWorker):
             worker.queue(op, seq, payload)
             return
-        data, makes_busy = encode(op, seq, payload), op & ~OVERLAPS <= _LAST_LIMITED_OP
+        data, makes_busy = encode(op, seq, payload), op & ~OVERLAPS <= LAST_STEP_OP
         if self.max_busy is not None and (makes_busy or any(other is worker for other, *_ in self.held)):
             self.held.append((worker, data, makes_busy))
         else:
@@ -369,9 +368,10 @@ class WorkerPool:
 
     def queue_for_all(self, op: int, seq: int) -> None:
         """Queue a message without a payload for every worker; :meth:`write_to_all` or :meth:`flush` writes it."""
-        self._message, self.accepted = pack_head(op, seq), []
         if self.local is not None:
             self.local.messages.append((op, seq, None))
+        if self.processes:
+            self._message, self.accepted = pack_head(op, seq), []
 
     def write_to_all(self) -> None:
         """Write the message for every worker in one call into C. A pipe accepts such a short message whole or not at all."""
@@ -485,8 +485,8 @@ class WorkerPool:
         self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
 
-    def describe_late(self, seconds: float | None) -> str:
-        """Return one line for each worker that has not replied in ``seconds``, with its request and location."""
+    def describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
+        """Return one line for each worker that has not replied in ``seconds``, with its request and location, and the rows."""
         text, asks_for_stacks = "", (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
         late = [worker for worker in self.processes if worker.pending]
         for worker in late[:_LATE_WORKERS_NAMED]:
@@ -497,7 +497,7 @@ class WorkerPool:
             running = worker.running_row
             envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
             text += f"\n{envs}, {worker.label}, during {request.command}: no reply yet.{state}{stack}"
-        return text
+        return text, sorted({row for worker in late for _, rows, _ in worker.pending for row in rows})
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

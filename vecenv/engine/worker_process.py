@@ -39,6 +39,8 @@ Pending: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message that has not been replied to: the bytes of a reply that reports nothing, its rows, and its request."""
 
 _STEP: Final = int(Op.STEP)
+LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
+"""Up to here, operations are steps and resets; above, calls."""
 _EXIT_GRACE_SECONDS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _STACK_START_SECONDS: Final = 0.05  # until a late worker begins to write its stack, if it can
 _STACK_END_SECONDS: Final = 0.3  # until the stack is complete, if the worker has begun or waits for a core
@@ -86,20 +88,16 @@ class LocalWorker:
         """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
         op, seq, payload = self.messages.popleft()
         if op == _STEP and payload is None:  # nearly always
-            return self.env_rows.step(None, self.env_rows.actions(None))
-        if op <= Op.REBUILD_SOME:
+            rows = self.env_rows
+            return rows.step(None, rows.actions(None))
+        if op <= LAST_STEP_OP:
             return execute(self.env_rows, op, seq, payload)
         with watched_handlers():
             return execute(self.env_rows, op, seq, payload)
 
     def drop_calls(self) -> None:
         """Drop calls that have not been executed."""
-        self.messages = deque(message for message in self.messages if message[0] <= Op.REBUILD_SOME)
-
-    @property
-    def next_is_call(self) -> bool:
-        """True if the oldest message is a call. Interrupting a call leaves the environments usable."""
-        return self.messages[0][0] > Op.REBUILD_SOME
+        self.messages = deque(message for message in self.messages if message[0] <= LAST_STEP_OP)
 
     def close(self) -> list[tuple[Failure, Any]]:
         """Close the environments; return their failures. Idempotent."""

@@ -352,9 +352,9 @@ class Driver:
         """Return the exception for a call that has timed out."""
         return step_timeout_error(method, timeout, self._describe_late)
 
-    def _describe_late(self, seconds: float | None) -> str:
-        """Describe the workers that are late after this many seconds, one per line."""
-        return ""
+    def _describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
+        """Describe the workers that are late after this many seconds, one per line; return the text and their rows."""
+        return "", []
 
     # -- statistics and the end -----------------------------------------------------------------------------------------
 
@@ -385,13 +385,17 @@ class Driver:
         """Release all resources. Idempotent."""
 
 
-def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | None], str]) -> StepTimeout:
-    """Return the exception for a call that has timed out; ``describe`` lists the late workers, one per line."""
+def step_timeout_error(
+    method: str, timeout: Any, describe: Callable[[float | None], tuple[str, list[int]]]
+) -> StepTimeout:
+    """Return the exception for a call that has timed out; ``describe`` lists the late workers and their rows."""
     seconds = parse_timeout(timeout)
+    late, rows = describe(seconds)
     return StepTimeout(
         f"The call to `{method}` has timed out after {seconds} second(s)."
-        f"{describe(seconds)}\nThe result is still pending: call `{method}` again, or `close()`.",
+        f"{late}\nThe result is still pending: call `{method}` again, or `close()`.",
         timeout=seconds,
+        envs=rows,
     )
 
 

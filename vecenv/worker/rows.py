@@ -344,7 +344,6 @@ class EnvRows:
         elif self._dirty or not self._was_plain:
             self._begin(None)
         out, on_episode_end, running = self._out, self._on_episode_end, self._running_cell
-        store_observation, store_info = self._store_observation, self._store_info
         forked = self.forked
         rewards, terminations, truncations = self._cells
         for k, step, write_result, action in zip(where, steps, writers, actions, strict=True):
@@ -363,9 +362,9 @@ class EnvRows:
                 try:
                     rows[k][:] = observation
                 except (TypeError, ValueError):  # another dtype or shape, or not an array
-                    store_observation(k, observation, out)
+                    self._store_observation(k, observation, out)
                 if info or info.__class__ is not dict:
-                    store_info(k, info, out)
+                    self._store_info(k, info, out)
                 if reward.__class__ is not float:
                     reward = self._convert_number(k, "reward", reward, np.float64)
                 rewards[k] = reward

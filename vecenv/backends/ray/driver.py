@@ -337,13 +337,15 @@ class HostsDriver(WorkerDriver):
             for host in late:
                 self.exchange.kill_host(host, "its reply was no longer needed")
 
-    def _describe_late(self, seconds: float | None) -> str:
+    def _describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
         self.overdue = True
-        late = {part.host.index: part for part in reversed(self.exchange.parts.values())}
-        return "".join(
+        parts = self.exchange.parts.values()
+        late = {part.host.index: part for part in reversed(parts)}
+        text = "".join(
             f"\nenvs {list(part.rows)}, {part.host.label}, during {part.request.command}: no reply yet."
             for part in list(late.values())[:_LATE_HOSTS_NAMED]
         )
+        return text, sorted({row for part in parts for row in part.rows})
 
     @property
     def seconds_waited(self) -> float:

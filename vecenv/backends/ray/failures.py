@@ -67,7 +67,7 @@ class Failures:
         """Record the hosts that took longer than ``step_timeout`` and are not killed, and notify the observers."""
         self.notify([row for host, _ in late for row in host.rows], error, worker_died=False)
         for number, (host, command) in enumerate(late):
-            recorded = StepTimeout(*error.args, timeout=error.timeout)  # a copy: `error` keeps the program's frames alive
+            recorded = error.copy()
             for note in () if number else getattr(error, "__notes__", ()):  # the notes are about the first row
                 recorded.add_note(note)
             self._append(None, host, command, recorded, str(error))

@@ -471,17 +471,19 @@ class Exchange:
         for position, index in enumerate(pool.wait_order):
             try_first = position > 0
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
-                if pool.unsent or pool.held or len(pool.accepted) < len(workers):
-                    if not self._wait_for_any(deadline):
-                        return False
-                    continue
-                due = _earlier_deadline(deadline, worker.rebuild_deadline)
-                ended = False if try_first else pool.wait_for_one(worker, due)
-                if ended is None:
-                    if due == deadline:
-                        return False
-                    self._end_rebuild(worker)
-                    continue
+                ended: bool | None = False
+                if not try_first:
+                    if pool.unsent or pool.held or len(pool.accepted) < len(workers):
+                        if not self._wait_for_any(deadline):
+                            return False
+                        continue
+                    due = _earlier_deadline(deadline, worker.rebuild_deadline)
+                    ended = pool.wait_for_one(worker, due)
+                    if ended is None:
+                        if due == deadline:
+                            return False
+                        self._end_rebuild(worker)
+                        continue
                 self.state.changing = True
                 try_first = self.receive(worker)
                 if ended and not try_first:

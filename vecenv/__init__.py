@@ -1,7 +1,7 @@
 """vecenv: a fast, fault-tolerant engine for vectors of Gymnasium environments.
 
 The names below are the public interface. Each is loaded on first use, so that ``import vecenv`` takes almost no time, and
-the command line can handle an interruption while libraries are loaded.
+the command line can handle Ctrl-C while it loads libraries.
 """
 
 from __future__ import annotations

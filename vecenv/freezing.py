@@ -558,7 +558,7 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
             for row in rows:
                 _replace_worker(engine, frozen, row, copies.pop(0))
             engine.failures.forget(rows)
-            engine.restarting.keep_observations(rows)
+            engine.rebuilder.keep_observations(rows)
             engine.calls.verified -= set(rows)
         engine.state.changing = False
     except BaseException:

@@ -130,7 +130,7 @@ async def test_message_of_each_failure() -> None:
                 await env.step("kill")
             assert death.value.envs == (env.env_id,)
             await env.reset()
-            with pytest.raises(StepTimeout, match=r"hung for more than 0.3 seconds .* at text_envs.py:\d+ in _apply") as hang:
+            with pytest.raises(StepTimeout, match=r"hung for more than 0.3 s.* at text_envs.py:\d+ in _apply") as hang:
                 await env.step("hang")
             assert hang.value.envs == (env.env_id,)
             await env.reset()

@@ -358,7 +358,8 @@ def test_close_ends_despite_a_hanging_environment(tmp_path: Path) -> None:
 
 def test_missing_resources_are_reported_after_a_bounded_wait(cluster: Any) -> None:
     started_at = time.monotonic()
-    with pytest.raises(ClusterError, match=r"no room for 2 hosts \(STRICT_SPREAD\).*1 node with .*; add 1 node, or .*PACK"):
+    reason = r"too few free cores for 2 hosts \(STRICT_SPREAD\).*1 node with .*; add 1 node, or .*PACK"
+    with pytest.raises(ClusterError, match=reason):
         over(counters(4), placement="STRICT_SPREAD", worker_options=vecenv.WorkerOptions(start_timeout=1.0))
     with pytest.raises(ClusterError, match=r"with 41 \+ 41 CPU .*: 8 in all"):
         over(counters(80), workers_per_host=40, worker_options=vecenv.WorkerOptions(start_timeout=1.0))

@@ -32,7 +32,7 @@ from sampling import each_pair
 
 import vecenv
 from vecenv.errors import ObservationError
-from vecenv.link.observations import WRITTEN, make_row_writer
+from vecenv.link.observations import WRITTEN, make_observation_writer
 from vecenv.shm import fixed_tree
 from vecenv.testing import assert_identical
 
@@ -421,10 +421,10 @@ def test_one_axis_in_the_other_byte_order_is_written(value: Any) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), ">f4"))
     assert tree is not None
     rows = np.full((2, 3), 7, ">f4")
-    assert make_row_writer(tree, [rows], 0, lambda *_: None)(1, value) is WRITTEN
+    assert make_observation_writer(tree, [rows], 0, lambda *_: None)(1, value) is WRITTEN
     assert rows.tolist() == [[7, 7, 7], [0, 1, 2]]
     with pytest.raises(ObservationError, match=r"expected shape \(3,\)"):
-        make_row_writer(tree, [rows], 0, lambda *_: None)(1, np.arange(4))
+        make_observation_writer(tree, [rows], 0, lambda *_: None)(1, np.arange(4))
 
 
 @pytest.mark.parametrize(
@@ -440,4 +440,4 @@ def test_non_numeric_observation_is_refused(original: Any, text: str) -> None:
     tree = fixed_tree(spaces.Box(-9, 9, (3,), np.float32))
     assert tree is not None
     with pytest.raises(ObservationError, match=text):
-        make_row_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, original)
+        make_observation_writer(tree, [np.zeros((2, 3), np.float32)], 0, lambda *_: None)(1, original)

@@ -177,7 +177,7 @@ def test_wrong_names_are_refused_before_anything_runs(episodes: Any, error: type
 def test_environments_that_offer_no_choice_are_named(make: Any) -> None:
     envs = make([Walk] * 2)
     try:
-        with pytest.raises(ValueError, match=r"episodes\[0\] names the environment 'x', but \w+ offers no choice: "):
+        with pytest.raises(ValueError, match=r"episodes\[0\] names the environment 'x', but \w+ has none to choose from: "):
             vecenv.evaluate(envs, choose, [Episode(env="x")])
         assert len(vecenv.evaluate(envs, choose, 3, seed=1)) == 3
     finally:
@@ -256,12 +256,12 @@ def test_failed_episodes_are_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"seed": 4}, "has results of seed 3, and this evaluation 4: use another folder"),
-        ({"name": "b"}, "has results of name 'a', and this evaluation 'b'"),
-        ({"name": None}, "has results of name 'a', and this evaluation None"),
-        ({"episodes": listed(1, 2)}, "has a list with this number of episodes: 3, and this evaluation 2"),
-        ({"episodes": [*listed(1, 2), Episode(env="walk-2", seed=SEED + 2)]}, "has another list of episodes"),
-        ({"episodes": [*listed(1, 2), Episode(env="walk-0", seed=SEED + 2, options={"start": 1.0})]}, "has another list"),
+        ({"seed": 4}, "holds results of seed 3, but this evaluation has 4: use another folder"),
+        ({"name": "b"}, "holds results of name 'a', but this evaluation has 'b'"),
+        ({"name": None}, "holds results of name 'a', but this evaluation has None"),
+        ({"episodes": listed(1, 2)}, "holds a list with this number of episodes: 3, but this evaluation has 2"),
+        ({"episodes": [*listed(1, 2), Episode(env="walk-2", seed=SEED + 2)]}, "holds another list of episodes"),
+        ({"episodes": [*listed(1, 2), Episode(env="walk-0", seed=SEED + 2, options={"start": 1.0})]}, "holds another list"),
     ],
 )
 def test_a_folder_of_another_list_is_refused(change: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -514,7 +514,7 @@ def test_failed_row_is_rebuilt_by_the_next_step(launch: Launch, by_row: bool) ->
     if by_row:
         envs.recv(count=3)  # the rows of the others are kept
     driver = envs._driver
-    getattr(driver, "restarting", driver).budget.limit = 1
+    getattr(driver, "rebuilder", driver).budget.limit = 1
     steps_before, errors_before = envs.stats()["steps"], len(envs.errors)
     assert step()["_restarted"].tolist() == [False, False, False, True]
     assert envs.stats()["steps"] == steps_before + 3

@@ -36,7 +36,7 @@ def test_differing_agents_and_spaces_are_named_for_every_environment(num_workers
     text = str(caught.value)
     for agent in "abc":
         assert f"env 1: agent '{agent}': observation_space" in text
-    assert "env 3: possible_agents are ['a', 'x'] (without ['b', 'c'], and with ['x'])" in text
+    assert "env 3: possible_agents are ['a', 'x'] (missing ['b', 'c'], unexpected ['x'])" in text
     assert "env 4" in text
     assert "another order" in text
     assert "env 5" in text

@@ -33,10 +33,10 @@ def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatc
     text = "Plan:\n  " + "a step of 1.5 us, " * 12 + "measured\n  1 + caller          84,937 steps per second"
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setattr("shutil.get_terminal_size", lambda **given: os.terminal_size(given["fallback"]))
-    assert tools.fitted(text) == text  # no terminal: a file or a pipe gets whole lines
+    assert tools.wrap_to_terminal(text) == text  # no terminal: a file or a pipe gets whole lines
     monkeypatch.undo()
     monkeypatch.setenv("COLUMNS", "60")
-    fitted = tools.fitted(text).splitlines()
+    fitted = tools.wrap_to_terminal(text).splitlines()
     assert max(map(len, fitted)) <= 60
     assert " ".join(fitted).split() == text.split()
     assert fitted[-1] == text.splitlines()[-1]

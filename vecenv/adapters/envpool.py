@@ -36,7 +36,7 @@ def as_envpool(envs: AnyVectorEnv, seed: int | None = None) -> EnvPoolLike:
 
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: ``envs`` has another autoreset mode, ``copy=False``, or arrays that are not NumPy's; see the message.
+        ValueError: ``envs`` has another autoreset mode, has ``copy=False``, or returns arrays that are not NumPy's.
     """
     return EnvPoolLike(envs, seed)
 
@@ -48,7 +48,7 @@ class EnvPoolLike:
         vector_env: The wrapped vector environment.
         observation_space, action_space: The spaces of one environment, as in EnvPool.
         config: ``num_envs``, ``batch_size`` and ``seed``.
-        all_env_ids: int32 ``(num_envs,)``.
+        all_env_ids: The indices of all environments, int32 ``(num_envs,)``.
         is_async: True if a batch has fewer rows than there are environments.
     """
 
@@ -66,7 +66,7 @@ class EnvPoolLike:
         self.is_async = batch_size < self.num_envs
         self._seeded = np.full(self.num_envs, seed is None)
         self._elapsed = np.zeros(self.num_envs, np.int32)
-        self._begins = np.ones(self.num_envs, np.bool_)  # True if the next result is the first of an episode
+        self._starts_episode = np.ones(self.num_envs, np.bool_)  # True if the next result is the first of an episode
 
     def async_reset(self) -> None:
         """Begin an episode in every environment; :meth:`recv` returns the first observations as they become ready.
@@ -83,7 +83,7 @@ class EnvPoolLike:
         Returns:
             ``(observations, rewards, terminations, truncations, infos)``. Rewards are float32, and 0 at the first
             observation of an episode. The int32 arrays ``infos["env_id"]`` and ``infos["players"]["env_id"]`` hold the
-            indices of the rows, and ``infos["elapsed_step"]`` the numbers of steps in their episodes so far. All other
+            environment of each row, and ``infos["elapsed_step"]`` the number of steps in its episode so far. All other
             infos are Gymnasium's arrays with masks.
         """
         return self._receive(self.config["batch_size"])
@@ -106,8 +106,8 @@ class EnvPoolLike:
             ``(observations, infos)`` in the order in which the environments finished, as listed in ``infos["env_id"]``.
 
         Raises:
-            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while environments are in flight; their steps would
-                be returned as resets. Call :meth:`recv` first.
+            gymnasium.error.AlreadyPendingCallError: ``env_id`` is given while environments are in flight: the results of
+                their steps would be returned as those of the reset. Call :meth:`recv` first.
         """
         ids = _indices(env_id)
         if ids is not None and (others := self._in_flight()):
@@ -128,7 +128,7 @@ class EnvPoolLike:
             drop_pending_and_retry(self.vector_env, lambda: self.vector_env.reset_async(seed=row_seeds))
         else:
             self.vector_env.reset_async(seed=row_seeds, env_id=ids)
-        self._begins[rows] = True
+        self._starts_episode[rows] = True
 
     def _in_flight(self) -> int:
         return int(self.vector_env.stats()["in_flight"])
@@ -144,8 +144,8 @@ class EnvPoolLike:
         observations, rewards, terminations, truncations, infos = results
         ids = infos["env_id"].astype(np.int32)
         self._seeded[ids] = True  # set only now, so that a failed reset is repeated with its seed
-        self._elapsed[ids] = np.where(self._begins[ids], 0, self._elapsed[ids] + 1)
-        self._begins[ids] = terminations | truncations
+        self._elapsed[ids] = np.where(self._starts_episode[ids], 0, self._elapsed[ids] + 1)
+        self._starts_episode[ids] = terminations | truncations
         envpool_infos = {"env_id": ids, "players": {"env_id": ids}, "elapsed_step": self._elapsed[ids]}
         return observations, rewards.astype(np.float32), terminations, truncations, {**infos, **envpool_infos}
 

@@ -23,13 +23,14 @@ AnyVectorEnv = VectorEnv[Any, Any, Any]
 def require_settings(
     envs: Any, client: str, modes: Collection[AutoresetMode], *, any_arrays: bool = False
 ) -> AutoresetMode:
-    """Raise for settings with which a client would receive wrong rows. Returns the autoreset mode.
+    """Return the autoreset mode, or raise for settings that would give a client wrong rows.
 
-    With ``any_arrays``, arrays of JAX and torch are accepted, too.
+    With ``any_arrays``, JAX and torch arrays are accepted, too.
 
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
-        ValueError: An autoreset mode not in ``modes``, arrays that the next step overwrites, or arrays that are not numpy's.
+        ValueError: The autoreset mode is not in ``modes``, ``copy=False`` lets the next step overwrite observations, or
+            arrays are not NumPy arrays.
     """
     if not isinstance(envs, VectorEnv):
         raise TypeError(f"{client} needs a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
@@ -54,8 +55,8 @@ def require_settings(
 def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, Any]:
     """Reset all environments for a library that cannot receive a pending step itself.
 
-    After a failure, a timeout or a Ctrl-C the result of a step may still be pending. It is received and dropped first, so
-    that the next reset always works.
+    After a failure, a timeout or a Ctrl-C, the result of a step may still be pending. It is received and dropped first,
+    because the reset would otherwise raise.
 
     Raises:
         StepTimeout: The pending result is still not ready; it stays pending.
@@ -72,7 +73,7 @@ def _wrappers(envs: Any) -> Iterator[Any]:
 
 
 def _converted_library(envs: AnyVectorEnv) -> str:
-    """Return the library of the arrays from the outermost of Gymnasium's converting wrappers; empty without one."""
+    """Return the array library of the outermost of Gymnasium's converting wrappers, or ``""`` if there is none."""
     for wrapper in _wrappers(envs):
         if (target := getattr(wrapper, "_target_xp", None)) is not None:
             return str(target.__name__).rpartition("compat.")[2]
@@ -80,15 +81,16 @@ def _converted_library(envs: AnyVectorEnv) -> str:
 
 
 def added_keys(envs: AnyVectorEnv) -> list[str]:
-    """Return the keys under which vector wrappers add statistics of episodes to infos."""
+    """Return the keys under which vector wrappers add episode statistics to infos."""
     return [wrapper._stats_key for wrapper in _wrappers(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
 
 class SingleEnvs:
     """The environments of a vector environment, accessed by index, in any process.
 
-    Environments that are not Python objects (EnvPool's, JAX-native ones) have no wrappers, only attributes that the
-    vector environment has for each: ``render_mode``, ``spec``, ``metadata``, ``action_space`` and ``observation_space``.
+    Environments that are not Python objects (EnvPool's, JAX-native ones) have no wrappers. Their only attributes are
+    those that the vector environment has for all: ``render_mode``, ``spec``, ``metadata``, ``action_space`` and
+    ``observation_space``.
     """
 
     def __init__(self, envs: AnyVectorEnv) -> None:
@@ -105,10 +107,10 @@ class SingleEnvs:
         }
 
     def get(self, name: str, rows: Iterable[int]) -> list[Any]:
-        """Return an attribute of the outermost wrapper that has it.
+        """Return an attribute of each row's environment, from the outermost wrapper that has it.
 
         Raises:
-            AttributeError: There is none.
+            AttributeError: An environment has no such attribute.
         """
         if not self._are_python and name in self._shared_attributes:
             return [self._shared_attributes[name] for _ in rows]
@@ -119,11 +121,11 @@ class SingleEnvs:
         self._run(name, methodcaller("set_wrapper_attr", name, value), rows)
 
     def call(self, name: str, rows: Iterable[int], *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of the outermost wrapper that has it.
+        """Call a method of each row's environment, on the outermost wrapper that has it.
 
         Raises:
-            AttributeError: There is none.
-            Exception: The error of the method.
+            AttributeError: An environment has no such method.
+            Exception: Raised by the method.
         """
         return self._run(name, _call, rows, name, args, kwargs)
 

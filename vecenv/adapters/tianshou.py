@@ -1,7 +1,8 @@
 """``as_tianshou``: a vector environment for Tianshou's collectors.
 
 Tianshou resets environments itself, by index, as soon as their episodes have ended; when it has enough episodes, it steps
-only some environments. The adapter uses a reset mask, which also replaces a pending autoreset, and ``send`` and ``recv``.
+only some environments. The adapter resets by a mask, which also replaces a pending autoreset, and steps some environments
+by ``send`` and ``recv``.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ def as_tianshou(envs: AnyVectorEnv, wait_num: int | None = None) -> TianshouVect
     Args:
         envs: The vector environment.
         wait_num: For Tianshou's asynchronous mode: ``step`` returns as soon as that many environments are ready. Some
-            environments are then reset while others step, which worker processes can do. By default ``step`` waits for all
-            environments, and there is no asynchronous mode.
+            environments are then reset while others step, so the backend must support this, as worker processes do. By
+            default ``step`` waits for all environments, and there is no asynchronous mode.
 
     Raises:
         ImportError: Tianshou is not installed.
         TypeError: ``envs`` is not a Gymnasium vector environment, or has Tuple observations, which Tianshou cannot process.
-        ValueError: Same-step autoreset, ``copy=False``, or arrays that are not numpy's; the message gives a remedy.
-            ``wait_num`` is not between 1 and the number of environments, or is used with a vector wrapper, which cannot
-            process single rows.
+        ValueError: ``envs`` has same-step autoreset, ``copy=False`` or arrays other than NumPy's; the message gives a
+            remedy. Or ``wait_num`` is not between 1 and the number of environments, or is used with a vector wrapper, which
+            cannot process single rows.
     """
     return TianshouVectorEnv(envs, wait_num)
 
@@ -88,12 +89,12 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
 
     @property
     def ready_id(self) -> list[int]:
-        """All other environments."""
+        """The environments that are not in ``waiting_id``."""
         waiting = set(self.waiting_id)
         return [row for row in range(self.env_num) if row not in waiting]
 
     def reset(self, env_id: Ids = None, **kwargs: Any) -> tuple[npt.NDArray[Any], Objects]:
-        """Reset the environments ``env_id`` (all), each with the given keywords.
+        """Reset the environments ``env_id`` (default: all).
 
         A reset of all environments drops pending requests, so it works after a failure, a timeout or a Ctrl-C.
 
@@ -134,7 +135,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return _reset_result([rows[i] for i in ids])
 
     def step(self, action: Any, id: Ids = None) -> Columns:
-        """Step the environments ``id`` (all).
+        """Step the environments ``id`` (default: all).
 
         Returns:
             ``(observations, rewards, terminations, truncations, infos)`` in the order of ``id``; infos are an object array
@@ -154,7 +155,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         rows = self._split_rows(*self._by_row.step(actions[np.argsort(ids)]), range(self.env_num))
         return self._join_rows([rows[i] for i in ids], self._wrap_id(id))
 
-    # -- some step while others are reset ---------------------------------------------------------------------------
+    # -- asynchronous mode ------------------------------------------------------------------------------------------
 
     def _step_async(self, action: Any, ids: npt.NDArray[np.intp]) -> Columns:
         """Send ``action`` unless it is ``None``; then return the next ``wait_num`` rows, or all rows if fewer are left."""
@@ -190,7 +191,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         return _reset_result([first_rows[index] for index in ids.tolist()])
 
     def _finish_resets(self) -> dict[int, Row]:
-        """Wait for the submitted resets and return their rows; after a failure, the next call discards the other rows."""
+        """Wait for the submitted resets and return their rows. If one fails, the next call discards the others' rows."""
         first_rows: dict[int, Row] = {}
         while self._resetting and not self._resetting.isdisjoint(self.vector_env.in_flight.tolist()):
             (row,) = self._receive(1)
@@ -224,14 +225,14 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
     # -- single environments ----------------------------------------------------------------------------------------
 
     def get_env_attr(self, key: str, id: Ids = None) -> list[Any]:
-        """Return an attribute of the environments ``id`` (all), from the outermost wrapper that has it."""
+        """Return an attribute of the environments ``id`` (default: all), from the outermost wrapper that has it."""
         self._assert_is_not_closed()
         if key == "action_space":  # always the same objects, which :meth:`seed` seeds
             return [self._action_spaces[i] for i in self._parse_ids(id).tolist()]
         return self._single_envs.get(key, self._parse_ids(id).tolist())
 
     def set_env_attr(self, key: str, value: Any, id: Ids = None) -> None:
-        """Set an attribute of the environments ``id`` (all)."""
+        """Set an attribute of the environments ``id`` (default: all)."""
         self._assert_is_not_closed()
         self._single_envs.set(key, value, self._parse_ids(id).tolist())
 

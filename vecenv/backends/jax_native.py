@@ -28,7 +28,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import NO_CALL, Call, LockstepDriver, Phase, Stepped
+from vecenv.front.driver import NO_REQUEST, LockstepDriver, PendingRequest, Phase, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
@@ -39,7 +39,7 @@ from vecenv.state.describe import describe
 from vecenv.state.snapshots import FORMAT, Kind, Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.system.signals import succeeds_when_repeated
 
-_OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
+_FUNCTIONAL_OPTIONS: Final = frozenset(inspect.signature(FunctionalVectorEnv).parameters) - {"env", "num_envs"}
 Mask: TypeAlias = npt.NDArray[np.bool_]
 Seeds: TypeAlias = Sequence[int | None]
 
@@ -54,9 +54,9 @@ _CAPABILITIES: Final = Capabilities(
 class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     """Thousands of JAX-native environments stepped by one compiled call, with Gymnasium's vector interface.
 
-    After ``reset(seed=s)``, environment i has the key ``jax.random.key(s + i)``: its trajectory is the same for every
-    ``num_envs``, up to the rounding of XLA's programs, and bit-identical to that of a loop over single environments
-    that are compiled for the same number of rows.
+    After ``reset(seed=s)``, environment i has the key ``jax.random.key(s + i)``. Its trajectory is the same for every
+    ``num_envs``, up to rounding differences between XLA's programs. It is bit-identical to that of a loop over single
+    environments that are compiled for the same number of rows.
 
     Without a seed, each environment begins the next episode of its own random sequence. Actions are NumPy, JAX or torch
     arrays, or lists, and are not clipped to bounds. ``step_async`` and ``send`` return at once, while the device works.
@@ -133,7 +133,9 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         if not hasattr(self, "_driver"):
             return f"{type(self).__name__}(closed)"
         name = self.spec.id if self.spec is not None else getattr(self.functional.single_env, "name", "env")
-        phase = "pending" if self._driver.pending_call.rows else "before reset" if self._driver.newest is None else "ready"
+        phase = "before reset" if self._driver.newest is None else "ready"
+        if self._driver.pending_request.rows:
+            phase = "pending"
         return (
             f"{type(self).__name__}({name}, num_envs={self.num_envs}, to={self.to!r}, "
             f"autoreset_mode={self.autoreset_mode.name}, {'closed' if self.closed else phase})"
@@ -147,7 +149,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         """A copy of the whole state, as a pytree. Assign it to go back to that state, any number of times.
 
         Raises (assigning):
-            TypeError, ValueError: Not a state of these environments, or of another number of them.
+            TypeError, ValueError: It is not a state of these environments, or has another number of them.
             StaleStateError: Its arrays have been donated to another computation.
         """
         self._driver.require_idle("state")
@@ -181,7 +183,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         """Compile everything now, rather than in the first reset and step; the environments do not change.
 
         Args:
-            chunk: Also compile ``step_chunk`` of that many steps.
+            chunk: Also compile ``step_chunk`` for that many steps.
 
         Returns:
             Seconds by function, mostly for compilation: ``{"reset": ..., "step": ...}``.
@@ -194,22 +196,22 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
     """Return the functional environment for these arguments of ``JaxVectorEnv``.
 
     Raises:
-        ValueError: Options for an environment that has its own already; an invalid number of environments.
+        ValueError: Options for an environment that already has its own, or an invalid number of environments.
         TypeError: Unknown options.
     """
     if isinstance(env, FunctionalVectorEnv):
         if options or num_envs not in (1, env.num_envs) or len(env.batch_shape) != 1:
-            raise ValueError(f"{env!r} has its options already (and must have one batch axis); got {num_envs=}, {options}.")
+            raise ValueError(f"{env!r} already has its options, and must have one batch axis; got {num_envs=}, {options}.")
         return env
     if not isinstance(num_envs, int | np.integer) or num_envs < 1:
         raise ValueError(f"num_envs must be a positive integer, got {num_envs!r}.")
-    given = {name: options[name] for name in options if name in _OPTIONS}
-    for_env = {name: options[name] for name in options if name not in _OPTIONS}
+    given = {name: options[name] for name in options if name in _FUNCTIONAL_OPTIONS}
+    for_env = {name: options[name] for name in options if name not in _FUNCTIONAL_OPTIONS}
     if isinstance(env, str):
         env = adapt(make_env(env, library, **for_env))
     elif for_env or library is not None:
         unknown = sorted(for_env) or ["library"]
-        raise TypeError(f"{unknown} are not options of an existing environment; these are {sorted(_OPTIONS)}.")
+        raise TypeError(f"{unknown} are not options of an existing environment; these are {sorted(_FUNCTIONAL_OPTIONS)}.")
     return FunctionalVectorEnv(env, int(num_envs), **given)
 
 
@@ -221,7 +223,7 @@ class Latest(NamedTuple):
 
     state: EnvState | None
     seeds: list[int | None]
-    call: Call | None
+    call: PendingRequest | None
 
 
 class JaxDriver(LockstepDriver):
@@ -260,7 +262,7 @@ class JaxDriver(LockstepDriver):
         self.latest = self.latest._replace(state=state)
 
     @property
-    def latest_call(self) -> Call | None:
+    def latest_request(self) -> PendingRequest | None:
         return self.latest.call
 
     def current(self) -> EnvState:
@@ -275,8 +277,11 @@ class JaxDriver(LockstepDriver):
 
     # -- starting computations --------------------------------------------------------------------------------------------
 
-    def begin_reset(self, call: Call, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
-        """Begin episodes in the environments of ``mask`` (``None``: all), each with its seed or the next of its sequence.
+    def begin_reset(self, call: PendingRequest, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
+        """Begin an episode in each environment of ``mask`` (``None``: all).
+
+        An environment without a seed gets an unpredictable one in the first reset; later, it begins the next episode of its
+        random sequence.
 
         Raises:
             gymnasium.error.ResetNeeded: The first reset is not of all environments.
@@ -295,7 +300,7 @@ class JaxDriver(LockstepDriver):
             seeded &= mask
         keys = seed_keys([0 if seed is None else seed for seed in seeds])  # keys of rows without a seed are not used
         latest = [seed if new else old for seed, new, old in zip(seeds, seeded.tolist(), self.latest.seeds, strict=True)]
-        if mask is None or mask.all():  # use the compiled reset; the masked one need not be compiled
+        if mask is None or mask.all():  # use the unmasked reset, so that the masked one need not be compiled
             inner: Any = state.inner
             keys = np.where(seeded[:, None], keys, np.asarray(inner.key))
             state = functional.begin(keys, np.where(seeded, 0, np.asarray(inner.episode) + 1).astype(np.int32))
@@ -306,7 +311,7 @@ class JaxDriver(LockstepDriver):
                 state = functional.reset_mask(state, jnp.asarray(mask & ~seeded))
         self.latest = Latest(state, latest, call)
 
-    def begin_step(self, call: Call, actions: Any) -> None:
+    def begin_step(self, call: PendingRequest, actions: Any) -> None:
         """Begin one step of all environments."""
         with self._donate_state() as state:
             after = self.functional.step_donating(state, from_torch(actions) if self._to == "torch" else actions)
@@ -337,7 +342,7 @@ class JaxDriver(LockstepDriver):
 
     @contextlib.contextmanager
     def _donate_state(self) -> Iterator[EnvState]:
-        """Yield the state for donation: if its arrays are gone after a failure, there is no state until the next reset."""
+        """Yield the state for donation. If its arrays are gone after a failure, there is no state until the next reset."""
         state = self.current()
         try:
             yield state
@@ -354,7 +359,7 @@ class JaxDriver(LockstepDriver):
         """Continue from a copy of ``state``.
 
         Raises:
-            TypeError, ValueError: Not a state of these environments, or of another number of them.
+            TypeError, ValueError: It is not a state of these environments, or has another number of them.
             StaleStateError: Its arrays have been donated to another computation.
         """
         self.functional.check_state(state)
@@ -391,7 +396,7 @@ class JaxDriver(LockstepDriver):
             raise
 
     def stepped(self, infos: bool) -> Stepped:
-        """Return the results of ``step``; without ``infos`` for a state from a reset, which reports none."""
+        """Return the state as the results of ``step``. Pass ``infos=False`` for a state from a reset, which has no infos."""
         state = self.current()
         if self._to != "numpy":
             infos_by_key = self._infos(state, state.done) if infos else {}
@@ -406,7 +411,7 @@ class JaxDriver(LockstepDriver):
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, infos_by_key
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
-        """Return the infos of a step; ``ended`` has the array type of ``to``. Only NumPy arrays are read."""
+        """Return the infos of a step; ``ended`` has the array type of ``to``. JAX arrays are not read: reading waits."""
         on_host = self._to == "numpy"
         info, valid = jax.tree.map(np.asarray, (state.info, state.valid)) if on_host else (state.info, state.valid)
         if not self._same_step:
@@ -434,7 +439,7 @@ class JaxDriver(LockstepDriver):
         return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
 
     def load(self, snapshots: Any, rows: Sequence[int]) -> Any:
-        """Load saved rows and return their observations, as arrays of ``to``."""
+        """Load saved rows and return their observations, in the array type of ``to``."""
         state = self.newest
         if state is None:
             state = self.functional.begin(seed_keys([0] * self.num_envs))
@@ -466,7 +471,7 @@ class JaxDriver(LockstepDriver):
             whole[list(rows)] = np.stack(next(columns))
             return jax.device_put(whole, leaf.sharding)
 
-        self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_call)
+        self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_request)
         observations = self.stepped(infos=False)[0]
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 
@@ -517,8 +522,8 @@ def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
     """Compile reset and step, and ``chunk`` steps in one program; return seconds by name. The state does not change."""
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), driver.functional.action_space.sample())
     stages: dict[str, Callable[[], object]] = {
-        "reset": partial(driver.begin_reset, NO_CALL, list(range(driver.num_envs)), None),  # does not donate the state
-        "step": partial(driver.begin_step, NO_CALL, zeros),
+        "reset": partial(driver.begin_reset, NO_REQUEST, list(range(driver.num_envs)), None),  # does not donate the state
+        "step": partial(driver.begin_step, NO_REQUEST, zeros),
     }
     if chunk:
         many = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (chunk, *leaf.shape)), zeros)

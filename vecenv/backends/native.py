@@ -22,7 +22,7 @@ from gymnasium.vector.utils import iterate
 
 from vecenv.front.arguments import ResetOptions, parse_seeds, shape_error
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import Call, LockstepDriver, Phase, Stepped
+from vecenv.front.driver import LockstepDriver, PendingRequest, Phase, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 
@@ -100,7 +100,7 @@ class _Library(LockstepDriver):
         self.all_or_none_reason = f"{self.title} returns all of them at once"
         self.features = _LIBRARIES.get(self.title, ())
         self.library: Any = library
-        self._call: Call | None = None
+        self._call: PendingRequest | None = None
         self._run: Callable[[], Any]  # the library's part of the latest call
         self._future: Future[Any]
         self._copy: Any = _to_numpy if copy and "fresh" not in self.features else lambda observations: observations
@@ -108,7 +108,7 @@ class _Library(LockstepDriver):
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.features else None
 
     @property
-    def latest_call(self) -> Call | None:
+    def latest_request(self) -> PendingRequest | None:
         return self._call
 
     @property
@@ -119,9 +119,9 @@ class _Library(LockstepDriver):
             reset_mask=rows, masked_seeds=rows, reset_options=not rows, row_options=False, in_this_process=True,
         )  # fmt: skip
 
-    def begin_reset(self, call: Call, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
+    def begin_reset(self, call: PendingRequest, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
         all_rows = mask is None or mask.all()
-        if self.latest_call is None and not all_rows:
+        if self.latest_request is None and not all_rows:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
         if "rows" in self.features:
             seed: Any = np.array([-1 if one is None else one % 2**31 for one in seeds]).astype(np.int64, casting="safe")
@@ -131,13 +131,13 @@ class _Library(LockstepDriver):
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
         self._submit(call, mask, lambda: self.library.reset(seed=seed, options=options or None))
 
-    def begin_step(self, call: Call, actions: Any) -> None:
-        if self.latest_call is None:
+    def begin_step(self, call: PendingRequest, actions: Any) -> None:
+        if self.latest_request is None:
             raise ResetNeeded("Call reset first.")
         checked = self._check_actions(actions)
         self._submit(call, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))
 
-    def _submit(self, call: Call, mask: Any, run: Callable[[], Any]) -> None:
+    def _submit(self, call: PendingRequest, mask: Any, run: Callable[[], Any]) -> None:
         """Begin the call in the library's threads, if it has any."""
         self.state.changing = True
         self._call, self._mask, self._run = call, mask, run

@@ -58,14 +58,14 @@ class Calls:
         self._exchange.begin_call("exec_func", Op.EXEC, build_payload)
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
-        """Begin to set an attribute of every environment. All must be verified again."""
+        """Begin to set an attribute of every environment. Earlier verifications become invalid."""
         self._require_picklable(values)
         self.verified.clear()
         self.announce(range(self._exchange.num_envs), "set_attr", (name, values))
         self._exchange.begin_call("set_attr", Op.SET_ATTR, lambda worker: (name, [values[row] for row in worker.rows]))
 
     def begin_set_next(self, rows: Collection[int], pairs: Sequence[Any]) -> None:
-        """Begin to set the seed and options of the next episode of some environments; ``pairs`` has an entry for all."""
+        """Begin to set the seed and options of the next episode of some environments; ``pairs`` has one per environment."""
         self._require_picklable(pairs)
         selected = set(rows)
 
@@ -89,7 +89,7 @@ class Calls:
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def save(self, rows: Sequence[int], verify: bool) -> Snapshots:
-        """Return the states of some rows; with ``verify``, verify those that were never verified."""
+        """Return the states of some rows. With ``verify``, also verify the rows that are not in ``verified``."""
         return Snapshots(self._save(rows, verify))
 
     def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
@@ -117,7 +117,7 @@ class Calls:
         return [self.with_observation(row, request.results[row]) for row in rows]
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
-        """Load states and return the observations. All workers check theirs before any environment is changed."""
+        """Load states and return the observations. All workers check their states before any environment is changed."""
         return self._load(parse_snapshots(snapshots, rows), rows)
 
     def _load(self, snapshots: Sequence[Snapshot], rows: list[int]) -> Any:
@@ -138,12 +138,12 @@ class Calls:
         try:
             self._call("load", Op.LOAD, _select_positions(rows))
         except Exception:
-            if exchange.call is None:  # it was not interrupted: the other environments are loaded
+            if exchange.request is None:  # it was not interrupted: the other environments are loaded
                 exchange.failures.forget([row for row in rows if failed.get(row) == _INTERRUPTED_LOAD])
             raise
         for row, snapshot in snapshot_by_row.items():
             self.accept_loaded(row, snapshot)
-        exchange.restarting.keep_observations(rows)
+        exchange.rebuilder.keep_observations(rows)
         all_used = all(row_state.used for row_state in row_states.values())
         return exchange.store.take(np.array(rows, np.intp)) if all_used else None
 
@@ -164,19 +164,19 @@ class Calls:
         exchange = self._exchange
         snapshots = self._save(list(range(exchange.num_envs)), verify)
         counts = exchange.counters.steps, exchange.counters.resets, exchange.failures.restarts
-        return pack_state(snapshots, self._mode, counts, exchange.restarting.seeds, spaces)
+        return pack_state(snapshots, self._mode, counts, exchange.rebuilder.seeds, spaces)
 
     def load_state_dict(self, state: Mapping[str, Any], spaces: list[Any]) -> Any:
         """Restore a state from :meth:`state_dict`, and return the observations."""
         exchange = self._exchange
         saved = read_state(state, exchange.num_envs, self._mode, spaces)
         observations = self._load(saved.snapshots, list(range(exchange.num_envs)))
-        exchange.restarting.seeds = saved.seeds
+        exchange.rebuilder.seeds = saved.seeds
         saved.load(exchange.counters, exchange.failures)
         return observations
 
 
 def _select_positions(rows: Collection[int]) -> Callable[[Worker], list[int] | None]:
-    """Return a function from a worker to the positions of those of its rows that are in ``rows``, or ``None``."""
+    """Return a function that maps a worker to the positions of ``rows`` among its own, or to ``None`` if it has none."""
     selected = set(rows)
     return lambda worker: [row - worker.rows[0] for row in worker.rows if row in selected] or None

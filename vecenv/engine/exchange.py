@@ -7,7 +7,7 @@ raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only 
 because a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are
 stepped inside a block.
 
-Replies and restarts are described in docs/architecture.md: *The life of a step*, *The life of a failure*.
+docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Final
 
 import numpy as np
 
-from vecenv.engine.failures import FailureLog, Policy, Restarts
+from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions, deadline_after
 from vecenv.front.driver import (
-    Call,
     Counters,
+    PendingRequest,
     advance,
     require_no_step,
     step_timeout_error,
@@ -47,8 +47,8 @@ from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME, _PLAIN = int(Op.STEP), int(Op.STEP_SOME), int(Reply.PLAIN)  # packing an enum is slower
 _FOR_ALL_ROWS: Final = {_STEP_SOME: _STEP, int(Op.RESET_SOME): int(Op.RESET)}
-_NO_REPLY: Final = 0
-"""A code that no reply has: a message that is expected with it never takes the fast path of :meth:`Exchange.receive`."""
+_SLOW_PATH: Final = 0
+"""In place of the code of a plain reply, which then always takes the long way through :meth:`Exchange._apply`."""
 
 
 class Exchange:
@@ -57,12 +57,12 @@ class Exchange:
     Args:
         state: The state of the current call, shared with the guard.
         pool: The workers.
-        policy, failures, restarting: The handling of failures, their log, and the restarts.
+        policy, failures, rebuilder: The handling of failures, their log, and the restarts.
         batch, store, infos: The results, observations and infos that workers write.
         counters: The numbers of steps and resets that were returned.
 
     Attributes:
-        call: The pending request that returns all its rows together, or ``None``.
+        request: The pending request with results that one method returns together, or ``None``.
         in_flight: Rows that were sent and that ``recv`` has not returned yet.
         ready: Rows in flight that ``recv`` may return, in the order in which they finished.
         resetting: Rows in flight that were reset, not stepped.
@@ -74,14 +74,14 @@ class Exchange:
     """
 
     def __init__(
-        self, state: CallState, pool: WorkerPool, policy: Policy, failures: FailureLog, restarting: Restarts, batch: Batch,
+        self, state: CallState, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, batch: Batch,
         store: Store, infos: InfoReader, counters: Counters,
     ) -> None:  # fmt: skip
         self.state, self.pool, self.policy = state, pool, policy
-        self.failures, self.restarting, self.counters = failures, restarting, counters
+        self.failures, self.rebuilder, self.counters = failures, rebuilder, counters
         self.batch, self.store, self.infos = batch, store, infos
         self.num_envs = len(batch.rewards)
-        self.call: Request | None = None
+        self.request: Request | None = None
         self.in_flight: set[int] = set()
         self.ready: list[int] = []
         self.resetting: set[int] = set()
@@ -96,86 +96,86 @@ class Exchange:
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
-    def send_plain_step(self, *, by_row: bool) -> None:
+    def send_plain_step(self, *, for_recv: bool) -> None:
         """Send a step of all rows, with the actions in shared memory."""
         pool = self.pool
-        if pool.max_busy is not None:
-            self.send_step(range(self.num_envs), None, by_row=by_row)
+        if pool.max_concurrency is not None:
+            self.send_step(range(self.num_envs), None, for_recv=for_recv)
             return
         workers = pool.workers
         self.state.changing = True
         self._seq = seq = self._seq % 0xFFFFFFFF + 1
-        request = Request("step", len(workers), by_row)
+        request = Request("step", len(workers), for_recv)
         expected = pack_head(_PLAIN, seq)
         for worker in workers:
             worker.pending.append((expected, worker.rows, request))
-        if by_row:
+        if for_recv:
             self.in_flight.update(range(self.num_envs))
         else:
-            self.call = request
+            self.request = request
         pool.queue_for_all(_STEP, seq)
         self.state.changing = False
         if pool.processes:
             pool.write_to_all()
 
-    def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, by_row: bool) -> None:
+    def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, for_recv: bool) -> None:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = sorted(self.failures.failed.keys() & set(rows)) if self.failures.failed else []
         good = sorted(set(rows).difference(failed) if failed else rows)
-        pickled, messages = self.pool.pickled, list(self._split_into_messages(good, by_row))
+        pickled, messages = self.pool.pickled, list(self._split_into_messages(good, for_recv))
         payloads = [
             pickled(worker, action_by_row and [action_by_row[row] for row in mine])  # may raise
             for _, worker, mine in messages
         ]
         self.state.changing = True
-        request = Request("step", 0, by_row)
+        request = Request("step", 0, for_recv)
         if failed:
             if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
                 raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
-            if (error := self._rebuild(request, failed)) is not None:
+            if (error := self._queue_rebuilds(request, failed)) is not None:
                 self.state.changing = False
                 raise error
             self.not_counted.update(failed)
-        last = -1
-        for (number, worker, mine), payload in zip(messages, payloads, strict=True):
-            if number != last:
-                last = number
+        latest_round = -1
+        for (send_round, worker, mine), payload in zip(messages, payloads, strict=True):
+            if send_round != latest_round:
+                latest_round = send_round
                 self.next_number()
             self.queue(worker, _STEP_SOME, mine, request, payload)
-        if by_row:
+        if for_recv:
             self.in_flight.update(rows)
         else:
-            self.call = request
+            self.request = request
         self.state.changing = False
         self.flush()
 
-    def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, by_row: bool) -> None:
-        """Send a reset of some rows, and replace their dead workers. Unless ``by_row``, first drop all pending requests."""
+    def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
+        """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
         payloads = [
             self.pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
         ]
         self.state.changing = True
-        if not by_row:
+        if not for_recv:
             self.drop_pending()
-        if not by_row and len(rows) < self.num_envs:
+        if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
             self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
-            self.restarting.restore_observations(self.failures.failed.keys() - set(rows))
+            self.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
         if (error := self.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error
         self.failures.forget(rows)
-        request = Request("reset", 0, by_row)
+        request = Request("reset", 0, for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         self.next_number()
         for (worker, mine), payload in zip(self.split(rows), payloads, strict=True):
             self.queue(worker, Op.RESET_SOME, mine, request, payload)
-        if by_row:
-            self.put_in_flight(rows)
+        if for_recv:
+            self.put_reset_in_flight(rows)
         else:
-            self.call = request
+            self.request = request
         self.state.changing = False
         self.flush()
 
@@ -186,10 +186,10 @@ class Exchange:
         parts = zip(workers, [0, *ends], ends, strict=False)
         return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
 
-    def _split_into_messages(self, rows: Sequence[int], by_row: bool) -> Iterator[tuple[int, Worker, Sequence[int]]]:
+    def _split_into_messages(self, rows: Sequence[int], for_recv: bool) -> Iterator[tuple[int, Worker, Sequence[int]]]:
         """Yield messages (round, worker, rows): in each round one per worker, of at most :attr:`rows_at_once` rows."""
         parts = self.split(rows)
-        if self.rows_at_once is None or not by_row:
+        if self.rows_at_once is None or not for_recv:
             yield from ((0, *part) for part in parts)
             return
         size = self.rows_at_once
@@ -210,13 +210,13 @@ class Exchange:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        expected = _NO_REPLY if worker.rebuild_deadline else _PLAIN  # `_apply` ends the deadline when it handles the reply
+        expected = _SLOW_PATH if worker.rebuild_deadline else _PLAIN  # `_apply` ends the deadline when it handles the reply
         worker.pending.append((pack_head(expected, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
     def drop_pending(self) -> None:
         """Drop all requests and results that were not returned. Sequence numbers identify late replies."""
-        self.call = None
+        self.request = None
         for container in (
             self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals, self.unraised,
         ):  # fmt: skip
@@ -227,19 +227,19 @@ class Exchange:
 
     def drop_if_droppable(self) -> bool:
         """Drop a pending call that an interrupted method left behind; return ``True`` if no call is pending now."""
-        if self.call is None:
+        if self.request is None:
             return True
-        if not self.call.droppable:
+        if not self.request.droppable:
             return False
-        request = self.call
+        request = self.request
         self.state.changing = True
         for worker in self.pool.workers:
-            others = [message for message in worker.pending if message[2] is not request]
+            others = [pending for pending in worker.pending if pending[2] is not request]
             worker.pending.clear()
             worker.pending.extend(others)
         if (local := self.pool.local) is not None:
             local.drop_calls()
-        self.call = None
+        self.request = None
         self.state.changing = False
         return True
 
@@ -250,12 +250,12 @@ class Exchange:
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
             raise failed_earlier_error({row: self.failures.failed.get(row, "its worker died") for row in dead})
         self.state.changing = True
-        request = Request(command, 0, by_row=False)
+        request = Request(command, 0, for_recv=False)
         request.droppable = True
         self.next_number()
         for (worker, _), payload in zip(parts, payloads, strict=True):
             self.queue(worker, op, worker.rows, request, payload)
-        self.call = request
+        self.request = request
         self.state.changing = False
         self.flush()
 
@@ -269,7 +269,7 @@ class Exchange:
             StepTimeout: Replies are late; the call stays pending.
             Exception: What the call raised in an environment.
         """
-        request = self.call
+        request = self.request
         assert request is not None
         if request.remaining and not self.wait_for(request, deadline_after(timeout)):
             raise self.timeout_error(wait_method(request.command), timeout)
@@ -279,16 +279,16 @@ class Exchange:
             finally:
                 del error, request
         self.state.changing = not request.droppable  # until the guard has returned the results
-        self.call = None
+        self.request = None
         return request.results
 
     def finish_quietly(self) -> Request:
         """Wait for the pending call and return it, without recording its failures."""
-        request = self.call
+        request = self.request
         assert request is not None
         if request.remaining:
             self.wait_for(request, None)
-        self.call = None
+        self.request = None
         return request
 
     def count_results(self, request: Request) -> None:
@@ -300,7 +300,7 @@ class Exchange:
 
     # -- rows that are received one by one ---------------------------------------------------------------------------
 
-    def put_in_flight(self, rows: Sequence[int]) -> None:
+    def put_reset_in_flight(self, rows: Sequence[int]) -> None:
         """Put the rows of a reset in flight, so that ``recv`` returns them."""
         batch = self.batch
         batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
@@ -318,19 +318,19 @@ class Exchange:
             if not self._wait_for_any(deadline):
                 self._end_hanging("recv", limit)
 
-    def receive_by_row(self, request: Request) -> None:
+    def convert_for_recv(self, request: Request) -> None:
         """Convert the pending reset into one with rows that ``recv`` returns one by one.
 
         Raises:
             AlreadyPendingCallError: The pending call is not a reset.
         """
         if request.command != "reset":
-            require_no_step(Call(request.phase, self.num_envs, by_row=False))
+            require_no_step(PendingRequest(request.phase, self.num_envs, for_recv=False))
             advance(request.phase, "reset_async", self, name="recv")
         rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         self.state.changing = True
-        self.call, request.by_row = None, True
-        self.put_in_flight(rows)
+        self.request, request.for_recv = None, True
+        self.put_reset_in_flight(rows)
         waiting = {
             row for worker in self.pool.workers for _, mine, other in worker.pending if other is request for row in mine
         }
@@ -352,6 +352,7 @@ class Exchange:
         self.ready += rows
         if request.has_failed and (error := self.settle(request, failed)) is not None:
             self.unraised.append((error, failed))
+        # the next wait writes what `settle` has queued
 
     def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
         """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises what is ``unraised``.
@@ -418,12 +419,12 @@ class Exchange:
 
     def release(self) -> None:
         """Drop the pending call and all references to shared memory, on closing."""
-        self.call = None
-        for name in ("batch", "store", "infos", "restarting"):
+        self.request = None
+        for name in ("batch", "store", "infos", "rebuilder"):
             self.__dict__.pop(name, None)
 
     def flush(self) -> None:
-        """Write queued messages, as far as the pipes and ``max_busy`` allow. An interrupted flush can be repeated."""
+        """Write queued messages, as far as the pipes and ``max_concurrency`` allow. An interrupted flush can be repeated."""
         pool = self.pool
         if len(pool.accepted) < len(pool.processes) or pool.held:
             self.state.changing = True
@@ -461,7 +462,7 @@ class Exchange:
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
-        """Wait until no worker has a pending message; ``False`` if the deadline passes first.
+        """Wait until no worker has a pending message or ``recv`` has to raise; ``False`` if the deadline passes first.
 
         It waits for one worker after another: when the first has replied, most others have too, so the caller wakes up once
         or twice per step and not once per reply.
@@ -533,7 +534,7 @@ class Exchange:
             self.state.changing = False
 
     def receive(self, worker: WorkerProcess) -> bool:
-        """Apply the next reply of a worker; ``False`` if none has arrived in full."""
+        """Apply the next reply of a worker, or its death; ``False`` if no reply has arrived in full."""
         try:
             message = worker.channel.receive()
         except ChannelClosed:
@@ -545,7 +546,7 @@ class Exchange:
         if pending and message == pending[0][0]:  # nearly always
             _, rows, request = pending.popleft()
             request.remaining -= 1
-            if request.by_row:
+            if request.for_recv:
                 self.ready += rows
         else:
             self._apply_message(worker, message)
@@ -581,12 +582,12 @@ class Exchange:
         if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always, and as in `receive`
             _, rows, request = local.pending.popleft()
             request.remaining -= 1
-            if request.by_row:
+            if request.for_recv:
                 self.ready += rows
         else:
-            plain = outcome is PLAIN_OUTCOME or outcome.is_plain()
-            number = pack_head(_NO_REPLY, seq)[1:]
-            self._apply(local, number, None if plain else outcome, outcome.columns or not plain)
+            has_payload = outcome.has_payload()
+            number = pack_head(_SLOW_PATH, seq)[1:]
+            self._apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
         self.state.changing = False
 
     def _apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
@@ -615,8 +616,8 @@ class Exchange:
             return
         expected, rows, request = pending[index]
         del pending[index]
-        if expected[0] == _NO_REPLY:
-            worker.rebuild_deadline = 0.0
+        if expected[0] == _SLOW_PATH:
+            self._end_rebuild_limit(worker)
         request.remaining -= 1
         if has_infos:
             request.has_infos = True
@@ -630,7 +631,7 @@ class Exchange:
             request.failures += [(failure, worker) for failure in outcome.failures]
         if request.rebuilding:
             self._apply_rebuilt(request, rows)
-        if request.by_row:
+        if request.for_recv:
             self._make_ready(request, rows)
 
     def _apply_rebuilt(self, request: Request, rows: Sequence[int]) -> None:
@@ -639,16 +640,16 @@ class Exchange:
         rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
         self.failures.forget(rebuilt)
         self.failures.counted -= failed
-        self.restarting.end_episodes(request, rebuilt)
+        self.rebuilder.end_episodes(request, rebuilt)
 
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def settle(self, request: Request, rows_to_rebuild: Collection[int] = ()) -> Exception | None:
-        """Record the failures of a request. Then rebuild the rows and return ``None``, or return the error.
+        """Record the failures of a request. Return the exception, or queue messages that rebuild the rows.
 
         Args:
-            request: The request. An error finishes it, unless it is by row.
-            rows_to_rebuild: The rows to rebuild, if the request is by row.
+            request: The request. An error finishes it, unless it is for ``recv``.
+            rows_to_rebuild: The rows to rebuild, if the request is for ``recv``; otherwise those that failed.
         """
         within_block, self.state.changing = self.state.changing, True
         rebuilds = self.policy.restart and request.command in ("step", "reset")
@@ -656,22 +657,22 @@ class Exchange:
         error: Exception | None
         if rebuilds:
             failed = {failure.env for failure, _ in request.failures} | request.lost
-            error = self._rebuild(request, sorted(rows_to_rebuild if request.by_row else failed))
+            error = self._queue_rebuilds(request, sorted(rows_to_rebuild if request.for_recv else failed))
         else:
             error = self.failures.combine(request, raised)
         request.failures.clear()
         request.deaths.clear()
         request.lost.clear()
-        if error is not None and not request.by_row:
-            self.call = None
+        if error is not None and not request.for_recv:
+            self.request = None
             self.count_results(request)
         self.state.changing = within_block
         return error
 
-    def _rebuild(self, request: Request, rows: Sequence[int]) -> Exception | None:
+    def _queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
         """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
         request.collect()
-        error: Exception | None = self.restarting.count_restarts(rows, self.pool.workers) or self.replace_dead(rows)
+        error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers) or self.replace_dead(rows)
         if error is None:
             for worker, mine in self.split(rows):
                 self._queue_rebuild(worker, mine, request)
@@ -695,14 +696,20 @@ class Exchange:
         if self.policy.start_timeout is not None:
             worker.rebuild_deadline = time.monotonic() + self.policy.start_timeout + (self.policy.step_timeout or 0.0)
 
+    def _end_rebuild_limit(self, worker: Worker) -> None:
+        """End the limit of a rebuild that has been replied to. The next rebuild of the same worker gets one of its own."""
+        worker.rebuild_deadline = 0.0
+        if isinstance(worker, WorkerProcess) and any(expected[0] == _SLOW_PATH for expected, *_ in worker.pending):
+            self._limit_rebuild(worker)
+
     def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
         """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
-        payload = self.pool.pickled(worker, self.restarting.prepare(request, rows))
+        payload = self.pool.pickled(worker, self.rebuilder.prepare(request, rows))
         self.next_number()
         seq = self._seq
         self.batch.requested[rows] = seq
         request.remaining += 1
-        worker.pending.append((pack_head(_NO_REPLY, seq), rows, request))
+        worker.pending.append((pack_head(_SLOW_PATH, seq), rows, request))
         self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
         if isinstance(worker, WorkerProcess):
             self._limit_rebuild(worker)
@@ -730,7 +737,7 @@ class Exchange:
                 request.deaths.append(death)
             if worker.start_failures:  # its own report is better than its exit code
                 request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
-        for request in {id(request): request for _, _, request in pending if request.by_row}.values():
+        for request in {id(request): request for _, _, request in pending if request.for_recv}.values():
             self._make_ready(request, [])
 
     # -- late replies ------------------------------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """The handling of failures: their log, the budget of restarts, and the results of restarted rows.
 
-A row that failed can only be used again after its environment has been rebuilt: by a reset, or with
-``on_failure="restart"`` by the step in which it failed, or by its next one.
+A failed row cannot be used until its environment has been rebuilt. A reset rebuilds it; with ``on_failure="restart"``, so
+does the step in which it failed or its next step.
 
-The episode of a restarted row ends: reward 0, truncated, ``restarted`` in its info, its last good observation as
-``final_obs``. Then the row continues as the autoreset mode requires.
+The episode of a restarted row ends with reward 0 and truncation; its info has ``restarted``, and ``final_obs`` is its last
+good observation. Then the row continues as the autoreset mode requires.
 """
 
 from __future__ import annotations
@@ -183,9 +183,10 @@ def _log_like_gymnasium(failures: Iterable[tuple[Failure, Worker]]) -> None:
 
 
 def to_exception(error: Any, note: str) -> Exception:
-    """Return the exception of a failure, with its note.
+    """Return the exception of a failure, with ``note`` added.
 
-    An exception that is not an ``Exception`` (``sys.exit`` in an environment of the caller's own share) is replaced.
+    An error that is not an ``Exception`` (such as ``SystemExit`` from an environment that the caller steps itself) is
+    replaced by an ``EnvError``.
     """
     if not isinstance(error, BaseException):
         return unpack_error(error, note)
@@ -241,7 +242,7 @@ class LastGoodObservations:
 
     Args:
         store: The current observations.
-        tree: The structure of an observation; ``None`` if they have no fixed size.
+        tree: The structure of an observation; ``None`` if it has no fixed size.
     """
 
     def __init__(self, store: Store, tree: Tree | None) -> None:
@@ -271,13 +272,13 @@ class LastGoodObservations:
         return self._tree.map(lambda leaf: leaf[row].copy(), self._batch)
 
 
-class Restarts:
-    """Restarts of rows with ``on_failure="restart"``: their budget, their seeds and their results.
+class Rebuilder:
+    """The rebuilding of failed rows with ``on_failure="restart"``: their budget, their seeds and their results.
 
     Args:
         policy: The options for handling failures.
         failures: The log of failures.
-        batch, store, infos: The results of the rows.
+        batch, store, infos: The results, observations and infos of the rows.
         tree: The structure of an observation; ``None`` if it has no fixed size.
         mode: The autoreset mode.
         counters: The numbers of steps and resets.
@@ -304,7 +305,7 @@ class Restarts:
     ) -> RestartsExhausted | None:
         """Count the restarts of these rows; return the error if they exceed the budget.
 
-        A dead worker is one restart, whatever the number of its rows.
+        A dead worker counts as one restart, regardless of the number of its rows.
         """
         failures, uncounted, budget = self._failures, set(rows) - self._failures.counted, budget or self.budget
         causes: list[tuple[str, Sequence[int]]] = []
@@ -339,7 +340,8 @@ class Restarts:
     def prepare(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
         """Mark rows as being rebuilt for a request; return the payload: seeds, options, True if the next step resets.
 
-        Rows that failed in a reset get its options each time, but its seed only once; all other seeds are fresh.
+        A row that fails in a reset gets the reset's options at every rebuild, but its seed only once; all other seeds are
+        fresh.
         """
         stepping = request.command == "step"
         for row in rows:
@@ -354,7 +356,7 @@ class Restarts:
         return seeds, select_options(request.options, rows), stepping and self._mode is AutoresetMode.NEXT_STEP
 
     def end_episodes(self, request: Request, rows: Sequence[int]) -> None:
-        """Write the results of rebuilt rows."""
+        """Write the results of rebuilt rows: truncated, with the last good observations, as docs/failures.md describes."""
         batch, stepping = self._batch, request.command == "step"
         same_step = self._mode is AutoresetMode.SAME_STEP
         request.has_infos = True
@@ -379,7 +381,10 @@ class Restarts:
             self.last_good.keep(rows, all_rows=len(rows) == len(self._batch.rewards))
 
     def restore_observations(self, rows: Iterable[int]) -> None:
-        """Replace observations that failing environments may have written in part by the last good ones, or by zeros."""
+        """Restore the last good observations of rows, or zeros if there are none.
+
+        Failing environments may have overwritten the current ones in part.
+        """
         for row in rows:
             if (last := self.last_good.copy_row(row)) is not None:
                 self._store.set_row(row, last)

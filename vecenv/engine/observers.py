@@ -1,6 +1,6 @@
-"""The interface for features that follow what a vector environment does: recorders, loggers, monitors.
+"""The interface of recorders, loggers and monitors, which observe the calls, results and failures of a vector environment.
 
-``envs.add_observer(observer)`` registers an :class:`Observer`. An engine without observers pays one truth test per call.
+``envs.add_observer(observer)`` registers an :class:`Observer`. Without observers, a call only checks for an empty list.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Observer(Protocol):
 
         Args:
             rows: Indices of the environments; ``None``: all.
-            actions: One action for each of them: a batch of the action space with its dtypes and shapes, or else a list.
+            actions: One action for each of them: a batch if its dtypes and shapes match the action space, otherwise a list.
         """
         return
 
     def on_call(self, rows: Rows, name: str, arguments: tuple[Any, ...]) -> None:
-        """Observe a call that may change environments before it is submitted.
+        """Observe a call that may change environments, before the call is submitted.
 
         Args:
             rows: Indices of the environments.
@@ -86,7 +86,7 @@ class Observer(Protocol):
 def notify_failure(observers: Sequence[Observer], rows: Sequence[int], error: Exception, *, worker_died: bool) -> list[str]:
     """Call ``on_failure`` of all observers and return the notes for the error.
 
-    An observer's exception becomes a note, and so would a signal handler's: call this where none can raise.
+    An observer's exception becomes a note. A signal handler's would, too, so call this where signal handlers are deferred.
     """
     notes: list[str] = []
     for observer in observers:

@@ -1,7 +1,7 @@
 """The process engine: a driver of environments in worker processes and in the caller's process.
 
-It checks and submits calls, and builds their results. :mod:`vecenv.engine.exchange` explains messages, interruptions, late
-replies and restarts.
+It checks and submits calls, and builds their results. :mod:`vecenv.engine.exchange` explains interruptions, and
+docs/architecture.md the life of a step and of a failure.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from vecenv import freezing
 from vecenv.engine.calls import Calls
 from vecenv.engine.exchange import Exchange
-from vecenv.engine.failures import FailureLog, Policy, Restarts
+from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.observers import Observer
 from vecenv.engine.requests import Request
 from vecenv.engine.stats import measure_workers
@@ -56,7 +56,7 @@ class Engine(WorkerDriver):
         caller_share: The number of rows, counted from the first, that the caller steps itself.
 
     Attributes:
-        exchange: The pending requests.
+        exchange: The exchange of messages, which holds the pending requests.
         mismatches: (env, name, repr) of each space that differs from the first environment's.
     """
 
@@ -73,7 +73,7 @@ class Engine(WorkerDriver):
     ) -> None:  # fmt: skip
         super().__init__()
         self.num_envs = self.batch_size = len(env_fns)
-        self.layout, self.policy, self.mode, self.restarts = layout, policy, plan.autoreset_mode, policy.restart
+        self.layout, self.policy, self.mode, self.restarts_rows = layout, policy, plan.autoreset_mode, policy.restart
         self.last_received = np.arange(self.num_envs)
         self.observers: list[Observer] = []
         self.arena = Arena(layout.size)
@@ -81,7 +81,7 @@ class Engine(WorkerDriver):
         self.store = make_store(batch)
         self.infos = InfoReader(batch.info_schemas, batch.infos)
         self.failures = FailureLog(self.observers, like_gymnasium=policy.logs_like_gymnasium)
-        self.restarting = Restarts(
+        self.rebuilder = Rebuilder(
             policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters,
             self.observers,
         )
@@ -90,7 +90,7 @@ class Engine(WorkerDriver):
         limited_commands = () if policy.step_timeout is None else ("step", "reset")
         self.pool = WorkerPool(plan, self.arena, batch, options, limited_commands)
         self.exchange = Exchange(
-            self.state, self.pool, policy, self.failures, self.restarting, batch, self.store, self.infos, self.counters
+            self.state, self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
         self.calls = Calls(self.exchange, self.mode, self.observers)
         try:
@@ -113,53 +113,53 @@ class Engine(WorkerDriver):
             ready_messages.insert(0, Ready(local.pid, *local.env_rows.build()))
         workers = zip(self.pool.workers, ready_messages, strict=True)
         if failures := [(failure, worker) for worker, ready in workers for failure in ready.failures]:
-            request = Request("start", 0, by_row=False)
+            request = Request("start", 0, for_recv=False)
             raise self.failures.combine(request, self.failures.record("start", failures))
         return [mismatch for ready in ready_messages for mismatch in ready.mismatches]
 
     # -- all rows at once ----------------------------------------------------------------------------------------------
 
-    def step(self, actions: Any) -> None:
+    def submit_step(self, actions: Any) -> None:
         """Submit a step of all rows. Errors are raised before anything is sent."""
         exchange = self.exchange
-        if exchange.call is not None or exchange.in_flight:
+        if exchange.request is not None or exchange.in_flight:
             self.require_rows_idle("step_async")
         failed = self.failures.failed
-        if failed and not self.restarts:
+        if failed and not self.restarts_rows:
             raise failed_earlier_error(failed)
         pickled = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if pickled is None else pickled)
         if pickled is None and not failed:
-            exchange.send_plain_step(by_row=False)
+            exchange.send_plain_step(for_recv=False)
         else:
-            exchange.send_step(range(self.num_envs), pickled, by_row=False)
+            exchange.send_step(range(self.num_envs), pickled, for_recv=False)
 
-    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
-        """Replace dead workers and submit a reset. A reset of all rows drops whatever is pending.
+    def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
+        """Replace dead workers and submit a reset. A reset of all rows drops all pending requests.
 
         Args:
             seeds: A seed or ``None`` for every environment.
             ids: The rows; ``None``: all.
             options: A dict for all, or a list with an entry for every environment.
-            by_row: True if ``recv`` returns the rows one by one; others may be in flight meanwhile.
+            for_recv: True if ``recv`` returns the rows one by one; others may be in flight meanwhile.
         """
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None and self.exchange.call is not None:
-            advance(self.exchange.call.phase, "reset_async", self)
-        if by_row:
+        if ids is not None and self.exchange.request is not None:
+            advance(self.exchange.request.phase, "reset_async", self)
+        if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None or (self.pool.held and not self.state.changing):
             self.exchange.drain()
         elif not self.state.changing:
-            self.exchange.execute_own_messages()  # as workers do, although the reset drops the results
+            self.exchange.execute_own_messages()  # workers execute theirs, too, although the reset drops the results
         seeds = self.announce_reset(rows, seeds, options)
         if ids is None and isinstance(seeds[0], (int, np.integer)):
             new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
         else:
-            new_seeds = self.restarting.seeds
-        self.exchange.send_reset(rows, seeds, options, by_row=by_row)
-        self.restarting.seeds = new_seeds
+            new_seeds = self.rebuilder.seeds
+        self.exchange.send_reset(rows, seeds, options, for_recv=for_recv)
+        self.rebuilder.seeds = new_seeds
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         """Return the result of the pending step or reset. At the deadline, return ``None``; the call stays pending.
@@ -169,7 +169,7 @@ class Engine(WorkerDriver):
             Exception: The exception of an environment, or the death of a worker.
         """
         exchange = self.exchange
-        request = exchange.call
+        request = exchange.request
         assert request is not None
         while True:
             if request.remaining and not exchange.wait_for(request, deadline):
@@ -180,7 +180,7 @@ class Engine(WorkerDriver):
                 try:
                     raise error
                 finally:
-                    del error, request  # the exception's traceback holds this frame
+                    del error, request  # break a reference cycle: the exception's traceback refers to this frame
             exchange.flush()
         batch = self.batch
         infos: RowInfos | dict[Any, Any] = self._read_infos(request) if request.has_infos else {}
@@ -189,20 +189,20 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.batch(self.copies)):
                 raise  # a signal handler raised it
-            exchange.call = None
+            exchange.request = None
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
         for observer in self.observers:
             row_infos = infos if isinstance(infos, RowInfos) else WorkerInfos(self.infos, None, self.num_envs, {}, {})
             observer.on_result(None, (*result[:4], row_infos) if request.command == "step" else (observations, row_infos))
         self.state.changing = True  # until the guard has returned the result
-        exchange.call = None
+        exchange.request = None
         if request.command == "step" and not exchange.not_counted:  # the usual case
             self.counters.steps += self.num_envs
         else:
             exchange.count_results(request)
         if self.policy.restart:
-            self.restarting.keep_observations(range(self.num_envs))
+            self.rebuilder.keep_observations(range(self.num_envs))
         return result
 
     def _read_infos(self, request: Request) -> RowInfos:
@@ -225,9 +225,9 @@ class Engine(WorkerDriver):
         """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if those lie in shared memory."""
         exchange = self.exchange
         if items is None and len(rows) == self.num_envs and not self.failures.failed and exchange.rows_at_once is None:
-            exchange.send_plain_step(by_row=True)
+            exchange.send_plain_step(for_recv=True)
         else:
-            exchange.send_step(rows, items, by_row=True)
+            exchange.send_step(rows, items, for_recv=True)
 
     def recv(self, count: int | None, deadline: float | None, least: tuple[int, float] | None = None) -> Stepped | None:
         """Return the next ``count`` rows to finish. If fewer finish by the deadline, return ``None``; they stay ready.
@@ -235,16 +235,16 @@ class Engine(WorkerDriver):
         Args:
             count: The number of rows; ``None``: the batch size.
             deadline: The ``time.monotonic()`` at which to stop waiting.
-            least: (number, time): that number is enough after that ``time.monotonic()``, or if no more are in flight.
+            least: (number, time): that number is enough from that ``time.monotonic()`` on, or if no more are in flight.
 
         Raises:
             NoAsyncCallError: Too few rows are in flight.
-            StepTimeout: They did not finish within ``step_timeout``.
-            Exception: The exception of an environment, or the death of a worker; good rows stay ready.
+            StepTimeout: The rows did not finish within ``step_timeout``.
+            Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
         exchange = self.exchange
-        if exchange.call is not None and not exchange.drop_if_droppable():
-            exchange.receive_by_row(exchange.call)
+        if exchange.request is not None and not exchange.drop_if_droppable():
+            exchange.convert_for_recv(exchange.request)
         if count is None:
             count = self.batch_size
         if (exchange.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, least):
@@ -267,7 +267,7 @@ class Engine(WorkerDriver):
         self.exchange.remove_received(listed)
         self.last_received = rows
         if self.policy.restart:
-            self.restarting.keep_observations(listed)
+            self.rebuilder.keep_observations(listed)
         return result
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
@@ -294,7 +294,7 @@ class Engine(WorkerDriver):
         self.calls.begin_call(name, args, kwargs)
 
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
-        """Begin to call a function with each of some environments."""
+        """Begin to call a function for each environment in ``rows``."""
         self.require_rows_idle("exec_func", rows)
         self.calls.begin_exec(func, rows, args, kwargs)
 
@@ -367,9 +367,9 @@ class Engine(WorkerDriver):
     def _compute_stats(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)
         counters = self.counters
-        pending = self.num_envs if self.exchange.call is not None and self.exchange.call.command in PHASES else 0
-        if self.exchange.call is not None and self.exchange.call.rows is not None:
-            pending = len(self.exchange.call.rows)
+        pending = self.num_envs if self.exchange.request is not None and self.exchange.request.command in PHASES else 0
+        if self.exchange.request is not None and self.exchange.request.rows is not None:
+            pending = len(self.exchange.request.rows)
         return complete_stats({
             "steps": float(counters.steps),
             "steps_per_second": (counters.steps - counters.steps_loaded) / elapsed,
@@ -387,7 +387,7 @@ class Engine(WorkerDriver):
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def shut_down(self, timeout: float, *, terminate: bool) -> None:
-        """End the workers, and log errors from ``close`` of environments. Safe to repeat."""
+        """End the workers, and log errors from the environments' ``close()``. Safe to repeat."""
         self.pool.close(timeout, terminate=terminate)
         failures = self.pool.failures_in_close
         while failures:
@@ -406,7 +406,7 @@ class Engine(WorkerDriver):
         self.observers.clear()
         self.recorder = None
         abandoned_after_fork.discard(self)
-        for name in ("arena", "batch", "store", "infos", "restarting", "calls", "stage"):
+        for name in ("arena", "batch", "store", "infos", "rebuilder", "calls", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it
 
 

@@ -57,7 +57,7 @@ class Request:
     Attributes:
         command: ``"step"``, ``"reset"`` or the name of a call.
         remaining: The number of messages without a reply.
-        by_row: True if ``recv`` returns the rows as they become ready; False if one call returns all of them.
+        for_recv: True if ``recv`` returns the rows as they become ready; False if one call returns all of them.
         rows: The rows of a reset or of a call; ``None`` for all.
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
         droppable: True if one method submits the call and waits for it; if interrupted, the next call drops the request.
@@ -88,8 +88,8 @@ class Request:
     rebuilding: dict[int, Any] = _NOTHING  # type: ignore[assignment]
     repeated: set[int] = set()  # noqa: RUF012
 
-    def __init__(self, command: str, remaining: int, by_row: bool) -> None:
-        self.command, self.remaining, self.by_row = command, remaining, by_row
+    def __init__(self, command: str, remaining: int, for_recv: bool) -> None:
+        self.command, self.remaining, self.for_recv = command, remaining, for_recv
 
     def collect(self) -> None:
         """Give this request containers of its own, in place of the shared empty ones of the class."""

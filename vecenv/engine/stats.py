@@ -12,31 +12,31 @@ from vecenv.shm import Batch
 
 
 def measure_workers(batch: Batch) -> dict[str, float]:
-    """Return the mean and longest time of a step in seconds, and the share of time spent waiting for the busiest worker."""
-    timed = float(batch.worker_steps.sum())
-    working = int(np.count_nonzero(batch.worker_steps))  # the caller has an entry even if it steps no environments
-    spent = float(batch.worker_time.sum())
+    """Return the mean and longest step time in seconds, and the share of the workers' time spent waiting for the busiest."""
+    total_steps = float(batch.worker_steps.sum())
+    num_active = int(np.count_nonzero(batch.worker_steps))  # the caller has an entry even if it steps no environments
+    total_seconds = float(batch.worker_time.sum())
     per_worker = batch.worker_time / np.maximum(batch.worker_steps, 1.0)
     times = batch.step_time[batch.step_time > 0]
     busiest = float(batch.worker_time.max())
     return {
-        "step_time_mean": spent / max(timed, 1.0),
+        "step_time_mean": total_seconds / max(total_steps, 1.0),
         "step_time_slowest_env": float(times.max()) if len(times) else float(per_worker.max()),
-        "straggler_share": 1.0 - spent / (busiest * working) if busiest > 0 and working else 0.0,
+        "straggler_share": 1.0 - total_seconds / (busiest * num_active) if busiest > 0 and num_active else 0.0,
     }
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """The statistics of one worker since construction; see :meth:`vecenv.AsyncVectorEnv.worker_stats`.
+    """The statistics of one worker since its vector environment was built; see :meth:`vecenv.AsyncVectorEnv.worker_stats`.
 
     Attributes:
         index: Its index in ``envs.processes``; the caller's own share comes last.
         pid: Its process id.
         in_this_process: True for the caller's own share, which this process steps.
         envs: The indices of its environments.
-        steps: Steps of its environments, estimated from those that are timed.
-        seconds: The time spent in them, estimated in the same way.
+        steps: The number of steps of its environments, estimated from the timed ones.
+        seconds: The time spent in these steps, estimated in the same way.
         slowest_env: The environment that took longest in its latest sampled step; ``None`` before the first sample.
         slowest_seconds: The duration of that step; 0 before the first sample.
     """
@@ -52,7 +52,7 @@ class WorkerStats:
 
 
 def worker_stats(workers: Iterable[Any], batch: Batch) -> list[WorkerStats]:
-    """Return the statistics of these workers, ordered by index. The workers update them in shared memory."""
+    """Return the current statistics of these workers, ordered by index, from their counters in shared memory."""
     return sorted((_measure_worker(worker, batch) for worker in workers), key=lambda worker: worker.index)
 
 

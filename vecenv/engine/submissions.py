@@ -100,7 +100,7 @@ class Submissions:
             require_observation(exchange.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
         packed = exchange.pool.pickled(worker, pack(row - worker.rows[0], payload))
-        request = Request(name, 0, by_row=False)
+        request = Request(name, 0, for_recv=False)
         request.rows = [row]
         if command == "save":
             request.convert_result = partial(self._calls.with_observation, row)
@@ -230,7 +230,7 @@ class Submissions:
         exchange, worker = self._exchange, self._find_worker(row)
         if (death := worker.death) is None:
             raise ValueError(f"{worker.label}, is alive")
-        if budget is not None and (error := exchange.restarting.count_restarts(worker.rows, [worker], budget)) is not None:
+        if budget is not None and (error := exchange.rebuilder.count_restarts(worker.rows, [worker], budget)) is not None:
             raise error
         try:
             new = exchange.pool.replace(worker)
@@ -242,7 +242,7 @@ class Submissions:
         if budget is None:
             exchange.failures.restarts += 1
         exchange.failures.forget(worker.rows)
-        request = self._starting[new] = Request("start", 0, by_row=False)
+        request = self._starting[new] = Request("start", 0, for_recv=False)
         request.rows = list(new.rows)
         self._watch(new)
         return request

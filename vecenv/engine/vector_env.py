@@ -1,8 +1,8 @@
 """``AsyncVectorEnv``: environments in worker processes, as a drop-in replacement for Gymnasium's class of that name.
 
-It has the arguments of ``gymnasium.vector.AsyncVectorEnv``, in the same order, and its attributes, phases and errors. Seeds,
-masks, actions, infos and copies are handled in :mod:`vecenv.front.vector_env`. It differs where Gymnasium's class fails: no
-step returns the result of another, a failed environment does not end the others, and ``close()`` always returns.
+It accepts the arguments of ``gymnasium.vector.AsyncVectorEnv`` in the same order, and has the same attributes, phases and
+errors. It differs where Gymnasium's class fails: no step returns the result of another, a failed environment does not end
+the others, and ``close()`` always returns. :mod:`vecenv.front.vector_env` handles seeds, masks, actions, infos and copies.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ __all__ = ["AsyncVectorEnv", "Observer"]
 
 
 class _Signature:
-    """The signature of a class that has a ``__new__``, taken from its ``__init__``, for editors and ``help``."""
+    """The signature of ``__init__``, for editors and ``help``, which would otherwise show that of ``__new__``."""
 
     def __get__(self, instance: object, owner: type[Any]) -> inspect.Signature:
         signature = inspect.signature(owner.__init__)
@@ -100,44 +100,45 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     Args:
         env_fns: Functions that build the environments.
-        shared_memory: Keep observations of fixed size in shared memory, and pickle others. ``False`` pickles all. By
-            default, those of custom spaces are pickled, with a warning; an explicit ``True`` rejects them, as in Gymnasium.
+        shared_memory: Keep observations of fixed size in shared memory and pickle all others. ``False`` pickles every
+            observation. By default, observations of custom spaces are pickled, with a warning; an explicit ``True`` rejects
+            such spaces, as in Gymnasium.
         copy: Return a copy of the observations. With ``False`` the same writeable arrays are returned every time and
             change while environments step.
         context: Start method (``"fork"``, ``"spawn"``, ``"forkserver"``) or ``None`` for the process default.
-        daemon: Daemonic workers may not have ``multiprocessing`` children of their own.
+        daemon: Make the workers daemonic, so that they may not have ``multiprocessing`` children of their own.
         worker: A custom worker function; the result is then an object of Gymnasium's own class.
         observation_mode: ``"same"``, ``"different"``, or (batched space, single space).
         autoreset_mode: ``AutoresetMode`` or its string value.
         max_concurrency: The maximum number of environments that run ``reset`` or ``step`` at once.
-        num_workers: ``None``: one process per environment. An int: that many processes, each over a contiguous share of the
-            environments. ``"auto"``: the fastest number on this machine. Temporary processes time at most 64 steps and
-            check that environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no
+        num_workers: ``None``: one process per environment. An int: that many processes, each with a contiguous share of the
+            environments. ``"auto"``: the number that is fastest on this machine. Temporary processes time at most 64 steps
+            and check whether environments may share a process; if not, each gets its own (see ``docs/workers.md``). 0: no
             processes, for debugging.
         use_caller: Let the calling process step a share of the environments itself. This is fastest, but a crash of one of
-            them ends the program, so use it for environments that you would trust in ``SyncVectorEnv``. ``None``: no, unless
-            ``num_workers="auto"`` estimates that it is more than 10% faster. ``False``: never. ``True`` with ``"auto"``:
+            them ends the program, so use it for environments that you would trust in ``SyncVectorEnv``. ``None``: only
+            if ``num_workers="auto"`` estimates that it is more than 10% faster. ``False``: never. ``True`` with ``"auto"``:
             whenever it is faster.
         batch_size: Number of environments that :meth:`recv` returns at a time, 1 to ``num_envs``. ``"auto"``: half of them,
             or all if halves would not pay off, according to a trial of one environment in a temporary process. If a core is
-            free, or steps wait, each worker has two messages in flight. ``print(envs.plan)`` gives the reason.
+            free or steps wait, a worker may then have two messages in flight. ``print(envs.plan)`` gives the reason.
         env_threads: Number of environments that a worker runs at the same time, each in its own thread, for environments
             that mostly wait for a service or a robot. They must work in any thread and share no mutable state. Needs
             worker processes.
         on_failure: ``"raise"``; ``"restart"``, which rebuilds environments that died, raised or hung; or a
             :class:`vecenv.Restart` with a restart budget.
         step_timeout: Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging.
-        record_failures: A folder, or a :class:`vecenv.FlightRecorder`: each failure leaves a file there that
+        record_failures: A folder, or a :class:`vecenv.FlightRecorder`. Each failure is recorded in a file, which
             ``vecenv replay`` repeats; see ``docs/recording.md``.
-        generators: The generators of ``random``, ``numpy.random`` and torch (on the CPU) that environments use.
-            ``"shared"``: those of their process, as in Gymnasium. If an environment is tried before the workers start
-            (``"auto"``, ``use_caller=True``) and draws from them, there is a warning.
-            ``"own"``: each environment has its own, seeded from the seeds of its resets, so that results do not depend on
-            the workers; see ``docs/workers.md``. Cannot be combined with ``env_threads``.
+        generators: The random number generators of environments: those of ``random``, ``numpy.random`` and torch (on the
+            CPU). ``"shared"``: all environments of a process share them, as in Gymnasium. If an environment is tried before
+            the workers start (``"auto"``, ``use_caller=True``) and draws from them, there is a warning. ``"own"``: each
+            environment has its own, seeded from the seeds of its resets, so that results do not depend on the workers; see
+            ``docs/workers.md``. Cannot be combined with ``env_threads``.
         worker_options: Threads, cores, environment variables and the start of workers: :class:`vecenv.WorkerOptions`.
 
     Raises:
-        RuntimeError: The spaces of an environment do not match the others; the message names the environment.
+        RuntimeError: The spaces of an environment do not match those of the others; the message names the environment.
         ValueError: An option is invalid; the message names the accepted values.
         ArenaError: There is not enough memory; nothing was started.
         NotImplementedError: Worker processes were requested on a system without support for them, such as Windows.
@@ -156,8 +157,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     _stats_file: published.StatsFile | None = None
     plan: Plan | None = None
     generators: GeneratorsOption = "shared"
-    _draws_shared = False  # True if an environment that was tried drew from generators that its process shares
-    _refuses_finished = False  # True: stepping a finished environment is an error, as in SyncVectorEnv
+    _draws_shared = False  # True if the tried environment drew from the shared generators of its process
+    _refuses_finished = False  # True if stepping a finished environment is an error, as in SyncVectorEnv
     _requires_shared_memory = False  # True if `shared_memory=True` was passed explicitly
 
     def __new__(
@@ -234,7 +235,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self, env_fns: Sequence[Callable[[], Env[Any, Any]]], shared_memory: bool, copy: bool, context: str | None,
         daemon: bool, observation_mode: Any, autoreset_mode: str | AutoresetMode, max_concurrency: int | None,
     ) -> None:  # fmt: skip
-        """Check Gymnasium's own arguments, and store them as attributes, which programs may read."""
+        """Check Gymnasium's own arguments, and store them as attributes, because programs may read them."""
         end_if_importing_main()
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
@@ -257,7 +258,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self.num_envs = len(env_fns)
 
     def _use_engine(self, engine: Engine, batch_size: int | None) -> None:
-        """Take over a started engine; end it if the spaces of its environments do not match."""
+        """Attach a started engine, or end it if the spaces of its environments do not match."""
         self._driver = engine
         if batch_size is not None:
             engine.batch_size = batch_size
@@ -276,13 +277,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             raise
 
     def _warn_about_draws(self) -> None:
-        """Warn if the environment that was tried drew from generators that it shares with others."""
+        """Warn if the tried environment drew from generators that it shares with others."""
         if self.generators == "shared" and self._probe.draws:
             self._draws_shared = True
             warn(describe_draws(f"env 0 ({self._env_id})", self._probe.draws))
 
     def _pool_options(self, context: Any, policy: Policy, workers: WorkerOptions) -> PoolOptions:
-        """Return the options of the pool of workers."""
+        """Return the options of the worker pool."""
         options = PoolOptions(context, self.daemon, type(self).__name__, policy.start_timeout, self.max_concurrency)
         processes = self.num_workers
         if workers.env:
@@ -301,7 +302,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     def _start_engine(
         self, options: PoolOptions, policy: Policy, share: int, threads: int | None, env_threads: int
     ) -> Engine:
-        """Lay out the shared memory, choose how observations travel, and start the workers."""
+        """Lay out the shared memory, choose the store for observations, and start the workers."""
         self._warn_about_draws()
         observations = fixed_tree(self.single_observation_space) if self.shared_memory else None
         actions = fixed_tree(self.single_action_space, "action")
@@ -329,7 +330,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         return engine
 
     def _use_plan(self, engine: Engine, env_threads: int) -> int | None:
-        """Return the plan's batch size; use its rows per message if a worker steps its rows one after another."""
+        """Return the plan's batch size. Apply its rows per message, except with ``env_threads`` or ``max_concurrency``."""
         assert self.plan is not None
         if env_threads == 1 and self.max_concurrency is None:
             engine.exchange.rows_at_once = self.plan.rows_at_once
@@ -338,7 +339,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
     # -- spaces -----------------------------------------------------------------------------------------------------
 
     def _read_spaces(self) -> None:
-        """Set the metadata and spaces, from an environment that is built in this process or another."""
+        """Set the metadata and spaces, which the probe has read from an environment or the given example."""
         mode = self.observation_mode
         found = self._probe.describe(all_envs=isinstance(mode, str) and mode == "different")
         self._set_attributes(found)
@@ -372,7 +373,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             if self._requires_shared_memory:  # Gymnasium's engine raises this for the default, too
                 raise ValueError(
                     f"{type(self).__name__}(..., shared_memory=True): observations of {self.single_observation_space} "
-                    "cannot lie in shared memory, since its class is not registered with gymnasium.vector.utils."
+                    "cannot be in shared memory, because its class is not registered with gymnasium.vector.utils."
                     "create_shared_memory; leave `shared_memory` out, or give shared_memory=False, and they are pickled"
                 ) from error
             if self.num_workers:
@@ -416,14 +417,14 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     @property
     def local_envs(self) -> list[Env[Any, Any]]:
-        """The environments that live in this process, those of the caller's share."""
+        """The environments of the caller's share, which live in this process."""
         local = self._pool.local
         rows = None if local is None else local.__dict__.get("env_rows")
         return [] if rows is None else [env for env in rows.envs if env is not None]
 
     @property
     def worker_rows(self) -> list[range]:
-        """The environments of each worker; those that the caller steps itself are the first."""
+        """The environments of each worker. If the caller steps a share itself, that share is the first entry."""
         return [range(worker.rows[0], worker.rows[-1] + 1) for worker in self._pool.workers]
 
     @property
@@ -441,7 +442,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             engine.set_recorder(Recorder(self._recording, env_fns, self._env_id, plan, save, stats))
 
     def add_observer(self, observer: Observer) -> None:
-        """Let an observer follow all calls, results and failures from now on, until :meth:`close`.
+        """Report all calls, results and failures to an observer, from now on until :meth:`close`.
 
         Args:
             observer: See :class:`vecenv.Observer`.
@@ -455,7 +456,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     @exclusive
     def publish_stats(self, name: str | None = None) -> None:
-        """Let ``vecenv top``, run by the same user on this machine, show the workers until :meth:`close`.
+        """Publish the workers' statistics for ``vecenv top``, run by the same user on this machine, until :meth:`close`.
 
         The environment variable ``VECENV_TOP=1`` does the same for a whole program, from the first reset on. The
         program writes a small file, twice a second while results are returned, into ``$XDG_RUNTIME_DIR/vecenv`` or the
@@ -509,8 +510,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
         Args:
             timeout: Seconds for a pending result and for the environments' own ``close()``; then workers are killed.
-                Default: a minute, or a second if a worker was late before or a call was interrupted.
-            terminate: Kill at once; the environments' ``close()`` is not called.
+                Default: a minute; or a second if a worker was late before, an earlier ``close()`` was interrupted, or this
+                one interrupts a call of the same thread.
+            terminate: Kill the workers at once, without calling the environments' ``close()``.
         """
         if self.closed:
             return
@@ -549,7 +551,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate)
 
     def __del__(self) -> None:
-        if self.__dict__.get("closed", True):  # the class itself has `closed = False`
+        if self.__dict__.get("closed", True):  # not `self.closed`, which is the class attribute if __init__ did not run
             return
         if self._driver.state.unusable == "forked":
             return
@@ -559,11 +561,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
 
 def _make_gymnasium_env(*args: Any, **options: Any) -> Any:
-    """Return an object of Gymnasium's own class.
-
-    Raises:
-        ValueError: An option does not exist in Gymnasium.
-    """
+    """Build an object of Gymnasium's own class. Raise ``ValueError`` for an option that Gymnasium does not have."""
     parameters = inspect.signature(AsyncVectorEnv.__init__).parameters
     accepted = inspect.signature(GymnasiumAsync.__init__).parameters
     if refused := [f"`{name}`" for name in parameters if name in options and name not in accepted]:

@@ -31,7 +31,7 @@ from vecenv.front.driver import abandoned_after_fork
 from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
-from vecenv.link.messages import OVERLAPS, EnvFnsToStart, Failure, Op, decode, dumps, dumps_by_value, encode, pack_head
+from vecenv.link.messages import OVERLAPS, EnvFnsToStart, Failure, decode, dumps, dumps_by_value, encode, pack_head
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked, new_token
@@ -64,7 +64,7 @@ class PoolOptions:
         daemon: ``Process.daemon`` of every worker.
         name: Process names are ``Worker<name>-index``.
         start_timeout: Seconds within which a worker must build its environments; ``None``: no limit.
-        max_busy: The largest number of workers that are busy at a time; ``None``: all of them.
+        max_concurrency: The largest number of workers that are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: The cores of each worker.
         variables: Environment variables of each worker.
@@ -74,7 +74,7 @@ class PoolOptions:
     daemon: bool
     name: str
     start_timeout: float | None
-    max_busy: int | None = None
+    max_concurrency: int | None = None
     caller_spin: float = 0.0
     placements: list[Placement] = field(default_factory=list)
     variables: list[Variables] = field(default_factory=list)
@@ -98,7 +98,8 @@ class WorkerPool:
         unsent: Workers with unsent bytes in their channels.
         accepted: The bytes of the latest message for every worker that each pipe accepted; shorter than ``processes`` until
             all are written.
-        held: Messages that wait until fewer than ``max_busy`` workers are busy: (worker, bytes, whether they make it busy).
+        held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, whether they make it
+            busy).
         seconds_waited: The total time of all waits.
         started: Every process that was started and has not been joined.
         closing: True once ``close()`` has begun.
@@ -127,7 +128,7 @@ class WorkerPool:
         self.wait_order: list[int] = []
         self.unsent: set[WorkerProcess] = set()
         self.accepted: list[int] = []
-        self.max_busy = options.max_busy
+        self.max_concurrency = options.max_concurrency
         self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
         self.failures_in_close: list[tuple[Failure, Any]] = []
         self._retired: list[WorkerProcess] = []
@@ -351,16 +352,16 @@ class WorkerPool:
             worker.queue(op, seq, payload)
             return
         data, makes_busy = encode(op, seq, payload), op & ~OVERLAPS <= LAST_STEP_OP
-        if self.max_busy is not None and (makes_busy or any(other is worker for other, *_ in self.held)):
+        if self.max_concurrency is not None and (makes_busy or any(other is worker for other, *_ in self.held)):
             self.held.append((worker, data, makes_busy))
         else:
             worker.channel.queue(data)
             self.unsent.add(worker)
 
     def release_held(self) -> None:
-        """Queue held messages while fewer than ``max_busy`` workers are busy."""
+        """Queue held messages while fewer than ``max_concurrency`` workers are busy."""
         busy = sum(len(worker.pending) for worker in self.processes) - len(self.held)
-        while self.held and (not self.held[0][2] or busy < (self.max_busy or 0)):
+        while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()
             busy += makes_busy
             worker.channel.queue(data)
@@ -486,7 +487,7 @@ class WorkerPool:
         self._poll = None
 
     def describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
-        """Return one line for each worker that has not replied in ``seconds``, with its request and location, and the rows."""
+        """Return one line for each worker that has not replied in ``seconds``, with its location, and their rows."""
         text, asks_for_stacks = "", (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
         late = [worker for worker in self.processes if worker.pending]
         for worker in late[:_LATE_WORKERS_NAMED]:

@@ -1,11 +1,11 @@
 """A file of results, one JSON line per finished episode, from which a killed evaluation continues.
 
 The first line identifies the list of episodes. Each line is appended by one write; an incomplete last line comes from a
-killed program, and is removed. A failed episode is recorded, and the next evaluation runs it again, so the last line of an
-episode counts.
+killed program, and is removed. A failed episode is recorded, and the next evaluation runs it again, so only the last line
+of an episode counts.
 
-Values of infos without a JSON type are objects with one key: ``!array``, ``!scalar``, ``!tuple``, ``!dict``, ``!float`` for
-nan and infinities; ``!repr`` for any other object, which is read back as that text.
+Values of infos without a JSON type are stored as objects with one key: ``!array``, ``!scalar``, ``!tuple``, ``!dict``,
+``!float`` for nan and infinities; ``!repr`` for any other object, which is read back as that text.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _JSON_TYPES: Final = (type(None), bool, int, str)
 
 
 class Journal:
-    """The results stored in a folder. A context manager, within which results can be appended.
+    """The results stored in a folder, as a context manager: results can be appended only inside the context.
 
     Args:
-        folder: Entering the context creates it, with its parents.
+        folder: The folder. Entering the context creates it and its parents.
         episodes: The list of episodes, all with a seed.
         seed: The seed of the evaluation.
         name: The name of the policy.
@@ -56,7 +56,7 @@ class Journal:
         self._fd = -1
         self.results: dict[int, EpisodeResult] = {}
         if self._path.exists():
-            self._read(self._path.read_bytes())
+            self._load_results(self._path.read_bytes())
 
     def __enter__(self) -> Journal:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class Journal:
         try:
             self._lock()
             with open(self._fd, "rb", closefd=False) as file:
-                complete = self._read(file.read())
+                complete = self._load_results(file.read())
             os.ftruncate(self._fd, complete)
             if not complete:
                 self._write(self._header)
@@ -100,19 +100,15 @@ class Journal:
             data = data[os.write(self._fd, data) :]
 
     def _lock(self) -> None:
-        """Lock the file until it is closed; child processes do not inherit this kind of lock.
-
-        Raises:
-            ValueError: Another process writes its results into the folder.
-        """
+        """Lock the file until it is closed, or raise :class:`ValueError` if another process has locked it."""
         if "fcntl" in globals():
             try:
-                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # child processes do not inherit this kind of lock
             except OSError as error:
                 raise ValueError(f"folder={str(self._path.parent)!r}: another process writes its results there") from error
 
-    def _read(self, data: bytes) -> int:
-        """Read the file, and return the number of bytes of its complete lines."""
+    def _load_results(self, data: bytes) -> int:
+        """Replace ``results`` with those in ``data``, and return the number of bytes in complete lines."""
         complete = data.rfind(b"\n") + 1
         header, *lines = _parse(self._path, data[:complete]) or [None]
         if header is not None:
@@ -125,16 +121,16 @@ class Journal:
         return complete
 
     def _require_same_evaluation(self, header: Any) -> None:
-        """Raise if the file is of another evaluation."""
-        for key, what in (
+        """Raise if the file belongs to another evaluation."""
+        for key, description in (
             ("format", "a file of format"), ("seed", "results of seed"), ("name", "results of name"),
             ("episodes", "a list with this number of episodes:"), ("list", "another list of episodes, with hash"),
         ):  # fmt: skip
             found = header.get(key) if isinstance(header, dict) else None
             if found != self._header[key]:
                 raise ValueError(
-                    f"folder={str(self._path.parent)!r} has {what} {found!r}, and this evaluation {self._header[key]!r}: "
-                    "use another folder"
+                    f"folder={str(self._path.parent)!r} holds {description} {found!r}, but this evaluation has "
+                    f"{self._header[key]!r}: use another folder"
                 )
 
     def _parse_result(self, line: dict[str, Any]) -> EpisodeResult:
@@ -146,7 +142,7 @@ class Journal:
 
 
 def stored_seed(folder: str | os.PathLike[str]) -> int | None:
-    """Return the seed of the evaluation that a folder has results of; ``None`` without results."""
+    """Return the seed of the evaluation stored in a folder, or ``None`` if the folder has no results."""
     path = _journal_path(folder)
     data = path.read_bytes() if path.exists() else b""
     lines = _parse(path, data[: data.find(b"\n") + 1])
@@ -174,11 +170,7 @@ def _parse(path: Path, data: bytes) -> list[Any]:
 
 
 def _identify(episodes: Sequence[Episode]) -> str:
-    """Return a hash of a list of episodes.
-
-    Raises:
-        TypeError: Options contain an object other than a number, string, array, list, tuple or dict.
-    """
+    """Return a hash of a list of episodes. Raise :class:`TypeError` for options that have no exact encoding."""
     digest = hashlib.sha256()
     for index, episode in enumerate(episodes):
         try:

@@ -43,7 +43,7 @@ def _cells(results: Sequence[Any]) -> list[str]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95 % interval of a mean, from Student's t-distribution; NaN for fewer than two values."""
+    """Return the 95% confidence interval of a mean, from Student's t-distribution; NaN for fewer than two values."""
     if len(values) < 2:
         return math.nan, math.nan
     half_width = _t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
@@ -51,7 +51,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _t_quantile(degrees_of_freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t-distribution, accurate to 0.2 %."""
+    """Return the 97.5% quantile of Student's t-distribution, accurate to 0.2%."""
     if degrees_of_freedom <= 4:
         return (12.706, 4.303, 3.182, 2.776)[degrees_of_freedom - 1]
     z = NormalDist().inv_cdf(0.975)

@@ -1,4 +1,4 @@
-"""Scheduling of episodes by the environments that they name, so that few are built; and checks of these names."""
+"""Scheduling of episodes so that few environments are built, and checks of the environments that episodes name."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from vecenv.front.capabilities import Capabilities
 class WaitingEpisodes:
     """The waiting episodes, grouped by the name of their environment.
 
-    A row gets the episodes of the environment that it already has, then those of an environment that no row has. A busy
-    worker with more than its share of the waiting episodes leaves such an environment to a worker with fewer. If all
-    environments are in use, a row of an idle worker gets episodes of the one with the most waiting. Episodes without an
+    A row gets the episodes of its current environment first, then those of an environment that no row uses. A busy worker
+    with more than its share of the waiting episodes leaves an unused environment to a worker with fewer. If all environments
+    are in use, a row of an idle worker gets episodes of the environment with the most waiting ones. Episodes without an
     environment name run in the order of the list.
 
     Args:
@@ -30,7 +30,7 @@ class WaitingEpisodes:
         self._env_of_row: dict[int, str | None] = {}
 
     def add(self, indices: Iterable[int]) -> None:
-        """Add episodes by their indices in the list, each after those of the same environment."""
+        """Add episodes by index, each after the waiting ones of the same environment."""
         for index in indices:
             self._by_env.setdefault(self._episodes[index].env, deque()).append(index)
 
@@ -66,7 +66,7 @@ class WaitingEpisodes:
         return own_load > min(loads) and own_load + len(self._by_env[env]) / 2 > share
 
     def _count_waiting(self, rows: Collection[int]) -> int:
-        """Return the number of waiting episodes of the environments that these rows have."""
+        """Return the number of waiting episodes for the current environments of these rows."""
         return sum(len(self._by_env.get(env, ())) for env in {self._env_of_row.get(row) for row in rows} - {None})
 
 
@@ -87,7 +87,7 @@ def require_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequ
                 )
         elif not offered:
             raise ValueError(
-                f"episodes[{index}] names the environment {name!r}, but {type(envs).__name__} offers no choice: "
+                f"episodes[{index}] names the environment {name!r}, but {type(envs).__name__} has none to choose from: "
                 "build it from vecenv.EnvChoice"
             )
         elif name not in offered:

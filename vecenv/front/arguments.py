@@ -39,7 +39,7 @@ __all__ = [
 # are not covered by calling Gymnasium's own functions are handled here:
 #
 # * Before 1.4, wrong seeds, reset masks and observation spaces raise AssertionError; since 1.4, ValueError and TypeError.
-#   Programs may catch either, so with older versions our exceptions are both.
+#   Programs may catch either, so with older versions our exceptions inherit from both.
 # * Before 1.3, a vector environment is closed when it is garbage-collected, even if its constructor failed.
 # * Since 1.4, a custom worker function receives an eighth argument, for `max_concurrency`.
 #
@@ -50,7 +50,7 @@ HAS_MAX_CONCURRENCY: Final = "max_concurrency" in inspect.signature(GymnasiumAsy
 
 
 class NoCloseOnCollect:
-    """A mixin, listed before ``VectorEnv``: garbage collection does not close the environment, as in Gymnasium 1.3."""
+    """A mixin, listed before ``VectorEnv``: garbage collection does not close it, as in Gymnasium 1.3 and later."""
 
     if hasattr(VectorEnv, "__del__"):
 
@@ -79,7 +79,7 @@ MASK_MUST_SELECT: Final = "contain a boolean array" + (" with at least one True 
 # -- timeouts and deadlines --------------------------------------------------------------------------------------------
 
 MAX_TIMEOUT_SECONDS: Final = 1e6
-"""Timeouts of eleven days or more count as infinite, because ``poll`` takes milliseconds as a C int."""
+"""Timeouts of this length (11.6 days) or more count as infinite, because ``poll`` takes milliseconds as a C int."""
 
 
 def parse_timeout(timeout: Any, name: str = "timeout") -> float | None:
@@ -252,9 +252,10 @@ ResetOptions: TypeAlias = dict[str, Any] | Sequence[dict[str, Any] | None] | Non
 
 
 class MaskOnlyOptions(dict[str, Any]):
-    """Reset options that hold only a mask; environments receive ``None`` instead of ``{}``.
+    """Reset options with a mask. If they hold nothing else, environments receive ``None`` instead of ``{}``.
 
-    Adapters pass it when their user gave no options: an environment that checks for options must find none.
+    Adapters that add a mask use this class, because an environment that checks for options must find none if the user gave
+    none.
     """
 
 
@@ -347,7 +348,7 @@ def _to_numpy(mask: Any) -> Any:
 
 
 def _parse_options_per_env(options: Any, expected: int) -> list[dict[str, Any] | None]:
-    """Return a list with the options of each environment."""
+    """Check a sequence with the options of each environment, and return it as a list."""
     if isinstance(options, str | bytes) or not isinstance(options, Sequence):
         kind = type(options).__name__
         raise TypeError(f"options must be a dict, or a sequence of {expected} dicts, one per environment; got {kind}")
@@ -444,7 +445,7 @@ def parse_at_least(at_least: Any, count: int) -> int:
 
 
 def parse_within(within: Any) -> float:
-    """Return the ``time.monotonic()`` after which ``at_least`` rows are enough; the current one for ``None``.
+    """Return the ``time.monotonic()`` after which ``at_least`` rows are enough; the current time for ``None``.
 
     Raises:
         TypeError: ``within`` is not a number.

@@ -72,7 +72,7 @@ class InfosByRow:
         """Call a method, and return its results with :class:`~vecenv.front.infos.RowInfos` instead of the infos."""
         method = getattr(self.envs, name)
         if self._direct:
-            return method(*args, _by_row=True, **kwargs)
+            return method(*args, _unmerged=True, **kwargs)
         *results, infos, base_infos = self._call_and_collect(method, *args, **kwargs)
         if isinstance(infos, (list, tuple)):  # Gymnasium's DictInfoToList
             return (*results, ListedInfos(list(infos)))

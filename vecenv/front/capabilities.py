@@ -77,7 +77,7 @@ class _UnsupportedAttribute(NotImplementedError, AttributeError):
 
 
 class WorkerOnlyAttribute:
-    """An attribute of backends with workers. Reading it on another backend raises ``NotImplementedError``."""
+    """An attribute that requires a capability. Reading it on a backend without it raises ``NotImplementedError``."""
 
     def __init__(self, capability: str = "workers") -> None:
         self._capability = capability

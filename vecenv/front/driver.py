@@ -1,7 +1,8 @@
 """The interface between a vector environment (:mod:`vecenv.front.vector_env`) and a backend.
 
-The vector environment has Gymnasium's methods; a driver runs the environments: in worker processes
-(:mod:`vecenv.engine.process_engine`), on hosts, in EnvPool's threads, on a device, or in a library's own vector environment.
+The vector environment has Gymnasium's methods. A driver runs the environments: in worker processes
+(:mod:`vecenv.engine.process_engine`), on Ray's hosts, in EnvPool's threads, on a device, or in a library's own vector
+environment.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from vecenv.system.signals import raised_by_handler, watched_handlers
 
 # -- the order of calls ------------------------------------------------------------------------------------------------
 #
-# One table, :data:`TRANSITIONS`: method -> (required phase, next phase). Every other call is illegal; only :func:`advance`
-# raises for it, with Gymnasium's classes and texts.
+# One table, :data:`TRANSITIONS`: method -> (required phase, next phase). Every other call is illegal:
+# :func:`advance` raises Gymnasium's error for it, with Gymnasium's text.
 
 R = TypeVar("R")
 
@@ -58,13 +59,13 @@ TRANSITIONS: Final[dict[str, tuple[Phase, Phase]]] = {
 
 
 PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
-"""Command of a request -> the phase while it is pending; of all others: ``WAITING_CALL``."""
+"""Command of a request -> the phase while it is pending. For all other commands, it is ``WAITING_CALL``."""
 
 _WAIT_METHODS: Final = {"exec_func": "exec_func_fetch", "set_attr": "set_attr", "set_next_options": "set_next_options"}
 
 
 def wait_method(command: str) -> str:
-    """Return the method that fetches the result of a request."""
+    """Return the name of the method that fetches the result of a request."""
     return _WAIT_METHODS.get(command, f"{command}_wait")
 
 
@@ -75,7 +76,7 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
         phase: The current phase.
         method: One of the names in :data:`TRANSITIONS`.
         owner: The vector environment. The message after ``close()`` names its class.
-        name: The name of the called method, if it is not ``method`` (``save``).
+        name: The name of the called method, if it is not ``method`` (for example ``send``).
 
     Raises:
         ClosedEnvironmentError: After ``close()``.
@@ -94,7 +95,10 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
 
 
 def pending_call_text(name: str, phase: Phase) -> str:
-    """Return the error text for a method called too early. Gymnasium's methods have its texts, some without a full stop."""
+    """Return the error text for a method called during a pending call.
+
+    Gymnasium's methods have Gymnasium's texts; that of ``reset_async`` ends without a full stop.
+    """
     end = "" if name == "reset_async" else "." if name in TRANSITIONS else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
 
@@ -102,8 +106,8 @@ def pending_call_text(name: str, phase: Phase) -> str:
 def drop_pending_and_retry(envs: Any, begin: Callable[[], R]) -> R:
     """Call ``begin``, a reset of all environments. If a call is pending, fetch and drop its result first.
 
-    A step that timed out, or was interrupted by Ctrl-C, is still pending. Interfaces of other libraries have no method that
-    fetches its result, so otherwise every later reset would raise.
+    A step that timed out, or was interrupted by Ctrl-C, is still pending. Other libraries' interfaces have no method that
+    fetches its result, so every later reset would otherwise raise.
 
     Raises:
         StepTimeout: The pending result has still not arrived; it stays pending.
@@ -130,20 +134,20 @@ Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
 """A driver's result: the five values of ``step``. Infos are still unmerged, or a library's own dict of arrays."""
 
 
-class Call(NamedTuple):
+class PendingRequest(NamedTuple):
     """A pending call: a reset or a step, its number of rows, and whether only ``recv`` can fetch its results."""
 
     kind: Phase
     rows: int
-    by_row: bool
+    for_recv: bool
 
 
-NO_CALL: Final = Call(Phase.DEFAULT, 0, by_row=True)
+NO_REQUEST: Final = PendingRequest(Phase.DEFAULT, 0, for_recv=True)
 """The absence of a pending call."""
 
 
 abandoned_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Objects with an ``abandon()`` to call in each forked child of this process."""
+"""The objects on which every forked child of this process calls ``abandon()``."""
 
 
 def _abandon_all() -> None:
@@ -178,8 +182,8 @@ class Driver:
     """The interface of backends.
 
     A call is pending until its result has been returned. A driver changes its state by a single store, or sets
-    ``state.changing`` during several changes that belong together, and never waits meanwhile. After the change that returns
-    a result (:meth:`finish`), the guard clears ``changing``. See :mod:`vecenv.front.guard`.
+    ``state.changing`` during several changes that belong together, and never waits while it is set. :meth:`finish` sets it
+    for the change that returns a result, and the guard clears it. See :mod:`vecenv.front.guard`.
 
     Attributes:
         capabilities: The backend's capabilities.
@@ -187,15 +191,16 @@ class Driver:
         num_envs: Number of environments.
         batch_size: Default number of rows that :meth:`recv` returns.
         copies: True if each result has its own observations.
-        name: The class of the vector environment, for error texts.
+        name: The class name of the vector environment, for error texts.
         owned_resource: The resources that a forked child lacks, for error texts.
         can_be_closed_during_call: True if another thread may close the driver in the middle of a call.
-        waited: Seconds spent waiting.
+        seconds_waited: Seconds spent waiting.
         began: The ``time.monotonic()`` of the start.
-        state: The state shared with the guard, which decides if a call can begin.
-        counters: Steps and resets that were returned.
-        pending_error: The exception that is the result of the current call; any other leaves the result pending.
-        is_interrupted: True if an exception interrupted the wait for a call, which a reset of all environments may drop.
+        state: The state shared with the guard, which decides whether a call can begin.
+        counters: The numbers of steps and resets that were returned.
+        pending_error: The exception that is the result of the current call; any other exception leaves the result pending.
+        is_interrupted: True if an exception interrupted the wait for the pending call; a reset of all environments may drop
+            that call.
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {
@@ -219,12 +224,12 @@ class Driver:
         self.state, self.counters = CallState(), Counters()
 
     def open(self, name: str) -> None:
-        """Admit calls from this process. ``name`` is the class of the vector environment."""
+        """Admit calls from this process. ``name`` is the class name of the vector environment."""
         self.name, self.state.owner, self.began = name, os.getpid(), time.monotonic()
         abandoned_after_fork.add(self)
 
     def release(self) -> None:
-        """Release the resources of a call during which the driver was closed. Idempotent."""
+        """Release the resources that a call was still using when the driver was closed. Idempotent."""
         self.close()
 
     def abandon(self) -> None:
@@ -258,23 +263,23 @@ class Driver:
         raise NotImplementedError
 
     @property
-    def pending_call(self) -> Call:
-        """The call in flight. Reading it changes nothing, so other threads may do it."""
+    def pending_request(self) -> PendingRequest:
+        """The pending call. Reading it changes nothing, so other threads may read it."""
         raise NotImplementedError
 
     @property
     def phase(self) -> Phase:
-        """The pending operation on all environments; one with results for :meth:`recv` does not count."""
-        call = self.pending_call
-        return Phase.DEFAULT if call.by_row or self.state.changing else call.kind
+        """The pending operation on all environments, not counting a call with results for :meth:`recv`."""
+        call = self.pending_request
+        return Phase.DEFAULT if call.for_recv or self.state.changing else call.kind
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
         """The environments with rows that ``recv`` has yet to return, in no particular order."""
-        call = self.pending_call
-        if call.by_row and 0 < call.rows < self.num_envs:
+        call = self.pending_request
+        if call.for_recv and 0 < call.rows < self.num_envs:
             raise_unsupported(self.name, "`in_flight`", f"its library reports only their number, {call.rows}")
-        return np.arange(call.rows if call.by_row else 0, dtype=np.intp)
+        return np.arange(call.rows if call.for_recv else 0, dtype=np.intp)
 
     def require_idle(self, method: str) -> None:
         """Raise for a method of all environments while a call is pending.
@@ -282,28 +287,30 @@ class Driver:
         Raises:
             AlreadyPendingCallError: A call is pending.
         """
-        require_idle(self.pending_call, method)
+        require_idle(self.pending_request, method)
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
-    def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
+    def submit_reset(
+        self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, for_recv: bool
+    ) -> None:
         """Begin to reset the rows ``ids`` (``None``: all). Invalid arguments raise before any request is submitted.
 
         Args:
             seeds: A seed or ``None`` for every environment; only those of ``ids`` are used.
             ids: Distinct indices in range.
             options: Options other than ``reset_mask``; a list has an entry for every environment.
-            by_row: True if only :meth:`recv` can fetch the results.
+            for_recv: True if only :meth:`recv` can fetch the results.
         """
 
-    def step(self, actions: Any) -> None:
+    def submit_step(self, actions: Any) -> None:
         """Begin a step of all rows. Invalid actions raise before any request is submitted."""
 
     def send(self, actions: Any, env_id: Any) -> None:
         """Begin a step of some rows (``None``: those of the latest :meth:`recv`), to be fetched with :meth:`recv`."""
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        """Wait for the result of the pending step or reset. Of a reset, only observations and infos are valid.
+        """Wait for the result of the pending step or reset. For a reset, only observations and infos are valid.
 
         Args:
             kind: The phase of the pending call, which is not by row.
@@ -319,7 +326,7 @@ class Driver:
         Raises:
             NoAsyncCallError: Fewer rows are in flight.
             AlreadyPendingCallError: A step that is not by row is pending.
-            NotImplementedError: The backend returns only all rows.
+            NotImplementedError: The backend can only return all rows together.
         """
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
@@ -332,7 +339,7 @@ class Driver:
         """
         if not self.capabilities.first_ready:
             raise_unsupported(self.name, f"recv at least {enough} environments", "all of them are done at the same time")
-        most = max(min(self.batch_size if count is None else count, self.pending_call.rows), enough)
+        most = max(min(self.batch_size if count is None else count, self.pending_request.rows), enough)
         until = enough_from if deadline is None else min(enough_from, deadline)
         results = self._recv_some(most, None if until == math.inf else until)
         for fewer in range(most - 1, enough - 1, -1):
@@ -378,7 +385,7 @@ class Driver:
             "restarts": 0.0,
             "errors": 0.0,
             "bytes_pickled": 0.0,
-            "in_flight": float(self.pending_call.rows),
+            "in_flight": float(self.pending_request.rows),
         })  # fmt: skip
 
     def close(self, *, terminate: bool = False) -> None:
@@ -400,7 +407,7 @@ def step_timeout_error(
 
 
 def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCallError:
-    """Return the exception of a ``recv`` that would wait forever."""
+    """Return the exception for a ``recv`` that would wait forever."""
     return NoAsyncCallError(
         f"Calling `recv` for {count} environments, but only {in_flight} are in flight and {ready} are ready: "
         f"{'send() more' if in_flight or ready else 'reset_async() or send()'} first.",
@@ -408,23 +415,23 @@ def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCa
     )
 
 
-def require_idle(pending_call: Call, method: str) -> None:
+def require_idle(pending_request: PendingRequest, method: str) -> None:
     """Raise for a method of all environments while a call on any of them is pending."""
-    if pending_call.rows and pending_call.by_row:
-        raise still_in_flight_error(method, f"0..{pending_call.rows - 1}")
-    if pending_call.rows:
-        raise AlreadyPendingCallError(pending_call_text(method, pending_call.kind), pending_call.kind.value)
+    if pending_request.rows and pending_request.for_recv:
+        raise still_in_flight_error(method, f"0..{pending_request.rows - 1}")
+    if pending_request.rows:
+        raise AlreadyPendingCallError(pending_call_text(method, pending_request.kind), pending_request.kind.value)
 
 
 def still_in_flight_error(method: str, rows: Sequence[int] | str) -> AlreadyPendingCallError:
-    """Return the exception of a method about some rows of which these have to be received first."""
+    """Return the exception for a method on some rows, of which ``rows`` have to be received first."""
     return AlreadyPendingCallError(
         f"Calling `{method}` for envs {rows}, which are still in flight: `recv` them first.", "send"
     )
 
 
 def some_in_flight_error(method: str, in_flight: int, ready: int) -> AlreadyPendingCallError:
-    """Return the exception of a method about all rows while some are in flight, of which ``ready`` have finished."""
+    """Return the exception for a method on all rows while ``in_flight`` rows, ``ready`` of them finished, are in flight."""
     return AlreadyPendingCallError(
         f"Calling `{method}` while {in_flight - ready} environments are in flight by `send` and {ready} are ready for "
         "`recv`.",
@@ -432,27 +439,27 @@ def some_in_flight_error(method: str, in_flight: int, ready: int) -> AlreadyPend
     )
 
 
-def require_no_step(pending_call: Call) -> None:
+def require_no_step(pending_request: PendingRequest) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
-    if pending_call.kind is Phase.WAITING_STEP and not pending_call.by_row:
+    if pending_request.kind is Phase.WAITING_STEP and not pending_request.for_recv:
         raise AlreadyPendingCallError(
             "Calling `recv` while waiting for a pending call to `step` to complete: `step_wait` fetches it.", "step"
         )
 
 
 class WorkerDriver(Driver):
-    """A driver of environments in workers, on this machine or on others, with which it exchanges requests and replies.
+    """A driver that exchanges requests and replies with workers, on this machine or on others.
 
     Attributes:
-        exchange: The exchange. Its ``call`` is the pending request that one call returns as a whole, or ``None``, and its
-            ``in_flight`` the rows that ``recv`` returns.
+        exchange: The exchange of messages. Its ``call`` is the pending request that returns all its rows together, or
+            ``None``. Its ``in_flight`` has the rows that ``recv`` has yet to return.
         failures: The log of failures, with ``errors``, ``failed`` and ``restarts``.
         store: The latest observations.
-        observers: Are notified of all calls, results and failures.
-        recorder: The observer that writes files about failures, if there is one.
+        observers: The observers to notify of calls, results and failures.
+        recorder: The observer that writes files about failures, or ``None``.
         last_received: The rows that ``recv`` returned last.
         stage: The staging area for actions.
-        restarts: Failed environments are rebuilt by the next step; otherwise it raises.
+        restarts: True if the next step rebuilds failed environments; otherwise it raises.
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}
@@ -463,26 +470,26 @@ class WorkerDriver(Driver):
     recorder: Any = None
     last_received: npt.NDArray[np.intp]
     stage: Any
-    restarts: bool
+    restarts_rows: bool
 
     @property
     def phase(self) -> Phase:
         """The pending operation on all environments, not counting rows that ``recv`` returns."""
-        call = self.exchange.call
+        call = self.exchange.request
         return Phase.DEFAULT if call is None or call.droppable or self.state.changing else call.phase
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments in flight until ``recv`` returns their rows; empty while a reset is needed, which drops them."""
+        """The environments with rows that ``recv`` has yet to return; empty if a reset is needed, because it drops them."""
         return np.array([] if self.state.changing else sorted(self.exchange.in_flight), np.intp)
 
     @property
     def is_interrupted(self) -> bool:
-        return self.exchange.call is not None and self.exchange.call.interrupted
+        return self.exchange.request is not None and self.exchange.request.interrupted
 
     def record_interruption(self) -> None:
-        if self.exchange.call is not None:
-            self.exchange.call.interrupted = True
+        if self.exchange.request is not None:
+            self.exchange.request.interrupted = True
 
     def require_idle(self, method: str) -> None:
         self.require_rows_idle(method)
@@ -494,8 +501,8 @@ class WorkerDriver(Driver):
             AlreadyPendingCallError: A call is pending, or such rows are in flight.
         """
         exchange = self.exchange
-        if exchange.call is not None and not exchange.drop_if_droppable():
-            phase = exchange.call.phase
+        if exchange.request is not None and not exchange.drop_if_droppable():
+            phase = exchange.request.phase
             raise AlreadyPendingCallError(pending_call_text(method, phase), phase.value)
         if rows is not None and len(rows) < self.num_envs:
             self.require_not_in_flight(method, list(rows))
@@ -509,16 +516,16 @@ class WorkerDriver(Driver):
             raise still_in_flight_error(method, [row for row in rows if row in in_flight])
 
     def require_not_failed(self, rows: Collection[int]) -> None:
-        """Raise for rows that failed, unless they are rebuilt."""
+        """Raise for rows that failed, unless failed rows are rebuilt by the next step."""
         failed = self.failures.failed
-        if failed and not self.restarts and (mine := failed.keys() & set(rows)):
+        if failed and not self.restarts_rows and (mine := failed.keys() & set(rows)):
             raise failed_earlier_error({row: failed[row] for row in mine})
 
     def send(self, actions: Any, env_id: Any) -> None:
         """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
         exchange = self.exchange
-        if exchange.call is not None and not exchange.drop_if_droppable():
-            advance(exchange.call.phase, "step_async", self, name="send")
+        if exchange.request is not None and not exchange.drop_if_droppable():
+            advance(exchange.request.phase, "step_async", self, name="send")
         rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         listed: list[int] = rows.tolist()
         self.require_not_in_flight("send", listed)
@@ -549,8 +556,8 @@ class WorkerDriver(Driver):
 
     def keep_call(self) -> None:
         """Keep the pending call until the program fetches its result."""
-        assert self.exchange.call is not None
-        self.exchange.call.droppable = False
+        assert self.exchange.request is not None
+        self.exchange.request.droppable = False
 
     def wait_for_call(self, timeout: float | None) -> tuple[Any, ...]:
         """Return the results of the pending call, one per environment.
@@ -567,8 +574,8 @@ class LockstepDriver(Driver):
     """A driver of environments that step together: each call has one result for all of them.
 
     It is the base for JAX on a device, a library's own vector environment, and the test double of :mod:`vecenv.testing`. A
-    subclass implements :attr:`capabilities`, ``close``, and the five abstract members. ``latest_call`` is ``None`` before
-    the first call, and pending until it is ``returned``.
+    subclass implements :attr:`capabilities`, ``close``, and the five abstract members. ``latest_request`` is ``None`` before
+    the first call; later it is pending unless it is the ``returned`` call.
 
     Attributes:
         all_or_none_reason: The reason why a call must be about all environments.
@@ -577,21 +584,23 @@ class LockstepDriver(Driver):
 
     def __init__(self, num_envs: int) -> None:
         super().__init__()
-        self.returned: Call | None = None
+        self.returned: PendingRequest | None = None
         self.num_envs = self.batch_size = num_envs
         self.all_or_none_reason = "they step together"
         self._seconds_waited = 0.0
 
     @property
     @abstractmethod
-    def latest_call(self) -> Call | None: ...
+    def latest_request(self) -> PendingRequest | None: ...
 
     @abstractmethod
-    def begin_reset(self, call: Call, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions) -> None:
+    def begin_reset(
+        self, call: PendingRequest, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
+    ) -> None:
         """Begin to reset the rows of ``mask`` (``None``: all). Check first, and raise before any request is submitted."""
 
     @abstractmethod
-    def begin_step(self, call: Call, actions: Any) -> None:
+    def begin_step(self, call: PendingRequest, actions: Any) -> None:
         """Begin a step. Check first, and raise before any request is submitted."""
 
     @abstractmethod
@@ -607,34 +616,36 @@ class LockstepDriver(Driver):
         return self._seconds_waited
 
     @property
-    def pending_call(self) -> Call:
-        call = self.latest_call
-        return NO_CALL if call is None or call is self.returned or self.state.changing else call
+    def pending_request(self) -> PendingRequest:
+        call = self.latest_request
+        return NO_REQUEST if call is None or call is self.returned or self.state.changing else call
 
-    def reset(self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, by_row: bool) -> None:
-        if by_row:
+    def submit_reset(
+        self, seeds: list[Any], ids: npt.NDArray[np.intp] | None, options: ResetOptions, *, for_recv: bool
+    ) -> None:
+        if for_recv:
             self._require_all(ids, "reset_async")
-            require_idle(self.pending_call, "reset_async")
+            require_idle(self.pending_request, "reset_async")
             ids = None
         rows = self.batch_size if ids is None else len(ids)
         if rows < self.batch_size and not self.capabilities.reset_mask:
             raise_unsupported(self.name, f"reset {rows} of {self.batch_size} environments", self.all_or_none_reason)
         mask = None if ids is None else np.isin(np.arange(self.batch_size), ids)
-        self.begin_reset(Call(Phase.WAITING_RESET, rows, by_row), seeds, mask, options)
+        self.begin_reset(PendingRequest(Phase.WAITING_RESET, rows, for_recv), seeds, mask, options)
         self.state.changing = False  # this reset has replaced a call that an exception interrupted
 
-    def step(self, actions: Any) -> None:
-        require_idle(self.pending_call, "step_async")
-        self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=False), actions)
+    def submit_step(self, actions: Any) -> None:
+        require_idle(self.pending_request, "step_async")
+        self.begin_step(PendingRequest(Phase.WAITING_STEP, self.batch_size, for_recv=False), actions)
 
     def send(self, actions: Any, env_id: Any) -> None:
         if env_id is not None:
             self._require_all(parse_env_ids(env_id, self.batch_size), "send")
-        require_idle(self.pending_call, "send")
-        self.begin_step(Call(Phase.WAITING_STEP, self.batch_size, by_row=True), actions)
+        require_idle(self.pending_request, "send")
+        self.begin_step(PendingRequest(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        call = self.pending_call
+        call = self.pending_request
         if deadline is not None and not self.wait(deadline):
             return None
         steps = call.rows if call.kind is Phase.WAITING_STEP else 0
@@ -648,13 +659,13 @@ class LockstepDriver(Driver):
         return stepped
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
-        total, pending_call = self.batch_size, self.pending_call
+        total, pending_request = self.batch_size, self.pending_request
         if count not in (None, total):
             raise_unsupported(self.name, f"recv {count} of {total} environments", "all of them are done at the same time")
-        require_no_step(pending_call)
-        if pending_call.rows < total:
-            raise too_few_in_flight_error(total, pending_call.rows, 0)
-        stepped = self.wait_for_result(pending_call.kind, deadline)
+        require_no_step(pending_request)
+        if pending_request.rows < total:
+            raise too_few_in_flight_error(total, pending_request.rows, 0)
+        stepped = self.wait_for_result(pending_request.kind, deadline)
         if stepped is not None:
             assert isinstance(stepped[4], dict)
             stepped[4].update(env_id=np.arange(total, dtype=np.intp), _env_id=np.ones(total, np.bool_))

@@ -1,8 +1,8 @@
 """The guard of a vector environment, which admits one call at a time.
 
-A driver sets ``changing`` while it changes its state. If a signal handler raises then, ``changing`` stays set, and every
-call but a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the result: CPython
-runs signal handlers after calls and at jumps, and that line has neither.
+A driver sets ``changing`` while it changes its state. If a signal handler raises meanwhile, ``changing`` stays set, and
+every call except a reset of all environments raises ``ResetNeeded``. The guard clears it on the line that returns the
+result, where no handler can interrupt: CPython runs signal handlers after calls and at jumps, and that line has neither.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _BUILTIN_ERRORS: Final = {AssertionError, AttributeError, IndexError, KeyError, 
 _OTHER_THREAD_TIMEOUT: Final = 10.0
 _RESET_METHODS: Final = ("reset", "reset_async")
 _WAIT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
-"""Methods that wait. An exception interrupts the wait unless it is vecenv's, Gymnasium's, a bare TypeError or ValueError."""
+"""Methods that wait. An exception counts as an interruption of the wait, except for vecenv's and Gymnasium's own and those
+of exactly the class TypeError or ValueError."""
 
 
 class CallState:
@@ -47,18 +48,20 @@ class CallState:
         self.changing, self.caller, self.unusable, self.owner = False, 0, "", 0
 
     def wait_for_other_thread(self) -> None:
-        """Wait until a call in another thread has noticed that its workers are gone."""
+        """Wait until the call in another thread has ended, after its workers were killed. Give up after a time limit."""
         until = time.monotonic() + _OTHER_THREAD_TIMEOUT
         while self.caller and time.monotonic() < until:
             time.sleep(0.001)
 
 
 def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorate a method to admit one call at a time, and after an interrupted change of state only a reset.
+    """Decorate a method so that a call of it is admitted only if no other call is in progress.
+
+    After an interrupted change of state, only a reset is admitted.
 
     Raises (the decorated method):
-        ForkedError: In a child of the process that built the vector environment.
-        ClosedEnvironmentError: After ``close()``.
+        ForkedError: The process is a forked child of the one that built the vector environment.
+        ClosedEnvironmentError: The vector environment is closed.
         BusyError: Another call is in progress, in another thread or further up the stack of this one.
         ResetNeeded: An exception interrupted an earlier call.
     """
@@ -94,8 +97,7 @@ def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[
 def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
     """Raise ``ClosedEnvironmentError`` instead of an error that ``close()`` caused during the call.
 
-    Only errors of vecenv and Gymnasium and exact classes of ``_BUILTIN_ERRORS`` are replaced: others may come from a signal
-    handler.
+    Only ``_OWN_ERRORS`` and exact classes of ``_BUILTIN_ERRORS`` are replaced: others may come from a signal handler.
     """
     driver.release()
     if driver.state.unusable != "forked" and (isinstance(error, _OWN_ERRORS) or type(error) in _BUILTIN_ERRORS):
@@ -106,12 +108,12 @@ def _explain_unusable(envs: Any, driver: Any, error: BaseException) -> None:
 
 
 def closed_during_call() -> ClosedEnvironmentError:
-    """Return the exception of a wait during which the vector environment was closed."""
+    """Return the exception for a wait during which the vector environment was closed."""
     return ClosedEnvironmentError("Trying to operate on a vector environment, after a call to `close()`.")
 
 
 def raise_unusable(envs: Any, driver: Any) -> NoReturn:
-    """Raise the error of a vector environment that is closed or belongs to another process."""
+    """Raise the error for a vector environment that is closed or belongs to another process."""
     kind = type(envs).__name__
     if driver.state.unusable == "forked":
         raise ForkedError(
@@ -123,7 +125,7 @@ def raise_unusable(envs: Any, driver: Any) -> NoReturn:
 
 
 def _check_usable(envs: Any, driver: Any, method: str) -> None:
-    """Raise if no call can begin now."""
+    """Raise if ``method`` cannot be called now."""
     kind, state = type(envs).__name__, driver.state
     if state.unusable:
         raise_unusable(envs, driver)
@@ -141,7 +143,7 @@ def _check_usable(envs: Any, driver: Any, method: str) -> None:
 def is_inside_call(envs: object, depth: int = 1) -> bool:
     """True if a call on ``envs`` is on this thread's stack, at least ``depth`` frames up.
 
-    ``caller`` is not sufficient: an exception at the first instruction after a failed call leaves it set.
+    The attribute ``caller`` does not suffice: an exception at the first instruction after a failed call leaves it set.
     """
     frame: FrameType | None = sys._getframe(depth)
     while frame is not None:

@@ -6,7 +6,7 @@ Merging is the last step of ``step``, ``reset`` and ``recv``; :func:`vecenv.info
 Merging follows ``gymnasium.vector.VectorEnv._add_info``: the first environment that has a key decides the dtype of its
 column. If that dtype cannot represent a later value, Gymnasium casts or truncates the value, or raises. Here the column gets
 a dtype that can represent all of its values, or becomes an object array of the values themselves, so that none is changed.
-One value is lost, as in Gymnasium: that of an info's own ``_x`` beside ``x``, because ``infos["_x"]`` is the mask of ``x``.
+As in Gymnasium, an info's own ``_x`` is lost if there is also an ``x``, because ``infos["_x"]`` is the mask of ``x``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vecenv.system.signals import call_with_fallback
 
 Array = npt.NDArray[Any]
 
-_PYTHON_NUMBERS: Final = "?ld"  # codes of bool, int64 and float64, which Gymnasium uses for Python's bool, int, float
+_PYTHON_NUMBERS: Final = "?ld"  # dtype codes of bool, int64 and float64, which Gymnasium uses for Python's bool, int, float
 _ID_KEYS: Final = ("env_id", "_env_id")
 _WIDENED_TOGETHER: Final = ("iufc", "U", "S", "M", "m")  # groups of dtype kinds: a column is widened only within its group
 _MAX_REPR_CHARACTERS: Final = 80
@@ -217,11 +217,11 @@ class InfoMerger:
             column = object_column(where, values, count)
         if column.dtype != dtype and path not in self._warned:
             for position, value in zip(where, values, strict=True):
-                if (stored := _cast_silently(value, dtype, shape)) is not None:
+                if (stored := _value_in_gymnasium(value, dtype, shape)) is not None:
                     text = (
-                        f"{path}: env {env_ids[position]} returned {short_repr(value)}, and the column that env "
-                        f"{env_ids[where[0]]} began has dtype {dtype}: Gymnasium would store {short_repr(stored)}. Here the "
-                        f"column has dtype {column.dtype} in that case; return the same type in every environment"
+                        f"{path}: env {env_ids[position]} returned {short_repr(value)}, but the first value, from env "
+                        f"{env_ids[where[0]]}, has dtype {dtype}: Gymnasium would store {short_repr(stored)}, vecenv uses "
+                        f"dtype {column.dtype}. Return the same type in every environment"
                     )
                     self._warn(path, text)
                     break
@@ -234,7 +234,7 @@ class InfoMerger:
 
 
 def _read_items(info: Mapping[Any, Any], env: int) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping that is not a plain dict. Reading one of an environment's own class may raise."""
+    """Return the items of a mapping that is not a plain dict; raise ``InfoError`` if its own methods raise."""
 
     def fail(error: BaseException) -> list[tuple[Any, Any]]:
         raise InfoError(f"env {env}: its info, a {type(info).__name__}, cannot be read ({type(error).__name__})") from error
@@ -283,7 +283,7 @@ def _survives_cast(values: Array, dtype: np.dtype[Any]) -> bool:
     return alike and back.tobytes() == values.tobytes()
 
 
-def _cast_silently(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+def _value_in_gymnasium(value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     """Return the value that Gymnasium's column would hold; ``None`` if it is equal, or if Gymnasium would raise."""
     cell = np.zeros((1, *shape), dtype)
     try:

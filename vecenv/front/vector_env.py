@@ -86,7 +86,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def reset(
-        self, *, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, _by_row: bool = False
+        self, *, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, _unmerged: bool = False
     ) -> tuple[ObsType, dict[str, Any]]:
         """Begin new episodes in all environments, or in those of ``options["reset_mask"]``; see :meth:`reset_async`.
 
@@ -94,7 +94,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             Observations of all environments, and infos.
         """
         self._begin_reset(seed, options, None)
-        observations, *_, infos = self._merge_infos(self._driver.wait_for_result(Phase.WAITING_RESET, None), _by_row)
+        observations, *_, infos = self._merge_infos(self._driver.wait_for_result(Phase.WAITING_RESET, None), _unmerged)
         return observations, infos
 
     @exclusive
@@ -138,10 +138,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         if self._driver.state.changing and (ids is not None or mask is not None):
             raise ResetNeeded("an exception interrupted an earlier call in the middle: reset() all environments first")
-        self._driver.reset(seeds, ids if mask is None else np.flatnonzero(mask), others, by_row=ids is not None)
+        self._driver.submit_reset(seeds, ids if mask is None else np.flatnonzero(mask), others, for_recv=ids is not None)
 
     @exclusive
-    def reset_wait(self, timeout: float | None = None, *, _by_row: bool = False) -> tuple[ObsType, dict[str, Any]]:
+    def reset_wait(self, timeout: float | None = None, *, _unmerged: bool = False) -> tuple[ObsType, dict[str, Any]]:
         """Fetch the result of :meth:`reset_async`, in the form of :meth:`reset`.
 
         Raises:
@@ -149,14 +149,14 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             vecenv.errors.StepTimeout: Not finished within ``timeout`` seconds; the result is still pending, call again.
             Exception: An environment's exception.
         """
-        observations, *_, infos = self._wait_for_result("reset_wait", Phase.WAITING_RESET, timeout, _by_row)
+        observations, *_, infos = self._wait_for_result("reset_wait", Phase.WAITING_RESET, timeout, _unmerged)
         return observations, infos
 
     # -- step ------------------------------------------------------------------------------------------------------
 
     @exclusive
     def step(
-        self, actions: ActType, *, _by_row: bool = False
+        self, actions: ActType, *, _unmerged: bool = False
     ) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
         """Step every environment once; see :meth:`step_async` and :meth:`step_wait`.
 
@@ -165,10 +165,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             flags.
         """
         driver = self._driver
-        driver.step(actions)
+        driver.submit_step(actions)
         stepped = driver.wait_for_result(Phase.WAITING_STEP, None)
-        if stepped[4] or _by_row:  # an empty dict needs no merging; `RowInfos` is always true
-            stepped = self._merge_infos(stepped, _by_row)
+        if stepped[4] or _unmerged:  # an empty dict needs no merging; `RowInfos` is always true
+            stepped = self._merge_infos(stepped, _unmerged)
         return stepped  # type: ignore[no-any-return]
 
     @exclusive
@@ -185,11 +185,11 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             gymnasium.error.ResetNeeded: EnvPool and JAX: before the first reset; without autoreset, after an episode's end.
             gymnasium.error.AlreadyPendingCallError: A call is pending, or an environment is in flight.
         """
-        self._driver.step(actions)
+        self._driver.submit_step(actions)
 
     @exclusive
     def step_wait(
-        self, timeout: float | None = None, *, _by_row: bool = False
+        self, timeout: float | None = None, *, _unmerged: bool = False
     ) -> tuple[ObsType, ArrayType, ArrayType, ArrayType, dict[str, Any]]:
         """Fetch the result of :meth:`step_async`, in the form of :meth:`step`.
 
@@ -199,7 +199,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             WorkerDied: A worker process ended; the next ``reset()`` starts a new one.
             Exception: An environment's exception, after all others have been stepped.
         """
-        return self._wait_for_result("step_wait", Phase.WAITING_STEP, timeout, _by_row)  # type: ignore[no-any-return]
+        return self._wait_for_result("step_wait", Phase.WAITING_STEP, timeout, _unmerged)  # type: ignore[no-any-return]
 
     # -- send and recv ---------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     @exclusive
     def recv(
         self, timeout: float | None = None, *, count: int | None = None, at_least: int | None = None,
-        within: float | None = None, _by_row: bool = False,
+        within: float | None = None, _unmerged: bool = False,
     ) -> tuple[Any, ArrayType, ArrayType, ArrayType, dict[str, Any]]:  # fmt: skip
         """Wait for the next ``count`` environments of :meth:`send` or :meth:`reset_async`, in order of completion.
 
@@ -260,7 +260,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             stepped = driver.recv_enough(count, deadline, enough, enough_from)
         if stepped is None:
             raise driver.timeout_error("recv", timeout)
-        return self._merge_infos(stepped, _by_row, len(stepped[1]))  # type: ignore[no-any-return]
+        return self._merge_infos(stepped, _unmerged, len(stepped[1]))  # type: ignore[no-any-return]
 
     # -- the environments themselves: methods, attributes, functions, frames -----------------------------------------
 
@@ -648,19 +648,19 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _wait_for_result(self, method: str, kind: Phase, timeout: float | None, by_row: bool) -> Any:
+    def _wait_for_result(self, method: str, kind: Phase, timeout: float | None, unmerged: bool) -> Any:
         """Wait for the result of the pending call."""
         self._require_phase(method)
         if (stepped := self._driver.wait_for_result(kind, deadline_after(timeout))) is None:
             raise self._driver.timeout_error(method, timeout)
-        return self._merge_infos(stepped, by_row)
+        return self._merge_infos(stepped, unmerged)
 
-    def _merge_infos(self, stepped: Any, by_row: bool, count: int | None = None) -> Any:
-        """Return a driver's result with merged infos; with ``by_row``, with its :class:`RowInfos`."""
+    def _merge_infos(self, stepped: Any, unmerged: bool, count: int | None = None) -> Any:
+        """Return a driver's result with merged infos; with ``unmerged``, with its :class:`RowInfos`."""
         infos = as_row_infos(stepped[4], count or self.num_envs)
         if self._collected_infos is not None:
             self._collected_infos.append(infos)
-        return (finish_unmerged if by_row else finish_merged)(self._driver, stepped, infos)
+        return (finish_unmerged if unmerged else finish_merged)(self._driver, stepped, infos)
 
     def _call_halves(self, name: str, args: Any, kwargs: Any) -> Any:
         """Make a call by its two halves, one of which a subclass has overridden."""

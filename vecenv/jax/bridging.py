@@ -1,11 +1,14 @@
 """The bridge: any Gymnasium vector env as functions of an :class:`~vecenv.jax.EnvState`, for use in compiled programs.
 
-Each step is one host call, executed by :mod:`vecenv.jax.host`. The first argument and first result of a call is
-``state.token``, which changes with every call. It orders calls where JAX's effects do not, and the host refuses a stale
-token. Counts, returns and masks are computed in the program. Only the ordered ``io_callback`` runs exactly once and in
-program order: ``pure_callback`` may be dropped, merged, hoisted or repeated, and the unordered ``io_callback`` reordered.
-The ordered one costs about 80 us per call, as it converts the arguments to JAX arrays inside the callback. JAX queues the
-copy of an argument over 100 kB on the thread pool that the callback blocks, so large arguments are split into pieces.
+Each step is one host call, executed by :mod:`vecenv.jax.host`. A call takes ``state.token`` as its first argument (a reset
+takes none) and returns a new token as its first result. The token orders calls where JAX's effects do not, and the host
+refuses a stale one. Counts, returns and masks are computed in the program.
+
+Only the ordered ``io_callback`` runs exactly once and in program order: ``pure_callback`` may be dropped, merged, hoisted or
+repeated, and the unordered ``io_callback`` reordered. The ordered one costs about 80 us per call, because it converts the
+arguments to JAX arrays inside the callback. JAX queues the copy of an argument larger than 100 kB on the thread pool that
+the callback blocks, so large arguments are split into pieces.
+
 A callback with constant arguments may be hoisted out of a differentiated ``scan`` (jax-ml/jax#16637): pass an argument that
 changes from step to step, such as a count.
 """
@@ -48,7 +51,7 @@ from vecenv.link.observations import flatten
 
 __all__ = ["Bridge", "HostCallFailed", "bridge", "host_call", "run"]
 
-_FLOAT64 = ("cast", "keep")
+_FLOAT64_OPTIONS = ("cast", "keep")
 _PIECE_BYTES = 1 << 15  # JAX copies arguments of up to about 100 kB immediately
 
 struct: Any = jax.ShapeDtypeStruct  # annotated as Any because it has no type hints
@@ -61,8 +64,8 @@ def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], ar
     """Call ``function(*arrays)`` on the host, once, after every earlier host call of the program.
 
     Args:
-        function: Takes NumPy arrays, which may be read-only, and returns an array of the exact shape and dtype of each of
-            ``results``, which JAX copies. It must not use JAX, which may be waiting for this call.
+        function: Takes NumPy arrays, which may be read-only, and returns one array for each of ``results``, with exactly its
+            shape and dtype; JAX copies them. It must not use JAX, which may be waiting for this call.
         results: Shapes and dtypes.
         args: Arrays. A call has no derivative: apply ``stop_gradient`` to arguments that may carry one.
     """
@@ -95,14 +98,9 @@ class HostCallFailed(VecEnvError, RuntimeError):
 
 
 def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[..., Sequence[Any]]:
-    """Wrap a method of a host object for use in compiled programs, without keeping the object alive.
+    """Wrap a bound method for compiled programs. It is referenced weakly, because JAX's caches keep callbacks indefinitely.
 
-    JAX's caches keep a program's callbacks indefinitely, so the result refers to the object weakly. An exception that the
-    method raises is stored on the object, where :func:`_original_errors` finds it.
-
-    Args:
-        method: A weak reference to a bound method; its object gets the attribute ``failure``.
-        args: Passed before the arrays.
+    An exception is stored in the attribute ``failure`` of the method's object, where :func:`_original_errors` finds it.
     """
 
     def call(*arrays: Any) -> Sequence[Any]:
@@ -113,7 +111,8 @@ def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[...,
             return bound(*args, *arrays)  # type: ignore[no-any-return]
         except BaseException as error:  # includes Ctrl-C: XLA would reduce it to its text
             failed = _substitute_error(bound.__self__, error)
-        # Raised after the handler, without references to the environments: JAX logs the exception, and records may be kept.
+        # Raised outside the handler, without references to the environments: JAX logs the exception, and a log record may
+        # be kept for long.
         del bound, arrays
         raise failed
 
@@ -163,7 +162,7 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the finished result of ``function(*args, **kwargs)``, and raise exceptions of bridged environments unchanged.
 
     A compiled program that steps environments can fail as environments do: a worker dies, a reply does not arrive, or the
-    user presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` with the text in it. This function raises
+    user presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` that contains only the text. This function raises
     ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``, or the environment's own exception instead.
 
     It first waits until the arguments are computed. A program with finished inputs calls the host from the thread that
@@ -181,13 +180,11 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
     """Return ``call(results, args)``; under ``vmap`` over ``lanes``, make one call with the mapped axes in front.
 
-    JAX would refuse, or make one host call per lane that does not identify the lane. A batching rule makes the mapped axis
-    an axis of the arrays instead. Under nested ``vmap``, the product of the axes is the number of lanes.
-
-    Raises:
-        ValueError: It is mapped although ``lanes`` is ``None``, or over axes with sizes that do not divide ``lanes``. A call
-            that is not mapped, or is mapped over too few lanes, raises when the program is compiled.
+    Under nested ``vmap``, the axes multiply to ``lanes``. Other mappings raise ``ValueError``, at the latest at compilation.
     """
+    # Without a batching rule, JAX would refuse, or make one host call per lane that does not identify the lane. The rule
+    # makes the mapped axis an axis of the arrays. A call over too few lanes is refused only at compilation, because another
+    # `vmap` may follow until then.
 
     def build_call(sizes: tuple[int, ...]) -> Any:
         """Return the call under maps over ``sizes``, the outermost first."""
@@ -263,15 +260,15 @@ class Bridge:
 
     Args:
         envs: Any Gymnasium vector env: one of vecenv's, with processes or EnvPool, or of Gymnasium's; wrapped or not. The
-            bridge owns it from now on: do not step it, and close the bridge instead. Workers should have been started by
-            forkserver or spawn.
+            bridge owns it from now on: do not step or close it directly; close the bridge. Workers should have been
+            started by forkserver or spawn.
         info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
             (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Other
             infos are left out.
         discount: The discount factor of ``EnvState.discounted_return``.
-        float64: The conversion of float64 observations and infos. ``"cast"``: to float32, or none in JAX's 64-bit mode.
-            ``"keep"``: none, and an error outside of that mode.
-        timeout: Seconds that a step, and a reset, may take before it raises ``StepTimeout``; ``None`` waits forever.
+        float64: The conversion of float64 observations and infos. ``"cast"``: to float32, except in JAX's 64-bit
+            mode. ``"keep"``: none, with an error outside of that mode.
+        timeout: Seconds that a step or a reset may take before it raises ``StepTimeout``; ``None`` waits forever.
             ``"auto"``: the vector env's own ``step_timeout``, which may also restart a hanging worker, or 60 if it has none.
             Vector envs without ``step_wait``, such as ``SyncVectorEnv``, step in this process and cannot time out.
         lanes: The number of equal groups of environments, one for each lane of the ``jax.vmap`` around the calls.
@@ -281,9 +278,10 @@ class Bridge:
         ValueError: An option has an invalid value, or the environments run JAX in this process.
 
     Attributes:
-        num_envs: Environments in one state (in one lane).
-        single_observation_space, single_action_space: Of one environment, equal to the vector env's, with ``sample(key)``.
-        observation_space, action_space: Of ``num_envs``; see :func:`~vecenv.jax.jax_space`.
+        num_envs: The number of environments in one state; with ``lanes``, those of one lane.
+        single_observation_space, single_action_space: The spaces of one environment, equal to the vector env's, with
+            ``sample(key)``.
+        observation_space, action_space: The spaces of ``num_envs`` environments; see :func:`~vecenv.jax.jax_space`.
         autoreset_mode: The vector env's.
         envs: The vector env.
         discount, lanes: The arguments.
@@ -330,7 +328,7 @@ class Bridge:
 
         Args:
             state: The newest state; it cannot be used again.
-            action: Leaves ``[num_envs, ...]`` as in the action space, of its dtype or one of the same kind, which is cast.
+            action: Leaves ``[num_envs, ...]`` as in the action space; other dtypes of the same kind are cast.
 
         Raises:
             ValueError: Wrong shape or structure of the action or the state; ``vmap`` without ``lanes``.
@@ -353,7 +351,7 @@ class Bridge:
         return self._run(self._recv, self._check_state(state))
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
-        """Begin another episode in some environments and leave the others unchanged. For ``AutoresetMode.DISABLED``.
+        """Begin another episode in some environments and leave the others unchanged. Requires ``AutoresetMode.DISABLED``.
 
         Args:
             state: As for :meth:`step`.
@@ -403,7 +401,7 @@ class Bridge:
             return function(*args)
         with _original_errors():
             state: EnvState = self._compiled[name](*args)
-            if not isinstance(state.token, jax.core.Tracer):  # in a traced program, even constants give one
+            if not isinstance(state.token, jax.core.Tracer):  # while a program is traced, even constants give a tracer
                 state.token.block_until_ready()
         return state
 
@@ -459,12 +457,8 @@ class Bridge:
     # -- the host call -----------------------------------------------------------------------------------------------
 
     def _call(self, command: str, *args: Array) -> tuple[Array, Iterator[Any]]:
-        """Make one host call for this state's rows or, under ``vmap`` over the lanes, for all lanes together.
-
-        Returns:
-            The new token, and the arrays of the reply.
-        """
-        # Does not capture `self`: JAX keeps this function as long as the program, possibly forever.
+        """Make one host call, for all lanes together under ``vmap``; return the new token and the arrays of the reply."""
+        # `call` must not capture `self`, because JAX keeps it as long as the program, possibly forever.
         method = weakref.WeakMethod(self._host.call)
 
         def call(results: list[Any], args: Sequence[Array]) -> Any:
@@ -505,8 +499,8 @@ def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: 
         raise TypeError(f"bridge needs a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
     if getattr(envs.unwrapped, "closed", False):
         raise ClosedEnvironmentError("bridge was given a vector env that is closed.")
-    if float64 not in _FLOAT64:
-        raise ValueError(f"float64 must be one of {_FLOAT64}, got {float64!r}.")
+    if float64 not in _FLOAT64_OPTIONS:
+        raise ValueError(f"float64 must be one of {_FLOAT64_OPTIONS}, got {float64!r}.")
     if timeout not in (None, "auto") and (isinstance(timeout, str) or not timeout > 0):
         raise ValueError(f"timeout must be positive, None or 'auto', got {timeout!r}.")
     if lanes is not None and (lanes < 1 or envs.num_envs % lanes):
@@ -514,12 +508,9 @@ def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: 
 
 
 def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
-    """Refuse environments that run JAX in this process.
+    """Raise ``ValueError`` if ``envs``, or one of its environments, runs JAX in this process.
 
     They would be stepped inside a callback of a JAX program, and their computations may be queued behind that program.
-
-    Raises:
-        ValueError: ``envs`` runs JAX, or holds an environment that does.
     """
     base = envs.unwrapped
     capabilities = capabilities_of(base)
@@ -534,7 +525,7 @@ def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
                 "bridge: vecenv.jax.FunctionalVectorEnv."
             )
         name = type(layer).__name__
-        raise ValueError(f"{name} runs JAX in this process, and would wait for the program that waits for it. {advice}")
+        raise ValueError(f"{name} runs JAX in this process, so it would wait for the program that waits for it. {advice}")
 
 
 def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
@@ -543,8 +534,8 @@ def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
     fork = getattr(multiprocessing.context, "ForkProcess", None)
     if fork is not None and any(isinstance(process, fork) for process in processes):
         warnings.warn(
-            f"The workers of {type(envs.unwrapped).__name__} were started by fork, and so will be those that replace "
-            "them: next to JAX's threads that may hang. Build it with context='forkserver' (or 'spawn').",
+            f"The workers of {type(envs.unwrapped).__name__} were started by fork, and replacements will be, too. "
+            "Forked workers may hang beside JAX's threads: build it with context='forkserver' (or 'spawn').",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -4,8 +4,8 @@ No name is in both Brax and Playground, so ``make_env`` needs only a name. The a
 
 * Brax and Playground: actions are in [-1, 1], even where the actuators' range differs (``humanoid`` 0.4,
   ``inverted_pendulum`` 3 and ``pusher`` 2 rescale in ``step``). ``done`` is termination; wrappers apply the time limit.
-  ``info["time_out"]`` equals ``done`` in some environments and implies no limit. Some wrappers modify the ``info`` dict of
-  their input state, so the adapter copies it.
+  ``info["time_out"]`` equals ``done`` in some environments, so it does not indicate a time limit. Some wrappers modify the
+  ``info`` dict of their input state, so the adapter copies it.
 * gymnax: ``step`` autoresets, and so computes a reset at every step; ``step_env`` does not.
 * jumanji: ``last`` with a discount of 0 is termination, any other ``last`` is truncation.
 """
@@ -46,16 +46,16 @@ def adapt(
     Args:
         env: The environment; or a name in Brax or Playground; or a pair ``(env, params)`` of gymnax or a
             ``FuncEnv``; or a ``JaxEnv``, which is returned unchanged. Brax's and Playground's training wrappers around an
-            environment are recognised: an ``AutoResetWrapper`` is removed (autoreset is better done outside), the limit
-            of an ``EpisodeWrapper`` is adopted, and wrappers that batch are refused.
+            environment are recognised: an ``AutoResetWrapper`` is removed (vecenv resets rows itself), the limit of
+            an ``EpisodeWrapper`` is adopted, and wrappers that batch are refused.
         rescale: ``(low, high)`` declares ``Box(low, high)`` and maps actions linearly onto the native bounds;
             ``"actuator"`` uses the control range of the physics model's actuators for ``low`` and ``high``.
-        max_episode_steps: Replaces the time limit in steps; -1 for none.
+        max_episode_steps: Time limit in steps, which replaces the environment's own; -1 for none.
         **env_kwargs: Passed to the library together with a name, such as ``backend="spring"``.
 
     Raises:
         gymnasium.error.NameNotFound: No installed library has the name; close matches are listed.
-        TypeError: The object is of no known kind, or keyword arguments were given without a name.
+        TypeError: The object is of no supported kind, or keyword arguments were given without a name.
         ValueError: The environment cannot be unwrapped, or its actions have no bounds and cannot be rescaled.
     """
     if isinstance(env, str):
@@ -78,8 +78,8 @@ def differentiability(env: Any) -> str:
         env: A ``JaxEnv``, any input of :func:`vecenv.jax.adapt`, or a vector env over one.
 
     Returns:
-        ``"reverse"``: ``jax.grad`` and everything else; ``"forward"``: ``jax.jvp`` only; ``"zero"``: it is 0 for every
-        action; ``"none"``: there is none.
+        ``"reverse"``: any derivative, including ``jax.grad``; ``"forward"``: ``jax.jvp`` only; ``"zero"``: the derivative is
+        0 for every action; ``"none"``: there is no derivative.
     """
     return adapt(getattr(env, "single_env", env)).differentiable
 
@@ -109,7 +109,7 @@ def available_envs(library: str | None = None) -> dict[str, tuple[str, ...]]:
         library: ``"brax"`` or ``"playground"``; ``None``: all that are installed.
 
     Raises:
-        ValueError: An unknown library.
+        ValueError: ``library`` is unknown.
         ImportError: ``library`` is not installed.
     """
     if library is None:
@@ -122,7 +122,7 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
     """Build a named environment of Brax or Playground.
 
     Args:
-        name: Such as ``"ant"`` (Brax) or ``"CartpoleBalance"`` (Playground).
+        name: The name, such as ``"ant"`` (Brax) or ``"CartpoleBalance"`` (Playground).
         library: ``"brax"`` or ``"playground"``; ``None``: the one that has the name.
         **kwargs: For Brax, arguments of the environment's class (``backend="spring"``); for Playground, ``config`` and
             ``config_overrides``. Playground runs on MJX's JAX implementation unless ``config_overrides`` selects another:
@@ -131,7 +131,7 @@ def make_env(name: str, library: str | None = None, **kwargs: Any) -> Any:
     Raises:
         gymnasium.error.NameNotFound: No library has the name; close matches are listed.
         TypeError: The environment refuses a keyword argument.
-        ValueError: It refuses the value of one, such as a backend that does not exist.
+        ValueError: The environment refuses the value of a keyword argument, such as a backend that does not exist.
         FileNotFoundError: A Playground environment needs model files that could not be fetched.
     """
     found = [lib for lib, names in available_envs(library).items() if name in names]
@@ -174,7 +174,7 @@ def _build_brax(name: str, **kwargs: Any) -> Any:
 def _build_playground(name: str, *, config: Any = None, config_overrides: Any = None, **unknown: Any) -> Any:
     if unknown:
         raise TypeError(
-            f"Playground's {name} takes config= and config_overrides= only, not {sorted(unknown)}; settings go into "
+            f"Playground's {name} accepts only config= and config_overrides=, got {sorted(unknown)}: pass settings in "
             "config_overrides, as in {'impl': 'jax'}."
         )
     playground = importlib.import_module("mujoco_playground")
@@ -184,12 +184,12 @@ def _build_playground(name: str, *, config: Any = None, config_overrides: Any = 
     try:
         return playground.registry.load(name, config=config, config_overrides=overrides)
     except (subprocess.CalledProcessError, FileNotFoundError) as error:
-        raise FileNotFoundError(_missing_files(name, error)) from error
+        raise FileNotFoundError(_describe_missing_files(name, error)) from error
     except (KeyError, AttributeError) as error:
         raise ValueError(f"Playground's {name} refuses {_format_kwargs(overrides)}: {error}.") from error
 
 
-def _missing_files(name: str, error: Exception) -> str:
+def _describe_missing_files(name: str, error: Exception) -> str:
     source = importlib.import_module("mujoco_playground._src.mjx_env")
     return (
         f"Playground's {name} needs robot models that are not part of its package and could not be fetched ({error}). "
@@ -205,16 +205,16 @@ def _format_kwargs(kwargs: dict[str, Any]) -> str:
 _BUILDERS: dict[str, Callable[..., Any]] = {"brax": _build_brax, "playground": _build_playground}
 
 
-_BATCHING = {"VmapWrapper", "EvalWrapper", "DomainRandomizationVmapWrapper", "BraxDomainRandomizationVmapWrapper"}
-_AUTORESET = {"AutoResetWrapper", "BraxAutoResetWrapper"}
-_EPISODE = {"EpisodeWrapper"}
+_BATCHING_WRAPPERS = {"VmapWrapper", "EvalWrapper", "DomainRandomizationVmapWrapper", "BraxDomainRandomizationVmapWrapper"}
+_AUTORESET_WRAPPERS = {"AutoResetWrapper", "BraxAutoResetWrapper"}
+_EPISODE_WRAPPERS = {"EpisodeWrapper"}
 
 
 def recognise(env: Any) -> JaxEnv:
     """Return the adapter for an environment object, chosen by its methods.
 
     Raises:
-        TypeError: The object matches no known kind; the message lists all of them.
+        TypeError: The object is of no supported kind; the message lists all of them.
     """
     env, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
     if hasattr(env, "step_env") and hasattr(env, "reset_env"):
@@ -234,16 +234,16 @@ def recognise(env: Any) -> JaxEnv:
 
 
 def _unwrap(env: Any) -> JaxEnv:
-    """Remove the outer training wrappers of Brax and Playground, and adopt the time limit of an episode wrapper."""
+    """Remove the outer training wrappers, and adopt the time limit and the action repeat of an episode wrapper."""
     limit, skip, layer = None, 1, env
-    while type(layer).__name__ in _AUTORESET | _EPISODE:
-        if type(layer).__name__ in _EPISODE:
+    while type(layer).__name__ in _AUTORESET_WRAPPERS | _EPISODE_WRAPPERS:
+        if type(layer).__name__ in _EPISODE_WRAPPERS:
             skip = int(layer.action_repeat)
             limit = -(-int(layer.episode_length) // skip)
         layer = layer.env
     inside = layer
     while "env" in vars(inside):
-        if type(inside).__name__ in _BATCHING | _AUTORESET | _EPISODE:
+        if type(inside).__name__ in _BATCHING_WRAPPERS | _AUTORESET_WRAPPERS | _EPISODE_WRAPPERS:
             raise ValueError(
                 f"{type(inside).__name__} batches or resets environments, which vecenv does itself. Pass the environment "
                 "without it: brax.envs.get_environment(name), or mujoco_playground.registry.load(name)."
@@ -281,7 +281,7 @@ class BraxAdapter(Adapter):
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         if self.is_playground:  # in 64-bit mode its scan over the action needs float64, but the space is float32
             action = jnp.asarray(action, jnp.result_type(float))
-        state = self.env.step(jax.tree.map(lambda leaf: leaf, state), action)  # the copy: wrappers change info in place
+        state = self.env.step(jax.tree.map(lambda leaf: leaf, state), action)  # a copy: wrappers modify info
         info = {**_numeric(state.info), **_numeric(state.metrics)}
         return state, plain(state.obs), state.reward, state.done > 0, jnp.zeros((), bool), info
 
@@ -305,7 +305,7 @@ class BraxAdapter(Adapter):
             return np.asarray(self._base.render([shown])[0])
         except Exception as error:
             raise RuntimeError(
-                f"{self.name} could not be drawn ({error}). MuJoCo needs OpenGL; on a machine without a display set "
+                f"{self.name} could not be rendered ({error}). MuJoCo needs OpenGL; on a machine without a display set "
                 f"MUJOCO_GL=egl before Python starts (it is {os.environ.get('MUJOCO_GL', 'unset')})."
             ) from error
 

@@ -2,8 +2,8 @@
 
 An environment gets the same action as from ``gymnasium.vector.utils.iterate``: the type, dtype and shape are those that the
 caller passed. Shared memory preserves them only if a batch has exactly the containers, dtypes and shapes of the action
-space; lists, generators, other dtypes, ``Text`` and the like are pickled. In both cases, everything is checked before
-anything is sent.
+space; lists, generators, other dtypes, ``Text`` and the like are pickled. In both cases, all actions are checked before
+any is sent.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ActionStage:
         """
         if actions.__class__ is np.ndarray and actions.shape == self._shape:
             dtype = actions.dtype
-            if dtype is self._dtype or dtype == self._dtype:  # `is` is False for samples, and `==` takes three times as long
+            if dtype is self._dtype or dtype == self._dtype:  # `==` takes three times as long, but `is` fails for samples
                 self._leaves[0][...] = actions
                 return None
         return self.put_some(actions, ..., self._num_envs)

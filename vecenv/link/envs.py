@@ -1,7 +1,7 @@
 """Functions that build the environments of a worker and check their results.
 
-Recordings pickle :class:`WorkerPlan` and :class:`Expected`: renaming these classes, their fields or ``_expected`` makes old
-files unreadable.
+Recordings pickle :class:`WorkerPlan` and :class:`Expected`, so renaming these classes, their fields or ``_expected`` would
+make old files unreadable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Expected:
     action_space: gymnasium.Space[Any]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the spaces by value, like the environments, so that the classes of both are equal."""
+        """Pickle the spaces by value, like the functions that build environments, so that both refer to the same classes."""
         return _expected, (dumps_by_value((self.mode, self.observation_space, self.action_space)),)
 
     def find_mismatch(self, env: gymnasium.Env[Any, Any]) -> tuple[str, str] | None:
@@ -49,8 +49,8 @@ class Expected:
         return None
 
     def _can_batch(self, space: gymnasium.Space[Any]) -> bool:
-        """True unless ``space`` is known to fit no ``observation_mode``."""
-        with contextlib.suppress(Exception):  # raised by a custom space
+        """True if some ``observation_mode`` can batch ``space``, or if a custom space cannot be compared."""
+        with contextlib.suppress(Exception):  # from the code of a custom space
             return is_space_dtype_shape_equiv(space, self.observation_space)
         return True
 
@@ -65,7 +65,7 @@ class WorkerPlan:
 
     Attributes:
         layout: Layout of the shared block.
-        autoreset_mode: When a finished episode is reset.
+        autoreset_mode: The autoreset mode.
         expected: The spaces to check every environment against.
         registered: Space and memory, for a custom space with its own shared-memory functions.
         threads: Limit of the BLAS, OpenMP and torch threads in a worker; ``None`` for their defaults.
@@ -83,7 +83,7 @@ class WorkerPlan:
 
 
 def id_of(env: Any) -> str:
-    """Return the id of an environment in Gymnasium's registry, or its class."""
+    """Return the id of an environment in Gymnasium's registry, or the name of its class if it has none."""
     spec = getattr(env, "spec", None)
     return str(spec.id) if spec is not None else type(getattr(env, "unwrapped", env)).__name__
 
@@ -143,7 +143,7 @@ def same_object_error(indices: Sequence[int], env: Any) -> ValueError:
 
 
 def call_env(env: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a method of an environment or one of its wrappers; return an attribute that is not callable."""
+    """Call a method of an environment or one of its wrappers. If ``name`` is not callable, return its value."""
     attribute = env.get_wrapper_attr(name)
     return attribute(*args, **kwargs) if callable(attribute) else attribute
 
@@ -152,7 +152,7 @@ def unpack_reset(returned: Any, index: int) -> tuple[Any, Any]:
     """Unpack the return value of ``env.reset()`` into observation and info.
 
     Raises:
-        TypeError: It is not a tuple or list of two.
+        TypeError: It is not a tuple or list of length 2.
     """
     # plain unpacking would accept an array of two numbers, the observation of an environment with the old API
     if not isinstance(returned, (tuple, list)):
@@ -164,7 +164,7 @@ def unpack_reset(returned: Any, index: int) -> tuple[Any, Any]:
     raise TypeError(f"env {index}: reset returned {got}, expected (observation, info)")
 
 
-_UNPACKING_ERRORS: Final = {  # Python's message if it cannot unpack five values -> what step() returned
+_UNPACKING_ERRORS: Final = {  # Python's message for a failed unpacking into five names -> description of the value
     r"not enough values to unpack \(expected 5, got (\d)\)": r"\1 values",
     r"too many values to unpack": "more than 5 values",
     r"cannot unpack non-iterable (\S+) object": r"one \1",

@@ -1,13 +1,14 @@
 """The messages between the caller and its workers, and their encoding, without I/O.
 
-A message is five bytes: an operation and a sequence number. The operation's high bit announces a pickled payload. Most steps
-and resets need none, as their data lies in shared memory. A late reply cannot be assigned to another request, because it
-carries the number of its own request.
+A message begins with five bytes: an operation and a sequence number. If the operation's high bit is set, a pickled payload
+follows. Most steps and resets need none, as their data lies in shared memory. A late reply cannot be assigned to another
+request, because it carries the number of its own request.
 
 In a reply's payload (:class:`Outcome`) each info value, result and observation is pickled separately: one that cannot be
 pickled or unpickled is reported with its environment and key, and the others arrive. Classes and functions of ``__main__``
 are sent by name wherever possible, because ``isinstance`` and ``except MyError`` in the program refer to its own classes;
-a spawned worker adds its copy, for programs that lack the name. Exceptions are sent as text, and as objects if possible.
+a spawned worker also sends its copy, for programs that lack the name. Exceptions are sent as text and, if possible, as
+objects.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from vecenv.system.signals import call_with_fallback
 
 
 class Op(IntEnum):
-    """The operation of a request. ``*_SOME`` applies to rows with the message's number in shared memory (``requested``)."""
+    """The operation of a message. ``*_SOME`` applies to the rows that ``requested`` marks with the message's number."""
 
     STEP = 1
     STEP_SOME = 2
@@ -62,9 +63,9 @@ class Reply(IntEnum):
     """The kind of a reply."""
 
     READY = 17  # start-up is over; the payload holds the failures, by environment
-    PLAIN = 18  # done, every info is empty
-    COLUMNS = 19  # done, infos lie in shared memory
-    FULL = 20  # done, the payload (an Outcome) holds what shared memory could not
+    PLAIN = 18  # done, without infos and failures
+    COLUMNS = 19  # done, with infos or final observations in shared memory
+    FULL = 20  # done, with a payload: an Outcome
 
 
 Message = tuple[int, int, bytes | None]  # operation, sequence number, pickled payload
@@ -139,7 +140,7 @@ class Failure:
 
     @property
     def has_result(self) -> bool:
-        """True if the row has a result nevertheless: only one of its values could not be sent."""
+        """True if the row has a result nevertheless, because only one of its values could not be sent."""
         return not self.fatal and not isinstance(self.error, EpisodeOver)
 
 
@@ -154,7 +155,7 @@ class Outcome:
         failures: Exceptions of environments.
         results: Results of ``call`` and functions.
         schemas: Definitions of info columns used for the first time.
-        warnings: (field, text) pairs, which the caller logs once.
+        warnings: (field, text) pairs; the caller logs one per field.
         columns: True if some infos or final observations lie in shared memory.
     """
 
@@ -167,14 +168,14 @@ class Outcome:
     warnings: list[tuple[str, str]] = field(default_factory=list)
     columns: bool = False
 
-    def is_plain(self) -> bool:
-        """True if the outcome needs no payload."""
+    def has_payload(self) -> bool:
+        """True if there is anything to send. If not, and without columns, the reply is plain."""
         values = self.infos or self.observations or self.finals or self.results
-        return not (values or self.failures or self.schemas or self.warnings)
+        return bool(values or self.failures or self.schemas or self.warnings)
 
 
 PLAIN_OUTCOME: Final = Outcome()
-"""The outcome of a step or a reset without a payload. The object is shared: never modify it."""
+"""The outcome of a step or a reset without payload and columns. The object is shared: never modify it."""
 
 _VALUE_KINDS: Final = {"results": "result", "observations": "observation", "finals": "observation"}
 
@@ -248,7 +249,7 @@ def _unpickle_value(outcome: Outcome, row: int, kind: str, blob: bytes) -> Any:
 
 
 def _find_key(blob: bytes) -> str:
-    """Return the key of an info value that cannot be unpickled, for errors: the first string or number in its pickle."""
+    """Return the key of an info value that cannot be unpickled, for an error text: its pickle's first string or number."""
     import pickletools
 
     for opcode, argument, _ in pickletools.genops(blob):
@@ -262,7 +263,7 @@ def _find_key(blob: bytes) -> str:
 # -- pickles -----------------------------------------------------------------------------------------------------------
 
 
-def _of_main(qualname: str, copy: bytes) -> Any:
+def _load_from_main(qualname: str, copy: bytes) -> Any:
     """Return the object of this name in the main module, or else the unpickled copy."""
     try:
         return operator.attrgetter(qualname)(sys.modules["__main__"])
@@ -281,7 +282,7 @@ class _MainByName:
             except (AttributeError, KeyError):
                 pass
             if "<locals>" not in value.__qualname__:
-                return _of_main, (value.__qualname__, dumps_with_code(value))
+                return _load_from_main, (value.__qualname__, dumps_with_code(value))
         other: Any = getattr(super(), "reducer_override", None)
         return NotImplemented if other is None else other(value)
 
@@ -317,15 +318,15 @@ class _CloudPickler(_MainByName, _CodePickler):
 
 
 def dumps(value: Any, *, by_value: bool = False) -> bytes:
-    """Pickle a value for the other side, including instances of the classes that a spawned worker has copied.
+    """Pickle a value for the other process, including instances of classes that a spawned worker received as copies.
 
     Args:
         value: The value to send.
-        by_value: Send objects that have no name on the other side, such as lambdas, by value.
+        by_value: Send objects that have no name in the other process, such as lambdas, by value.
     """
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except (pickle.PicklingError, TypeError, AttributeError):  # not `Exception`: the exception of a time limit must pass
+    except (pickle.PicklingError, TypeError, AttributeError):  # not `Exception`: that of a time limit must propagate
         buffer = io.BytesIO()
         (_CloudPickler if by_value else _Pickler)(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         return buffer.getvalue()
@@ -401,7 +402,7 @@ def unpack_error(packed: PackedError, note: str) -> Exception:
 #
 # Each function is sent once, and the environments that it builds in a worker share it, as in a forked process. For arrays in
 # shared memory (:func:`vecenv.share`) the descriptor is sent instead of the data. Functions are pickled while the receiving
-# process is being started, because locks, queues and the like of ``multiprocessing`` can be pickled only then.
+# process is being started, because locks, queues and similar objects of ``multiprocessing`` can be pickled only then.
 
 
 @dataclass(slots=True)
@@ -426,7 +427,7 @@ class PackedEnvFns:
         Args:
             envs: The environments' indices.
             env_fns: One function per environment, in the order of ``envs``.
-            reason: The reason for pickling, for a note on the error.
+            reason: The end of the note on an error, such as ``"the start method of its worker needs"``.
 
         Raises:
             Exception: The error of pickling a function, with a note that names its environment.

@@ -33,9 +33,9 @@ from vecenv.state.snapshots import Row
 from vecenv.system.signals import succeeds_when_repeated
 
 WRITTEN: Final = object()
-"""The result of a :data:`RowWriter` that wrote the observation into its store, so that the reply need not carry it."""
+"""The result of an :data:`ObservationWriter` that wrote the observation into its store: the reply need not carry it."""
 
-RowWriter: TypeAlias = Callable[[int, Any], Any]
+ObservationWriter: TypeAlias = Callable[[int, Any], Any]
 """``write(k, observation)`` stores the observation of a worker's row k and returns :data:`WRITTEN`, or the value to send."""
 
 _WarnFn: TypeAlias = Callable[[str, str], None]
@@ -221,7 +221,7 @@ def has_dynamic_part(space: Space[Any]) -> bool:
     return isinstance(space, (spaces.Text, spaces.OneOf, spaces.Graph, spaces.Sequence))
 
 
-def make_row_writer(tree: Tree, leaves: Sequence[Array], first_env: int, warn: _WarnFn) -> RowWriter:
+def make_observation_writer(tree: Tree, leaves: Sequence[Array], first_env: int, warn: _WarnFn) -> ObservationWriter:
     """Return a function that checks an observation and writes it into row k of every leaf.
 
     It raises :class:`~vecenv.errors.ObservationError` for a wrong structure or shape, and for a value that the dtype of the
@@ -243,8 +243,8 @@ def make_row_writer(tree: Tree, leaves: Sequence[Array], first_env: int, warn: _
     return write_row
 
 
-def make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> RowWriter:
-    """Return a function that checks and casts like :func:`make_row_writer`, and returns the observation to send."""
+def make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> ObservationWriter:
+    """Return a function that checks and casts like :func:`make_observation_writer`, and returns the observation to send."""
     leaves = [np.zeros((count, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
     write = _make_node_writer(tree, iter(leaves), first_env, warn, "observation")
 

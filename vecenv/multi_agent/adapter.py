@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from vecenv.errors import ObservationError
-from vecenv.link.observations import flatten, make_row_writer
+from vecenv.link.observations import flatten, make_observation_writer
 from vecenv.multi_agent.roster import AgentGroup, Roster, build_tree, map_space, zeros
 from vecenv.shm import Tree
 from vecenv.shm.layout import Array
@@ -424,7 +424,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         def warn(field: str, text: str) -> None:
             reporting.warn(f"{name}: {text.partition(': ')[2]}", RuntimeWarning)
 
-        put = make_row_writer(tree, leaves, self.index - place, warn)
+        put = make_observation_writer(tree, leaves, self.index - place, warn)
 
         def write(value: Any) -> None:
             try:

@@ -1,11 +1,11 @@
 """The agents of an environment, their spaces and layout in a batch, and the check of actions against them.
 
 The caller reads a :class:`Roster` once, from one environment. Workers receive it and compare each environment with it.
-Both sides derive the same observation space from it: one ``Dict`` of fixed size, so that the engine runs an ordinary
-environment, and the data of all agents are in shared memory.
+Both sides derive the same observation space from it: one ``Dict`` of fixed size, so that the engine can treat the
+environment as an ordinary one, with the data of all agents in shared memory.
 
-A layout is a list of :class:`AgentGroup`, agents with equal spaces, which covers all three: ``"stack"`` is one part without
-a key; ``"agents"`` is one part per agent, without an axis; groups are one part per group.
+A layout is a list of parts. Each part is an :class:`AgentGroup`: agents with equal spaces. ``"stack"`` has one part,
+without a key; ``"agents"`` has one part per agent, without an axis of agents; ``"groups"`` has one part per group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
-"""The lines of ``"signals"`` after the rewards, as 0 and 1; each column is an agent."""
+"""The flags in ``"signals"`` after the rewards, in this order, as 0 and 1; each column is an agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Roster:
         layout: ``"stack"``, ``"agents"`` or ``"groups"``.
         state_space: The space of ``env.state()`` if the state is requested, else ``None``.
         pad_value: The value in observations of missing agents.
-        any_end: True if the episode ends with the first agent (``episode_end="any"``).
+        any_end: True if an episode ends as soon as one agent ends (``episode_end="any"``).
         info_masks: True if action masks are moved out of the agents' infos.
     """
 
@@ -99,7 +99,7 @@ class Roster:
         return [found[index] for index in sorted(found)]
 
     def problems(self, env: Any) -> list[str]:
-        """Describe the differences of ``env``'s agents and spaces from these."""
+        """Describe the differences between the agents and spaces of ``env`` and those of the roster."""
         try:
             agents = read_agents(env)
         except (TypeError, ValueError) as error:
@@ -107,7 +107,7 @@ class Roster:
         if agents != self.agents:
             missing = [agent for agent in self.agents if agent not in agents]
             extra = [agent for agent in agents if agent not in self.agents]
-            detail = f" (without {missing}, and with {extra})" if missing or extra else " (in another order)"
+            detail = f" (missing {missing}, unexpected {extra})" if missing or extra else " (in another order)"
             return [f"possible_agents are {list(agents)}{detail}, those of env 0 are {list(self.agents)}"]
         found = []
         for index, agent in enumerate(self.agents):
@@ -166,11 +166,11 @@ def read_roster(
         if state_space is None:
             raise ValueError(f"state=True, but {env!r} has no `state_space`")
         _check_fixed(state_space, "state space")
-    kind, parts = _layout(layout, agents, observed, acted)
+    kind, parts = _build_layout(layout, agents, observed, acted)
     roster = Roster(
         agents, observed, acted, parts, kind, state_space, pad_value, episode_end == "any", action_mask == "auto"
     )
-    _check_pad(roster)
+    _check_pad_value(roster)
     return roster
 
 
@@ -179,7 +179,7 @@ def _check_fixed(space: Any, what: str) -> None:
         raise TypeError(f"{what}: {space} has no fixed size; use Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple")
 
 
-def _check_pad(roster: Roster) -> None:
+def _check_pad_value(roster: Roster) -> None:
     for agent, space in zip(roster.agents, roster.observation_spaces, strict=True):
         tree = fixed_tree(space)
         for leaf in tree.leaves() if tree is not None else ():
@@ -187,21 +187,18 @@ def _check_pad(roster: Roster) -> None:
                 cast = np.asarray(roster.pad_value).astype(leaf.dtype)
             if not np.array_equal(cast, np.asarray(roster.pad_value), equal_nan=True) and leaf.dtype.kind != "f":
                 raise ValueError(
-                    f"pad_value {roster.pad_value} cannot be a {leaf.dtype}, the dtype of {leaf.name} of agent {agent!r}"
+                    f"pad_value {roster.pad_value} cannot be represented as {leaf.dtype}, the dtype of {leaf.name} of agent "
+                    f"{agent!r}"
                 )
 
 
-def _layout(
+def _build_layout(
     layout: Any, agents: tuple[Any, ...], observed: tuple[Space[Any], ...], acted: tuple[Space[Any], ...]
 ) -> tuple[Literal["stack", "agents", "groups"], tuple[AgentGroup, ...]]:
     pairs = list(zip(observed, acted, strict=True))
 
     def build_group(key: Any, indices: tuple[int, ...], name: str) -> AgentGroup:
-        """Return agents that share one array.
-
-        Raises:
-            ValueError: Their spaces differ.
-        """
+        """Return a group of these agents; raise ``ValueError`` if their spaces differ."""
         first = indices[0]
         for index in indices:
             for kind, each in (("observation", observed), ("action", acted)):
@@ -261,7 +258,7 @@ def build_tree(space: Space[Any], name: str) -> Tree:
 
 
 def map_space(function: Callable[[Space[Any], Any], Any], space: Space[Any], value: Any) -> Any:
-    """Apply ``function(space, part)`` to every part of a value of a space that is neither Dict nor Tuple."""
+    """Apply ``function(space, part)`` to every leaf of a value of nested Dict and Tuple spaces."""
     if isinstance(space, spaces.Dict):
         return {key: map_space(function, inner, value[key]) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -270,7 +267,7 @@ def map_space(function: Callable[[Space[Any], Any], Any], space: Space[Any], val
 
 
 def zeros(tree: Tree, *axes: int) -> Any:
-    """Return a value with the tree's structure, with leaves of zeros that have ``axes`` in front."""
+    """Return zeros in the tree's structure, with ``axes`` in front of the shape of each leaf."""
     return tree.build(iter([np.zeros((*axes, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]))
 
 
@@ -283,7 +280,7 @@ def env_name(env: Any) -> str:
 
 
 _ACCEPTED_KINDS: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
-"""The kinds of dtypes that actions may have, by the kind of their space."""
+"""The dtype kinds that actions may have, by the dtype kind of their space."""
 
 
 class AgentActions:
@@ -317,8 +314,8 @@ class AgentActions:
         if unknown := [key for key in actions if key not in keys]:
             raise ValueError(f"actions: unknown keys {unknown}, expected {keys}; nothing was sent")
         missing = [index for part, _ in self._parts if part.key not in actions for index in part.agents]
-        waiting = {self._roster.agents[index]: rows[alive[rows, index]].tolist() for index in missing}
-        if texts := [f"agent {agent!r} in envs {envs}" for agent, envs in waiting.items() if envs]:
+        envs_by_agent = {self._roster.agents[index]: rows[alive[rows, index]].tolist() for index in missing}
+        if texts := [f"agent {agent!r} in envs {envs}" for agent, envs in envs_by_agent.items() if envs]:
             raise ValueError(f"actions of live agents are missing: {'; '.join(texts)}; nothing was sent")
         out = {}
         for part, tree in self._parts:
@@ -350,7 +347,7 @@ def map_checked(function: Callable[[Any, Leaf, str], Array], value: Any, tree: T
 
 
 def _make_check(*axes: int) -> Callable[[Any, Leaf, str], Array]:
-    """Return a check for one leaf of a batch with these axes in front."""
+    """Return a function that checks and converts one leaf of a batch with these axes in front."""
 
     def check(value: Any, leaf: Leaf, name: str) -> Array:
         try:

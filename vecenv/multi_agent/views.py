@@ -1,10 +1,10 @@
 """Two views of a ``MultiAgentVecEnv``: rows for single-agent trainers, and the shapes of the ``agent_num`` convention.
 
-Both reshape the environments' results and pass everything else on. :class:`FlattenAgents` makes every agent a row of an
-ordinary Gymnasium vector environment, ``env * A + agent``, without copying. Trainers without masks get an agent's episodes
-unchanged, and rows of padding after its death. Padding ends with the environment's episode, so that nothing is bootstrapped
-from it into the next episode, and episode statistics are right. :class:`OpenRLView` is for OpenRL and similar on-policy
-trainers.
+Both reshape the environments' results and pass everything else on. :class:`FlattenAgents` makes every agent a row,
+``env * A + agent``, of an ordinary Gymnasium vector environment, without copying. A trainer that ignores masks gets the
+episodes of each agent unchanged, and rows of padding after its death. Padding ends with the environment's episode, so no
+value is bootstrapped from it into the next episode, and episode statistics are right. :class:`OpenRLView` is for OpenRL and
+similar on-policy trainers.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ RESERVED: Final = frozenset(
 def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dict[Any, Any]:
     """Convert the engine's infos of ``count`` environments: keys of agents become arrays ``[count, num_agents, ...]``.
 
-    An environment's key that vecenv itself uses (:data:`RESERVED`) gets a trailing underscore. Numeric values of agents have
-    a dtype that fits all of them; values that are not numeric or differ in shape are in an object array.
+    A key of an agent's info that vecenv itself uses (:data:`RESERVED`) gets a trailing underscore. Numeric values of agents
+    get a dtype that fits all of them. Values that are not numeric, or that differ in shape, are in an object array.
     """
     out: dict[Any, Any] = {}
     for name, value in _transpose(infos.get("agents", {}), num_agents, count).items():
@@ -106,7 +106,7 @@ def _join_columns(values: Mapping[int, Any], mask: Array) -> Array:
 
 
 def select_row(value: Any, row: Any) -> Any:
-    """Return one environment's part of a column or nested dict of columns; with ``(environment, agent)`` one agent's."""
+    """Return one environment's part of a column or nested dict of columns; one agent's for ``(environment, agent)``."""
     if not isinstance(value, dict):
         return value[row]
     return {key: select_row(value[key], row) for key in own_keys(value) if value[f"_{key}"][row]}
@@ -120,8 +120,8 @@ def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[di
         count: The number of environments; default: that of ``infos["agent_mask"]``.
 
     Returns:
-        ``[{key: row}, ...]``: keys of environments have their value, keys of agents a row ``[A, ...]`` with its mask under
-        ``"_key"``. A key is only in the dicts of environments that have it.
+        One dict per environment. A key of environments has its value; a key of agents has a row ``[A, ...]``, with its mask
+        under ``"_key"``. Each dict contains only the keys that its environment has.
     """
     rows = len(infos["agent_mask"]) if count is None else count
     out: list[dict[Any, Any]] = [{} for _ in range(rows)]
@@ -142,7 +142,7 @@ def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[di
 
 
 def _take_row(value: Any, row: int) -> Any:
-    if isinstance(value, tuple):  # (a Tuple observation)
+    if isinstance(value, tuple):  # an observation of a Tuple space
         return tuple(_take_row(part, row) for part in value)
     return {key: _take_row(inner, row) for key, inner in value.items()} if isinstance(value, dict) else value[row]
 
@@ -179,7 +179,7 @@ class ActionMasks:
             obs: The observations of the batch.
             acting: The ``agent_mask`` of the batch.
             rows: The indices of the environments.
-            untouched: bool, environments that a reset of others left out: their masks stay.
+            untouched: bool, environments that a masked reset left out; their masks stay.
         """
         if not self._enabled:
             return
@@ -219,11 +219,11 @@ class ActionMasks:
         return {index: {"action_mask": own["action_mask"]} for index, own in agents.items() if "action_mask" in own}
 
     def masks_of_env(self, row: int) -> dict[int, Array]:
-        """Return the latest masks of an environment, by agent; a part of its snapshot."""
+        """Return the latest masks of an environment, by agent, for its snapshot."""
         return {index: masks[row].copy() for index, masks in self._latest.items()}
 
     def restore_masks(self, row: int, masks: dict[int, Array]) -> None:
-        """Restore the masks of a snapshot."""
+        """Restore an environment's masks from a snapshot."""
         for index, mask in masks.items():
             self._ensure_masks(index, len(mask))[row] = mask
 
@@ -252,7 +252,7 @@ def forwarding(inner: str, *names: str, **renamed: str) -> Callable[[type[C]], t
 def _forwarded(inner: str, name: str) -> Any:
     method = inspect.getattr_static(AsyncVectorEnv, name, None)
     if not inspect.isfunction(method):
-        return property(attrgetter(f"{inner}.{name}"), doc=f"As of ``AsyncVectorEnv.{name}``.")
+        return property(attrgetter(f"{inner}.{name}"), doc=f"See ``AsyncVectorEnv.{name}``.")
 
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -266,11 +266,11 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
     Args:
-        envs: The vector environment to flatten; closing this one closes it.
+        envs: The vector environment to flatten. Closing the flattened one closes it too.
         padding_done: On the last step of an environment, rows of missing agents (dead, or not born) get
             ``terminated=True``. Padding is then visible as episodes of return 0 in rows with a False
-            ``infos["transition_mask"]``. With ``False`` the flags are the agents' own, and programs that count from flag to
-            flag count the padding into the next episode.
+            ``infos["transition_mask"]``. With ``False`` the flags are the agents' own, and programs that split episodes at
+            the flags count the padding as part of the next episode.
 
     Raises:
         ValueError: The layout is not ``"stack"``.
@@ -296,11 +296,11 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Reset the environments; drops the pending result of a step that timed out or was interrupted.
+        """Reset the environments, and drop the pending result of a step that timed out or was interrupted.
 
         Args:
-            seed: An int seeds environment i with ``seed + i * seed_stride``; of a sequence of ``num_envs`` each environment
-                gets the seed of its first row.
+            seed: An int seeds environment i with ``seed + i * seed_stride``. From a sequence of length ``num_envs``, each
+                environment gets the seed of its first row.
             options: Passed to every environment; ``"reset_mask"``, bool ``(num_envs,)``, must choose whole environments.
 
         Raises:
@@ -329,7 +329,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         return mask
 
     def step(self, actions: Any) -> tuple[Any, Array, Bools, Bools, dict[str, Any]]:
-        """Step all environments with actions of ``action_space``; rows of padding are ignored."""
+        """Step all environments with actions of ``action_space``; actions in rows of padding are ignored."""
         split = map_checked(self._split, actions, self._action_tree, "actions")
         obs, rewards, terminations, truncations, infos = self.envs.step(split)
         if self.padding_done:
@@ -350,7 +350,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     # -- infos ------------------------------------------------------------------------------------------------------
 
     def _infos(self, infos: dict[str, Any], rows: Bools, obs: Any = None, ended: Bools | None = None) -> dict[str, Any]:
-        """Return the infos of ``rows``; ``obs`` and ``ended`` are those of a step."""
+        """Return the infos of ``rows``; ``obs`` and ``ended`` are passed only after a step."""
         last, last_mask = infos.pop("final_obs", None), infos.pop("_final_obs", None)
         final_info, _ = infos.pop("final_info", None), infos.pop("_final_info", None)
         out = self._flatten_infos(infos, rows)
@@ -379,7 +379,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
                 out[f"_{key}"] = np.logical_or.reduce([out[key][f"_{name}"] for name in own_keys(out[key])])
             elif mask is not None:
                 out[key], out[f"_{key}"] = (self._to_agent_rows(each, mask.ndim == 2) for each in (value, mask))
-            elif not isinstance(value, dict):  # action masks of different sizes cannot be an array of rows
+            elif not isinstance(value, dict):  # a dict holds action masks of different sizes, which no array fits
                 of_agents = key in ("agent_mask", "transition_mask", "action_mask")
                 out[key], out[f"_{key}"] = self._to_agent_rows(value, of_agents), rows.copy()
         return out
@@ -394,15 +394,15 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     # -- other methods ----------------------------------------------------------------------------------------------
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Return the environments' results, each repeated for every agent."""
+        """Call a method of every environment; repeat each result for every agent."""
         return tuple(result for result in self.envs.call(name, *args, **kwargs) for _ in range(self.num_agents))
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
-        """Return the environments' values, each repeated for every agent."""
+        """Return an attribute of every environment, each value repeated for every agent."""
         return self.call(name)
 
     def set_attr(self, name: str, values: Any) -> None:
-        """Set an attribute of every environment; of a list of ``num_envs`` each gets the value of its first row."""
+        """Set an attribute of every environment; from a list of ``num_envs``, each gets the value of its first row."""
         if isinstance(values, (list, tuple)):
             if len(values) != self.num_envs:
                 raise ValueError(f"got {len(values)} values for {self.num_envs} rows")
@@ -428,7 +428,7 @@ RENDER_MODES: Final = tuple(f"{kind}{mode}" for kind in ("", "group_", "single_"
     observation_space="single_observation_space", parallel_env_num="num_envs", _env_name="env_name",
 )  # fmt: skip
 class OpenRLView:
-    """A view in the shapes of the ``agent_num`` convention: rewards ``[n, A, 1]``, dones ``[n, A]``, infos are n dicts.
+    """A view in the shapes of the ``agent_num`` convention: rewards ``[n, A, 1]``, dones ``[n, A]``, and n info dicts.
 
     ``step`` returns four values, or five (separate terminations and truncations) if the environments do.
 
@@ -439,8 +439,9 @@ class OpenRLView:
     seeded with ``seed + i * 10086``.
 
     Args:
-        envs: Environments with ``layout="stack"`` and same-step autoreset (or none, the convention's ``auto_reset=False``).
-        render_mode: The mode of the view, one of ``RENDER_MODES``; default, that of the environments.
+        envs: Environments with ``layout="stack"`` and same-step autoreset (or disabled autoreset, the convention's
+            ``auto_reset=False``).
+        render_mode: The mode of the view, one of ``RENDER_MODES``; default: that of the environments.
 
     Raises:
         ValueError: ``envs`` has another layout or autoreset mode.
@@ -491,7 +492,7 @@ class OpenRLView:
         self._mask = None if options is None else options.get("reset_mask")
 
     def reset_fetch(self, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
-        """Return the result of :meth:`reset_send`; raises the errors of ``AsyncVectorEnv.reset_wait``."""
+        """Return the result of :meth:`reset_send`. Errors are those of ``AsyncVectorEnv.reset_wait``."""
         with _openrl_method_names():
             (obs, infos), env_infos = self.envs.results_by_row("reset_wait", timeout)
         self._ended[:, slice(None) if self._mask is None else self._mask] = False
@@ -502,8 +503,8 @@ class OpenRLView:
         """Step all environments; ``extra_data`` is ignored.
 
         Returns:
-            ``(observations [n, A, ...], rewards [n, A, 1], dones bool [n, A], infos)``, or with terminations and truncations
-            ``[n, A]`` each in place of ``dones``.
+            ``(observations [n, A, ...], rewards [n, A, 1], dones bool [n, A], infos)``; with five values, terminations and
+            truncations, both ``[n, A]``, in place of ``dones``.
         """
         self.step_send(actions)
         return self.step_fetch()
@@ -514,7 +515,7 @@ class OpenRLView:
             self.envs.step_async(actions)
 
     def step_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Return the result of :meth:`step_send`; raises the errors of ``AsyncVectorEnv.step_wait``."""
+        """Return the result of :meth:`step_send`. Errors are those of ``AsyncVectorEnv.step_wait``."""
         with _openrl_method_names():
             (obs, rewards, terminations, truncations, infos), env_infos = self.envs.results_by_row("step_wait", timeout)
         done = infos["env_done"]
@@ -533,7 +534,7 @@ class OpenRLView:
         return map_space(_one_hot, self.observation_space, obs)
 
     def _list_infos(self, infos: dict[str, Any], env_infos: Sequence[dict[str, Any]], done: Array) -> list[dict[str, Any]]:
-        """Return one info per environment: ``infos`` are vecenv's, ``env_infos`` are the environments'."""
+        """Return one info per environment, from vecenv's ``infos`` and the environments' own ``env_infos``."""
         active = (infos["agent_mask"] | done[:, None]).astype(np.float32)[..., None]
         masks = infos.pop("action_mask", None)
         if "final_obs" in infos:
@@ -541,16 +542,16 @@ class OpenRLView:
             infos["_final_observation"] = infos.pop("_final_obs")
         listed = list_of_dicts(infos)
         for index, (info, given) in enumerate(zip(listed, env_infos, strict=True)):
-            self._add_own(info, given, index)
+            self._add_env_infos(info, given, index)
             if "final_info" in given:
                 info["final_info"] = {}
-                self._add_own(info["final_info"], given["final_info"], index)
+                self._add_env_infos(info["final_info"], given["final_info"], index)
             info["active_masks"] = active[index]
             if masks is not None:
                 info["action_masks"] = masks[index]
         return listed
 
-    def _add_own(self, info: dict[str, Any], given: dict[str, Any], index: int) -> None:
+    def _add_env_infos(self, info: dict[str, Any], given: dict[str, Any], index: int) -> None:
         """Add an environment's infos: its common values unchanged, the values of agents in arrays ``[A, ...]``."""
         agents = [given.get("agents", {}).get(agent, {}) for agent in range(self.agent_num)]
         common = given.get("common", {})
@@ -562,7 +563,7 @@ class OpenRLView:
         info.update({key: value for key, value in common.items() if key not in info})
 
     def random_action(self, infos: Sequence[dict[str, Any]] | None = None) -> Array:
-        """Draw random actions ``[n, A, ...]`` (``[n, A, 1]`` for ``Discrete``), if given only those that ``infos`` allow."""
+        """Draw random actions ``[n, A, ...]`` (``Discrete``: ``[n, A, 1]``), if given only those that ``infos`` allow."""
         space = self.action_space
         shape = (self.env_num, self.agent_num)
         if not isinstance(space, spaces.Discrete):
@@ -580,9 +581,10 @@ class OpenRLView:
         """Return frames of the environments in their own ``render_mode``.
 
         Args:
-            mode: ``"rgb_array"``, ``"group_rgb_array"``: one image of all, tiled; ``"single_rgb_array"``: that of
-                environment 0; ``"human"``, ``"group_human"``, ``"single_human"``: return nothing, environments built with
-                ``render_mode="human"`` draw themselves; ``None``: the view's ``render_mode``, or tiled.
+            mode: ``"rgb_array"``, ``"group_rgb_array"``: one tiled image of all environments; ``"single_rgb_array"``: the
+                image of environment 0; ``"human"``, ``"group_human"``, ``"single_human"``: nothing is returned, because
+                environments built with ``render_mode="human"`` draw themselves; ``None``: the view's ``render_mode``, or
+                ``"rgb_array"``.
         """
         if mode is None:
             mode = self.render_mode if self.render_mode in RENDER_MODES else "rgb_array"
@@ -601,7 +603,7 @@ class OpenRLView:
             self.envs.call_async(name, *args, **kwargs)
 
     def call_fetch(self, timeout: float | None = None) -> tuple[Any, ...]:
-        """Return the results of :meth:`call_send`; raises the errors of ``AsyncVectorEnv.call_wait``."""
+        """Return the results of :meth:`call_send`. Errors are those of ``AsyncVectorEnv.call_wait``."""
         with _openrl_method_names():
             results: tuple[Any, ...] = self.envs.call_wait(timeout)
         return results
@@ -612,7 +614,7 @@ class OpenRLView:
         """Call ``func(env, *args, **kwargs)`` with the environments ``indices``; ``None``: all, ``[]``: none.
 
         Returns:
-            A result for each environment, ``None`` for the others.
+            A result for each chosen environment, and ``None`` for the others.
         """
         self.exec_func_send(func, indices, *args, **kwargs)
         return self.exec_func_fetch()
@@ -634,7 +636,7 @@ class OpenRLView:
         return results
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: int | Sequence[int] | None = None) -> list[bool]:
-        """Return for each environment True if it has a wrapper of this class or a subclass."""
+        """Return one bool per environment: True if it has a wrapper of this class or a subclass."""
         chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
         results = self.envs.exec_func(has_wrapper, chosen, class_name(wrapper_class))
         return [results[index] for index in (range(self.env_num) if chosen is None else chosen)]
@@ -724,13 +726,13 @@ def _num_step_values(env: AgentsEnv) -> int:
 
 
 def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:
-    if isinstance(space, spaces.Discrete):  # (padding may lie outside the space)
+    if isinstance(space, spaces.Discrete):  # padding outside the space becomes a row of zeros
         return (np.arange(space.start, space.start + space.n) == np.asarray(obs)[..., None]).astype(space.dtype)
     return obs
 
 
 def _tile(frames: Sequence[Array]) -> Array:
-    """Tile frames of one shape ``[h, w, c]`` in a grid as square as possible; empty cells are black."""
+    """Tile frames of equal shape ``[h, w, c]`` into a grid as square as possible; empty cells are black."""
     rows = math.ceil(math.sqrt(len(frames)))
     columns = math.ceil(len(frames) / rows)
     height, width, *channels = frames[0].shape

@@ -1,18 +1,19 @@
-"""Checks if environments may share a process, by trying two of them in temporary processes.
+"""Checks whether environments may share a process, by running two of them at a time in temporary processes.
 
 Every run happens in a fork of the probe's process, which has built no environment, so all runs start from the same state.
 
 1. The first environment runs alone, in a process named like its worker. It is also described and timed there.
-2. In another process, a second environment runs alone; the first is built too, their calls alternate, with the same
-   seeds and actions as before; the second is closed, and the first runs again.
-3. If an environment returned other values than alone, it runs alone twice more, with delays and at other addresses. Values
-   that differ even then (clocks, process ids) are ignored.
+2. In another process, a second environment first runs alone. Then the first is built too, and their calls alternate, with
+   the same seeds and actions as before. Finally the second is closed, and the first runs again.
+3. If an environment returned other values than alone, it runs alone twice more, with delays and with its objects at other
+   addresses. Values that differ between its runs alone (clocks, process ids) are ignored.
 4. The process settings after these runs are compared with each other and with those at the start.
 
-Repeated runs make exactly the same calls: two phases of up to three steps per environment; `MAX_STEPS` limits all together.
+Repeated runs make exactly the same calls: two phases of up to three steps per environment. `MAX_STEPS` limits the steps of
+all runs together.
 
-The probe misses effects that need more steps or the end of a long episode, state of C libraries that affects no returned
-value, and one object built for two environments other than the pair (which a worker finds among those that it builds).
+The probe misses effects that need more steps or the end of a long episode, and state of C libraries that affects no
+returned value. If two functions other than those tried return the same object, only a worker that calls both detects it.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ NOT_CHECKED: Final = "not checked"
 MAX_STEPS: Final = 64
 PHASE_STEPS: Final = 3
 _PHASE_SECONDS: Final = 0.02
-_MIN_SECONDS: Final = 5.0  # limit of all further runs together, plus ten times the duration of the first run
+_MIN_SECONDS: Final = 5.0  # all further runs together may take this, plus ten times the duration of the first run
 _DELAYS: Final = (0.002, 0.003)  # in two runs, because the values of one may agree by chance
 
 
 @dataclass(frozen=True, slots=True)
 class Independence:
-    """The verdict about environments in one process, and its cost.
+    """The verdict on whether environments may share a process, and its cost.
 
     Attributes:
         verdict: ``"independent"``, ``"shares state"``, ``"cannot tell"`` or ``"not checked"``.
         reason: The first reason for a verdict other than independent.
         changes: Process settings that all environments change in the same way: they may share a worker, but not your
             program's process.
-        steps, builds: The number of steps that the probe made, and of environments that it built.
+        steps, builds: The numbers of steps that the probe made and of environments that it built.
     """
 
     verdict: str = NOT_CHECKED
@@ -91,13 +92,13 @@ class Run:
     """The results of one run of an environment in a child process.
 
     Attributes:
-        record: The calls.
+        record: The calls, with digests of the values that they returned.
         plan: The arguments of :meth:`TriedEnv.phase` that repeat them.
         end: The number of the first call after the first phase.
         settings: Settings of the process after the run.
         modules: Modules imported during the run.
         steps, builds: The numbers of steps and of environments in that child.
-        times: The times of the timed steps.
+        times: The step times, if they were measured.
         other_record: In a shared process: the record of the other environment.
         other_plan: In a shared process: the arguments that repeat the other environment's calls.
         before, during: The other environment's calls before and after the first was built.
@@ -120,16 +121,16 @@ class Run:
 
 
 class _Undecided(Exception):
-    """A run that was not possible; the text gives the reason."""
+    """An error that prevents a verdict; its text gives the reason."""
 
 
 class IndependenceCheck:
-    """A comparison of environments in children of this process, which must not have built any environment.
+    """A check of environments in children of this process. The process itself must not have built any environment.
 
     Args:
         env_fns: Functions that build the first environment and those to try together with it.
         indices: The environments' indices.
-        own_generators: True if each environment has generators of its own.
+        own_generators: True if each environment has random generators of its own.
         close_seconds: Time limit for the first environment's ``close()``.
     """
 
@@ -168,7 +169,7 @@ class IndependenceCheck:
         return run
 
     def compare(self, alone: Run) -> PackedError | None:
-        """Determine whether the first environment may share a process with the others.
+        """Determine whether the first environment may share a process with the others, for :meth:`result` to return.
 
         Returns:
             An error if two functions returned the same object, else ``None``.
@@ -215,7 +216,7 @@ class IndependenceCheck:
             shares = died or (isinstance(both, PackedError) and _CANNOT_COEXIST in both.summary)
             self._add_reason(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
             return None
-        if _find_difference(both.before, both.during):  # the first affects it, or it just counts resets: run it alone
+        if _find_difference(both.before, both.during):  # due to the first, or only to its own earlier resets: run it alone
             first = self._run_alone(place, place, both.other_plan)
             self._compare_records(place, 0, first, both.other_record)
         if self._verdict != SHARES_STATE:
@@ -259,7 +260,7 @@ class IndependenceCheck:
         for name in names:
             old, other_value, first_value, shared_value = (each.get(name, (None,)) for each in (start, other, own, shared))
             if imported.get(name, (None,)) != old or (self._own_generators and name in GENERATORS.values()):
-                continue  # importing a module changes it, which happens once per process
+                continue  # changed by an import, once per process; or each environment has its own
             if name in GENERATORS.values():
                 advice = "which all environments of a process share; generators='own' gives each its own"
                 self._add_reason(SHARES_STATE, f"they draw from {name}, {advice}")
@@ -288,7 +289,7 @@ def _describe_failure(failure: PackedError | ChildEnd) -> str:
 
 
 def _find_difference(first: Record, second: Record, ignored: set[str] | frozenset[str] = frozenset()) -> Any:
-    """Return number and name of the first call with different results, and the name of a differing value; or ``None``."""
+    """Return the number and name of the first call with a differing value, and that value's name, or ``None``."""
     for number, ((call, first_values), (_, second_values)) in enumerate(zip(first, second, strict=False)):
         for name in {**first_values, **second_values}:
             if name not in ignored and first_values.get(name) != second_values.get(name):

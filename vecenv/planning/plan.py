@@ -1,11 +1,12 @@
-"""Chooses the number of workers from the times of a few steps of one environment.
+"""Chooses the number of workers by timing a few steps of one environment.
 
-The choice depends on the length of a step, and on its share of waiting (for a simulator elsewhere, a socket, a sleep). Steps
-that compute need one process per core, one of which may be the caller. Steps that wait need more processes than cores. Steps
-shorter than the wake-up of another process are fastest in the caller alone. The constants below are the costs of passing a
-batch to workers and back, measured with ``python -m bench micro``. Two factors multiply them: the slowness of this machine
-relative to that of the measurement, and its further slowdown while other processes compute, because two usable cores may be
-two threads of one.
+The choice depends on the duration of a step, and on the share of it spent waiting (for a remote simulator, a socket, a
+sleep). Steps that compute need one process per core, one of which may be the caller. Steps that wait need more processes
+than cores. Steps that take less time than waking another process are fastest in the caller alone.
+
+The constants below are the costs of passing a batch to workers and back, measured with ``python -m bench micro``. They are
+multiplied by two factors: the time that Python takes on this machine relative to the measured one, and the slowdown while
+other processes compute, because two usable cores may be hardware threads of one core.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ SENDING_SECONDS: Final = 1.5e-6  # part of WITH_CALLER_SECONDS in which the call
 BY_WORKERS_SECONDS: Final = 28e-6  # a batch by one worker per core
 WAKE_SECONDS: Final = 12e-6  # per worker, if there are more workers than cores: a sleep and a wake-up
 
-RECEIVING_SECONDS: Final = 50e-6  # receiving a first-ready batch and resending it, in a caller with cold caches
+RECEIVING_SECONDS: Final = 50e-6  # receiving a first-ready batch and sending its next actions, with cold caches
 PER_MESSAGE_SECONDS: Final = 6e-6  # in addition, per message of that batch
 
 _MIN_WAITING_SHARE: Final = 0.3  # the share of waiting above which more processes than cores are considered
-_MAX_SAFETY_COST: Final = 1.1  # relative cost up to which workers are preferred, as the program survives their crashes
+_MAX_SAFETY_COST: Final = 1.1  # relative cost up to which workers are preferred, because the program survives their crashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +51,16 @@ class Plan:
 
     Attributes:
         num_envs: The number of environments.
-        num_workers: The number of worker processes; 0: none.
-        caller_share: The number of environments that the calling process steps itself.
+        num_workers: The number of worker processes; with 0, the calling process steps all environments.
+        caller_share: The number of environments that the calling process steps beside its workers; 0 without workers.
         reason: The reason for the choice, in a sentence.
         probe: The step times of an environment.
         cores: The number of usable cores.
         estimates: Expected seconds per batch, for every choice that was compared.
-        batch_size: With ``batch_size="auto"``, the number of environments that ``recv`` returns; ``num_envs``: a lock-step.
+        batch_size: With ``batch_size="auto"``, the number of environments that ``recv`` returns; ``num_envs`` for lock-step.
         rows_at_once: With ``batch_size="auto"``, the maximum number of environments in one request to a worker.
         batch_reason: The reason for the batch size, in a sentence.
-        independence: The verdict on environments that share a process.
+        independence: The verdict on whether environments may share a process.
     """
 
     num_envs: int
@@ -76,7 +77,7 @@ class Plan:
 
     @property
     def use_caller(self) -> bool:
-        """True if the calling process steps a share itself."""
+        """True if the calling process steps a share of the environments beside its workers."""
         return self.caller_share > 0
 
     def __str__(self) -> str:
@@ -103,7 +104,7 @@ class Plan:
 
 
 def caller_share(num_envs: int, workers: int, step: float) -> int:
-    """Return the number of environments that the caller steps if it is to finish at the same time as its workers.
+    """Return the number of environments with which the caller finishes at the same time as its workers.
 
     The caller does most of its sending and collecting while no environment is stepped. Only the rest of that work,
     ``SENDING_SECONDS``, reduces its share.
@@ -128,7 +129,7 @@ def choose(
         use_caller: ``False``: only worker processes, because restarts and timeouts must be able to kill a process. ``None``:
             worker processes if they are less than a tenth slower, because the program then survives a crash of an
             environment. ``True``: the fastest choice.
-        independence: The verdict on environments that share a process; ``None``: assume that they may.
+        independence: The verdict on whether environments may share a process; ``None``: assume that they may.
         in_thread: True if the calling thread is not the main thread of its process.
     """
     independence = independence or Independence()
@@ -140,7 +141,7 @@ def choose(
         reason = f"one process per environment, because {doubt}{independence.reason}"
         return make_plan(num_workers=num_envs, caller_share=0, reason=reason)
     if times.slow:
-        reason = f"one process per environment: with steps above {SLOW_STEP_SECONDS * 1e3:.0f} ms sharing one gains little"
+        reason = f"one process per environment: steps take over {SLOW_STEP_SECONDS * 1e3:.0f} ms, so sharing gains little"
         return make_plan(num_workers=num_envs, caller_share=0, reason=reason)
     if times.failure:
         reason = "the environment failed while it was tried, so it is kept out of your program's process"
@@ -179,8 +180,8 @@ def _estimate_choices(
 ) -> dict[str, tuple[float, int, int]]:
     """Return, by name, (expected seconds per batch, worker processes, environments that the caller steps)."""
     waiting_step = max(times.step - times.cpu, 0.0)
-    # Part of the crowding may come from other users of the hardware, who come and go and slow down a single process as well.
-    # So a single process is expected to be slowed down by the square root of this factor.
+    # Other users of the machine may cause part of the crowding. They slow down a single process as well, but not all the
+    # time, so its expected slowdown is the square root of the factor.
     crowding = min(times.crowding, 2.0) if cores > 1 else 1.0
     single, crowded = times.pace * math.sqrt(crowding), times.pace * crowding
     single_step = waiting_step + times.cpu * math.sqrt(crowding) + PER_ENV_SECONDS * single
@@ -209,12 +210,11 @@ def _estimate_choices(
 
 
 def plan_batches(plan: Plan) -> Plan:
-    """Return the plan with a batch of half the environments, or of all (a lock-step) where halves would not pay off.
+    """Return the plan with a batch of half the environments, or of all (lock-step) if halves would not pay off.
 
-    While the caller handles one half, the workers step the other, and a late environment delays only its own half. The price
-    is a second batch for the caller, which must take less time than the steps of the workers meanwhile. A worker with two
-    requests continues while the caller reads its first reply; but the caller then reads two replies and needs a core for
-    that.
+    While the caller handles one half, the workers step the other, and a late environment delays only its own half. The cost
+    is a second batch for the caller, which must take less time than the workers' steps meanwhile. A worker with two requests
+    continues while the caller reads its first reply, but the caller then reads two replies and needs a core of its own.
     """
     times, count, workers = plan.probe, plan.num_envs, plan.num_workers
     half = max(count // 2, 1)
@@ -292,7 +292,7 @@ def plan(
     Where worker processes are not possible, as on Windows, the environment is measured in this process.
 
     Args:
-        env_fn: A function that builds the environment, in a process of its own; or an id in Gymnasium's registry.
+        env_fn: A function that builds the environment, called in a temporary process, or an id in Gymnasium's registry.
         num_envs: The number of environments.
         context: The start method of that process.
         use_caller: ``False`` excludes choices in which the calling process steps environments itself; ``None`` excludes

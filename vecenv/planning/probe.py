@@ -38,11 +38,12 @@ __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
 
 _WARM_UP_STEPS: Final = 3
 _BENCHMARK_RUNS: Final = 100
-_REFERENCE_SECONDS: Final = 40e-6  # per run where plan.py's constants were measured; a step of CartPole-v1 takes 6 us there
+# Per benchmark run, on the machine where plan.py's constants were measured. A step of CartPole-v1 takes 6 us there.
+_REFERENCE_SECONDS: Final = 40e-6
 _CLOSE_SECONDS: Final = 5.0  # for env.close()
 _READY: Final = b"?"  # sent by the process when it is ready to receive the functions
 _DESCRIPTION_SENT: Final = "described"
-_STAY_AWAKE: Final = b"!"  # sent by the process: the caller must poll for the next message without sleeping
+_POLL_WITHOUT_SLEEP: Final = b"!"  # sent by the process: the caller must poll for the next message without sleeping
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class EnvDescription:
         metadata: The first environment's metadata, a copy.
         render_mode: Its render mode.
         action_space: Its action space.
-        observation_spaces: Its observation space; or, where they may differ, those of all environments.
+        observation_spaces: A list with its observation space, or with those of all environments if they may differ.
         env_id: Its id in the registry, or its class.
     """
 
@@ -91,13 +92,13 @@ class _Job:
 class EnvProbe:
     """A probe that describes and tries environments before a vector environment builds all of them.
 
-    The temporary process gets a few seconds to close the environments. Processes that they started end with it.
+    The temporary process gets a few seconds to close the environments. Processes that the environments started end with it.
 
     Args:
         env_fns: Functions that build the environments.
         context: A ``multiprocessing`` context; ``None``: the default one.
         timeout: Seconds to build and step the environment in another process.
-        example: An object with the spaces and metadata of all environments; none is built to read them.
+        example: An object with the spaces and metadata of all environments; no environment is then built to read them.
         in_this_process: Describe an environment built in this process; ``None``: only without ``step``, or if a description
             cannot be sent.
         step: Also try the environment and time its steps.
@@ -183,20 +184,21 @@ class EnvProbe:
         if self.context.get_start_method() != "fork":
             sent = EnvFnsToStart(indices, env_fns, "the process that inspects it needs", separately=True)
         helper = HelperProcess(
-            self.context, _main, (sent, job), name="vecenv-probe", daemon=self.daemon, abrupt=True, variables=self.variables,
+            self.context, _run_probe, (sent, job), name="vecenv-probe", daemon=self.daemon, abrupt=True,
+            variables=self.variables,
         )  # fmt: skip
         try:
             deadline = time.monotonic() + self.timeout
             helper.start()
             blob = pickle.dumps(sent.functions) if isinstance(sent, EnvFnsToStart) else b""
             reply: PackedError | tuple[bytes | PackedError] = self._receive(helper, blob, deadline)
-            where = f"one environment, pid {helper.pid}, built for inspection"
+            where = f"the environment of the probe, pid {helper.pid}"
             if isinstance(reply, PackedError):
                 helper.has_ended(_CLOSE_SECONDS)
                 raise unpack_error(reply, where)
             if step:
                 self._measured = self._receive_result(helper, deadline)
-            if time.monotonic() < deadline:  # until closed, its environment may hold a resource of the first worker
+            if time.monotonic() < deadline:  # until closed, its environment may hold a resource that the first worker needs
                 helper.has_ended(_CLOSE_SECONDS)
         finally:
             helper.end()
@@ -223,22 +225,15 @@ class EnvProbe:
         return times, found
 
     def _receive(self, helper: HelperProcess, blob: bytes, deadline: float) -> Any:
-        """Return the next message of the process.
-
-        An open pipe does not prove that the process is alive: a program that the environment started may hold it open.
-
-        A new interpreter receives the functions (``blob``) only when it is ready to read them: they may be larger than a
-        pipe, and its imports may never finish.
-
-        Raises:
-            StartupTimeout, WorkerDied: No message arrived.
-        """
+        """Return the next message of the process, or raise ``StartupTimeout`` or ``WorkerDied`` if none arrives."""
+        # a program that the environment started may hold the pipe open, so the wait also ends when the process does
         message = helper.receive() if helper.wait(deadline) else b""
+        # a new interpreter reads the functions only now: sent earlier, they could fill the pipe while its imports hang
         if message == _READY:
             with suppress(ConnectionError):  # the process has ended
                 helper.pipe.send_bytes(blob)
             message = helper.receive() if helper.wait(deadline) else b""
-        if message == _STAY_AWAKE:
+        if message == _POLL_WITHOUT_SLEEP:
             while not helper.pipe.poll(0) and not helper.has_ended() and time.monotonic() < deadline:
                 pass
             message = helper.receive()
@@ -261,7 +256,7 @@ _IPC_MODULES: Final = (
 def find_process_object(functions: Iterable[Any], depth: int = 3) -> str:
     """Return the type of an interprocess communication object that the functions use, or an empty string.
 
-    Searches arguments, closures and globals of functions, and of the functions that they use.
+    The search covers arguments, closures and globals of the functions, and of the functions that they use.
     """
     for function in {id(function): function for function in functions}.values():
         if type(function).__module__ in _IPC_MODULES:
@@ -294,7 +289,7 @@ def _describe(env: Any, env_fns: Sequence[Callable[[], Any]], all_envs: bool) ->
 # -- in the process ----------------------------------------------------------------------------------------------------
 
 
-def _main(connection: Connection[Any, Any], env_fns: Any, job: _Job) -> None:
+def _run_probe(connection: Connection[Any, Any], env_fns: Any, job: _Job) -> None:
     pid = os.getpid()
 
     def send(message: Any) -> None:
@@ -355,7 +350,7 @@ def _try_envs(
     if checked and (error := check.compare(run)) is not None:
         return times, error
     alone_seconds = _time_benchmark()
-    connection.send_bytes(_STAY_AWAKE)
+    connection.send_bytes(_POLL_WITHOUT_SLEEP)
     crowding = max(_time_benchmark() / alone_seconds, 1.0)
     return replace(times, pace=alone_seconds / _REFERENCE_SECONDS, crowding=crowding), check.result(checked=checked)
 

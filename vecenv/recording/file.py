@@ -87,14 +87,14 @@ class Record:
         row: Index of the environment.
         plan: The settings of its worker.
         env_fn: The pickled function that builds the environment, or the reason why it cannot be pickled.
-        requests: A pickle of its list of :class:`Message`, and of a dict: step -> its action, if ``columns`` has none.
+        requests: A pickled pair: a list of :class:`Message`, and a dict from steps to actions that ``columns`` lacks.
         columns: Name -> the actions, rewards (nan if the result was not returned) or flags of all steps, the latest last, in
             a small dtype that holds them exactly.
         failed: The failure; ``None``: the file was written on request.
         steps_before: The number of a step in the latest episode minus its number in this record.
         snapshot: (index of the next step, index of the next message, state); ``None``: there is none.
         why_no_snapshot: The reason why environments cannot be saved; empty if they can.
-        restarted: True if it replaced a failed environment within a step, so that its first step begins with a reset.
+        restarted: True if the environment replaced a failed one within a step, so that its first step begins with a reset.
         path: ``sys.path`` of the program.
         spec: The registration of the environment, if it has one.
     """
@@ -196,7 +196,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> None:
-    """Remove the oldest files of a folder beyond ``keep``, but none of ``latest``. Files that cannot be removed stay."""
+    """Remove a folder's oldest files until ``keep`` are left, but none of ``latest``. Files that cannot be removed stay."""
     found: list[tuple[int, str]] = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -55,15 +55,15 @@ class Replay:
 
     Args:
         header, record: The content of a file.
-        begin: ``"latest"`` or ``"first"``: begin with that reset among those with a seed; ``"snapshot"``: with the snapshot.
-        change: A function that replaces the built environment, such as a wrapper.
+        begin: The start: the ``"latest"`` or the ``"first"`` reset with a seed, or the ``"snapshot"``.
+        change: A function that receives the built environment and returns its replacement, such as a wrapper.
 
     Attributes:
         place: Index of the next step of the record.
         step_number: Number of the next step in the latest episode; negative: in an earlier one.
         where: The latest request, as part of a sentence, such as ``at step 3``.
-        step: The number of its step; 0: the reset before step 1; ``None``: another request.
-        is_last: True if it is the last of the record.
+        step: The step number of the latest request; 0: the reset before step 1; ``None``: another request.
+        is_last: True if the latest request is the last one in the record.
         env: The environment.
         failure: The exception that the environment raised.
         result: The result; ``None`` until :meth:`run` has ended.
@@ -112,7 +112,7 @@ class Replay:
     # -- where to begin -----------------------------------------------------------------------------------------------
 
     def _find_start(self, messages: list[Message], begin: str) -> tuple[list[Message], list[Message], int]:
-        """Return the messages to repeat first, those to repeat later, and the index of the first step."""
+        """Return the messages to repeat before the start, those from the start on, and the index of the first step."""
         record = self.record
         starts = [start for number in range(len(messages)) if (start := self._start_at(messages, number)) is not None]
         if begin == "snapshot" or not starts:
@@ -129,7 +129,7 @@ class Replay:
         return starts[0 if begin == "first" else -1]
 
     def _start_at(self, messages: list[Message], number: int) -> tuple[list[Message], list[Message], int] | None:
-        """Return a start from a message, in the form of :meth:`_find_start`; ``None`` if it is not a reset with a seed."""
+        """Return the start at a message, like :meth:`_find_start`; ``None`` if the message does not reset with a seed."""
         place, name, arguments = messages[number]
         if name not in ("reset", "set_next_options") or arguments is None or arguments[0] is None:
             return None
@@ -192,8 +192,10 @@ class Replay:
         return self._rows.actions(None)[0]
 
     def run(self) -> Iterator[int]:
-        """Replay the record and set :attr:`result`. Yield the number of each step before it is made, and 0 before each
-        message.
+        """Replay the record and set :attr:`result`.
+
+        Yields:
+            The number of the step before each step, and 0 before each message.
         """
         record = self.record
         failures, _ = self._rows.build()
@@ -230,7 +232,7 @@ class Replay:
         self._end_without_failure()
 
     def _announce(self, name: str, *, last: bool = False) -> int:
-        """Describe the next request, and return the number of its step; 0: it is not a step. An empty ``name``: a step."""
+        """Set the attributes that describe the next request, a step if ``name`` is empty. Return its step number, or 0."""
         number, self.is_last = self.step_number, last
         resets = self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP  # step 0 is the automatic reset
         if number < (0 if resets else 1):
@@ -262,7 +264,7 @@ class Replay:
         if name == "load":
             return self._load(arguments[0])
         if name == "reset":
-            return rows.reset(None, [arguments[0]], arguments[1], pending=message is self._restart).failures
+            return rows.reset(None, [arguments[0]], arguments[1], reset_due=message is self._restart).failures
         if name == "set_attr":
             return rows.set_attr(arguments[0], [arguments[1]]).failures
         if name == "set_next_options":
@@ -308,7 +310,7 @@ class Replay:
             steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
             status, text = AGAIN, f"nothing had failed, and {steps} matched the record"
         else:
-            text = f"did not happen again: {self._matched}{self._latest_request} returned, where the record fails"
+            text = f"did not happen again: {self._matched_steps_text}{self._latest_request} returned, where the record fails"
         self.result = ReplayResult(status, text)
 
     @property
@@ -316,8 +318,8 @@ class Replay:
         return self.where.partition(" ")[2]
 
     @property
-    def _matched(self) -> str:
-        """The steps of the latest episode before the latest request."""
+    def _matched_steps_text(self) -> str:
+        """A text that names the matching steps of the latest episode before the latest request; empty if there are none."""
         last = self.step_number - 1 - (1 if self.step else 0)
         if last < self._first_step:
             return ""

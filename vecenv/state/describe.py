@@ -1,8 +1,8 @@
-"""Descriptions of values in words: constructor arguments, spaces, and the functions that a snapshot does not contain.
+"""Descriptions of values as text: constructor arguments, spaces, and the functions that a snapshot does not contain.
 
-Equal descriptions mean equal values, as far as a value can be read: a function by its code and everything that it has
-captured, an array by its bytes, an object by its attributes. An environment, and an object written in C, is described by its
-class alone. Nothing in a description depends on the process, so descriptions of two machines can be compared.
+Equal descriptions mean equal values, as far as values can be inspected: functions by their code and captured values, arrays
+by their bytes, objects by their attributes. Environments, and objects written in C, are described by their class alone. A
+description does not depend on the process, so descriptions from two machines can be compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def describe(value: Any) -> str:
 
 
 def differ(one: str, other: str) -> bool:
-    """True if two descriptions are of different values. Bytecode is compared only between equal versions of Python."""
+    """True if two descriptions are of different values. Bytecode is compared only if both have the same Python version."""
     if one == other:
         return False
     if {version for version, _ in _CODE.findall(one)} == {version for version, _ in _CODE.findall(other)}:
@@ -116,7 +116,7 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     found = {name: getattr(value, name) for name in slots if name != "__dict__" and hasattr(value, name)}
     own = getattr(value, "__dict__", None)
     found.update(own if isinstance(own, dict) else {})
-    if isinstance(value, gymnasium.Space):  # without the state of its generator, and texts that are created later
+    if isinstance(value, gymnasium.Space):  # without the state of its generator, and its cached reprs
         found = {name: item for name, item in found.items() if not name.startswith("_np_random") and name[-5:] != "_repr"}
     found.pop("__weakref__", None)
     return found
@@ -140,7 +140,7 @@ def _describe_jax(value: Any) -> str:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         try:
             return _describe_numpy(np.asarray(value))
-        except TypeError:  # keys of random numbers
+        except TypeError:  # JAX's random keys have no NumPy dtype
             return f"{value.dtype}{value.shape}"
     return type(value).__name__
 
@@ -150,7 +150,7 @@ def _describe_function(function: types.FunctionType, inner: Any) -> str:
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             captured.append(f"{name}={inner(cell.cell_contents)}")
-        except ValueError:  # not set yet
+        except ValueError:  # the cell is empty: the variable has no value yet
             captured.append(f"{name} is not set")
     captured += [inner(value) for value in (function.__defaults__, function.__kwdefaults__) if value]
     return f"{function.__qualname__}({', '.join(captured)}) {_describe_code(function.__code__)}"

@@ -1,13 +1,15 @@
 """Ends the programs that environments started, including those outside of their worker's process group.
 
-A helper that was started with ``start_new_session=True``, called ``setsid`` or forked twice has left the group, and its
-parent may be gone. So each worker marks itself (:func:`mark`): it sets the soft limit of ``RLIMIT_LOCKS``, which Linux has
+A helper that was started with ``start_new_session=True`` or called ``setsid`` has left the group, and one that forked twice
+has lost its parent. So each worker marks itself (:func:`mark`): it sets the soft limit of ``RLIMIT_LOCKS``, which Linux has
 not enforced since 2.4.25, to a token. Children inherit it across ``fork`` and ``exec``, and ``/proc/PID/limits`` shows it.
+
 Workers do not adopt orphans (``PR_SET_CHILD_SUBREAPER``): ended orphans would stay zombies, ``os.wait()`` in an environment
-would return unknown processes, and a daemon that waits until its parent is pid 1 would wait forever. Programs started by
-another service (``docker run``, ``systemd-run``) survive, and so does everything outside of the groups when the whole
-program gets SIGKILL. Without ``/proc`` or the limit (macOS, some sandboxes), only process groups are ended. Nothing here
-raises, except signal handlers that were deferred to the end of a search.
+would return unknown processes, and a daemon that waits until its parent is pid 1 would wait forever.
+
+Programs started by another service (``docker run``, ``systemd-run``) survive. Everything outside of the process groups
+also survives a SIGKILL of the whole program. Without ``/proc`` or the limit (macOS, some sandboxes), only process groups are
+ended. Nothing here raises, except signal handlers that were deferred to the end of a search.
 """
 
 from __future__ import annotations
@@ -78,17 +80,17 @@ def end_own_descendants() -> int:
 
 
 def _terminate_group() -> None:
-    """Send SIGTERM to the rest of the process group, where its members cannot be listed.
+    """Send SIGTERM to the rest of the process group, on systems where processes cannot be listed.
 
-    The process that started this worker can kill those that remain.
+    The process that started this worker can kill those that remain, with :func:`end_group`.
     """
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # not a group leader; not the main thread; no groups
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # not in the main thread, or no groups on this system
         if os.getpgrp() == os.getpid():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.killpg(os.getpid(), signal.SIGTERM)
 
 
-# -- in the process that started it ---------------------------------------------------------------------------------------
+# -- in the process that started the worker -------------------------------------------------------------------------------
 
 
 def end_marked(tokens: Collection[int]) -> int:
@@ -193,7 +195,7 @@ def forkserver_pid() -> int | None:
 def _must_survive(pid: int) -> bool:
     """True for this process, its own fork server (which starts later workers) and the resource trackers.
 
-    A tracker of ``multiprocessing`` ends by itself after its last user, and unlinks what they left behind.
+    A tracker of ``multiprocessing`` ends by itself after its last user, and unlinks the resources that users left behind.
     """
     if pid in (os.getpid(), forkserver_pid()):
         return True

@@ -26,7 +26,7 @@ if sys.platform != "win32":
 
 
 class Descriptor:
-    """A file descriptor, open until :meth:`close`. Pickled during the start of a process, it gives that a duplicate."""
+    """A file descriptor, open until :meth:`close`. Pickling it while a process is started gives that process a duplicate."""
 
     __slots__ = ("_cell",)
 
@@ -61,10 +61,10 @@ def _rebuild_descriptor(handle: Any) -> Descriptor:
 
 
 def occupy_standard_descriptors() -> None:
-    """Open ``/dev/null`` under the numbers 0, 1 and 2 if they are closed, for this process and all that it starts.
+    """Open ``/dev/null`` as each of the descriptors 0, 1 and 2 that is closed, for this process and all that it starts.
 
-    Otherwise the next opened file, such as a pipe to a worker or the shared memory, would get such a number, and output of
-    libraries would be written into it.
+    Otherwise the next opened file, such as a pipe to a worker or the shared memory, would get one of these numbers, and
+    libraries would write their output into it.
     """
     for number in range(3):
         try:
@@ -87,7 +87,7 @@ def open_unnamed_file(folder: str | None = None) -> int:
 def list_open_resources() -> frozenset[tuple[str, str]]:
     """Return (number, file) of each open descriptor, and (address range, file) of each writable shared mapping.
 
-    Empty where there is no ``/proc``.
+    The result is empty on systems without ``/proc``.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -169,7 +169,9 @@ SPARE_DESCRIPTORS: Final = 16
 
 
 def require_descriptors(workers: int) -> None:
-    """Raise if that many workers would exceed the limit on open files. CPython leaks descriptors if a start hits the limit.
+    """Raise if that many workers would exceed the limit on open files.
+
+    Call this before starting them, because CPython leaks descriptors if the start of a process fails at the limit.
 
     Raises:
         OSError: The message names the need and the limit.
@@ -183,7 +185,7 @@ def require_descriptors(workers: int) -> None:
 
 
 def too_few_descriptors(error: OSError, workers: int) -> OSError:
-    """Return an ``OSError`` like ``error`` that names the number of files that the workers need, the limit and remedies."""
+    """Return an ``OSError`` like ``error`` that names the number of files needed, the limit and remedies."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     need = DESCRIPTORS_PER_WORKER * workers + SPARE_DESCRIPTORS
     return OSError(

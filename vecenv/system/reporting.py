@@ -1,9 +1,9 @@
 """Warnings and log messages that cannot interrupt a call.
 
-A filter may turn warnings into exceptions: that of ``python -W error``, or one that a package sets when it is imported.
+A filter may turn warnings into exceptions, for example ``python -W error``, or a filter that a package sets on import.
 Raised in the middle of a call, such an exception would lose the call's result or leave workers running. So while a result is
-pending, the engine uses :func:`warn`, which then logs instead. A warning about arguments, before anything has changed, may
-raise.
+pending, the engine uses :func:`warn`, which logs instead of raising. Warnings about arguments may raise, because nothing has
+changed yet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("vecenv")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn through Gymnasium's logger, or log as ``vecenv`` if warnings are turned into exceptions."""
+    """Warn through Gymnasium's logger; if warnings are turned into exceptions, log to ``vecenv``."""
     try:
         gymnasium.logger.warn("%s", text, category=category)
     except Warning:
@@ -30,7 +30,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_error(text: str) -> None:
-    """Report an error through Gymnasium's logger, which warns; log as ``vecenv`` if warnings are turned into exceptions."""
+    """Report an error through Gymnasium's logger, which warns; if warnings are turned into exceptions, log to ``vecenv``."""
     try:
         gymnasium.logger.error("%s", text)
     except Warning:
@@ -38,7 +38,7 @@ def log_error(text: str) -> None:
 
 
 class RestartLog:
-    """A log of restarts and their causes, as ``vecenv``, with a limited number of lines per period.
+    """A log of restarts and their causes, in the logger ``vecenv``, with a limited number of lines per period.
 
     Further restarts are counted; the next line gives their number.
 
@@ -66,7 +66,7 @@ class RestartLog:
         _log.warning("vecenv restarts failed environments: %s%s", cause, more)
 
     def close(self) -> None:
-        """Log the number of restarts since the last line."""
+        """Log the number of restarts since the last line, if there were any."""
         num_suppressed, self._num_suppressed = self._num_suppressed, 0
         if num_suppressed:
             times = f"{num_suppressed} more times" if num_suppressed > 1 else "once more"

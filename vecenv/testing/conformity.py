@@ -1,8 +1,9 @@
 """Checks of the promises in Gymnasium's documentation of vector environments, as short programs for any engine.
 
-Each check is a function of open vector environments, and its body is a program that shows the defect. ``vecenv conform``
-runs them (:mod:`vecenv.tools.conform`). Checks over :class:`ReportsInputs` environments compare exact results; the others
-also fit engines that bring their own environments. Each check names the threads that report engines with the defect.
+Each check is a function of one or two open vector environments; :func:`program` turns its body into a program that shows
+the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Those over :class:`ReportsInputs` environments
+compare exact results; the others also fit engines that bring their own environments. Each check lists issues about engines
+with the defect.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from gymnasium.vector.utils import batch_space
 __all__ = ["CHECKS", "COUNT", "Check", "ReportsInputs", "as_gymnasium", "makers", "program", "stepped", "until_an_end"]
 
 COUNT: Final = 3  # environments per check
-_MAX_STEPS: Final = 300  # within which an episode has to end
+_MAX_STEPS: Final = 300  # an episode must end within this many
 
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
 _MODES: Final = "https://farama.org/Vector-Autoreset-Mode"
@@ -38,8 +39,8 @@ class ReportsInputs(gymnasium.Env[Any, Any]):
     """An environment that reports its inputs: its observation is (latest seed or -1, episode, step, latest action).
 
     The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Within an
-    episode it returns the same array and the same dict every time, as many environments do. It fails in the first step of an
-    episode with the options ``{"given": -1}``.
+    episode it returns the same array and the same dict every time, as many environments do. After a reset with the options
+    ``{"given": -1}``, the next step raises.
 
     Args:
         length: The number of steps in an episode.
@@ -82,7 +83,7 @@ def makers(count: int = COUNT) -> list[Callable[[], ReportsInputs]]:
 
 
 def stepped(envs: Any, actions: Any) -> Any:
-    """Step, and return the results. Where autoreset is disabled, also reset the environments with an ended episode."""
+    """Step and return the results. If autoreset is disabled, also reset the environments with ended episodes."""
     results = envs.step(actions)
     if (ended := results[2] | results[3]).any() and envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
         envs.reset(options={"reset_mask": ended})
@@ -98,7 +99,7 @@ class Check:
         run: A function of one vector environment, or of two equal ones. It raises if the promise is broken.
         modes: The autoreset modes to check.
         about: The documented promise, and its source.
-        known: The threads about engines that broke it.
+        known: The issues about engines that broke it.
         fault: True if the environments fail on purpose.
     """
 
@@ -126,7 +127,7 @@ CHECKS: list[Check] = []
 def _check(
     name: str, about: str, modes: tuple[AutoresetMode, ...] = EVERY, known: str = "", *, fault: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add the decorated function to :data:`CHECKS`."""
+    """Return a decorator that adds the function to :data:`CHECKS`."""
 
     def add(run: Callable[..., None]) -> Callable[..., None]:
         CHECKS.append(Check(name, run, modes, about, known, fault))
@@ -446,11 +447,11 @@ def timeouts(envs: Any) -> None:
 
 # -- engines of other libraries ----------------------------------------------------------------------------------------
 #
-# Stable-Baselines3's, Tianshou's and TorchRL's engines are adapted to Gymnasium's interface. Results that they do not
-# return, such as infos of steps without a key, stay missing.
+# Adapters give the engines of Stable-Baselines3, Tianshou and TorchRL Gymnasium's interface. Results that an engine does not
+# return, such as TorchRL's infos, stay missing.
 
 def as_gymnasium(envs: Any) -> Any:
-    """Return a vector environment with Gymnasium's interface, for any of the known kinds."""
+    """Adapt a vector environment of a known library to Gymnasium's interface; return any other one unchanged."""
     for module, name, adapter in (
         ("stable_baselines3.common.vec_env", "VecEnv", _Sb3Envs), ("tianshou.env", "BaseVectorEnv", _TianshouEnvs),
         ("torchrl.envs", "EnvBase", _TorchRLEnvs),
@@ -477,7 +478,7 @@ class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
         self.metadata = {"autoreset_mode": mode}
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        """Refuse a list of seeds, and separate the mask from the options."""
+        """Reset all environments, or those of ``options["reset_mask"]``; reject a list of seeds."""
         others = dict(options or {})
         mask = others.pop("reset_mask", None)
         if isinstance(seed, list):
@@ -499,9 +500,9 @@ class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
 
 
 class _Sb3Envs(_OtherLibraryEnvs):
-    """Stable-Baselines3's interface: same-step autoreset, with ``info["terminal_observation"]`` as final observation.
+    """Stable-Baselines3's interface: same-step autoreset, with ``info["terminal_observation"]`` as the final observation.
 
-    Truncation is ``info["TimeLimit.truncated"]``.
+    ``info["TimeLimit.truncated"]`` marks a truncation.
     """
 
     seed_error = "seed() accepts one number"
@@ -564,9 +565,9 @@ class _TianshouEnvs(_OtherLibraryEnvs):
 
 
 class _TorchRLEnvs(_OtherLibraryEnvs):
-    """TorchRL's interface: no autoreset, tensors everywhere, and no infos; ``_reset`` marks environments to reset.
+    """TorchRL's interface: no autoreset, tensors everywhere, and no infos. The key ``"_reset"`` marks environments to reset.
 
-    Observations must be one array, and actions categorical.
+    Observations must be a single array, and actions categorical.
     """
 
     seed_error = "set_seed() accepts one seed, and reset() no options"

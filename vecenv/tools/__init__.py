@@ -17,8 +17,19 @@ from typing import Final
 from vecenv.errors import how_to_install
 
 __all__ = [
-    "DIED", "INTERRUPTED", "USAGE", "WRONG", "CliError", "Progress", "did_you_mean", "fitted", "hint_of_arguments",
-    "module_named", "one_line", "progress_bar", "require",
+    "DIED",
+    "INTERRUPTED",
+    "USAGE",
+    "WRONG",
+    "CliError",
+    "Progress",
+    "did_you_mean",
+    "import_module_or_exit",
+    "missing_arguments_hint",
+    "one_line",
+    "progress_bar",
+    "require",
+    "wrap_to_terminal",
 ]  # fmt: skip
 
 WRONG: Final = 1
@@ -48,7 +59,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def fitted(text: str) -> str:
+def wrap_to_terminal(text: str) -> str:
     """Wrap the lines of a text at the width of the terminal; without a terminal, leave them as they are."""
     width = max(shutil.get_terminal_size(fallback=(sys.maxsize, 0)).columns, 40)
 
@@ -59,8 +70,8 @@ def fitted(text: str) -> str:
     return "\n".join(fit(line) if len(line) > width else line for line in text.splitlines())
 
 
-def hint_of_arguments(error: str) -> str:
-    """Return a hint if the error text is that of a call without the required arguments, else ``""``."""
+def missing_arguments_hint(error: str) -> str:
+    """Return a hint for the text of a ``TypeError`` about missing arguments, or ``""`` for any other error."""
     if "TypeError" in error and re.search(r"missing \d+ required", error):
         return "; module:name is called without arguments: write a function in that module that passes them"
     return ""
@@ -73,7 +84,7 @@ def require(command: str, *libraries: str) -> None:
             raise CliError(f"vecenv {command} needs {library}: {how_to_install('bench')}")
 
 
-def module_named(name: str, description: str = "") -> ModuleType:
+def import_module_or_exit(name: str, description: str = "") -> ModuleType:
     """Import a module, which may be in the current folder. In the error, ``description`` follows the module's name."""
     if "" not in sys.path:
         sys.path.insert(0, "")  # console scripts start without the current folder on the path
@@ -93,14 +104,14 @@ def progress_bar() -> Iterator[Progress]:
     console = Console(stderr=True)
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     if not console.is_terminal:
-        yield _print_rounds()
+        yield _make_stage_printer()
         return
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)  # the bar pulses until the total is known
         yield lambda stage, done, total: bar.update(task, description=stage, completed=done, total=total or None)
 
 
-def _print_rounds() -> Progress:
+def _make_stage_printer() -> Progress:
     """Return a function that prints each stage with a known total once on stderr, so that logs show progress."""
     printed = ""
 

@@ -38,7 +38,7 @@ import numpy as np
 from vecenv.system.cores import usable_cores
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import describe_exit
-from vecenv.tools import WRONG, CliError, Progress, hint_of_arguments, one_line
+from vecenv.tools import WRONG, CliError, Progress, missing_arguments_hint, one_line
 from vecenv.tools.runners import SEED, Candidate, EnvFn, Step, Unavailable, first_difference, gymnasium_candidate
 from vecenv.worker.row_writer import is_compiled
 
@@ -340,7 +340,7 @@ def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: floa
     with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
         found = sync.trajectory(steps, seconds)
     if not found:
-        hint = hint_of_arguments(str(sync.failed))
+        hint = missing_arguments_hint(str(sync.failed))
         raise CliError(f"{env}: the environment fails in Gymnasium's SyncVectorEnv too: {sync.failed}{hint}")
     return found
 

@@ -186,8 +186,9 @@ def _plan(arguments: argparse.Namespace) -> int:
         plan = make_plan(env_fn, arguments.num_envs)
     except Exception as error:
         text = tools.one_line(error)
-        raise tools.CliError(f"{arguments.env_id} cannot be measured: {text}{tools.hint_of_arguments(text)}") from None
-    print(json.dumps(dataclasses.asdict(plan), indent=1, default=str) if arguments.json else tools.fitted(str(plan)))
+        raise tools.CliError(f"{arguments.env_id} cannot be measured: {text}{tools.missing_arguments_hint(text)}") from None
+    as_json = json.dumps(dataclasses.asdict(plan), indent=1, default=str)
+    print(as_json if arguments.json else tools.wrap_to_terminal(str(plan)))
     return 0
 
 

@@ -56,7 +56,7 @@ def _report(pid: int) -> None:
         print(f"vecenv run: {REPORT}", file=sys.stderr)
 
 
-def _workers(text: str) -> int | str:
+def _parse_num_workers(text: str) -> int | str:
     if text in ("auto", "each"):
         return text
     try:
@@ -69,8 +69,8 @@ def _workers(text: str) -> int | str:
 
 
 def _prepare_file(name: str) -> Callable[[], None]:
-    """Return a function that runs a file like ``python NAME``: source, bytecode, or a folder or zip with ``__main__``."""
-    path = os.path.join(os.getcwd(), name)  # Python keeps links in `__file__`, and follows them in `sys.path[0]`
+    """Return a function that runs source, bytecode, or a folder or zip with ``__main__``, as ``python NAME`` does."""
+    path = os.path.join(os.getcwd(), name)  # Python keeps symbolic links in `__file__`, and resolves them in `sys.path[0]`
     if os.path.isdir(path) or zipfile.is_zipfile(path):
         return _prepare_container(name, path)
     if not os.path.isfile(path):
@@ -112,7 +112,7 @@ def _prepare_container(name: str, path: str) -> Callable[[], None]:
 
 
 def _prepare_module(name: str) -> Callable[[], None]:
-    """Return a function that runs a module, or the ``__main__`` of a package, like ``python -m NAME``."""
+    """Return a function that runs a module, or the ``__main__`` of a package, as ``python -m NAME`` does."""
     _replace_first_path_entry(os.getcwd())
     try:
         found = importlib.util.find_spec(name)
@@ -133,7 +133,7 @@ def _prepare_module(name: str) -> Callable[[], None]:
 
 
 def _replace_first_path_entry(folder: str) -> None:
-    """Replace the first entry of ``sys.path``, which Python made for vecenv's own command; under ``-P`` it made none."""
+    """Replace the first entry of ``sys.path``, which Python added for vecenv's own command; under ``-P`` it adds none."""
     if not sys.flags.safe_path:
         sys.path[0] = folder
 
@@ -184,7 +184,7 @@ def add_options(option: Callable[..., Any]) -> None:
         option: ``ArgumentParser.add_argument``.
     """
     text = "number of worker processes, auto, or each: one per environment (default: auto)"
-    option("--num-workers", type=_workers, default="auto", metavar="N", help=text)
+    option("--num-workers", type=_parse_num_workers, default="auto", metavar="N", help=text)
     option("--on-failure", choices=("raise", "restart"), help="what to do when an environment fails (default: raise)")
     text = "seconds after which a step counts as hanging (default: no limit)"
     option("--step-timeout", type=float, metavar="S", help=text)

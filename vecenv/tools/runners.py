@@ -28,7 +28,7 @@ from gymnasium.vector.utils import batch_space, concatenate, create_empty_array,
 
 from vecenv.errors import how_to_install
 from vecenv.system.cores import usable_cores
-from vecenv.tools import CliError, did_you_mean, module_named
+from vecenv.tools import CliError, did_you_mean, import_module_or_exit
 
 EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
@@ -83,7 +83,7 @@ def resolve(env_id: str) -> EnvFn:
     module, _, name = env_id.rpartition(":")
     public: list[str] = []
     if module:
-        found = module_named(module, f", the module of {env_id!r}")
+        found = import_module_or_exit(module, f", the module of {env_id!r}")
         if name in gymnasium.registry or callable(getattr(found, name, None)):
             return partial(make_env, env_id)
         if hasattr(found, name):

@@ -3,8 +3,9 @@
 A step is one torch autograd function of the state and the action. All floating-point leaves of the state, however deeply
 nested, are packed into one tensor ``[num_envs, D]``, so no part of the physics can lose its gradient. Observations, rewards
 and metrics are slices of that tensor, and torch differentiates through them as through any slice. All other leaves (keys,
-counters, flags) are packed into a tensor of integers. The forward and backward passes are compiled; the values that one
-saves for the other are a pytree of JAX arrays, never torch tensors. Tensors are exchanged through DLPack.
+counters, flags) are packed into a tensor of integers. The forward and backward passes are compiled; the values that the
+forward pass saves for the backward pass are a pytree of JAX arrays, never torch tensors. Tensors are exchanged through
+DLPack.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class _Slot:
     shape: tuple[int, ...]
     dtype: Any
     floating: bool
-    key: Any  # the generator of a typed random key; None for other leaves
+    key: Any  # the name of a typed random key's generator; None for other leaves
     shown: torch.dtype
 
 
@@ -47,8 +48,8 @@ class TorchState:
     """The state of a differentiable environment: the fields of :class:`vecenv.jax.EnvState` as torch tensors.
 
     ``obs``, ``reward``, ``next_obs``, ``episode_return``, ``info``, ``inner`` and the other floating-point fields are
-    differentiable with respect to all actions before them; flags and counters are plain tensors. Do not write to them. A
-    state can be pickled and copied, but the copy has no gradient history.
+    differentiable with respect to all actions before them; flags and counters are plain tensors. Do not write to any of
+    these tensors. A state can be pickled and copied, but the copy has no gradient history.
 
     Attributes:
         packed: All floating-point leaves, ``[num_envs, D]``.
@@ -100,7 +101,7 @@ class DifferentiableEnv:
             kinds.extend(_key_kind(leaf) for leaf in jax.tree.leaves(state))
             return state
 
-        self._learn(jax.eval_shape(begin, jnp.asarray(keys_from(0, self.num_envs))), kinds)
+        self._assign_columns(jax.eval_shape(begin, jnp.asarray(keys_from(0, self.num_envs))), kinds)
 
     def __reduce__(self) -> Any:
         return self._recipe
@@ -124,10 +125,10 @@ class DifferentiableEnv:
         return self._unpack(_borrow(state.packed), _borrow(state.integers))
 
     def state(self, packed: Tensor, integers: Tensor) -> TorchState:
-        """Return the state that consists of these two tensors; see :class:`TorchState`."""
+        """Rebuild a state from its two tensors; see :class:`TorchState`."""
         for tensor, width in ((packed, self.widths[0]), (integers, self.widths[1])):
             if tensor.shape != (self.num_envs, width):
-                raise ValueError(f"a tensor {[self.num_envs, width]} is wanted, got {list(tensor.shape)}")
+                raise ValueError(f"a tensor {[self.num_envs, width]} was expected, got {list(tensor.shape)}")
         return TorchState(self, packed, integers)
 
     def step(self, state: TorchState, action: Tensor) -> TorchState:
@@ -147,7 +148,7 @@ class DifferentiableEnv:
 
     # -- packing ---------------------------------------------------------------------------------------------------
 
-    def _learn(self, state: EnvState, key_kinds: list[str | None]) -> None:
+    def _assign_columns(self, state: EnvState, key_kinds: list[str | None]) -> None:
         """Assign columns of the packed tensors to the leaves."""
         leaves, self._structure = jax.tree.flatten(state)
         self._slots: list[_Slot] = []
@@ -161,10 +162,10 @@ class DifferentiableEnv:
             ends[floating] += int(np.prod(leaf.shape[1:], dtype=np.int64))
             kinds[floating].append(leaf.dtype)
             self._slots.append(_Slot(start, ends[floating], leaf.shape, leaf.dtype, floating, key, torch_dtype(leaf.dtype)))
-        self._wide = jnp.result_type(*kinds[True])
-        self._whole = jnp.int64 if any(dtype.itemsize == 8 for dtype in kinds[False]) else jnp.int32
+        self._float_dtype = jnp.result_type(*kinds[True])
+        self._integer_dtype = jnp.int64 if any(dtype.itemsize == 8 for dtype in kinds[False]) else jnp.int32
         self.widths = ends[True], ends[False]
-        self.dtypes = tuple(torch_dtype(dtype) for dtype in (self._wide, self._whole))
+        self.dtypes = tuple(torch_dtype(dtype) for dtype in (self._float_dtype, self._integer_dtype))
         self._fields = vars(jax.tree.unflatten(self._structure, self._slots))
 
     def _pack(self, state: EnvState) -> tuple[Any, Any]:
@@ -172,7 +173,8 @@ class DifferentiableEnv:
         for leaf, slot in zip(jax.tree.leaves(state), self._slots, strict=True):
             leaf = leaf if slot.key is None else jax.random.key_data(leaf)
             leaf = leaf.reshape(self.num_envs, -1)
-            parts[slot.floating].append(leaf.astype(self._wide) if slot.floating else _recast(leaf, self._whole))
+            leaf = leaf.astype(self._float_dtype) if slot.floating else _recast(leaf, self._integer_dtype)
+            parts[slot.floating].append(leaf)
         return jnp.concatenate(parts[True], axis=1), jnp.concatenate(parts[False], axis=1)
 
     def _unpack(self, packed: Any, integers: Any) -> EnvState:
@@ -212,13 +214,13 @@ def _key_kind(leaf: Any) -> str | None:
 
 
 def _recast(leaf: Any, dtype: Any) -> Any:
-    """Convert integers and flags to another dtype; unsigned ones keep their bits."""
+    """Convert integers and flags to another dtype. The bits stay the same if the size does and either dtype is unsigned."""
     if leaf.dtype.itemsize == jnp.dtype(dtype).itemsize and "u" in (np.dtype(leaf.dtype).kind, np.dtype(dtype).kind):
         return jax.lax.bitcast_convert_type(leaf, dtype)
     return leaf.astype(dtype)
 
 
-_autograd: Any = torch.autograd  # its types differ from version to version
+_autograd: Any = torch.autograd  # untyped, because its annotations differ between versions of torch
 
 
 class _Step(_autograd.Function):  # type: ignore[misc]
@@ -254,8 +256,8 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
         **options: Options of ``FunctionalVectorEnv``; others, such as ``backend="spring"``, go to the named environment.
 
     Returns:
-        ``reset(seed) -> state`` and ``step(state, action) -> state``; see :class:`TorchState`. No gradient
-        flows from one episode into the previous one.
+        An environment with ``reset(seed) -> state`` and ``step(state, action) -> state``; see :class:`TorchState`. No
+        gradient flows from one episode into the previous one.
 
     Raises:
         ValueError: The environment has no reverse-mode derivative; the message names a remedy.
@@ -282,11 +284,11 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _borrow(tensor: Tensor) -> Any:
-    """Return a tensor as a JAX array that shares its memory, or a copy if XLA cannot read that memory."""
+    """Return a JAX array that shares a tensor's memory, or a copy if XLA cannot use that memory (64-byte alignment)."""
     tensor = tensor.detach().contiguous()
     return jax.dlpack.from_dlpack(tensor if tensor.data_ptr() % 64 == 0 else tensor.clone())
 
 
 def _owned(tensor: Tensor) -> Any:
-    """Return a copy as a JAX array, for the backward pass: by then, the caller may have written to the tensor."""
+    """Copy a tensor to a JAX array that later writes to the tensor do not change."""
     return _borrow(tensor.detach().clone(memory_format=torch.contiguous_format))

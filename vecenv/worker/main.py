@@ -44,7 +44,7 @@ from vecenv.system.supervision import StackFile, flush_output
 from vecenv.worker.snapshot_rows import SnapshotRows
 from vecenv.worker.threaded_rows import ThreadedRows
 
-_THREADS_GRACE_SECONDS: Final = 0.2  # seconds for environments' threads that are about to end
+_THREADS_GRACE_SECONDS: Final = 0.2  # to wait for threads of environments that are about to end
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
@@ -72,7 +72,7 @@ class WorkerState:
         start: The arguments of the process.
         channel: The connection to the caller.
         rows: Its environments; ``None`` if they could not be built.
-        inherited: What was open before they were built, see :func:`~vecenv.system.descriptors.list_open_resources`.
+        inherited: The result of :func:`~vecenv.system.descriptors.list_open_resources` before ``rows`` were built.
         cpus: The cores that it may use while it does not spin.
         leave: A function that ends the process with an exit code.
     """
@@ -105,7 +105,10 @@ def make_rows(
 
 
 def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
-    """Execute one request on ``rows``. No payload: actions are in shared memory; a reset has no seeds or options."""
+    """Execute one request on ``rows``.
+
+    Without a payload, a step reads its actions from shared memory, and a reset has no seeds or options.
+    """
     if op == Op.STEP or op == Op.STEP_SOME:
         requested = None if op == Op.STEP else rows.requested_rows(seq)
         actions = rows.actions(requested) if payload is None else payload
@@ -115,10 +118,10 @@ def execute(rows: SnapshotRows, op: int, seq: int, payload: Any) -> Outcome:
         seeds, options = payload or ([None] * (rows.count if ks is None else len(ks)), None)
         return rows.reset(ks, seeds, options)
     if op == Op.REBUILD_SOME:
-        seeds, options, pending = payload
-        return rows.rebuild(rows.requested_rows(seq).tolist(), seeds, options, pending=pending)
+        seeds, options, reset_due = payload
+        return rows.rebuild(rows.requested_rows(seq).tolist(), seeds, options, reset_due=reset_due)
     arguments = payload if op in (Op.CALL, Op.SET_ATTR, Op.EXEC) else (payload,)
-    outcome: Outcome = getattr(rows, Op(op).name.lower())(*arguments)  # the other methods are named like operations
+    outcome: Outcome = getattr(rows, Op(op).name.lower())(*arguments)  # the other methods are named after their operations
     return outcome
 
 
@@ -138,7 +141,7 @@ def serve(process: WorkerState) -> bool:
 
 
 def _serve(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy: SpinPolicy) -> bool | None:
-    """Execute requests for :func:`serve`. Return ``None`` if a function has replaced parts of ``process``."""
+    """Execute requests for :func:`serve`. Return ``None`` if a function has replaced the channel of ``process``."""
     pid = os.getpid()
     wait, send, step, actions = channel.wait, channel.send, rows.step, rows.actions
     plain_step = int(Op.STEP), None
@@ -172,7 +175,7 @@ def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int,
     """Execute a request in a thread and reply, while other environments are still running."""
     try:
         rows.run(op, seq, payload)
-        with rows.turn:
+        with rows.request_lock:
             reply(channel, seq, execute(rows, op, seq, payload))
     except ChannelClosed:  # the main thread gets that exception too
         pass
@@ -184,7 +187,7 @@ def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int,
 
 def reply(channel: WorkerEnd, seq: int, outcome: Outcome) -> None:
     """Reply to a request."""
-    if outcome.is_plain():
+    if not outcome.has_payload():
         channel.send(Reply.COLUMNS if outcome.columns else Reply.PLAIN, seq)
     else:
         channel.send(Reply.FULL, seq, encode_outcome(outcome))
@@ -201,7 +204,7 @@ def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
 
 
 def describe_leftovers() -> str:
-    """Return a description of the threads and processes that environments started and that keep this process from ending."""
+    """Describe the threads and processes of environments that keep this process from ending; empty if there are none."""
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     deadline = time.monotonic() + _THREADS_GRACE_SECONDS
     for thread in threads:
@@ -220,7 +223,7 @@ def main(start: Start) -> None:
     if start.placement.bound and start.placement.cpus is not None:
         os.sched_setaffinity(0, start.placement.cpus)
     start.stack_file.install_handlers(env_threads=start.plan.env_threads > 1)
-    gc.freeze()  # objects inherited by the fork stay shared with the caller, as the collector does not write to them
+    gc.freeze()  # the collector will not write to inherited objects, so they stay shared with the caller after a fork
     _limit_threads(start.plan.threads)
     process = WorkerState(start, WorkerEnd(start.ends, blocks=not start.placement.spin))
     try:
@@ -251,7 +254,7 @@ def main(start: Start) -> None:
 
 
 def _serve_until_exit(process: WorkerState, ready: Ready) -> int:
-    """Serve requests and return the exit code. If the caller is gone, end everything that environments started."""
+    """Serve requests and return the exit code. If the caller is gone, end the processes that environments started."""
     clean = caller_is_gone = False
     try:
         process.channel.send(Reply.READY, 0, pickle.dumps(ready))

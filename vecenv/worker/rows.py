@@ -26,16 +26,16 @@ from vecenv.errors import EnvFailed, EpisodeOver, ObservationError, VecEnvError
 from vecenv.link.envs import WorkerPlan, build_env, call_env, explain_bad_step, same_object_error, unpack_reset
 from vecenv.link.infos import BY_PICKLE, NO_INFO, InfoWriter
 from vecenv.link.messages import PLAIN_OUTCOME, Failure, Outcome
-from vecenv.link.observations import WRITTEN, RowWriter, make_exact_rows, make_row_caster, make_row_writer
+from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows, make_observation_writer, make_row_caster
 from vecenv.shm.layout import Array, Batch, Tree, as_memoryview, fixed_tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
 from vecenv.system.signals import raised_by_handler
 from vecenv.worker.row_writer import make_compiled_rows
 
-_LONG_MESSAGE_SECONDS: Final = 1e-3  # a message that takes this long is followed by another timed one
+_LONG_MESSAGE_SECONDS: Final = 1e-3  # after a message that takes this long, the next one is timed too
 _MAX_UNTIMED: Final = 31
-_SAMPLE_EVERY: Final = 64  # out of this many timed messages, one times each environment separately
+_SAMPLE_EVERY: Final = 64  # one in this many timed messages also times each environment separately
 clock: Final = time.perf_counter
 
 
@@ -48,8 +48,8 @@ class EnvRows:
         worker: Index into the per-worker counters.
         plan: The settings that all workers share.
         batch: Views of the whole shared block.
-        interrupts: True in the caller's own process: steps and resets raise ``KeyboardInterrupt``, and calls raise all
-            exceptions of signal handlers. In a worker, these are failures of an environment.
+        interrupts: True in the caller's own process, where steps and resets raise ``KeyboardInterrupt``, and calls raise
+            all exceptions of signal handlers. In a worker, these exceptions count as failures of an environment.
     """
 
     def __init__(
@@ -79,12 +79,13 @@ class EnvRows:
         self._tree = plan.layout.observations
         self._leaves = [leaf[mine] for leaf in batch.observations or ()]
         self._write_row = self._make_writer(batch)
-        self._write_final_row: RowWriter | None = None
+        self._write_final_row: ObservationWriter | None = None
         if self._tree is not None and batch.final_observations is not None:
             finals = [leaf[mine] for leaf in batch.final_observations]
-            self._write_final_row = make_row_writer(self._tree, finals, first, self._warn)
+            self._write_final_row = make_observation_writer(self._tree, finals, first, self._warn)
         leaf = self._tree.leaf if self._tree is not None else None
-        # fast targets for observations that are one array, the common case; assignment to `None[:]` raises
+        # Fast targets for observations that are one array, the common case. In other rows, assignment to `None[:]` raises
+        # TypeError, upon which step() takes the slow path.
         self._direct_rows: list[Any] = [None] * self.count
         if leaf is not None and self._leaves:
             self._direct_rows = make_exact_rows(leaf, self._leaves[0])
@@ -102,13 +103,13 @@ class EnvRows:
         self._infos = InfoWriter(self._schemas, batch.infos[mine], [row.learn for row in compiled])
         self._out = Outcome()
         self._was_plain = False  # the latest step or reset had nothing to report
-        self._dirty = True  # info columns or final flags of some rows are set, perhaps by a previous worker that died
+        self._has_old_results = True  # info columns or final flags are set, perhaps by a previous worker that died
 
-    def _make_writer(self, batch: Batch) -> RowWriter:
+    def _make_writer(self, batch: Batch) -> ObservationWriter:
         """Return a function that writes an observation into row k, or returns it to be sent in the outcome."""
         tree, first = self._tree, self.first
         if tree is not None and batch.observations is not None:
-            return make_row_writer(tree, self._leaves, first, self._warn)
+            return make_observation_writer(tree, self._leaves, first, self._warn)
         if self.plan.registered is not None:
             from gymnasium.vector.utils import write_to_shared_memory
 
@@ -139,7 +140,7 @@ class EnvRows:
         self._running_cell[0] = k
 
     def guard_settings(self) -> None:
-        """If there are several environments, watch for changes of process settings. Called before they are built."""
+        """Watch for changes of process settings if there are several environments. Call this before they are built."""
         if self.count > 1:
             self.guard = SettingsGuard(self._name_running)
             self.guard.watch_calls()
@@ -161,7 +162,7 @@ class EnvRows:
             self.warnings.append(("settings: generators", describe_draws("an environment", guard.draws)))
 
     def _check_clients(self) -> None:
-        """Warn once all environments have been reset, if several use the same client of a physics library."""
+        """Warn if several environments use the same client of a physics library. Checked once, when all have been reset."""
         if self._clients_checked or not all(self._used):
             return
         self._clients_checked = True
@@ -173,7 +174,7 @@ class EnvRows:
             ))  # fmt: skip
 
     def build(self) -> tuple[list[Failure], list[tuple[int, str, str]]]:
-        """Build all environments. Return the failures, and (env, name of the space, its repr) for each mismatching space."""
+        """Build all environments. Return the failures, and (env, kind, repr of the space) for each mismatching space."""
         failures: list[Failure] = []
         mismatches: list[tuple[int, str, str]] = []
         rows: dict[int, int] = {}
@@ -232,7 +233,7 @@ class EnvRows:
         return observation, 0.0, False, False, info
 
     def _step_finished(self, k: int, action: Any) -> Any:
-        """Raise or warn for a step after the end of an episode, without autoreset."""
+        """Handle a step after the end of an episode, without autoreset: raise, or warn once and step."""
         text = (
             f"env {self.first + k} was stepped after the end of its episode: with autoreset_mode='Disabled', reset finished "
             "environments first, by reset(options={'reset_mask': done})"
@@ -245,9 +246,9 @@ class EnvRows:
         self._steps[k] = self._env(k).step
         return self._steps[k](action)
 
-    def _first_step(self, k: int, pending: bool) -> Callable[[Any], Any]:
-        """Return the step function of a row that was just reset. ``pending``: it begins with an automatic reset."""
-        return partial(self._step_by_reset, k) if pending else self._env(k).step
+    def _step_after_reset(self, k: int, reset_due: bool) -> Callable[[Any], Any]:
+        """Return the step function of a row that was just reset. ``reset_due``: its next step is an automatic reset."""
+        return partial(self._step_by_reset, k) if reset_due else self._env(k).step
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         """Execute a requested reset. An environment that has failed is rebuilt first."""
@@ -265,14 +266,14 @@ class EnvRows:
     def _call_reset(self, k: int, env: Any, seed: Any, options: Any) -> tuple[Any, Any]:
         return unpack_reset(env.reset(seed=seed, options=None if options is None else dict(options)), self.first + k)
 
-    def _is_pending(self, k: int) -> bool:
-        """True if the row's next step begins with an automatic reset."""
+    def _is_reset_due(self, k: int) -> bool:
+        """True if the row's next step is an automatic reset."""
         return getattr(self._steps[k], "func", None) == self._step_by_reset
 
     def leave_if_forked(self) -> None:
-        """End this process if it is a fork of the worker: an environment called ``fork()``, and its child returned to here.
+        """End this process if it is a child that an environment forked, and that has returned from the environment's code.
 
-        Its results must never be written into the rows, which belong to the worker.
+        The results of such a child must never be written into the rows, which belong to the worker.
         """
         if self.forked:
             os._exit(0)
@@ -283,7 +284,7 @@ class EnvRows:
             raise error
 
     def _convert_number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
-        """Convert a reward or flag that is not a plain Python number, as Gymnasium does; an array of size 1 is squeezed."""
+        """Convert a reward or flag that is not a plain float or bool, as Gymnasium does; squeeze an array of size 1."""
         if isinstance(value, (np.bool_, np.floating, np.integer, int)):
             return kind(value)
         try:
@@ -323,9 +324,9 @@ class EnvRows:
 
     def _begin(self, ks: Sequence[int] | None) -> None:
         """Begin a step or a reset of some rows (``None``: all) by clearing the results of the previous one."""
-        if not self._out.is_plain():
+        if self._out.has_payload():
             self._out = Outcome()
-        if self._dirty:
+        if self._has_old_results:
             self._clear_results(ks)
             self._out.columns = False
 
@@ -341,7 +342,7 @@ class EnvRows:
         if ks is not None:
             where, steps, writers = ks, [steps[k] for k in ks], [writers[k] for k in ks]
             self._begin(ks)
-        elif self._dirty or not self._was_plain:
+        elif self._has_old_results or not self._was_plain:
             self._begin(None)
         out, on_episode_end, running = self._out, self._on_episode_end, self._running_cell
         forked = self.forked
@@ -354,7 +355,7 @@ class EnvRows:
                     os._exit(0)
                 if write_result is not None and (written := write_result(result)):
                     if written == 2:  # with an info
-                        self._dirty = out.columns = True
+                        self._has_old_results = out.columns = True
                     continue
                 observation, reward, terminated, truncated, info = result
                 if terminated or truncated:
@@ -380,7 +381,7 @@ class EnvRows:
             self._times.count(clock() - began, len(steps))
         return self._finish()
 
-    # Called at the end of an episode, one function per autoreset mode; they return the observation and info of the step.
+    # Functions for the end of an episode, one per autoreset mode. They return the observation and info of the step.
 
     def _reset_next_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
         self._steps[k] = partial(self._step_by_reset, k)
@@ -409,7 +410,7 @@ class EnvRows:
         return reset_observation, {"final_info": info, **reset_info}
 
     def _keep_final(self, k: int, observation: Any) -> Any:
-        """Keep an episode's last observation: in shared memory (``WRITTEN``), or as a copy for the outcome."""
+        """Save an episode's last observation. Return ``WRITTEN`` if it is in shared memory, else a copy for the outcome."""
         if self._write_final_row is None or self._tree is None or self._tree.match(observation) is None:
             return deepcopy(observation)
         return self._write_final_row(k, observation)
@@ -418,21 +419,21 @@ class EnvRows:
         """Report the result of :meth:`_keep_final`: by a flag in shared memory, or in the outcome."""
         if final is WRITTEN:
             self._final[k] = True
-            self._dirty = out.columns = True
+            self._has_old_results = out.columns = True
         else:
             out.finals[self.first + k] = final
 
     # -- resetting --------------------------------------------------------------------------------------------------
 
-    def reset(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
+    def reset(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, reset_due: bool = False) -> Outcome:
         """Reset the environments of rows ``ks``. Failed environments are rebuilt.
 
         Args:
             ks: The rows; ``None``: all.
             seeds: One per row of ``ks``.
-            options: A dict or ``None`` for every environment, which receives its own copy; or a list of them, one per row of
-                ``ks``.
-            pending: The next step begins with an automatic reset (after a restart in next-step mode).
+            options: A dict or ``None`` for all environments, each of which receives its own copy; or a list with one per
+                row of ``ks``.
+            reset_due: True if the next step is an automatic reset (after a restart in next-step mode).
         """
         self._begin(ks)
         out = self._out
@@ -442,10 +443,10 @@ class EnvRows:
                 self.note_running(k)
                 observation, info = self._reset(k, seed, env_options)
                 self.leave_if_forked()
-                if self.guard is not None and self.guard.first_reset:  # later resets should change no more settings
+                if self.guard is not None and self.guard.first_reset:  # ignore changes by the first reset
                     self.guard.restart()
                     self.guard.first_reset, self.guard.due = False, True
-                self._steps[k] = self._first_step(k, pending)
+                self._steps[k] = self._step_after_reset(k, reset_due)
                 self._used[k] = True
                 self._store_observation(k, observation, out)
                 if info or info.__class__ is not dict:
@@ -457,12 +458,12 @@ class EnvRows:
             self.guard.on_reset()
         return self._finish()
 
-    def rebuild(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool) -> Outcome:
+    def rebuild(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, reset_due: bool) -> Outcome:
         """Replace the environments of rows ``ks`` by new ones, unless they are unused, and reset them."""
         for k in range(self.count) if ks is None else ks:
             if self._used[k]:
                 self._discard_env(k)
-        return self.reset(ks, seeds, options, pending=pending)
+        return self.reset(ks, seeds, options, reset_due=reset_due)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -479,7 +480,7 @@ class EnvRows:
         return self._call_each(range(self.count), set_row)
 
     def set_next(self, pairs: Sequence[tuple[Any, Any] | None]) -> Outcome:
-        """Set seed and options of the next episode that autoreset begins, one pair per row; ``None``: no change."""
+        """Set the seed and options of the next automatic reset, one pair per row; ``None``: no change."""
 
         def set_row(k: int) -> None:
             self._env(k)
@@ -497,10 +498,7 @@ class EnvRows:
     def _call_each(self, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """Call ``function(k)`` for each of the rows ``ks``, and return the results.
 
-        Args:
-            ks: The rows.
-            function: The function.
-            fatal: True: close an environment if its call fails, because its state is then unknown.
+        ``fatal``: close an environment if its call fails, because its state is then unknown.
         """
         out = Outcome()
         for k in ks:
@@ -526,7 +524,7 @@ class EnvRows:
 
     def _store_info(self, k: int, info: Any, out: Outcome) -> None:
         """Store an info that is not empty."""
-        self._dirty = True
+        self._has_old_results = True
         if info.__class__ is dict and self._infos.write(k, info):
             out.columns = True
         else:
@@ -537,7 +535,7 @@ class EnvRows:
         where: Any = slice(None) if ks is None else ks
         self._schemas[where] = NO_INFO
         self._final[where] = False
-        self._dirty = ks is not None and bool(self._schemas.any() or self._final.any())
+        self._has_old_results = ks is not None and bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
         """Return the outcome of this message, which is valid until the next one."""
@@ -549,7 +547,7 @@ class EnvRows:
             self.warnings.clear()
         if out.columns:
             self._infos.add_new_definitions(out.schemas)
-        self._was_plain = not out.columns and out.is_plain()
+        self._was_plain = not (out.columns or out.has_payload())
         return PLAIN_OUTCOME if self._was_plain else out
 
     def _record_failure(self, k: int, error: BaseException, out: Outcome) -> None:
@@ -571,7 +569,10 @@ class EnvRows:
         self._close_env(k)
 
     def _close_env(self, k: int) -> BaseException | None:
-        """Close an environment, and return its exception. Its row is not changed: it may belong to another worker by now."""
+        """Close an environment, and return the exception of its ``close()`` or ``None``.
+
+        Its row in shared memory stays as it is, because the row may belong to another worker by now.
+        """
         env, self.envs[k] = self.envs[k], None
         self._steps[k] = partial(self._step_failed, k)
         self._used[k] = False
@@ -586,14 +587,14 @@ class EnvRows:
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """Return the original exception behind one of vecenv's, at any depth."""
+    """Follow the causes of an exception of vecenv's to the original one, and return that."""
     while isinstance(error, VecEnvError) and error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) -> Callable[[Array | None], Sequence[Any]]:
-    """Return a function that reads actions of some rows (``None``: all) from shared memory: scalars or writeable arrays."""
+    """Return a function that reads the actions of some rows (``None``: all): scalars, writeable arrays or trees of these."""
 
     def copies(leaf: Array, ks: Array | None) -> Sequence[Any]:
         """Return rows of one copy, never views of the shared block."""
@@ -614,17 +615,17 @@ def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) 
 
 
 class StepClock:
-    """A sampling clock for the steps of a worker, as reading the time twice takes a tenth of a CartPole step.
+    """A clock that times a sample of a worker's messages, as reading the time twice takes a tenth of a CartPole step.
 
-    The shorter messages are, the fewer of them are timed, but at least one in 32, so that a single long one cannot represent
-    very many.
+    The shorter the messages are, the fewer are timed. At least one in 32 is timed, so that a single long message never
+    counts for more than 32.
 
     Args:
         each: Seconds of each row's latest timed step.
         seconds, steps: Cells of shared memory: this worker's time in steps, and the number of steps.
 
     Attributes:
-        untimed: The number of messages to come that are not timed.
+        untimed: The number of messages to skip before the next timed one.
     """
 
     def __init__(self, each: Array, seconds: Any, steps: Any) -> None:

@@ -31,13 +31,13 @@ class SnapshotRows(EnvRows):
 
     def take_over(self, previous: SnapshotRows) -> None:
         """Take over the environment of ``previous``, the object for this row in this process until now."""
-        pending = previous._is_pending(0)
+        reset_due = previous._is_reset_due(0)
         self.envs, self.forked, self._used = previous.envs, previous.forked, previous._used
         self._next_episodes = previous._next_episodes
         if (env := self.envs[0]) is not None:
-            self._steps[0] = self._first_step(0, pending)
+            self._steps[0] = self._step_after_reset(0, reset_due)
             self._offer_buffer(0, env)
-        self._dirty = True  # the row may still have infos of its previous environment
+        self._has_old_results = True  # the row may still have infos of its previous environment
 
     def save(self, ks: Sequence[int]) -> Outcome:
         """Return a :class:`~vecenv.state.snapshots.Snapshot` of each of the rows ``ks``, without its last observation."""
@@ -47,7 +47,7 @@ class SnapshotRows(EnvRows):
             layers = layers_of(env)
             kind = self._find_kind(k, layers)
             return Snapshot.of(
-                kind, self._capture(layers, kind), pending=self._is_pending(k), used=self._used[k],
+                kind, self._capture(layers, kind), pending=self._is_reset_due(k), used=self._used[k],
                 upcoming=self._next_episodes.get(k),
             )  # fmt: skip
 
@@ -88,7 +88,7 @@ class SnapshotRows(EnvRows):
                 env = self._env(k)
                 layers = layers_of(env)
                 state = self._capture(layers, self._find_kind(k, layers))
-                proof_for(k).check(env, state, over=self._is_pending(k))
+                proof_for(k).check(env, state, over=self._is_reset_due(k))
 
             return self._call_each(ks, prove_row)
 
@@ -118,7 +118,7 @@ class SnapshotRows(EnvRows):
             restore, snapshot = self._prepared[k]
             saved = snapshot.row
             self._restore(k, restore, saved)
-            self._steps[k] = self._first_step(k, saved.pending)
+            self._steps[k] = self._step_after_reset(k, saved.pending)
             self._used[k] = saved.used
 
         out = self._call_each(ks, load_row, fatal=True)

@@ -1,8 +1,9 @@
-"""Rows of environments that wait, for a service, a robot or another program.
+"""Rows of environments that mostly wait: for a service, a robot or another program.
 
-A worker steps several of them at the same time, in threads. Then the step loop of :mod:`vecenv.worker.rows` processes the
-recorded results in order, as if it were calling the environments. So the step is implemented only once, and a failing
-environment does not affect the others here either. Each environment is in one thread at a time, but not always in the same.
+A worker runs several of them at the same time, in threads, and records the results. The step loop of
+:mod:`vecenv.worker.rows` then processes these in order, as if it were calling the environments. So there is only one step
+loop, and a failing environment does not affect the others here either. Each environment runs in one thread at a time, but
+not always in the same one.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ class RecordedCall:
         try:
             raise self._error
         finally:
-            self._error = None  # break the cycle, which contains the environment's frames
+            self._error = None  # break a reference cycle that keeps the environment's frames alive
 
 
 class ThreadedRows(SnapshotRows):
     """A :class:`SnapshotRows` with at most ``env_threads`` environments running at once. For worker processes only.
 
-    Overlapping requests are about one row, and each has its reply before the next one about that row. :meth:`run` runs its
-    environment, in the calling thread. Everything else holds :attr:`turn`, for one request at a time.
+    Each overlapping request is about one row, and is replied to before the next one about that row arrives. :meth:`run` runs
+    its environment in the calling thread. The rest is done for one request at a time, while :attr:`request_lock` is held.
 
     Attributes:
-        turn: A lock, held while a request is executed, except while its environment runs.
+        request_lock: A lock, held while an overlapping request is executed, except while its environment runs.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._running_cell = memoryview(bytearray(4)).cast("i")  # not shared: several environments run at once
-        self.turn = Lock()
+        self.request_lock = Lock()
         self._pool = ThreadPoolExecutor(self.plan.env_threads, "environment")
         self._resets_in_thread = self.plan.autoreset_mode is AutoresetMode.SAME_STEP
         self._recorded_steps: dict[int, RecordedCall] = {}  # row -> outcome of its step
@@ -97,7 +98,7 @@ class ThreadedRows(SnapshotRows):
         return result
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        """Run the step loop over the recorded outcomes."""
+        """Run the step loop over recorded outcomes. Without them, first step the environments in threads."""
         rows = range(self.count) if ks is None else ks
         began = clock()
         if ks is None or ks[0] not in self._recorded_steps:
@@ -110,7 +111,7 @@ class ThreadedRows(SnapshotRows):
         out = super().step(ks, actions)
         for k, call in recorded.items():
             self._recorded_calls.pop(k, None)
-            if self._steps[k] is call:  # if the loop has set no other function
+            if self._steps[k] is call:  # unless the step loop has set another function
                 self._steps[k] = steps[k]
         self._times.add(seconds, [(k, call.seconds) for k, call in recorded.items()])
         return out
@@ -120,12 +121,12 @@ class ThreadedRows(SnapshotRows):
         result: tuple[Any, Any] = super()._begin_next(k) if recorded is None else recorded()
         return result
 
-    def reset(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, pending: bool = False) -> Outcome:
+    def reset(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, reset_due: bool = False) -> Outcome:
         if ks is None or ks[0] not in self._recorded_calls:
             rows = range(self.count) if ks is None else ks
             options_by_row = options if isinstance(options, list) else [options] * len(seeds)
             list(self._pool.map(self._run_reset, rows, seeds, options_by_row))
-        return super().reset(ks, seeds, options, pending=pending)
+        return super().reset(ks, seeds, options, reset_due=reset_due)
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         result: tuple[Any, Any] = self._recorded_calls.pop(k)()

@@ -1,4 +1,4 @@
-"""An environment that is one of several, chosen by each reset."""
+"""An environment that switches between several others when it is reset."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ EnvFactory = Callable[..., gymnasium.Env[Any, Any]]
 
 
 class EnvChoice:
-    """A function that builds an environment which is one of several, chosen by each reset; an ``env_fn``.
+    """An ``env_fn`` for an environment that switches between several others when it is reset.
 
-    ``reset(options={"env": name})`` of such an environment builds the named one, or reuses it, and resets it with the other
-    options. Without that option it resets the current one, which is the first one at the start. All of them must have the
-    spaces of the first one, which is built once for them. Methods and attributes are those of the current one.
+    ``reset(options={"env": name})`` builds the environment of that name, or reuses it, and resets it with the other options.
+    Without the option ``"env"``, the current environment is reset, which at the start is the first of ``factories``. All
+    environments must have the spaces of the first, which is built once to read them. Methods and attributes are those of the
+    current environment.
 
     Args:
         factories: Name -> function that builds the environment. It gets the arguments of the call, as in
             ``make_vec(EnvChoice(...), render_mode="rgb_array")``.
-        keep: The number of environments that each such environment keeps open, from 1 on. Before another one is built, the
-            least recently used is closed.
+        keep: The maximum number of environments that each built environment keeps open, at least 1. Before another is
+            built, the least recently used is closed.
 
     Raises:
-        TypeError: ``factories`` is not a dict of functions by name, ``keep`` is not an integer.
+        TypeError: ``factories`` is not a dict of functions by name, or ``keep`` is not an integer.
         ValueError: There are no factories, or ``keep`` is below 1.
     """
 
@@ -53,7 +54,7 @@ class EnvChoice:
         self._shared: dict[str, dict[str, Any]] = {}  # the attributes of all environments, by the arguments of the call
 
     def __call__(self, **kwargs: Any) -> ChosenEnv:
-        """Build an environment. Only the first call builds the first environment at once, for its spaces."""
+        """Build an environment. The first call with given arguments also builds the first one, to read its spaces."""
         shared = self._shared.get(repr(kwargs), {})
         env = ChosenEnv(self.factories, self.keep, kwargs, shared)
         if not shared:
@@ -92,7 +93,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         return self._open[self.env_name] if self.env_name in self._open else self._choose(self.env_name)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Choose the environment of ``options["env"]``, and reset it with the other options.
+        """Choose the environment named by ``options["env"]``, and reset it with the other options.
 
         Raises:
             ValueError: There is no environment of that name, or its spaces differ from those of the first one.
@@ -130,7 +131,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         return env
 
     def _require_same_spaces(self, name: str, env: gymnasium.Env[Any, Any]) -> None:
-        """Raise if an environment has other spaces than the first one."""
+        """Raise if the spaces of an environment differ from those of the first one."""
         for kind in ("observation_space", "action_space"):
             space, expected = getattr(env, kind), getattr(self, kind)
             if space != expected:

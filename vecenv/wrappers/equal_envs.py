@@ -1,4 +1,4 @@
-"""Environments that are all equal, including those that are built after ``set_attr``."""
+"""Checks that environments are equal, and keeps them equal after ``set_attr``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cloudpickle
 
 
 def require_equal(env_fns: Sequence[Callable[[], Any]]) -> None:
-    """Raise if functions build different environments; with spare workers, any of them may run the episodes of any row."""
+    """Raise unless all functions are equal: with spare workers, any environment may run the episodes of any row."""
     first = env_fns[0]
     blob: bytes | None = None
     for row, env_fn in enumerate(env_fns):
@@ -31,7 +31,7 @@ class EqualEnvBuilder:
     """A function that builds an environment and sets the attributes that ``set_attr`` has set in all others.
 
     Args:
-        env_fn: Builds the environment, which may run the episodes of any row.
+        env_fn: Builds the environment.
     """
 
     def __init__(self, env_fn: Callable[[], Any]) -> None:
@@ -66,5 +66,5 @@ _BUILDERS: Final[weakref.WeakValueDictionary[str, EqualEnvBuilder]] = weakref.We
 
 
 def keep_attribute(env: Any, token: str, name: str, value: Any) -> None:
-    """Set an attribute in the environments that replace ``env`` after a failure. Runs in a worker, by ``exec_func``."""
+    """Set an attribute in the environments that replace ``env`` after a failure. ``exec_func`` calls this in the worker."""
     _BUILDERS[token].keep(name, value)

@@ -38,7 +38,16 @@ from vecenv.backends.envpool.rows import Array, Infos, Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, spread_seeds
 from vecenv.front.arguments import ResetOptions, parse_env_ids
 from vecenv.front.capabilities import Capabilities, raise_unsupported
-from vecenv.front.driver import NO_CALL, Call, Driver, Phase, Stepped, require_idle, require_no_step, still_in_flight_error
+from vecenv.front.driver import (
+    NO_REQUEST,
+    Driver,
+    PendingRequest,
+    Phase,
+    Stepped,
+    require_idle,
+    require_no_step,
+    still_in_flight_error,
+)
 
 _INTP = np.dtype(np.intp)
 
@@ -227,7 +236,7 @@ class PoolDriver(Driver):
         self._reset_state(None)
 
     @abstractmethod
-    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
+    def _begin_reset(self, ids: Array, *, force: bool, for_recv: bool) -> None:
         """Begin to reset these environments; with ``force``, even those that would continue the same game."""
 
     def _reset_state(self, pool: Any) -> None:
@@ -246,7 +255,7 @@ class PoolDriver(Driver):
         threads = int(self.task.config["num_threads"]) or min(self.batch_size, os.cpu_count() or 1)
         return {**super()._compute_stats(), "pools": float(self.seeding.pools), "num_threads": float(threads)}
 
-    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+    def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         seeded = any(seed is not None for seed in seeds)
         # without a seed, the first pool gets the constructor's seeds, and a pool after xla() gets random ones
         fresh = seeded or self.compiled_pool is not None
@@ -255,16 +264,16 @@ class PoolDriver(Driver):
             if seeded:
                 reason = "EnvPool seeds its environments when it builds them, all at once"
                 raise_unsupported(self.name, "seed some environments only", reason)
-            if not by_row and not self.capabilities.reset_mask:
+            if not for_recv and not self.capabilities.reset_mask:
                 reason = "EnvPool returns whole batches only; use reset_async(env_id=...) and recv()"
                 raise_unsupported(self.name, "use options['reset_mask'] with this batch_size", reason)
             if self.pool is None:
                 raise ResetNeeded("the first reset must be of all environments")
-            self._begin_reset(ids.astype(np.int32), force=False, by_row=by_row)
+            self._begin_reset(ids.astype(np.int32), force=False, for_recv=for_recv)
         elif seeded or self.pool is None:
             self._replace_pool(seeds)
         else:
-            self._begin_reset(self.all_ids, force=True, by_row=False)
+            self._begin_reset(self.all_ids, force=True, for_recv=False)
 
     def _replace_pool(self, seeds: list[int]) -> None:
         """Replace the pool by a new one, and begin a reset of all environments.
@@ -275,7 +284,7 @@ class PoolDriver(Driver):
         pool = self.task.build(seeds)
         self.seeding = Seeding(seeds, self.seeding.random, self.seeding.pools + 1)
         self._reset_state(pool)
-        self._begin_reset(self.all_ids, force=True, by_row=False)
+        self._begin_reset(self.all_ids, force=True, for_recv=False)
         self.pool = pool
 
     def _reset_requests(self, ids: Array, force: bool) -> list[_Request]:
@@ -360,58 +369,58 @@ class WholeBatchDriver(PoolDriver):
     def _reset_state(self, pool: Any) -> None:
         super()._reset_state(pool)
         self.returned = self.wire, self.all_ids
-        self._kind, self._by_row = Phase.DEFAULT, False
+        self._kind, self._for_recv = Phase.DEFAULT, False
         self._ids = self.all_ids
         self._plan: list[_Request] = []
         self._final: tuple[Array, Array, Infos] | None = None  # flags and final infos of a step, before resets overwrite it
         self._last: list[Array] = []
 
     @property
-    def pending_call(self) -> Call:
+    def pending_request(self) -> PendingRequest:
         if self.pool is None or not self.wire or self.returned[0] is self.wire or self.state.changing:
-            return NO_CALL
-        return Call(self._kind, len(self._ids), self._by_row)
+            return NO_REQUEST
+        return PendingRequest(self._kind, len(self._ids), self._for_recv)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def step(self, actions: Any) -> None:
+    def submit_step(self, actions: Any) -> None:
         self._require_no_call("step_async")
-        self._begin_step(actions, self.all_ids, by_row=False)
+        self._begin_step(actions, self.all_ids, for_recv=False)
 
     def send(self, actions: Any, env_id: Any) -> None:
         self._require_no_call("send")
         ids = self.returned[1] if env_id is None else parse_env_ids(env_id, self.num_envs).astype(np.int32)
-        self._begin_step(actions, ids, by_row=True)
+        self._begin_step(actions, ids, for_recv=True)
 
-    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+    def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         if self.pool is not None and not self.state.changing:
             self._require_no_call("reset_async")
-        super().reset(seeds, ids, options, by_row=by_row)
+        super().submit_reset(seeds, ids, options, for_recv=for_recv)
 
     def _require_no_call(self, method: str) -> None:
         """Raise if a call is pending: there can be only one at a time."""
         if self.pool is None:
             self.require_pool(method)
         if self.wire and self.returned[0] is not self.wire:
-            if not self._by_row:
-                require_idle(self.pending_call, method)
+            if not self._for_recv:
+                require_idle(self.pending_request, method)
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while {len(self._ids)} environments are in flight, and a second call would overwrite "
                 "their rows: `recv` first, or pass a batch_size smaller than num_envs for first-ready batches.",
                 "send",
             )
 
-    def _begin_step(self, actions: Any, ids: Array, *, by_row: bool) -> None:
+    def _begin_step(self, actions: Any, ids: Array, *, for_recv: bool) -> None:
         checked = self._check(actions, ids)
         if self._checks_ends:
             self._require_running(ids)
-        self._begin(Phase.WAITING_STEP, by_row, [_Request(self._pool_send, [ids, ids, *checked], None)], ids)
+        self._begin(Phase.WAITING_STEP, for_recv, [_Request(self._pool_send, [ids, ids, *checked], None)], ids)
 
-    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
-        self._begin(Phase.WAITING_RESET, by_row, self._reset_requests(ids, force), ids)
+    def _begin_reset(self, ids: Array, *, force: bool, for_recv: bool) -> None:
+        self._begin(Phase.WAITING_RESET, for_recv, self._reset_requests(ids, force), ids)
 
-    def _begin(self, kind: Phase, by_row: bool, plan: list[_Request], ids: Array) -> None:
-        self._kind, self._by_row, self._plan, self._ids, self._final = kind, by_row, plan, ids, None
+    def _begin(self, kind: Phase, for_recv: bool, plan: list[_Request], ids: Array) -> None:
+        self._kind, self._for_recv, self._plan, self._ids, self._final = kind, for_recv, plan, ids, None
         self.wire = []  # while it is empty, nothing is pending
         first = plan[0]
         self.wire.extend(starmap(first[0], (first[1:2],)))
@@ -431,8 +440,8 @@ class WholeBatchDriver(PoolDriver):
         in_flight = len(self._ids) if self.wire and self.returned[0] is not self.wire else 0
         if not in_flight or (count is not None and count > in_flight):
             raise _not_enough_in_flight(1 if count is None else count, in_flight)
-        if not self._by_row:
-            require_no_step(self.pending_call)
+        if not self._for_recv:
+            require_no_step(self.pending_request)
         if count is not None and count < in_flight:
             reason = "with batch_size=num_envs, EnvPool returns all rows of a call at once"
             raise_unsupported(self.name, f"`recv` {count} of {in_flight} environments", reason)
@@ -571,12 +580,12 @@ class FirstReadyDriver(PoolDriver):
         return ids
 
     @property
-    def pending_call(self) -> Call:
+    def pending_request(self) -> PendingRequest:
         in_flight = self._count_in_flight()
         if self.pool is None or not in_flight:
-            return NO_CALL
+            return NO_REQUEST
         on_all = in_flight == self.num_envs and self._call is not Phase.DEFAULT
-        return Call(self._call, in_flight, by_row=not on_all)
+        return PendingRequest(self._call, in_flight, for_recv=not on_all)
 
     def _count_in_flight(self) -> int:
         return self.num_envs - len(self.idle) - sum(len(held[0]) for held in self.returned[1])
@@ -590,13 +599,13 @@ class FirstReadyDriver(PoolDriver):
     def _require_idle(self, ids: Array, name: str) -> None:
         self._release_held()
         if not self.idle.issuperset(ids.tolist()):
-            if (pending_call := self.pending_call).kind is Phase.WAITING_STEP:
-                require_idle(pending_call, name)
+            if (pending_request := self.pending_request).kind is Phase.WAITING_STEP:
+                require_idle(pending_request, name)
             raise still_in_flight_error(name, [i for i in ids.tolist() if i not in self.idle])
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def step(self, actions: Any) -> None:
+    def submit_step(self, actions: Any) -> None:
         self.require_pool("step_async")
         ids = self.all_ids
         self._require_idle(ids, "step_async")
@@ -636,12 +645,12 @@ class FirstReadyDriver(PoolDriver):
         self._call = call
         _call_uninterrupted(*calls, mark_in_flight)
 
-    def _begin_reset(self, ids: Array, *, force: bool, by_row: bool) -> None:
-        if not by_row:
+    def _begin_reset(self, ids: Array, *, force: bool, for_recv: bool) -> None:
+        if not for_recv:
             self._drain()
         self._require_idle(ids, "reset_async")
         calls, envs = [request[:2] for request in self._reset_requests(ids, force)], ids.tolist()
-        self._call = Phase.DEFAULT if by_row else Phase.WAITING_RESET
+        self._call = Phase.DEFAULT if for_recv else Phase.WAITING_RESET
         _call_uninterrupted(*calls, (self._resets.update, envs), (self.idle.difference_update, envs))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
@@ -666,7 +675,7 @@ class FirstReadyDriver(PoolDriver):
         if held:
             self._release_held()
         if self._call is Phase.WAITING_STEP:
-            require_no_step(self.pending_call)
+            require_no_step(self.pending_request)
         wire, size = self.wire, self.batch_size
         if batches != self._num_dropped:
             self._drop_returned()

@@ -1,12 +1,13 @@
 """Conversion of actions and results: checked arrays for the pool, Gymnasium's arrays for the caller.
 
 Every action is checked and copied before it reaches C++. A pool reads one action per environment from the memory that it
-receives, and indexes tables with them: a short array crashes the interpreter, an array of the wrong shape is read as
+receives, and uses it as an index into tables: a short array crashes the interpreter, an array of the wrong shape is read as
 garbage, and an action out of range reads beyond a table. So the checks of shape, dtype and integer range cannot be turned
 off. Floats that are out of bounds or not finite are passed on to the environment, as in Gymnasium.
 
 A pool returns one fresh array per state key, with the rows of a batch. Most arrays are returned to the caller unchanged. The
-rest (float64 rewards, two flags, masks of infos) takes few NumPy calls, which dominate at 100,000 batches per second.
+rest (float64 rewards, two flags, masks of infos) is built with few NumPy calls, because these dominate the time at 100,000
+batches per second.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ Latest: TypeAlias = tuple[Array, bytes]
 """The int32 ids of the rows returned last, which ``send`` uses by default, and the bytes of the same ids as intp."""
 
 
-def _tree(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
-    """Return nested dicts of the indices of the state keys with a prefix: ``"obs:a.b"`` is at ``["a"]["b"]``."""
+def _nest_indices(index: Mapping[str, int], prefix: str) -> dict[str, Any]:
+    """Return the indices of the state keys with a prefix, as nested dicts: ``"obs:a.b"`` is at ``["a"]["b"]``."""
     tree: dict[str, Any] = {}
     for key, i in index.items():
         first, *path = key.replace(":", ".").split(".")
@@ -81,7 +82,7 @@ class ActionChecker:
     Args:
         space: The action space of one environment: Discrete, Box, or a (nested) Dict of them.
         keys: The names of the pool's action arrays, except those of environment ids. For a Dict space, a dotted name ends
-            with the keys in the space.
+            with the path of keys in the space.
         dtypes: The dtypes of the pool's arrays, one per key.
     """
 
@@ -205,7 +206,7 @@ class _LeafChecker:
 
 
 class PoolRows:
-    """Rows of pools with one player per environment; :class:`vecenv.multi_agent.player_pool.PlayerRows` is for several."""
+    """Rows of pools with one player per environment; for several, see :class:`vecenv.multi_agent.player_pool.PlayerRows`."""
 
     check: Any
     """``check(actions, ids)``: returns checked copies of the actions, in the pool's form."""
@@ -220,10 +221,10 @@ class PoolRows:
         self._game_over = index.get("info:terminated")
         space = task.observation_space
         self._nested = fixed_tree(space) if isinstance(space, spaces.Dict) else None
-        self._leaves = _observation_leaves(_tree(index, "obs"), space)
+        self._leaves = _observation_leaves(_nest_indices(index, "obs"), space)
         # most observations are a single array of the pool
         self._array = self._leaves[0][0] if self._nested is None and self._leaves[0][1] is None else None
-        self._info_plan = {**_tree(index, "info"), "elapsed_step": index["elapsed_step"]}
+        self._info_plan = {**_nest_indices(index, "info"), "elapsed_step": index["elapsed_step"]}
         self._info_plan.pop("players", None)
         self._flat_infos = [(key, f"_{key}", i) for key, i in self._info_plan.items() if isinstance(i, int)]
         self._nested_infos = {key: plan for key, plan in self._info_plan.items() if not isinstance(plan, int)}
@@ -232,10 +233,10 @@ class PoolRows:
         self.visible = [i for i, key in enumerate(keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
 
     def begin(self) -> None:
-        """Prepare for a new pool: nothing to do with one player per environment."""
+        """Prepare for a new pool. Pools with one player per environment need no preparation."""
 
     def store_held(self, held: Any) -> None:
-        """Store the data in ``held`` (from :meth:`results`) other than the ids: here there is none. Safe to repeat."""
+        """Store the extra data in ``held`` (from :meth:`results`); here it has only ids. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``."""

@@ -1,4 +1,4 @@
-"""``EnvPoolVectorEnv``: a pool of EnvPool's behind Gymnasium's vector interface.
+"""``EnvPoolVectorEnv``: an EnvPool pool behind Gymnasium's vector interface.
 
 This module defines the arguments of the class and the methods that only EnvPool has. The other methods are those of
 :class:`~vecenv.front.vector_env.VectorEnvBase`; :mod:`vecenv.backends.envpool.drivers` executes them.
@@ -23,7 +23,7 @@ from vecenv.front.vector_env import VectorEnvBase
 
 
 class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
-    """The base of vector environments over pools, for one or several players per environment."""
+    """The base class of vector environments over pools, for one or several players per environment."""
 
     _driver: PoolDriver
 
@@ -41,7 +41,8 @@ class PoolVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"a {type(self).__name__} owns threads and cannot be copied or pickled: build one where it is to be used"
+            f"a {type(self).__name__} owns threads and cannot be copied or pickled: "
+            "build a new one in the process that uses it"
         )
 
 
@@ -53,9 +54,9 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     Args:
         task_id: EnvPool's id of the task, such as ``"Pong-v5"``; see :meth:`task_ids`.
         num_envs: Number of environments.
-        batch_size: The number of rows that :meth:`recv` returns, those that finish first; must divide ``num_envs``;
+        batch_size: The number of rows that :meth:`recv` returns, the first ones to finish. It must divide ``num_envs``.
             ``None``: all.
-        num_threads: The number of threads that step. ``None``: the number of cores, at most ``batch_size``.
+        num_threads: The number of threads that step environments. ``None``: the number of cores, at most ``batch_size``.
         seed: The seed of the first reset, see :meth:`reset`. ``None``: random (EnvPool's own default is 42).
         autoreset_mode: ``AutoresetMode`` or its value. Same-step resets need ``batch_size=None``.
         max_episode_steps: The time limit; ``None``: the task's own.
@@ -65,28 +66,32 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     Raises:
         ImportError: EnvPool is not installed.
         UnregisteredEnv: There is no such task; the message names similar ones.
-        TypeError: An unknown option; the message lists the valid ones.
-        ValueError: An option has an invalid value; several players per environment.
+        TypeError: An option is unknown; the message lists the valid ones.
+        ValueError: An option has an invalid value, or the task has several players per environment.
 
     Attributes:
-        observation_space: ``single_observation_space`` batched, with infinite bounds where EnvPool has the extremes of
+        observation_space: The batch of ``single_observation_space``. Bounds are infinite where EnvPool has the extremes of
             the floating-point type.
         task: The description of the task, a :class:`vecenv.backends.envpool.task.Task`.
         batch_size: The number of rows that :meth:`recv` returns.
 
-    A seed in ``reset`` builds a new pool, because EnvPool seeds only during construction: about a millisecond for classic
-    control, 50 ms per environment for Atari. ``None`` in a list of seeds is a random one; seeds of 2**31 and more are hashed
-    into EnvPool's range. ``options["reset_mask"]`` requires ``batch_size=None``: finished episodes are reset as autoreset
-    would (Atari with ``episodic_life`` continues the same game), running ones by force. With a smaller batch, a reset of
-    all environments waits for everything in flight and discards it, and ``recv`` keeps rows beyond ``count`` for the next
-    call. EnvPool returns whole batches only, so ``recv`` also raises ``NoAsyncCallError`` if the environments in flight
-    cannot fill one. With ``batch_size=None`` one call at a time can be pending, for any environments, and ``recv`` returns
-    all its rows in the order of the call.
+    A reset with a seed builds a new pool, because EnvPool seeds its environments only during construction. This takes about
+    a millisecond for classic control, and 50 ms per environment for Atari. ``None`` in a list of seeds stands for a random
+    seed; seeds of 2**31 and more are hashed into EnvPool's range.
 
-    ``step`` returns ``(observations, rewards, terminations, truncations, infos)``: an array or nested dicts of arrays of
-    ``observation_space``; rewards float64, flags bool, all of shape ``(num_envs,)``; infos a dict of arrays with a mask
-    ``_key`` for every key, always with ``env_id`` and ``elapsed_step``. All arrays are new and belong to the caller. A
-    masked reset returns the other rows from the latest observations, including changes that the caller has made to them.
+    With ``batch_size=None``, one call at a time can be pending, for any environments, and ``recv`` returns all its rows in
+    the order of the call. Only then is ``options["reset_mask"]`` possible: it resets finished episodes like autoreset (Atari
+    with ``episodic_life`` continues the same game), and running ones by force.
+
+    With a smaller batch, a reset of all environments waits for everything in flight and discards it, and ``recv`` keeps rows
+    beyond ``count`` for the next call. EnvPool returns whole batches only, so ``recv`` also raises ``NoAsyncCallError`` if
+    the environments in flight cannot fill one.
+
+    ``step`` returns ``(observations, rewards, terminations, truncations, infos)``. Observations are an array or nested dicts
+    of arrays, in ``observation_space``; rewards (float64) and flags (bool) have the shape ``(num_envs,)``; infos is a dict
+    of arrays with a mask ``_key`` for every key, and always contains ``env_id`` and ``elapsed_step``. All arrays are new and
+    belong to the caller. A masked reset returns the other rows from the latest observations, including changes that the
+    caller has made to them.
     """
 
     def __init__(
@@ -107,12 +112,12 @@ class EnvPoolVectorEnv(PoolVectorEnv):
     def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
         """Build a vector environment around a pool from ``envpool.make``, of any ``env_type``, with nothing in flight.
 
-        The first reset without a seed uses this pool; one with a seed builds another with the same configuration. The vector
-        environment owns the pool from now on.
+        The vector environment owns the pool from now on. Its first reset uses this pool, or, with a seed, builds another one
+        with the same configuration.
 
         Raises:
             TypeError: ``pool`` is not a pool.
-            ValueError: Options with invalid values, as for the class; several players per environment.
+            ValueError: An option has an invalid value, or the task has several players per environment.
         """
         envs = cls.__new__(cls)
         envs.closed = True
@@ -160,7 +165,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         driver.require_pool("render")
         if self.render_mode is None:
             return None
-        if in_flight := driver.pending_call.rows:
+        if in_flight := driver.pending_request.rows:
             raise RuntimeError(f"{in_flight} environments are in flight: recv() or *_wait() before render()")
         self.task.require_drawable()
         try:

@@ -86,7 +86,8 @@ class Cluster:
         """Reserve the given number of cores for each host.
 
         Raises:
-            ClusterError: The cores were not free within ``timeout`` seconds; the message lists what is missing.
+            ClusterError: The cores were not free within ``timeout`` seconds; the message gives the requested and the free
+                cores.
         """
         from ray.util.placement_group import placement_group
 
@@ -105,7 +106,7 @@ class Cluster:
         free = self._ray.available_resources().get(self._resource, 0)
         requested = " + ".join(f"{bundle[self._resource]:g}" for bundle in self._bundles)
         text = (
-            f"the Ray cluster has no room for {len(self._bundles)} hosts ({self._strategy}) with {requested} "
+            f"the Ray cluster has too few free cores for {len(self._bundles)} hosts ({self._strategy}) with {requested} "
             f"{self._resource} (one per worker and one for the host): {_format_nodes(len(nodes))} with {per_node} in all, "
             f"{free:g} of them free"
         )
@@ -123,8 +124,8 @@ class Cluster:
         bundle = self._bundles[plan.index]
         resources: Any = {"num_cpus": bundle["CPU"]} if self._resource == "CPU" else {"num_cpus": 0, "resources": bundle}
         place = PlacementGroupSchedulingStrategy(self._group, plan.index)
-        # Ray must not restart the actor, because its environments would not be those that the caller expects (vecenv
-        # rebuilds them instead), and must not retry a call, because a step must never be executed twice
+        # no restart, because the new environments would not be in the state that the caller expects: vecenv rebuilds them
+        # itself; and no retry of a call, because a step must never be executed twice
         no_retries = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
         actor = self._ray.remote(_HostActor).options(**resources, **no_retries, scheduling_strategy=place).remote(plan)
         self.actors[plan.index] = actor
@@ -166,7 +167,7 @@ class Cluster:
             self.actors.pop(index, None)
 
     def close(self) -> None:
-        """End all hosts, free their cores, and disconnect from the cluster if nothing else in vecenv uses it."""
+        """End all hosts, free their cores, and close vecenv's connection if no other vector environment uses it."""
         global _users
         if not self._open:
             return
@@ -192,7 +193,7 @@ class _HostActor(Host):
 
     def start(self) -> HostReady:
         main: Any = sys.modules["__main__"]
-        main.__file__ = main.__spec__ = None  # in an actor, it is Ray's script, which workers need not import
+        main.__file__ = main.__spec__ = None  # here `__main__` is Ray's script, which workers need not import
         return super().start()
 
 
@@ -224,7 +225,7 @@ def _loopback_only(ray: Any) -> Iterator[None]:
     """Make Ray's processes listen on the loopback interface only, and send no usage reports.
 
     Ray replaces a loopback address with the machine's own, unless the constant ``ENABLE_RAY_CLUSTER`` is false, as on macOS.
-    This process has read it from an environment variable; Ray's processes do when they start. So both are set here.
+    This process has already read it from an environment variable; Ray's processes read that at their start. So set both.
     """
     constants = ray._private.ray_constants
     enabled, previous = constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in _LOCAL_ONLY_VARIABLES}

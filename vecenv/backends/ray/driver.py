@@ -18,7 +18,7 @@ from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
     PHASES,
-    Call,
+    PendingRequest,
     Phase,
     Stepped,
     WorkerDriver,
@@ -68,7 +68,7 @@ class HostsDriver(WorkerDriver):
         mode: AutoresetMode, **policy: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.pool, self.mode, self.restarts = pool, mode, policy["restart"]
+        self.pool, self.mode, self.restarts_rows = pool, mode, policy["restart"]
         self.exchange = HostExchange(self.state, self.counters, self.timeout_error, pool, observation_space, mode, **policy)
         self.num_envs = self.batch_size = n = self.exchange.num_envs
         self.store, self.failures = self.exchange.store, self.exchange.failures
@@ -82,19 +82,19 @@ class HostsDriver(WorkerDriver):
 
     # -- steps and resets -------------------------------------------------------------------------------------------------
 
-    def step(self, actions: Any) -> None:
+    def submit_step(self, actions: Any) -> None:
         """Submit a step of all rows. Errors are raised before anything is sent."""
         self.require_idle("step_async")
         self.require_not_failed(range(self.num_envs))
         items = self.stage.put(actions)
         for observer in self.observers:
             observer.on_step(None, actions if items is None else items)
-        self._send_step(range(self.num_envs), items, by_row=False)
+        self._send_step(range(self.num_envs), items, for_recv=False)
 
     def send_rows(self, rows: list[int], items: list[Any] | None) -> None:
-        self._send_step(rows, items, by_row=True)
+        self._send_step(rows, items, for_recv=True)
 
-    def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, by_row: bool) -> None:
+    def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, for_recv: bool) -> None:
         """Send a step of rows; ``items`` are their actions, or ``None`` if those are staged in arrays."""
         exchange = self.exchange
         item_of = None if items is None else dict(zip(rows, items, strict=True))
@@ -111,7 +111,7 @@ class HostsDriver(WorkerDriver):
                 exchange.submit(part, "step", *actions)
             exchange.rebuild(request, sorted(to_rebuild))
             exchange.return_held(sorted(held))
-            exchange.call = None if by_row else request
+            exchange.request = None if for_recv else request
 
     def _pack_actions(self, rows: Sequence[int], item_of: dict[int, Any] | None) -> tuple[bytes, bool]:
         """Return the packed actions of some rows, and ``True`` if they are a pickled batch for ``iterate``."""
@@ -119,20 +119,20 @@ class HostsDriver(WorkerDriver):
             return self._actions[index_of(rows)].tobytes(), False
         return cloudpickle.dumps(_regroup(self._action_space, [item_of[row] for row in rows])), True
 
-    def reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, by_row: bool) -> None:
+    def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         """Submit a reset of all rows, which drops whatever is pending, or of some rows. Replace dead hosts.
 
         Args:
             seeds: A seed or ``None`` for every environment.
             ids: The rows; ``None``: all.
             options: A dict for all, or a list with an entry for every environment.
-            by_row: True if ``recv`` returns the rows; others may be in flight meanwhile.
+            for_recv: True if ``recv`` returns the rows; others may be in flight meanwhile.
         """
         exchange = self.exchange
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None and exchange.call is not None:
-            advance(exchange.call.phase, "reset_async", self)
-        if by_row:
+        if ids is not None and exchange.request is not None:
+            advance(exchange.request.phase, "reset_async", self)
+        if for_recv:
             self.require_not_in_flight("reset_async", rows)
         seeds = self.announce_reset(rows, seeds, options)
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
@@ -140,9 +140,9 @@ class HostsDriver(WorkerDriver):
         request = HostRequest("reset", rows, seeds, options)
         parts = [(part, reset_arguments(part, seeds)) for part in exchange.split(request, rows)]
         with exchange.changing():
-            if not by_row:
+            if not for_recv:
                 exchange.drop_pending()
-                exchange.call = request
+                exchange.request = request
             if isinstance(exchange.store, SharedStore):
                 for row in exchange.failures.failed.keys() - set(rows):
                     exchange.store.clear_row(row)
@@ -161,7 +161,7 @@ class HostsDriver(WorkerDriver):
             StepTimeout: There was no result within ``step_timeout``; the call stays pending.
             Exception: The exception of an environment, or the end of a worker or a host.
         """
-        exchange, request = self.exchange, self.exchange.call
+        exchange, request = self.exchange, self.exchange.request
         assert request is not None
         if not exchange.wait_for_all(request, deadline, f"{request.command}_wait"):
             return None
@@ -183,14 +183,14 @@ class HostsDriver(WorkerDriver):
             StepTimeout: They did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the end of a worker or a host; good rows stay ready.
         """
-        self.exchange.receive_by_row()
+        self.exchange.convert_for_recv()
         count = self.batch_size if count is None else count
         return self._take_results(count) if self.exchange.wait_for_rows(count, deadline) else None
 
     def recv_enough(self, count: int | None, deadline: float | None, enough: int, enough_from: float) -> Stepped | None:
         """Return the next ``count`` rows, or at least ``enough`` of them from ``enough_from`` on."""
         exchange = self.exchange
-        exchange.receive_by_row()
+        exchange.convert_for_recv()
         count = max(min(self.batch_size if count is None else count, len(exchange.in_flight)), enough)
         until = min(enough_from, np.inf if deadline is None else deadline)
         if not exchange.wait_for_rows(count, None if until == np.inf else until):
@@ -263,7 +263,7 @@ class HostsDriver(WorkerDriver):
         with exchange.changing():
             for part, blob in parts:
                 exchange.submit(part, "call", method or command, blob)
-            exchange.call = request
+            exchange.request = request
 
     def save(self, rows: list[int], verify: bool) -> Snapshots:
         """Return the states of some rows."""
@@ -352,11 +352,11 @@ class HostsDriver(WorkerDriver):
         return self.exchange.seconds_waited
 
     @property
-    def pending_call(self) -> Call:
-        call = self.exchange.call
+    def pending_request(self) -> PendingRequest:
+        call = self.exchange.request
         if call is not None and call.command in PHASES:
-            return Call(call.phase, len(call.rows), by_row=False)
-        return Call(Phase.DEFAULT, len(self.exchange.in_flight), by_row=True)
+            return PendingRequest(call.phase, len(call.rows), for_recv=False)
+        return PendingRequest(Phase.DEFAULT, len(self.exchange.in_flight), for_recv=True)
 
     @property
     def capabilities(self) -> Capabilities:

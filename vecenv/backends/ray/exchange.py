@@ -118,7 +118,7 @@ class HostExchange:
         leaves = [] if tree is None else [np.zeros((n, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
         self._arrays = [self.rewards, self.terminations, self.truncations, *leaves]
         self.store: Any = PickledStore(observation_space, n) if tree is None else SharedStore(tree, leaves)
-        self.call: HostRequest | None = None
+        self.request: HostRequest | None = None
         self.parts: dict[Any, RequestPart] = {}
         self.lost: list[RequestPart] = []
         self.ready: dict[int, str] = {}
@@ -139,7 +139,7 @@ class HostExchange:
     @property
     def in_flight(self) -> set[int]:
         """The rows of steps and resets that ``recv`` has not returned."""
-        if self.call is not None:
+        if self.request is not None:
             return set()
         waiting = [part.rows for part in (*self.parts.values(), *self.lost) if part.request.command in PHASES]
         return set(self.ready).union(*waiting, *(rows for _, rows in self.unraised))
@@ -198,14 +198,14 @@ class HostExchange:
 
     def drop_if_droppable(self) -> bool:
         """Drop the pending call if it is droppable, and return ``True`` if no call is pending any more."""
-        if self.call is not None and self.call.droppable:
+        if self.request is not None and self.request.droppable:
             with self.changing():
                 self.drop_pending()
-        return self.call is None
+        return self.request is None
 
     def drop_pending(self) -> None:
         """Drop all pending requests; their replies will be ignored."""
-        self.call, self.parts, self.lost, self.ready, self.infos = None, {}, [], {}, {}
+        self.request, self.parts, self.lost, self.ready, self.infos = None, {}, [], {}, {}
         self.unraised.clear()
 
     # -- waiting ----------------------------------------------------------------------------------------------------------
@@ -228,21 +228,21 @@ class HostExchange:
             StepTimeout: The results are late; the call stays pending.
             Exception: An environment failed, or a worker or host died.
         """
-        request = self.call
+        request = self.request
         assert request is not None
         name = wait_method(request.command)
         if not self.wait_for_all(request, deadline_after(timeout), name):
             raise self._timeout_error(name, timeout)
         self.state.changing = not request.droppable  # until the guard has returned the results
-        self.call = None
+        self.request = None
         return request.results
 
-    def receive_by_row(self) -> None:
+    def convert_for_recv(self) -> None:
         """Let ``recv`` return the rows of a pending ``reset`` one by one. Raises for other pending calls."""
-        if self.call is not None and not self.drop_if_droppable():
-            if self.call.command != "reset":
-                advance(self.call.phase, "reset_async", self)
-            self.call = None
+        if self.request is not None and not self.drop_if_droppable():
+            if self.request.command != "reset":
+                advance(self.request.phase, "reset_async", self)
+            self.request = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:
         """Wait until ``count`` rows are ready, and raise pending errors; return ``False`` if the deadline passes first."""
@@ -264,7 +264,7 @@ class HostExchange:
         Raises:
             StepTimeout: There is no deadline, and a step or reset did not finish within ``step_timeout``.
         """
-        limit = self.step_timeout if deadline is None and (self.call is None or self.call.command in PHASES) else None
+        limit = self.step_timeout if deadline is None and (self.request is None or self.request.command in PHASES) else None
         until = deadline_after(limit) if deadline is None else deadline
         while not is_enough():
             if self.lost:

@@ -330,8 +330,9 @@ class Host:
             if record.env is not None and self._first + record.env not in reported:
                 events.events.append(RemoteFailure(events.move([record.env]), events.pack(record.error), fatal=False))
         records.clear()  # the caller keeps them
-        is_plain = len(rows) == self.envs.num_envs and outcome.is_plain() and not (events.events or events.failed or errors)
-        if is_plain and sum(array.nbytes for array in arrays) < _MAX_RECORD_BYTES:
+        reported_nothing = not (outcome.has_payload() or events.events or events.failed or errors)
+        is_short = sum(array.nbytes for array in arrays) < _MAX_RECORD_BYTES
+        if reported_nothing and is_short and len(rows) == self.envs.num_envs:
             batch = np.empty(len(rows), self._records)
             for name, array in zip(self._records.names or (), arrays, strict=True):
                 batch[name] = array
@@ -340,7 +341,7 @@ class Host:
         if errors and (self.envs.capabilities.restarts or not failed):
             error = events.pack(errors[0])  # otherwise the events are what it is about
         return HostReply(
-            rows, arrays, None if outcome.is_plain() else encode_outcome(outcome), events.events, events.failed, error
+            rows, arrays, encode_outcome(outcome) if outcome.has_payload() else None, events.events, events.failed, error
         )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def layer_of(module: str) -> int:
         for room in rooms
         if path == room or path.startswith(f"{room}.")
     ]
-    assert fits, f"{module} is in no room: tests/test_architecture.py and docs/architecture.md say which there are"
+    assert fits, f"{module} is in no layer: tests/test_architecture.py and docs/architecture.md list them"
     return max(fits)[1]
 
 

@@ -19,7 +19,7 @@ from faulty_envs import Chain, EchoEnv, Pause, RowChecker, faulty_env_fn, health
 from gymnasium.vector import AutoresetMode
 from observe import CHEAP, FAULTS, PATIENCE, Launch, alive, names, report, still_running, worker_pids
 
-from vecenv import Restart
+from vecenv import Restart, WorkerOptions
 from vecenv.errors import EnvFailed, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.system.restart_budget import RestartBudget
 from vecenv.testing import assert_identical
@@ -603,6 +603,40 @@ def test_reset_that_replaces_a_worker_leaves_it_no_deadline(
     *_, truncations, _ = envs.step(ACTIONS[:2])
     assert worker_pids(envs) == pids
     assert not truncations.any()
+
+
+class HangsInOneReset(EchoEnv):
+    """An environment with a reset that hangs if a file exists, which it removes."""
+
+    def __init__(self, index: int, file: Path) -> None:
+        super().__init__(index)
+        self._file = file
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        with contextlib.suppress(FileNotFoundError):
+            self._file.unlink()
+            time.sleep(3600)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_each_of_two_rebuilds_of_a_worker_has_a_limit(launch: Launch, hanging: int, tmp_path: Path) -> None:
+    """A worker that dies with messages of two requests gets two rebuild messages; either of them may hang."""
+    env_fns = [functools.partial(HangsInOneReset, index, tmp_path / f"{index}") for index in range(2)]
+    options = WorkerOptions(start_timeout=1.5)
+    envs = launch(env_fns, num_workers=1, batch_size=1, on_failure="restart", worker_options=options)
+    envs.reset(seed=7)
+    (tmp_path / f"{hanging}").touch()
+    (pid,) = worker_pids(envs)
+    os.kill(pid, signal.SIGSTOP)
+    for row in (0, 1):
+        envs.send([1], [row])
+    os.kill(pid, signal.SIGKILL)
+    received = [envs.recv(timeout=60) for _ in range(2)]
+    assert sorted(infos["env_id"].item() for *_, infos in received) == [0, 1]
+    assert all(truncations.all() and infos["restarted"].all() for *_, truncations, infos in received)
+    assert [str(record.error) for record in envs.errors if "it hung for more than 1.5 seconds" in str(record.error)]
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])

@@ -615,7 +615,7 @@ def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) 
 
 
 class StepClock:
-    """A clock that times a sample of a worker's messages, as reading the time twice takes a tenth of a CartPole step.
+    """A sampling clock for the steps of a worker, as reading the time twice takes a tenth of a CartPole step.
 
     The shorter the messages are, the fewer are timed. At least one in 32 is timed, so that a single long message never
     counts for more than 32.

@@ -23,7 +23,7 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python="3.12")
 def newest(session: nox.Session) -> None:
-    """The whole default run with the newest of everything: this Python gets a newer EnvPool than 3.11. In .ci/run in part."""
+    """The whole default run with the newest of everything, such as EnvPool. In part in .ci/run."""
     session.install("--upgrade", "--upgrade-strategy", "eager", "-e", ".[test]")
     session.run("pytest", *session.posargs)
 

@@ -285,7 +285,7 @@ def test_forked_child_that_does_not_use_it_exits_cleanly() -> None:
 def test_it_cannot_be_copied_or_pickled(make: Make) -> None:
     envs = make(2)
     for copied in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(TypeError, match="build one where it is to be used"):
+        with pytest.raises(TypeError, match="build a new one in the process that uses it"):
             copied(envs)
 
 

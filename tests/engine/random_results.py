@@ -236,7 +236,7 @@ class Side:
         """Step every row, after a reset of those that failed. Return all that can be seen of the outcome."""
         seen = []
         if self.failed:
-            seen.append(self.shown(self.rows.rebuild(self.failed, [None] * len(self.failed), None, pending=False)))
+            seen.append(self.shown(self.rows.rebuild(self.failed, [None] * len(self.failed), None, reset_due=False)))
         out = self.rows.step(None, [0] * ROWS)
         self.failed = [failure.env for failure in out.failures if failure.fatal]
         return [*seen, self.shown(out)]

@@ -188,7 +188,7 @@ def test_a_warning_about_a_column_is_given_once_and_names_the_environment_and_th
                 assert envs.step([0] * 3)[4]["a"].tolist() == [1, 2, 2.5]
         texts = [str(warning.message) for warning in caught]
         assert len(texts) == 1
-        assert "infos['a']: env 2 returned 2.5, and the column that env 0 began has dtype int64" in texts[0]
+        assert "infos['a']: env 2 returned 2.5, but the first value, from env 0, has dtype int64" in texts[0]
 
 
 def test_a_key_that_is_the_mask_of_another_is_dropped_with_a_warning(engine: Options) -> None:

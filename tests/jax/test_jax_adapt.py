@@ -192,7 +192,7 @@ def test_playground_adapter_steps_like_playground(playground: Any, asymmetric: A
 
 def test_playground_runs_on_jax_by_default(playground: Any) -> None:
     assert make_env("CartpoleBalance")._config.impl == "jax"
-    with pytest.raises(TypeError, match=r"config_overrides.*not \['impl'\]"):
+    with pytest.raises(TypeError, match=r"config_overrides=, got \['impl'\]"):
         make_env("CartpoleBalance", impl="jax")
     with pytest.raises(ValueError, match="speed"):
         make_env("CartpoleBalance", config_overrides={"speed": 3})

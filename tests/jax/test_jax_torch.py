@@ -109,7 +109,7 @@ def test_states_go_to_jax_and_back(counters: Any) -> None:
 def test_environments_without_gradient_are_refused(counters: Any) -> None:
     with pytest.raises(ValueError, match="no derivative"):
         vecenv.torch.differentiable(Switch(), 2)
-    with pytest.raises(ValueError, match="options already"):
+    with pytest.raises(ValueError, match="already has its options"):
         vecenv.torch.differentiable(counters(), 3)
     env = vecenv.torch.differentiable(counters())
     with pytest.raises(ValueError, match="shape"):
@@ -146,5 +146,5 @@ def test_named_environment_with_options_and_copied_states() -> None:
         assert torch.equal(twin.integers, state.integers)
         assert twin.done.tolist() == [False, False]
         assert torch.equal(twin.inner.key.view(torch.int32), state.inner.key.view(torch.int32))
-    with pytest.raises(ValueError, match="is wanted, got"):
+    with pytest.raises(ValueError, match="was expected, got"):
         env.state(state.packed, state.packed)

@@ -317,7 +317,7 @@ def test_invalid_options_are_refused_and_close_works(
         envs.__init__(Counter(), **options)  # type: ignore[misc]
     envs.close()
     assert repr(envs) == "JaxVectorEnv(closed)"
-    with pytest.raises(ValueError, match="options already"):
+    with pytest.raises(ValueError, match="already has its options"):
         JaxVectorEnv(counters(), 3)
 
 

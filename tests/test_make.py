@@ -272,8 +272,8 @@ NO_ENTRY = EnvSpec("OnlyVector-v0", vector_entry_point="x:y")
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"num_envs": 0}, ValueError, "`num_envs` must be an int from 1 on, got 0"),
-        ({"num_envs": "8"}, ValueError, "`num_envs` must be an int from 1 on, got '8'"),
+        ({"num_envs": 0}, ValueError, "`num_envs` must be a positive int, got 0"),
+        ({"num_envs": "8"}, ValueError, "`num_envs` must be a positive int, got '8'"),
         ({"backend": ["process"]}, ValueError, "there is no backend"),
         ({"vector_kwargs": 3}, TypeError, "vector_kwargs must be a dict"),
         ({"wrappers": 3}, TypeError, "wrappers must be a sequence of functions"),

@@ -338,7 +338,7 @@ def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
         (["."], "vecenv: no such program: . is a folder"),
         (["-m", "nowhere.at_all"], "vecenv: no module 'nowhere.at_all': ModuleNotFoundError: No module named 'nowhere'"),
         ([], "vecenv: no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ..."),
-        (["--num-workers", "-1", "x.py"], "argument --num-workers: must be an int from 0 on, 'auto' or 'each', got '-1'"),
+        (["--num-workers", "-1", "x.py"], "argument --num-workers: must be a non-negative int, 'auto' or 'each', got '-1'"),
         (["--context", "thread", "x.py"], "argument --context: invalid choice: 'thread'"),
     ],
     ids=str,

@@ -1,10 +1,11 @@
 """The exception classes of vecenv.
 
-Each class names the faulty part. Where callers catch a class of the standard library or of Gymnasium for the same reason, it
-is a base class here: a timeout is a ``multiprocessing.TimeoutError`` as in Gymnasium *and* the builtin one, a dead worker is
-a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``) are Gymnasium's own classes, from
-``gymnasium.error``. An environment's exception is raised again unchanged, with the worker's traceback as its cause and a
-note that names the environment; :class:`EnvError` replaces one that cannot be sent between processes.
+Each class identifies the part that failed. If programs already catch a class of the standard library or of Gymnasium in the
+same situation, it is a base class here: a timeout is both a ``multiprocessing.TimeoutError``, as in Gymnasium, and the
+builtin ``TimeoutError``; a dead worker is a ``RuntimeError``. Protocol errors (a call out of order, a call after ``close``)
+are Gymnasium's own classes, from ``gymnasium.error``. An environment's exception is raised again unchanged, with the
+worker's traceback as its cause and a note that names the environment; :class:`EnvError` replaces one that cannot be sent
+between processes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = [
 
 
 def how_to_install(extra: str, *packages: str) -> str:
-    """Return the commands that install an extra, and the packages ``packages``, for messages."""
+    """Return the commands that install an extra and ``packages``, for an error message."""
     others = "".join(f" {package}" for package in packages)
     return f"pip install -e '.[{extra}]'{others} in a checkout, or pip install 'vecenv[{extra}]'{others} from a release"
 
@@ -52,7 +53,7 @@ def span_text(rows: Sequence[int]) -> str:
 
 
 def failed_earlier_error(reasons: Mapping[int, str]) -> EnvFailed:
-    """Return the exception for rows that have to be reset first; ``reasons`` has the failure of each."""
+    """Return the exception for rows that failed earlier and must be reset first; ``reasons`` maps rows to their failures."""
     rows = sorted(reasons)
     return EnvFailed(
         f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
@@ -65,12 +66,13 @@ class VecEnvError(Exception):
 
 
 class EnvError(VecEnvError, RuntimeError):
-    """An environment's exception cannot be pickled and unpickled, or is not an ``Exception`` (``sys.exit``).
+    """A replacement for an environment's exception that cannot be pickled and unpickled, or is not an ``Exception``.
 
-    The message contains the original type, text and location; ``__cause__`` is the :class:`RemoteTraceback`.
+    ``SystemExit`` from ``sys.exit()`` is such a case. The message contains the original type, text and location;
+    ``__cause__`` is the :class:`RemoteTraceback`.
 
     Attributes:
-        original: The type and the text of the exception that it replaces, as ``"Type: text"``; empty if it replaces none.
+        original: The type and the text of the original exception, as ``"Type: text"``; empty if there was none.
     """
 
     def __init__(self, *args: object, original: str = "") -> None:
@@ -83,13 +85,14 @@ class EnvFailed(VecEnvError, RuntimeError):
 
 
 class ObservationError(VecEnvError, ValueError):
-    """An observation, reward or flag does not fit its space; the message names the environment, the field and both forms."""
+    """An observation, reward or flag does not fit its space; the message names the environment, field and mismatch."""
 
 
 class InfoError(VecEnvError, AttributeError):
     """The infos of a step, a reset or a ``recv`` cannot be merged into one dict of arrays, because one is not a dict.
 
-    The environments are intact and the call has ended: continue with the next. :func:`vecenv.infos_by_row` merges no infos.
+    The environments are intact and the call is complete: continue with the next call. :func:`vecenv.infos_by_row` does not
+    merge infos.
 
     Attributes:
         result: The results of the call, with a list of one info per row in place of the dict.
@@ -101,7 +104,7 @@ class InfoError(VecEnvError, AttributeError):
 class EpisodeOver(VecEnvError, ResetNeeded, AssertionError):
     """An environment was stepped after the end of its episode, with ``autoreset_mode="Disabled"`` and ``num_workers=0``.
 
-    It is an ``AssertionError`` because ``gymnasium.vector.SyncVectorEnv`` raises that.
+    It is an ``AssertionError`` because ``gymnasium.vector.SyncVectorEnv`` raises one.
     """
 
 
@@ -144,9 +147,9 @@ class HostDied(WorkerDied):
 class RestartsExhausted(WorkerDied):
     """The budget of restarts under ``on_failure="restart"`` is used up.
 
-    The message names the budget, the last causes and the option that increases it. This is a :class:`WorkerDied`, although
-    the cause may be an exception of an environment with a live worker, because a ``reset()`` has to rebuild the lost
-    environments in both cases. ``envs`` are these environments.
+    The message names the budget, the last causes and the option that increases it. This is a :class:`WorkerDied` even if the
+    cause is an exception of an environment in a live worker, because ``reset()`` has to rebuild the lost environments in
+    both cases. ``envs`` contains their indices.
     """
 
 
@@ -167,7 +170,7 @@ class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
         self.timeout, self.envs = timeout, tuple(envs)
 
     def copy(self) -> StepTimeout:
-        """Return a copy without the traceback, which keeps the program's frames alive."""
+        """Return a copy without the traceback, because a traceback keeps the program's frames alive."""
         return StepTimeout(*self.args, timeout=self.timeout, envs=self.envs)
 
 
@@ -200,7 +203,7 @@ class NotRestorable(VecEnvError, RuntimeError):
 
 
 class SnapshotMismatch(VecEnvError, ValueError):
-    """A snapshot is damaged, or is of another environment, wrapper stack, version or type. Nothing was changed."""
+    """A snapshot is damaged, or belongs to another environment, wrapper stack, version or type. Nothing was changed."""
 
 
 class RemoteTraceback(VecEnvError):
@@ -246,7 +249,7 @@ class ErrorRecord:
     def recorded(self) -> str:
         """With ``record_failures=``, the path of the file for ``vecenv replay``; empty if there is none.
 
-        If a worker with several environments died, it is the file of the one that was running, if that is known.
+        If a worker with several environments died, this is the file of the running environment, if that is known.
         """
         notes = getattr(self.error, "__notes__", ())
         found = (note.removeprefix(_RECORDED).partition("\n")[0] for note in notes if note.startswith(_RECORDED))
@@ -254,13 +257,13 @@ class ErrorRecord:
 
     @property
     def when(self) -> datetime:
-        """The moment as a date and time of day, in the local time zone."""
+        """The time of the failure as a date and time of day, in the local time zone."""
         return datetime.now().astimezone() - timedelta(seconds=time.monotonic() - self.time)
 
     def __str__(self) -> str:
         try:
             first = (str(self.error).strip().splitlines() or [""])[0]
-        except Exception:  # raised by the environment's own class
+        except Exception:  # raised by `__str__` of the environment's own exception class
             first = "it could not be printed"
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"

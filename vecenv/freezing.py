@@ -2,11 +2,14 @@
 
 ``freeze`` makes a worker fork. The copy waits, and shares with the worker all memory to which neither of them writes.
 ``thaw`` makes the copy fork in turn, and the new process replaces the worker of a row. So even the state of C code is kept.
+
 Only memory is copied, so freezing a worker with threads, child processes, a GPU, timers, shared memory, or files open for
 writing raises an error that names them. Files open for reading are reopened in the copy at the same position, because
-otherwise both would share one position. ``random`` seeds its generator in each fork; the copy restores its state. Copies
-are children neither of this process nor of the worker, in which an environment's ``os.wait()`` would reap them. They end
-with this process through the workers' lifeline, and each has its own token, stack file and pidfd.
+otherwise both processes would share one position. The module ``random`` reseeds its generator in each fork, so the copy
+restores the generator's state.
+
+Copies are children neither of the caller nor of the worker, because an environment's ``os.wait()`` would reap them there.
+They end with the caller through the workers' lifeline. Each has its own token, stack file and pidfd.
 """
 
 from __future__ import annotations
@@ -67,12 +70,12 @@ class CopyPlan:
 
     Attributes:
         caller: The caller's pid.
-        reader, writer: The caller's descriptor numbers of the copy's ends of its channel.
-        stack_file: The caller's descriptor number of the copy's stack file.
+        reader, writer: Numbers of the caller's descriptors for the copy's ends of its channel.
+        stack_file: Number of the caller's descriptor for the copy's stack file.
         token: The mark of the copy, see :mod:`vecenv.system.descendants`.
         row: The row that the copy serves; ``None`` for a copy that waits.
         placement: The cores for the copy.
-        seed: The new seed of its generators; ``None`` to continue with their states.
+        seed: The new seed of its generators; ``None``: their states are kept.
     """
 
     caller: int
@@ -96,7 +99,7 @@ def copy_worker(process: WorkerState, plan: CopyPlan) -> Outcome | None:
     """
     rows = process.rows
     assert rows is not None
-    if reason := _reason_against_fork(process):
+    if reason := _explain_unsafe_fork(process):
         return Outcome(failures=[Failure(rows.first, NotRestorable(f"it cannot be frozen: {reason}"), fatal=False)])
     if not _fork(plan.token):
         return Outcome()
@@ -112,7 +115,7 @@ def _wait_to_be_copied(process: WorkerState, plan: CopyPlan) -> None:
     """Fork at each request. This returns only in the forks; the waiting process ends here."""
     process.channel.close()
     policy = SpinPolicy(0.0, np.zeros(1))
-    with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller is gone, or another row was refused
+    with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller has ended, or another row cannot be frozen
         channel = _connect(process, plan)
         _report_ready(channel)
         while (message := channel.wait(policy))[0] != Op.CLOSE:
@@ -139,12 +142,12 @@ def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
     if plan.seed is not None:
         _reseed(process.rows.envs[0], plan.seed)
     process.inherited = list_open_resources()
-    process.leave = os._exit  # the clean-up at an interpreter's exit belongs to the original
+    process.leave = os._exit  # only the original process cleans up at the interpreter's exit
     _report_ready(process.channel)
 
 
 def _reseed(env: Any, seed: int) -> None:
-    """Seed the generator of an environment, and those from which it draws in this process."""
+    """Seed the generator of an environment, and the global generators that it uses."""
     base = env.unwrapped
     base._np_random, base._np_random_seed = seeding.np_random(seed)
     if isinstance(env, OwnGenerators):
@@ -176,9 +179,9 @@ def _report_ready(channel: WorkerEnd) -> None:
 
 
 def _fork(token: int) -> bool:
-    """Copy this process by two forks, of which the first ends at once. Return ``True`` in the copy."""
+    """Copy this process by forking twice, so that the copy is no child of it. Return ``True`` in the copy."""
     flush_output()  # otherwise each copy would write the buffered output
-    files, drawing = _opened_again(), random.getstate()
+    files, random_state = _reopen_files(), random.getstate()
     if child := os.fork():
         os.waitpid(child, 0)
         for fresh, _ in files:
@@ -188,7 +191,7 @@ def _fork(token: int) -> bool:
         if os.fork():
             os._exit(0)
         set_up_copy(token)
-        random.setstate(drawing)  # `random` seeds it in every fork
+        random.setstate(random_state)  # `random` reseeds its generator in every fork
         for fresh, numbers in files:
             for number in numbers:
                 os.dup2(fresh, number, os.get_inheritable(number))
@@ -199,8 +202,8 @@ def _fork(token: int) -> bool:
     return True
 
 
-def _opened_again() -> list[tuple[int, list[int]]]:
-    """Reopen all files that are open for reading, at their positions. Return (new number, numbers with that position)."""
+def _reopen_files() -> list[tuple[int, list[int]]]:
+    """Reopen all files that are open for reading, at their positions. Return (new number, numbers that it replaces)."""
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for number in sorted(int(name) for name, _ in list_open_resources() if name.isdigit()):
         with contextlib.suppress(OSError):
@@ -233,11 +236,11 @@ def _flags_of(number: int) -> int:
     return int(kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()[0], 8)
 
 
-def _reason_against_fork(process: WorkerState) -> str:
+def _explain_unsafe_fork(process: WorkerState) -> str:
     """Return the reason why a copy of this process would not continue like the original; empty if there is none."""
-    if _threads() > 1:
+    if _count_threads() > 1:
         _stop_library_threads()
-    if (threads := _threads()) > 1:
+    if (threads := _count_threads()) > 1:
         return f"it has {threads} threads, and a copy has one"
     opened = list_open_resources() - process.inherited
     for _, file in opened:
@@ -245,19 +248,19 @@ def _reason_against_fork(process: WorkerState) -> str:
             return f"it uses a GPU ({file}), and a copy of its memory lacks the GPU's state"
     files = {file for number, file in opened if number.isdigit() and _is_shared(int(number), file)}
     if files:
-        return f"copies would share what it has open for writing: {_listed(files)}"
+        return f"copies would share what it has open for writing: {_join_names(files)}"
     memory = {file for addresses, file in opened if not addresses.isdigit()}
     if memory := memory | set(_objects_in_shared_memory(process)):
-        return f"copies would share memory that they write to: {_listed(memory)}"
-    if children := _children():
+        return f"copies would share memory that they write to: {_join_names(memory)}"
+    if children := _child_pids():
         return f"it has started processes, which a copy would share: pid {', '.join(children)}"
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         if signal.getitimer(timer)[0]:
-            return "it has a timer running, which a copy has not"
+            return "it has a running timer, which a copy would lack"
     return ""
 
 
-def _listed(names: set[str]) -> str:
+def _join_names(names: set[str]) -> str:
     each = sorted(name.removesuffix(" (deleted)") for name in names)
     return ", ".join(each[:_SHOWN]) + (f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else "")
 
@@ -276,7 +279,7 @@ def _is_shared(number: int, file: str) -> bool:
 
 
 def _objects_in_shared_memory(process: WorkerState) -> Iterator[str]:
-    """Yield where an environment refers to memory that was shared before it was built."""
+    """Yield the places where an environment refers to memory that was shared before it was built."""
     arena = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
     every = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
     ranges = [(low, high) for low, high in every if not low <= arena < high]
@@ -297,7 +300,7 @@ def _address_of(thing: Any) -> int:
     return 0
 
 
-def _threads() -> int:
+def _count_threads() -> int:
     """Count the threads. A joined thread may be listed for a moment longer, but it is marked as exiting."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
@@ -306,7 +309,7 @@ def _threads() -> int:
     return count
 
 
-def _children() -> list[str]:
+def _child_pids() -> list[str]:
     """Return the pids of running processes that this one has started."""
     every = [pid for file in Path("/proc/self/task").glob("*/children") for pid in kernel_file(str(file)).split()]
     return [pid for pid in every if kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])]
@@ -324,7 +327,7 @@ def _stop_library_threads() -> None:
 
 
 class _CopyPopen:
-    """A ``Popen`` object of ``multiprocessing`` for a process that it has not started itself."""
+    """A ``Popen`` object, as in ``multiprocessing``, for a process that ``multiprocessing`` did not start."""
 
     def __init__(self, pid: int, method: str, pidfd: Descriptor) -> None:
         self.pid, self.method, self._pidfd = pid, method, pidfd
@@ -411,7 +414,7 @@ class _Copy:
                     break
         if message is None:
             seconds = f"{_READY_SECONDS:.0f} seconds"
-            raise WorkerDied(f"{name} could not be copied: its copy ended, or was not there within {seconds}")
+            raise WorkerDied(f"{name} could not be copied: its copy ended, or was not ready within {seconds}")
         ready: Ready = pickle.loads(decode(message)[2] or b"")
         self.process = CopiedProcess(ready.pid, method, name, self.held)
         self.channel.close_worker_ends()
@@ -440,7 +443,7 @@ class Frozen:
         observation: Its last observation.
         info: The part of its latest info that lay in shared memory: numbers, and arrays of recurring keys.
         method: Start method of its process.
-        beside: Data about the environment from a vector environment built on the engine.
+        beside: Data about the environment, added by a vector environment that is built on the engine.
     """
 
     beside: Any = None
@@ -478,7 +481,7 @@ class Frozen:
         return self
 
     def _require_usable(self, engine: Any) -> ProcessWatch:
-        """Return a watch of the copy. Raise if it is closed, ended, or of another vector environment."""
+        """Return a watch on the copy. Raise if the copy is closed, has ended, or belongs to another vector environment."""
         if self._engine() is not engine:
             raise ValueError(f"{self!r} is of another vector environment")
         if self.closed:
@@ -509,7 +512,7 @@ class Frozen:
         return f"Frozen(env {self.env}, {state})"
 
 
-def reason_against(engine: Any) -> str:
+def explain_unfreezable(engine: Any) -> str:
     """Return the reason why the environments of an engine cannot be frozen; empty if there is none."""
     if not (sys.platform.startswith("linux") and hasattr(os, "pidfd_open") and os.path.exists("/proc/self/fd")):
         return f"it needs Linux, pidfds and /proc, and this system is {sys.platform}"
@@ -544,7 +547,7 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
 def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
     """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`.
 
-    Signal handlers are deferred. If one raises, nothing has changed, or, at the very end, a reset is needed.
+    Signal handlers are deferred. If one raises, nothing has changed; if it raises at the very end, a reset is needed.
     """
     watch = frozen._require_usable(engine)
     seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
@@ -573,11 +576,7 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
 def _fork_copies(
     engine: Any, frozen: Frozen, watch: ProcessWatch, rows: list[int], seeds: Sequence[int | None], copies: list[_Copy]
 ) -> None:
-    """Make a frozen copy fork once per row; the new processes are appended to ``copies``.
-
-    Raises:
-        WorkerDied: The frozen copy has ended.
-    """
+    """Make a frozen copy fork once per row; append the new processes to ``copies``. ``WorkerDied`` if the copy has ended."""
     pool, channel = engine.pool, frozen._copy.channel
     try:
         for row, seed in zip(rows, seeds, strict=True):
@@ -591,7 +590,7 @@ def _fork_copies(
 
 
 def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
-    """Replace the worker of a row by a copy that is ready."""
+    """Replace the worker of a row with a copy that is ready."""
     pool = engine.pool
     worker = pool.wrap_process(row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.held, copy.token)
     pool.replace(pool.processes[row], launch=lambda index, rows: worker)

@@ -1,8 +1,8 @@
 """Functions that build every kind of vector environment: :func:`make_vec`, like Gymnasium's, and :func:`register`.
 
 A backend is one row of a table: the function that builds it, the libraries that it needs and the extra that installs them.
-Mistakes in the arguments (an id, a backend, a name of an option, a missing library) are found here, before anything is
-built, and the error names the right alternatives.
+Wrong arguments (an unknown id, backend or option) and missing libraries are reported before anything is built, and the error
+names the alternatives.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_spec(env_id: str) -> EnvSpec:
 
     Raises:
         gymnasium.error.UnregisteredEnv: There is no such id (may be a subclass of this error). The message names similar
-            ids, and other places that have this name.
+            ids, and libraries that may have the environment.
         ModuleNotFoundError: The module of a ``module:Env`` id cannot be imported.
     """
     try:
@@ -75,7 +75,7 @@ def newest_version(env_id: str) -> str | None:
 
 
 def _suggest_places(env_id: str) -> str:
-    """Return hints where an unregistered environment can be found, for error messages."""
+    """Return hints, for an error message, on where to find an unregistered environment."""
     name = env_id.rpartition(":")[2]
     hints = []
     close = difflib.get_close_matches(name, registry, n=3, cutoff=0.7)
@@ -189,14 +189,15 @@ def make_vec(
 
     Args:
         id_or_env_fn: An id in Gymnasium's registry (``"CartPole-v1"``, ``"module:Env-v0"``) or an ``EnvSpec``; a function
-            that builds one environment; for the other backends, a name in their library.
+            that builds one environment; or, for EnvPool, Brax and MuJoCo Playground, a name in that library.
         num_envs: Number of environments.
         backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`, as many as are fastest unless
-            ``num_workers`` is given; started by ``"forkserver"`` if JAX or torch is imported, because their threads do not
-            survive a fork. This process steps some environments itself if that is faster by more than a tenth, and a crash
-            of one of these ends it: ``envs.plan`` and ``repr`` show them, and ``use_caller=False`` prevents this.
-            ``"serial"``: the same class in this process. ``"envpool"``: EnvPool's C++ threads,
-            :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and ``"playground"``: on the accelerator.
+            ``num_workers`` is given. They are started by ``"forkserver"`` if JAX or torch is imported, because the threads
+            of these libraries do not survive a fork. The calling process steps some environments itself if that is more
+            than a tenth faster. A crash of one of these environments ends that process: ``envs.plan`` and ``repr`` show
+            them, and ``use_caller=False`` prevents this. ``"serial"``: the same class in the calling process alone.
+            ``"envpool"``: EnvPool's C++ threads, :class:`vecenv.backends.EnvPoolVectorEnv`. ``"brax"`` and
+            ``"playground"``: on the accelerator, :class:`vecenv.backends.JaxVectorEnv`.
             ``"ray"``: worker processes on the machines of a Ray cluster, :class:`vecenv.backends.RayVectorEnv`.
             ``"native"``: the library's own vector environment, :class:`vecenv.backends.NativeVectorEnv`; ``"process"`` uses
             it too for an id that has only a vector entry point.
@@ -212,12 +213,12 @@ def make_vec(
 
     Raises:
         gymnasium.error.UnregisteredEnv: There is no such environment. The text names similar ids.
-        ValueError: There is no such backend, and the text lists all; wrappers for a backend without Python environments; an
-            invalid ``num_envs``.
-        TypeError: There is no such option, and the text lists all; both the vector environment and the environment have it;
-            an argument of a wrong type.
-        ImportError: A library is missing. The text has the command that installs it.
-        NotImplementedError: ``spare_workers`` for a backend without them.
+        ValueError: There is no such backend (the text lists all), there are wrappers for a backend without Python
+            environments, or ``num_envs`` is invalid.
+        TypeError: There is no such option (the text lists all), the vector environment and the environment both have it, or
+            an argument has a wrong type.
+        ImportError: A library is missing. The text contains the command that installs it.
+        NotImplementedError: The backend does not support ``spare_workers``.
     """
     entry = _find_backend(backend)
     found = entry.spec(id_or_env_fn)
@@ -249,7 +250,7 @@ def make_vec(
 def _merge_recorded(
     spec: EnvSpec, num_envs: int, vector_kwargs: dict[str, Any], wrappers: Wrappers | None, kwargs: dict[str, Any]
 ) -> tuple[int, dict[str, Any], Wrappers | None, dict[str, Any]]:
-    """Return the arguments of :func:`make_vec`; those in a vector environment's spec have priority, as in Gymnasium."""
+    """Merge in the arguments recorded in a vector environment's spec. As in Gymnasium, only ``kwargs`` override them."""
     recorded = copy.deepcopy(spec.kwargs)
     recorded.pop("vectorization_mode", None)
     num_envs = recorded.pop("num_envs", num_envs)
@@ -266,7 +267,7 @@ def register(
     ``vecenv.make_vec("CartPole-v1", num_envs=8)``.
 
     Args:
-        id: An id for :func:`make_vec`. A slash becomes a hyphen: ``"ALE/Pong-v5"`` is ``"vecenv/ALE-Pong-v5"``.
+        id: An id for :func:`make_vec`. A slash becomes a hyphen: ``"ALE/Pong-v5"`` becomes ``"vecenv/ALE-Pong-v5"``.
         backend: The backend; ``gymnasium.make_vec(..., backend=...)`` can override it.
         vector_kwargs, env_kwargs, **options: As for :func:`make_vec`; ``gymnasium.make_vec`` can override those of the
             environment.
@@ -275,7 +276,7 @@ def register(
         The new name. A second registration replaces the first.
 
     Raises:
-        Exception: The errors of :func:`make_vec` that are found without building an environment.
+        Exception: The errors that :func:`make_vec` raises before it builds an environment.
     """
     entry = _find_backend(backend)
     if not isinstance(id, str):
@@ -296,7 +297,7 @@ _REGISTERED = f"{__name__}:_make_registered"
 
 
 def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any) -> AnyVectorEnv:
-    """Build the vector environment of a name from :func:`register`; Gymnasium calls this."""
+    """Build a vector environment registered by :func:`register`. Gymnasium calls this function."""
     wrappers = env_kwargs.pop("wrappers", None)
     return make_vec(id, num_envs, backend, vector_kwargs=options, env_kwargs=env_kwargs, wrappers=wrappers)
 
@@ -381,7 +382,7 @@ class Backend:
 
 
 def _find_backend(backend: str) -> Backend:
-    """Return the entry of a backend, after a check that its libraries are installed.
+    """Return the entry of a backend, if its libraries are installed.
 
     Raises:
         ValueError: There is no such backend.
@@ -450,14 +451,14 @@ def _parse_wrappers(wrappers: Wrappers | None) -> tuple[Callable[[Any], Any], ..
     return tuple(wrappers or ())
 
 
-# -- the rows ----------------------------------------------------------------------------------------------------------
+# -- the backends ------------------------------------------------------------------------------------------------------
 
 
 def _process_options() -> tuple[str, ...]:
     return (*engine_options(), "spare_workers")
 
 
-def _process(request: MakeRequest) -> AnyVectorEnv:
+def _build_process(request: MakeRequest) -> AnyVectorEnv:
     options = dict(request.vector_kwargs)
     options.setdefault("num_workers", None if options.get("spare_workers") else "auto")
     threads = any(name in sys.modules for name in ("jax", "torch"))  # their threads do not survive a fork
@@ -466,7 +467,7 @@ def _process(request: MakeRequest) -> AnyVectorEnv:
     return _engine(request, options)
 
 
-def _serial(request: MakeRequest) -> AnyVectorEnv:
+def _build_serial(request: MakeRequest) -> AnyVectorEnv:
     if request.vector_kwargs.get("num_workers", 0) != 0:
         raise ValueError("backend 'serial' steps environments in this process; num_workers is for backend='process'")
     return _engine(request, {**request.vector_kwargs, "num_workers": 0})
@@ -501,7 +502,7 @@ def _env_fn(request: MakeRequest) -> EnvFn:
 
 def _check_function_options(function: EnvFn, kwargs: Mapping[str, Any]) -> None:
     """Raise for options that a function or class does not take."""
-    try:  # a decorator's own function may take more arguments than the function it wraps
+    try:  # a decorator's own function may take more arguments than the function that it wraps
         parameters = inspect.signature(function, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return
@@ -540,13 +541,13 @@ def _ray_options() -> tuple[str, ...]:
     return (*inspect.signature(RayVectorEnv.__init__).parameters, *EngineOptions.__annotations__)
 
 
-def _ray(request: MakeRequest) -> AnyVectorEnv:
+def _build_ray(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import RayVectorEnv
 
     return RayVectorEnv([_env_fn(request)] * request.num_envs, **request.vector_kwargs)
 
 
-def _native(request: MakeRequest) -> AnyVectorEnv:
+def _build_native(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import NativeVectorEnv
 
     request.name("native")
@@ -577,7 +578,7 @@ def _native(request: MakeRequest) -> AnyVectorEnv:
     return envs
 
 
-def _envpool(request: MakeRequest) -> AnyVectorEnv:
+def _build_envpool(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import EnvPoolVectorEnv
 
     name = request.name("envpool")
@@ -598,11 +599,11 @@ def _jax_native(library: str, request: MakeRequest) -> AnyVectorEnv:
 
 
 _BACKENDS: dict[str, Backend] = {
-    "process": Backend(_process, find_spec, mode="async", options=_process_options),
-    "serial": Backend(_serial, find_spec, mode="sync", options=_process_options),
-    "envpool": Backend(_envpool, _find_envpool, ("envpool",), "envpool"),
+    "process": Backend(_build_process, find_spec, mode="async", options=_process_options),
+    "serial": Backend(_build_serial, find_spec, mode="sync", options=_process_options),
+    "envpool": Backend(_build_envpool, _find_envpool, ("envpool",), "envpool"),
     "brax": Backend(functools.partial(_jax_native, "brax"), str, ("jax", "brax"), "brax"),
     "playground": Backend(functools.partial(_jax_native, "playground"), str, ("jax", "mujoco_playground"), "playground"),
-    "ray": Backend(_ray, find_spec, ("ray",), "ray", mode="async", options=_ray_options),
-    "native": Backend(_native, find_spec),
+    "ray": Backend(_build_ray, find_spec, ("ray",), "ray", mode="async", options=_ray_options),
+    "native": Backend(_build_native, find_spec),
 }

@@ -152,7 +152,7 @@ class _ReplacementMeta(type):
     """A metaclass that makes instances of Gymnasium's class count as instances of its replacement.
 
     A subclass with methods that use private attributes of Gymnasium's class (its pipes, or hooks that it calls, such as
-    ``_add_info``) is derived from Gymnasium's class: ours does not have these attributes, or does not call these hooks.
+    ``_add_info``) stays derived from Gymnasium's class, because ours lacks these attributes and does not call these hooks.
     """
 
     def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
@@ -214,9 +214,9 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
         observation_mode: Any = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
     ) -> None:
-        if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` passes one, before Gymnasium 1.4
+        if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` passes an iterator before Gymnasium 1.4
             env_fns = list(env_fns)
-        self._requires_shared_memory = False  # SyncVectorEnv's second argument has another meaning
+        self._requires_shared_memory = False  # `__new__` took SyncVectorEnv's second argument, `copy`, for it
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
 
     @property
@@ -238,7 +238,7 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
 _AsyncReplacement.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 for _class, _original in ((_AsyncReplacement, GymnasiumAsync), (_SyncReplacement, GymnasiumSync)):
     _class.__name__ = _class.__qualname__ = _original.__name__
-    _class.__module__ = _original.__module__  # pickled under this name, which refers to it while it is installed
+    _class.__module__ = _original.__module__  # it is pickled under this name, which refers to it while it is installed
 _REPLACED: Final[set[type[Any]]] = set()
 
 
@@ -248,7 +248,7 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
     This applies to all vector environments that are built from now on, even by modules that have already imported the class
     and by ``gymnasium.make_vec(..., vectorization_mode="async")``. Classes derived from it earlier keep their base, so call
     this before you import them. Classes with methods that use its private attributes (``parent_pipes``, ``_add_info``, ...)
-    keep it, too. With a ``worker`` function, Gymnasium's own class is still built.
+    stay derived from it, too. With a ``worker`` function, Gymnasium's own class is still built.
 
     Args:
         sync: Replace ``gymnasium.vector.SyncVectorEnv`` too.
@@ -256,7 +256,7 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
             ``num_workers="auto"``, ``on_failure="restart"``, ``copy=False``. A second call replaces all of them.
 
     Raises:
-        TypeError: No such option; nothing was replaced.
+        TypeError: There is no such option; nothing was replaced.
     """
     check_option_names(defaults, _OPTIONS, "install()")
     uninstall()

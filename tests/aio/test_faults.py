@@ -256,7 +256,7 @@ async def test_worker_that_dies_too_often_is_abandoned_and_others_continue() -> 
             async with pool.episode() as good:
                 await good.step("x")
                 assert good.env_id != bad.env_id
-        assert "given_up=1" in repr(pool)
+        assert "abandoned=1" in repr(pool)
         async with pool.episode() as good:
             waiter = asyncio.create_task(pool.episode().__aenter__())
             with pytest.raises(WorkerDied):

@@ -150,7 +150,7 @@ async def test_invalid_seeds_options_and_episode_lists_raise() -> None:
             pool.episode(seed="one")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="options must be a dict or None"):
             pool.episode(options=["begin"])  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="retries must be an integer from 0 on, got -1"):
+        with pytest.raises(ValueError, match="retries must be a non-negative integer, got -1"):
             await pool.evaluate(lambda _: asyncio.sleep(0, "x"), 1, retries=-1)
         await check_all_slots(pool)
 

@@ -468,7 +468,7 @@ def test_registered_names_build_their_environments(only_vector: str) -> None:
             r"'CartPole-v1' does not offer .*SAME_STEP, only",
         ),
         ({"vector_kwargs": {"autoreset_mode": "Often"}}, ValueError, "'Often' is not a valid AutoresetMode"),
-        ({"num_envs": 0}, ValueError, "`num_envs` must be an int from 1 on"),
+        ({"num_envs": 0}, ValueError, "`num_envs` must be a positive int"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], text: str) -> None:

@@ -343,10 +343,10 @@ def test_hanging_environment_is_reported_and_killed() -> None:
 
 def test_invalid_thread_options_are_refused() -> None:
     for options, text in (
-        ({"env_threads": 0, "num_workers": 1}, "`env_threads` must be an int from 1 on, got 0"),
+        ({"env_threads": 0, "num_workers": 1}, "`env_threads` must be a positive int, got 0"),
         ({"env_threads": 2, "num_workers": 0}, "`env_threads` needs worker processes"),
         ({"env_threads": 2, "use_caller": True}, "`env_threads` needs worker processes"),
-        ({"env_threads": 2, "num_workers": "auto"}, "`num_workers` must be None or an int from 1 on with env_threads"),
+        ({"env_threads": 2, "num_workers": "auto"}, "`num_workers` must be None or a positive int with env_threads"),
     ):
         with pytest.raises(ValueError, match=text):
             vecenv.AsyncVectorEnv(actors(2), **options)  # type: ignore[arg-type]

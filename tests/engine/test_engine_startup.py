@@ -109,10 +109,10 @@ def test_workers_start_concurrently() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (lambda: Restart(limit=-1), "`Restart(limit)` must be None or an int from 0 on, got -1"),
+        (lambda: Restart(limit=-1), "`Restart(limit)` must be None or a non-negative int, got -1"),
         (lambda: Restart(period=0.0), "`Restart(period)` must be a number of seconds above 0, got 0.0"),
         (lambda: WorkerOptions(start_timeout=-1), "`WorkerOptions(start_timeout)` must be a number of seconds above 0"),
-        (lambda: WorkerOptions(threads=0), "`WorkerOptions(threads)` must be None or an int from 1 on, got 0"),
+        (lambda: WorkerOptions(threads=0), "`WorkerOptions(threads)` must be None or a positive int, got 0"),
         (lambda: WorkerOptions(dummy_env="no"), "`WorkerOptions(dummy_env)` must be None, True, False or an object with"),
     ],
 )

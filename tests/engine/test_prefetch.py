@@ -394,7 +394,7 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
         ({"num_workers": 1}, "num_workers=None"), ({"num_workers": "auto"}, "num_workers=None"),
         ({"num_workers": 0}, "num_workers=None"), ({"use_caller": True}, "calling process"),
         ({"max_concurrency": 1}, "while all the others step"), ({"autoreset_mode": "Disabled"}, "begin by autoreset"),
-        ({"spare_workers": -1}, "from 0 on"), ({"spare_workers": True}, "from 0 on"),
+        ({"spare_workers": -1}, "non-negative"), ({"spare_workers": True}, "non-negative"),
         ({"env_threads": 2}, "one environment"),
     ],
 )  # fmt: skip

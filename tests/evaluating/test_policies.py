@@ -128,7 +128,7 @@ def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
         ({"episodes": [vecenv.Episode(options={"reset_mask": 1})]}, ValueError, "reset_mask"),
         ({"seed": "0"}, TypeError, "seed must be an integer, got '0'"),
         ({"seed": -1}, ValueError, "seed must not be negative, got -1"),
-        ({"retries": -1}, ValueError, "retries must be an integer from 0 on, got -1"),
+        ({"retries": -1}, ValueError, "retries must be a non-negative integer, got -1"),
         ({"retries": True}, ValueError, "retries"),
         ({"timeout": "1"}, TypeError, "timeout"),
         ({"timeout": 1.0}, NotImplementedError, "the calling process steps some"),

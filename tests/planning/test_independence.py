@@ -427,7 +427,7 @@ def test_environments_that_use_one_physics_client_are_named(
     assert len(found) == (clients[0] == "first"), found
     if found:
         assert f"envs 0-{1 if num_workers == 2 else 3} influence" in found[0]
-        assert "physics clients in their process, but all bodies are in the first. Pass `physicsClientId`" in found[0]
+        assert "physics clients in this process, but all bodies are in the first. Pass `physicsClientId`" in found[0]
 
 
 @pytest.mark.sampled(1)

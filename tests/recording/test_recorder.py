@@ -335,9 +335,9 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
 def test_bad_options(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         vecenv.AsyncVectorEnv([HistoryEnv], **wrong)
-    with pytest.raises(ValueError, match="`keep` must be an int from 1 on, got 0"):
+    with pytest.raises(ValueError, match="`keep` must be a positive int, got 0"):
         vecenv.FlightRecorder("failures", keep=0)
-    with pytest.raises(ValueError, match="`snapshot_every` must be an int from 1 on, got 'often'"):
+    with pytest.raises(ValueError, match="`snapshot_every` must be a positive int, got 'often'"):
         vecenv.FlightRecorder("failures", snapshot_every="often")  # type: ignore[arg-type]
 
 

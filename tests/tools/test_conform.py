@@ -116,7 +116,7 @@ def test_engine_with_its_own_environments_gets_applicable_checks() -> None:
     found = {row.name: row.state for row in rows}
     assert found["spaces are batched"] == "kept"
     assert found["seeds reach each environment"] == "refused"
-    assert "it brings its own environments" in next(row for row in rows if row.name.startswith("seeds")).why.values()
+    assert "it builds its own environments" in next(row for row in rows if row.name.startswith("seeds")).why.values()
 
 
 def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture[str]) -> None:

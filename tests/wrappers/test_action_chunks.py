@@ -224,8 +224,8 @@ def test_only_the_last_action_of_a_chunk_renders() -> None:
 @pytest.mark.parametrize(
     ("how", "error", "text"),
     [
-        ({"horizon": 0}, ValueError, "horizon must be an integer from 1 on, got 0"),
-        ({"horizon": 2.0}, TypeError, "horizon must be an integer from 1 on, got 2.0"),
+        ({"horizon": 0}, ValueError, "horizon must be a positive integer, got 0"),
+        ({"horizon": 2.0}, TypeError, "horizon must be a positive integer, got 2.0"),
         ({"horizon": 2, "discount": 1.5}, ValueError, "discount must be from 0 to 1, got 1.5"),
         ({"horizon": 2, "observations": "first"}, ValueError, "observations must be 'last' or 'all', got 'first'"),
     ],

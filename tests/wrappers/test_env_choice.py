@@ -153,7 +153,7 @@ def test_wrong_factories_are_named(given: Any, error: type[Exception], text: str
 
 @pytest.mark.parametrize(("keep", "error"), [(0, ValueError), (1.5, TypeError), (True, TypeError)])
 def test_a_wrong_keep_is_named(keep: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"EnvChoice: keep must be an integer from 1 on, got {keep}"):
+    with pytest.raises(error, match=f"EnvChoice: keep must be a positive integer, got {keep}"):
         vecenv.EnvChoice({"a": CounterEnv}, keep)
 
 

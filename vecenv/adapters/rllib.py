@@ -1,8 +1,8 @@
 """RLlib's multi-agent runner over :class:`vecenv.MultiAgentVecEnv`.
 
-RLlib runs vectorized games of many agents one after the other in the runner's own process, and has no option for another
-vector environment. ``MultiAgentVecEnvRunner`` is RLlib's runner with one method replaced, ``make_env``. :func:`as_rllib`
-provides the format that the rest of the runner reads: a list with one dict of agents per environment.
+RLlib steps vectorized multi-agent environments one after the other in the runner's own process, and has no option for
+another vector environment. ``MultiAgentVecEnvRunner`` is RLlib's runner with one method replaced, ``make_env``.
+:func:`as_rllib` provides the format that the rest of the runner reads: a list with one dict of agents per environment.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ _COMMON = "__common__"  # RLlib's key for infos that belong to no agent
 
 
 def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
-    """Wrap games of many agents in an RLlib ``VectorMultiAgentEnv``; closing the wrapper closes ``envs``.
+    """Wrap a multi-agent vector environment in an RLlib ``VectorMultiAgentEnv``; closing the wrapper closes ``envs``.
 
     Args:
-        envs: Games with next-step autoreset and ``copy=True``, the defaults, and layout ``"stack"`` or ``"agents"``.
+        envs: A vector environment with next-step autoreset and ``copy=True`` (the defaults), and layout ``"stack"`` or
+            ``"agents"``.
 
     Raises:
         TypeError: ``envs`` is not a ``MultiAgentVecEnv``.
@@ -76,9 +77,9 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         self.single_action_spaces = self._by_agent(envs.single_action_space)
         self.single_observation_space = spaces.Dict(self.single_observation_spaces)
         self.single_action_space = spaces.Dict(self.single_action_spaces)
-        self.envs = [_SpacesOfEnv(self) for _ in range(self.num_envs)]
+        self.envs = [_EnvSpaces(self) for _ in range(self.num_envs)]
         self._batches = {a: batch_space(s, self.num_envs) for a, s in self.single_observation_spaces.items()}
-        self._idle = {
+        self._placeholder_actions = {
             agent: next(iter(iterate(batch_space(space, 1), create_empty_array(space, 1))))
             for agent, space in self.single_action_spaces.items()
         }
@@ -87,7 +88,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         return dict.fromkeys(self._agents, space) if self.vector_env.layout == "stack" else dict(space)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
-        """Begin an episode in every environment; environment i gets the seed ``seed + i``."""
+        """Begin an episode in every environment; environment i gets the seed ``seed + i * seed_stride``."""
 
         def begin() -> Any:
             self.vector_env.reset_async(seed=seed, options=options)
@@ -114,7 +115,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             self._observations(obs, visible),
             self._agent_dicts(rewards.tolist(), has_reward),
             self._flags(terminated, acted | ended, done & ~ends_truncated),
-            # RLlib counts an episode as terminated if each agent was truncated by itself: `__all__` marks the truncation
+            # if agents are truncated one by one, RLlib counts the episode as terminated: only `__all__` marks its truncation
             self._flags(truncated & ~done[:, None], acted | ended, ends_truncated),
             self._infos(infos, own, visible),
         )
@@ -132,7 +133,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             raise ValueError(f"actions of agents are missing: {', '.join(missing)}; nothing was sent")
         batches = {}
         for agent, space in self.single_action_spaces.items():
-            rows = [env_actions.get(agent, self._idle[agent]) for env_actions in actions]
+            rows = [env_actions.get(agent, self._placeholder_actions[agent]) for env_actions in actions]
             empty: Any = create_empty_array(space, len(rows))
             batches[agent] = concatenate(space, rows, empty)
         if self.vector_env.layout == "agents":
@@ -149,7 +150,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         return by_env
 
     def _agent_dicts(self, values: Any, mask: Any) -> list[dict[Any, Any]]:
-        """Return one dict of agents per environment, with the values under the mask."""
+        """Return one dict of agents per environment, with the values of the agents that ``mask`` selects."""
         return [
             {agent: value for agent, value, present in zip(self._agents, row, flags, strict=True) if present}
             for row, flags in zip(values, mask.tolist(), strict=True)
@@ -180,8 +181,8 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         self.vector_env.close()
 
 
-class _SpacesOfEnv(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
-    """Agents and spaces of one environment; its action spaces are copies, so that each can be seeded."""
+class _EnvSpaces(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
+    """The agents and spaces of one environment. Action spaces are copies, so that each environment's can be seeded."""
 
     def __init__(self, envs: RLlibVectorEnv) -> None:
         super().__init__()
@@ -199,7 +200,7 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
 
     Raises:
         ValueError: No function is registered under the name, or it builds another number of environments.
-        TypeError: The function builds something else.
+        TypeError: The function does not build a ``MultiAgentVecEnv``.
     """
 
     env: Any

@@ -1,10 +1,10 @@
-"""``as_sb3`` makes a Stable-Baselines3 ``VecEnv`` of a vector environment; ``evaluate_sb3`` evaluates an SB3 model.
+"""``as_sb3`` wraps a vector environment in a Stable-Baselines3 ``VecEnv``; ``evaluate_sb3`` evaluates an SB3 model.
 
 SB3's interface is older than Gymnasium's. It has one ``done`` flag and a list of infos; a step that ends an episode returns
 the first observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP``
-is the same in another format, and is translated row by row. In the other modes a step returns the last observation of an
-episode, and the adapter then resets the environments with an ended episode, by a mask. So in every mode, all transitions are
-correct and none is missing.
+returns the same in another format, which is translated row by row. In the other modes a step returns the last observation of
+an episode, and the adapter then resets its environment with ``reset_mask``. So in every mode, all transitions are correct
+and none is missing.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Indices = int | Iterable[int] | None
 def as_sb3(envs: AnyVectorEnv) -> SB3VecEnv:
     """Wrap a vector environment in a Stable-Baselines3 ``VecEnv``; closing the wrapper closes ``envs``.
 
-    ``VecMonitor(as_sb3(vecenv.make_vec("CartPole-v1", 8)))`` replaces ``make_vec_env("CartPole-v1", 8)``. The result works
-    under ``VecNormalize`` and the like. Rewards are float32, as in ``DummyVecEnv``.
+    ``VecMonitor(as_sb3(vecenv.make_vec("CartPole-v1", 8)))`` replaces ``make_vec_env("CartPole-v1", 8)``. The result can be
+    wrapped in ``VecNormalize`` and similar wrappers. Rewards are float32, as in ``DummyVecEnv``.
 
     Args:
         envs: A vector environment of any backend that returns fresh numpy arrays. With ``autoreset_mode="SameStep"`` a
@@ -79,7 +79,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
     def reset(self) -> Any:
-        """Reset all environments with the latest seeds and options; drops a pending step."""
+        """Reset all environments with the seeds and options that were set last, and drop a pending step."""
         options: Any = self._options
         if all(each == options[0] for each in options):
             options = options[0] or None
@@ -192,17 +192,17 @@ def _copy_row(batch: Any, row: int) -> Any:
 def evaluate_sb3(
     model: BaseAlgorithm, envs: Any, episodes: EpisodeList, *, deterministic: bool = True, **options: Any
 ) -> list[EpisodeResult]:
-    """Run :func:`vecenv.evaluate` with a Stable-Baselines3 model; replaces ``evaluate_policy``.
+    """Run :func:`vecenv.evaluate` with a Stable-Baselines3 model, in place of ``evaluate_policy``.
 
-    Observations are normalised by a ``VecNormalize`` around ``envs``, or else the model's own, without updating it;
-    returns are those of the environments. A recurrent policy (sb3-contrib) keeps one state per row.
+    Observations are normalised by the ``VecNormalize`` around ``envs``, or by the model's own if there is none; its
+    statistics are not updated. Returns are not normalised. A recurrent policy (sb3-contrib) keeps one state per row.
 
     Args:
         model: An object with ``predict``, ``observation_space`` and ``action_space``, such as SB3's algorithms.
         envs: A vector environment, or the result of :func:`as_sb3`, also in ``VecMonitor`` and ``VecNormalize``. Other
-            wrappers used in training, for example a stack of frames, must be in its environments.
+            wrappers used in training, such as frame stacking, must be in the single environments.
         episodes: A number of episodes, or a sequence of :class:`vecenv.Episode`.
-        deterministic: Use the likeliest action. Otherwise actions are drawn from torch's generator, and evaluations differ.
+        deterministic: Use the most likely action. Otherwise actions are drawn from torch's generator, so evaluations differ.
         options: Further arguments of :func:`vecenv.evaluate`.
 
     Raises:

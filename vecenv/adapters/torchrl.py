@@ -1,13 +1,13 @@
 """``as_torchrl``: a TorchRL environment over a vector environment of any backend.
 
-TorchRL resets environments itself, by masks, right after the step that ended their episodes, and keeps both the last
+TorchRL resets environments itself, with a mask, right after the step that ended their episodes, and keeps both the last
 observation of an episode and the first of the next one. ``_Rows`` adapts the three autoreset modes to that:
 
 * SAME_STEP has already begun the next episode: its first observation is stored for the reset, which then needs no request.
-* NEXT_STEP and DISABLED rows are reset by a mask before their next step.
+* NEXT_STEP and DISABLED rows are reset with a mask before their next step.
 
-A row with an ended episode that is stepped anyway stays unchanged, with reward 0. An engine that can step single rows skips
-it. Other engines step it (with autoreset disabled, after a hidden reset); the result is hidden, and TorchRL's reset follows.
+If a row is stepped between the end of its episode and TorchRL's reset, it stays unchanged, with reward 0. An engine that can
+step single rows skips it. Other engines step it (with autoreset disabled, after a hidden reset), and the result is dropped.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ def as_torchrl(
     vector_kwargs: Mapping[str, Any] | None = None, wrappers: Sequence[Callable[[Any], Any]] | None = None,
     **env_kwargs: Any,
 ) -> TorchRLEnv:  # fmt: skip
-    """Wrap a vector environment in a TorchRL ``EnvBase`` with ``batch_size`` ``[num_envs]``; closing it closes them.
+    """Wrap a vector environment in a TorchRL ``EnvBase`` with ``batch_size`` ``[num_envs]``. Its ``close`` closes both.
 
-    Vector environments built here have the autoreset mode ``"SameStep"`` if the engine has it, because then the end of an
-    episode needs no second request. A given vector environment may have any mode. The data are the same in all modes.
+    Vector environments built here have the autoreset mode ``"SameStep"`` if the engine supports it, because then the end of
+    an episode needs no second request. A given vector environment may have any mode. The data are the same in all modes.
 
     Args:
         envs: A name or ``EnvSpec``, or a function that builds one environment, for :func:`vecenv.make_vec`; or a vector
@@ -218,8 +218,8 @@ def as_torchrl(
             ``"ALE/Pong-v5"`` is EnvPool's ``"Pong-v5"``.
         num_envs: The number of environments; 1 by default for a name.
         backend: The backend of :func:`vecenv.make_vec`.
-        num_workers: The number of worker processes. EnvPool has no processes: there it may replace ``num_envs``, as in
-            TorchRL's ``MultiThreadedEnv``.
+        num_workers: The number of worker processes. EnvPool has no worker processes: with it, this may be passed
+            instead of ``num_envs``, as to TorchRL's ``MultiThreadedEnv``.
         device: The device of the tensors. With ``None``, as in ``GymWrapper``, they stay in the engine's memory and
             TensorDicts have no device, so that collectors copy nothing. Engines on JAX then use the CPU.
         frame_skip: Repeat every action that many times, in each row until its episode ends; rewards are summed.
@@ -231,7 +231,7 @@ def as_torchrl(
 
     Raises:
         ImportError: TorchRL is not installed.
-        TypeError: ``envs`` has another type, or it is already built and options for building it are passed.
+        TypeError: ``envs`` has an unsupported type, or is already built and options for building it are passed.
         ValueError: ``envs`` has ``copy=False``, or can neither autoreset within a step nor reset some rows.
         NotImplementedError: TorchRL has no spec for a space.
 
@@ -257,7 +257,7 @@ def as_torchrl(
     )  # fmt: skip
 
 
-class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where TorchRL is not installed)
+class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is Any if TorchRL is not installed)
     """A TorchRL environment over a vector environment, built by :func:`as_torchrl`.
 
     The first step resets all rows if no reset came before it; after ``close`` the next reset reopens the environments. A
@@ -267,8 +267,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
 
     Attributes:
         vector_env: The wrapped vector environment; ``None`` while it is closed.
-        env_name: The id of the environments in Gymnasium's registry or EnvPool's; for an EnvPool pool, which has no id, its
-            class; ``None`` if there is none.
+        env_name: The id of the environments in Gymnasium's registry or EnvPool's (the class name of an EnvPool pool, which
+            has no id); ``None`` if there is none.
     """
 
     _has_frame_skip = True
@@ -282,7 +282,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
         envs = build()
         n = envs.num_envs
         if device is None and getattr(envs.unwrapped, "to", "numpy") != "numpy":
-            device = "cpu"  # observations may be on a device that rewards and flags are not on
+            device = "cpu"  # observations may be on another device than rewards and flags
         super().__init__(device=device, batch_size=torch.Size([n]), allow_done_after_reset=allow_done_after_reset)
         self.frame_skip = frame_skip
         self._over_envpool = type(envs.unwrapped).__module__.startswith("vecenv.backends.envpool")
@@ -396,12 +396,12 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
 
     @property
     def num_workers(self) -> int:
-        """The number of environments, the meaning of the name in TorchRL's ``MultiThreadedEnv`` and ``ParallelEnv``."""
+        """The number of environments, as in TorchRL's ``MultiThreadedEnv`` and ``ParallelEnv``."""
         return int(self.batch_size[0])
 
     @property
     def lib(self) -> Any:
-        """The library's module: ``envpool`` over EnvPool, otherwise ``gymnasium``."""
+        """The module of the environments' library: ``envpool`` for EnvPool, otherwise ``gymnasium``."""
         return importlib.import_module("envpool" if self._over_envpool else "gymnasium")
 
     def render(self) -> Any:
@@ -428,7 +428,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (Any where To
 
 
 class _Rows:
-    """The rows of a vector environment: steps them, resets them, and holds their visible state.
+    """The rows of a vector environment, and the state of each that TorchRL receives.
 
     Args:
         envs: The vector environment.
@@ -438,7 +438,7 @@ class _Rows:
 
     Attributes:
         ended: bool ``(n,)``, true for rows that need a reset because their episode has ended.
-        terminated, truncated: bool ``(n,)``, the reason for which these episodes ended.
+        terminated, truncated: bool ``(n,)``, the reason why these episodes ended.
         visible: Observations and columns of all rows; ``None`` before the first reset.
     """
 
@@ -461,7 +461,7 @@ class _Rows:
         self._all_rows = np.arange(n)
         self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._by_row
         self._unsteppable = np.zeros(n, np.bool_)  # the engine refuses to step these rows, or returns undefined results
-        # first observations and infos of episodes that TorchRL has not reset yet, valid in the rows of `_has_start`
+        # first observations and infos of episodes that began before TorchRL's reset, valid where `_has_start` is true
         self._starts: Tensors = None
         self._has_start = np.zeros(n, np.bool_)
         self.terminated, self.truncated = np.zeros((2, n), np.bool_)
@@ -473,7 +473,7 @@ class _Rows:
         return ended
 
     def reset(self, seed: Any = None, options: Any = None) -> None:
-        """Begin an episode in every row; drops a pending result, for example of an interrupted step."""
+        """Begin an episode in every row. Drop a pending result, for example of an interrupted step."""
         observations, infos = reset_all(self._envs, seed, options)
         self.visible = self._encode(observations, infos, self._all_rows)
         self._has_start, self._unsteppable, self.terminated, self.truncated = np.zeros((4, len(self._has_start)), np.bool_)
@@ -649,7 +649,7 @@ def _make_builder(what: Any, num_envs: int | None, backend: str, options: dict[s
 
 
 def _make_reopener(what: Any) -> Callable[[], Any]:
-    """Return a function that returns a built vector environment once, or that builds one on each call."""
+    """Return a function that returns a given vector environment once, or that calls a given function each time."""
     if _is_pool(what):
         from vecenv.backends import EnvPoolVectorEnv
 

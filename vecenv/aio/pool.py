@@ -39,11 +39,12 @@ _BUSY_CLOSE_SECONDS: Final = 1.0  # the limit of a close() while environments ar
 class Pool:
     """Environments for the episodes of an asyncio program.
 
-    Creating a pool starts its workers and blocks for a while; it may be created before the event loop runs or within it. It
-    belongs to the loop in which it is first entered, with ``async with pool:``, and is closed at the end of that block.
+    Creating a pool starts its workers and blocks until they are ready. A pool may be created before the event loop runs, or
+    inside it. It belongs to the loop in which it is first entered, with ``async with pool:``, and is closed at the end of
+    that block.
 
     Args:
-        make_env: Builds an environment; called in workers.
+        make_env: A function that builds an environment; called in the workers.
         size: The number of environments, and so of simultaneous episodes; further episodes wait.
         num_workers: The number of processes over which environments are spread; ``None``: one per environment.
         env_threads: The number of environments of a worker that run at the same time, one per thread: for environments
@@ -144,10 +145,10 @@ class Pool:
             return f"Pool(size={self.size}, closed)"
         count = int(self.stats()["restarts"])
         restarts = f", restarted={count}" if count else ""
-        given_up = sum(len(group.slots) for group in slots.groups if group.exhausted is not None)
+        abandoned = sum(len(group.slots) for group in slots.groups if group.exhausted is not None)
         return (
             f"Pool(size={self.size}, workers={len(slots.groups)}, episodes={slots.num_occupied()}, free={len(slots.free)}, "
-            f"waiting={len(slots.waiters)}{restarts}{f', given_up={given_up}' if given_up else ''})"
+            f"waiting={len(slots.waiters)}{restarts}{f', abandoned={abandoned}' if abandoned else ''})"
         )
 
     # -- beginning and end ----------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ class Pool:
     # -- episodes -------------------------------------------------------------------------------------------------------
 
     def episode(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> EpisodeEnv:
-        """Return an episode, to be entered by ``async with pool.episode(seed=7) as env``.
+        """Return an episode, to be entered with ``async with pool.episode(seed=7) as env``.
 
         Entering waits for a slot, first come, first served, and resets the environment. Leaving always frees the slot.
 
@@ -339,7 +340,7 @@ class EpisodeEnv:
             ``(observation, reward, terminated, truncated, info)``.
 
         Raises:
-            EnvFailed: The environment raised an exception, the ``__cause__``, or failed earlier.
+            EnvFailed: The environment raised an exception (the ``__cause__``), or failed earlier.
             WorkerDied: Its worker died.
             StepTimeout: The step took longer than ``step_timeout``; its worker was killed.
             gymnasium.error.ResetNeeded: The episode has ended.
@@ -421,11 +422,7 @@ class EpisodeEnv:
             self._call = ""
 
     async def _request(self, slot: Slot, command: str, payload: Any = None) -> Any:
-        """Submit a request to the environment, and return its result.
-
-        Raises:
-            Exception: The environment failed. In a step or a reset this ends the episode.
-        """
+        """Submit a request to the environment, and return its result. If a step or a reset fails, the episode ends."""
         try:
             return await self._slots.request(slot, command, payload)
         except (EnvFailed, StepTimeout, WorkerDied, ClosedEnvironmentError) as error:

@@ -5,7 +5,7 @@ one pending request, so the destination of a reply is unique. The request of a c
 gets the slot until the reply arrives or the worker is killed for taking too long.
 
 Everything runs in non-blocking callbacks of one event loop, which watches the descriptor of the engine's
-:class:`~vecenv.engine.submissions.Submissions`. It is readable when a worker has replied, has died, or is newly ready.
+:class:`~vecenv.engine.submissions.Submissions`. The descriptor is readable when a worker has replied, died or become ready.
 """
 
 from __future__ import annotations
@@ -259,8 +259,7 @@ class Slots:
     async def _wait_until_ready(self, slot: Slot) -> None:
         """Wait until a slot accepts requests: its last request is complete, and its worker is ready.
 
-        Raises:
-            WorkerDied: The worker cannot be restarted.
+        Raises ``WorkerDied`` if the worker cannot be restarted.
         """
         group, episode, has_started = slot.group, slot.owner, False
         while True:
@@ -311,7 +310,7 @@ class Slots:
             timer = loop.call_later(self.step_timeout, self._start_search, slot, request)
         try:
             result, error = await slot.reply
-        except BaseException:  # cancelled, or closed with the whole loop
+        except BaseException:  # the task was cancelled, or its coroutine was closed with the loop
             slot.lost_reason = f"its {request.command} was cancelled"
             self.abandon(slot, request)
             raise
@@ -323,7 +322,7 @@ class Slots:
         try:
             raise error
         finally:
-            del error  # the exception's traceback holds this frame
+            del error  # breaks a cycle: the exception's traceback refers to this frame
 
     def abandon(self, slot: Slot, request: Any) -> None:
         """Kill the worker if a request that no task awaits does not finish within `cancel_timeout`."""

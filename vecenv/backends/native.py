@@ -1,7 +1,7 @@
 """Vector environments that a library steps by itself: any ``vector_entry_point``, and ALE's native ``AtariVectorEnv``.
 
 The class makes the library's calls behave as on the other backends: it refuses calls that the library would ignore, that
-would fail an assertion in it, or that would never return, and converts the results to Gymnasium's form. A table lists the
+would fail one of its assertions, or that would never return, and converts the results to Gymnasium's form. A table lists the
 features of known libraries. Any other library is assumed to have one seed for all its environments, to reset them together,
 and to step only when the results are fetched.
 """
@@ -29,7 +29,7 @@ from vecenv.front.vector_env import VectorEnvBase
 _LIBRARIES: Final[dict[str, Collection[str]]] = {
     # class -> its features
     # "rows": reset() accepts a seed per environment (31 bits, -1: none) and reset_mask, and ignores all other options
-    # "threads": it steps in threads of its own, without the GIL
+    # "threads": it steps in its own threads, without the GIL
     # "fresh": its observations belong to the caller
     "ale_py.vector_env.AtariVectorEnv": {"rows", "threads", "fresh"},
 }
@@ -101,7 +101,7 @@ class _Library(LockstepDriver):
         self.features = _LIBRARIES.get(self.title, ())
         self.library: Any = library
         self._call: PendingRequest | None = None
-        self._run: Callable[[], Any]  # the library's part of the latest call
+        self._run: Callable[[], Any]  # makes the latest call in the library
         self._future: Future[Any]
         self._copy: Any = _to_numpy if copy and "fresh" not in self.features else lambda observations: observations
         # A thread waits in the library, so that no results are lost if the caller's wait ends early (a timeout, Ctrl-C).
@@ -138,14 +138,14 @@ class _Library(LockstepDriver):
         self._submit(call, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))
 
     def _submit(self, call: PendingRequest, mask: Any, run: Callable[[], Any]) -> None:
-        """Begin the call in the library's threads, if it has any."""
+        """Store the call. Begin it if the library steps in its own threads; otherwise :meth:`read` runs it."""
         self.state.changing = True
         self._call, self._mask, self._run = call, mask, run
         self._future = Future() if self._waiter is None else self._waiter.submit(run)
         self.state.changing = False
 
     def _check_actions(self, actions: Any) -> Any:
-        """Return a copy of the caller's actions that is a batch of the library's action space."""
+        """Return a copy of the actions as an element of the library's action space; raise if they do not fit."""
         space, given, loses_values = self.library.action_space, actions, False
         if isinstance(space, _ARRAY_SPACES):
             given = np.asarray(actions)
@@ -170,7 +170,7 @@ class _Library(LockstepDriver):
 
     def read(self, kind: Phase) -> Stepped:
         future = self._future
-        if self._waiter is None and not future.done():  # a call that was interrupted runs again
+        if self._waiter is None and not future.done():  # also if Ctrl-C interrupted an earlier run, which is then repeated
             try:
                 future.set_result(self._run())
             except Exception as error:
@@ -216,7 +216,7 @@ class _Library(LockstepDriver):
 
 
 def _to_numpy(value: Any) -> Any:
-    """Return a copy with the arrays of all libraries converted to NumPy."""
+    """Return a copy with arrays of any library converted to NumPy."""
     if isinstance(value, dict):
         return {key: _to_numpy(part) for key, part in value.items()}
     if isinstance(value, tuple):

@@ -47,8 +47,8 @@ from vecenv.system.supervision import innermost_location
 
 _STEP, _STEP_SOME, _PLAIN = int(Op.STEP), int(Op.STEP_SOME), int(Reply.PLAIN)  # packing an enum is slower
 _FOR_ALL_ROWS: Final = {_STEP_SOME: _STEP, int(Op.RESET_SOME): int(Op.RESET)}
-_SLOW_PATH: Final = 0
-"""In place of the code of a plain reply, which then always takes the long way through :meth:`Exchange._apply`."""
+_NEVER_PLAIN: Final = 0
+"""Replaces the code of a plain reply in a pending message. No reply has it, so :meth:`Exchange._apply` handles the reply."""
 
 
 class Exchange:
@@ -62,11 +62,11 @@ class Exchange:
         counters: The numbers of steps and resets that were returned.
 
     Attributes:
-        request: The pending request with results that one method returns together, or ``None``.
+        request: The pending request, if one method returns all its results together; otherwise ``None``.
         in_flight: Rows that were sent and that ``recv`` has not returned yet.
         ready: Rows in flight that ``recv`` may return, in the order in which they finished.
         resetting: Rows in flight that were reset, not stepped.
-        not_counted: Rows that had failed earlier: they were rebuilt instead of stepped, which is not counted as a step.
+        not_counted: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
         warned: Fields for which a warning was logged.
@@ -91,7 +91,7 @@ class Exchange:
         self.unraised: deque[tuple[Exception, set[int]]] = deque()
         self.warned: set[str] = set()
         self.rows_at_once: int | None = None
-        self._own_share_deferred = False  # the last wait put off the caller's own share, because a worker had a reply
+        self._own_share_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
         self._seq = 0
 
     # -- sending -----------------------------------------------------------------------------------------------------
@@ -180,14 +180,14 @@ class Exchange:
         self.flush()
 
     def split(self, rows: Sequence[int]) -> list[tuple[Worker, Sequence[int]]]:
-        """Return each worker that has some of ``rows`` (sorted), with these rows."""
+        """Return (worker, its part of ``rows``) for each worker that has any. ``rows`` must be sorted."""
         workers = self.pool.workers
         ends = [bisect_left(rows, worker.rows.stop) for worker in workers]
         parts = zip(workers, [0, *ends], ends, strict=False)
         return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
 
     def _split_into_messages(self, rows: Sequence[int], for_recv: bool) -> Iterator[tuple[int, Worker, Sequence[int]]]:
-        """Yield messages (round, worker, rows): in each round one per worker, of at most :attr:`rows_at_once` rows."""
+        """Yield messages as (round, worker, rows): per round at most one per worker, of up to :attr:`rows_at_once` rows."""
         parts = self.split(rows)
         if self.rows_at_once is None or not for_recv:
             yield from ((0, *part) for part in parts)
@@ -210,12 +210,12 @@ class Exchange:
         else:
             self.batch.requested[rows] = seq  # marks the rows of this message for the worker
         request.remaining += 1
-        expected = _SLOW_PATH if worker.rebuild_deadline else _PLAIN  # `_apply` ends the deadline when it handles the reply
+        expected = _NEVER_PLAIN if worker.rebuild_deadline else _PLAIN  # `_apply` ends the deadline
         worker.pending.append((pack_head(expected, seq), rows, request))
         self.pool.queue(worker, op, seq, payload)
 
     def drop_pending(self) -> None:
-        """Drop all requests and results that were not returned. Sequence numbers identify late replies."""
+        """Drop all pending requests and all results not returned yet. Sequence numbers identify late replies."""
         self.request = None
         for container in (
             self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals, self.unraised,
@@ -226,7 +226,7 @@ class Exchange:
         self.pool.drop_unsent()
 
     def drop_if_droppable(self) -> bool:
-        """Drop a pending call that an interrupted method left behind; return ``True`` if no call is pending now."""
+        """Drop a pending call that an interrupted method left behind; return ``True`` if no request is pending now."""
         if self.request is None:
             return True
         if not self.request.droppable:
@@ -310,13 +310,13 @@ class Exchange:
     def drain(self) -> None:
         """Wait for all pending replies before a reset of some rows, which drops the rows in flight.
 
-        A worker reads the rows of a message from shared memory only when it begins with it; until then they must stay there.
+        A worker reads a message's rows from shared memory when it starts on it; a reset before that would overwrite them.
         """
         limit = self.policy.step_timeout
         deadline = deadline_after(limit)
         while any(worker.pending for worker in self.pool.workers):
             if not self._wait_for_any(deadline):
-                self._end_hanging("recv", limit)
+                self._kill_hanging("recv", limit)
 
     def convert_for_recv(self, request: Request) -> None:
         """Convert the pending reset into one with rows that ``recv`` returns one by one.
@@ -352,10 +352,10 @@ class Exchange:
         self.ready += rows
         if request.has_failed and (error := self.settle(request, failed)) is not None:
             self.unraised.append((error, failed))
-        # the next wait writes what `settle` has queued
+        # the next wait writes the messages that `settle` has queued
 
     def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
-        """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises what is ``unraised``.
+        """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises the first of ``unraised``.
 
         With ``least`` (number, time), that number is enough from that time on, or if no more rows are in flight.
         """
@@ -383,7 +383,7 @@ class Exchange:
                     continue
                 if limit is None:
                     return False
-                self._end_hanging("recv", limit)
+                self._kill_hanging("recv", limit)
                 deadline = deadline_after(limit)
 
     def _raise_next(self) -> None:
@@ -441,7 +441,7 @@ class Exchange:
         """Wait for all replies to a request; ``False`` if the deadline passes first.
 
         Raises:
-            StepTimeout: There is no deadline, and some were missing after ``step_timeout``.
+            StepTimeout: There is no deadline, replies are missing after ``step_timeout``, and failures are not restarted.
         """
         limit = self.policy.step_timeout if deadline is None and request.command in ("step", "reset") else None
         if limit is not None:
@@ -457,15 +457,14 @@ class Exchange:
                 return True
             if limit is None:
                 return False
-            self._end_hanging(wait_method(request.command), limit)
+            self._kill_hanging(wait_method(request.command), limit)
             deadline = None  # only restarts are left, which have their own limit
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
         """Wait until no worker has a pending message or ``recv`` has to raise; ``False`` if the deadline passes first.
 
-        It waits for one worker after another: when the first has replied, most others have too, so the caller wakes up once
-        or twice per step and not once per reply.
+        Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
         pool, workers = self.pool, self.pool.processes
         self.execute_own_messages()
@@ -483,7 +482,7 @@ class Exchange:
                     if ended is None:
                         if due == deadline:
                             return False
-                        self._end_rebuild(worker)
+                        self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
                 try_first = self.receive(worker)
@@ -514,7 +513,7 @@ class Exchange:
         if events is None:
             if due == deadline or first is None:
                 return False
-            self._end_rebuild(first)
+            self._kill_late_rebuild(first)
             return True
         self.state.changing = True
         for worker, ended in events:
@@ -534,7 +533,7 @@ class Exchange:
             self.state.changing = False
 
     def receive(self, worker: WorkerProcess) -> bool:
-        """Apply the next reply of a worker, or its death; ``False`` if no reply has arrived in full."""
+        """Apply the next reply of a worker, or its death; ``False`` if no complete reply has arrived."""
         try:
             message = worker.channel.receive()
         except ChannelClosed:
@@ -561,16 +560,16 @@ class Exchange:
             self._apply(worker, message[1:HEAD], outcome, code != _PLAIN)
 
     def execute_own_messages(self) -> None:
-        """Carry out all messages to the caller's own share."""
+        """Execute all messages to the caller's own share."""
         local = self.pool.local
         if local is not None:
             while local.messages:
                 self._step_own_share(local)
 
     def _step_own_share(self, local: LocalWorker) -> None:
-        """Execute the next message to the caller's own share. An interrupted step leaves their state undefined."""
+        """Execute the next message to the caller's own share. An interrupted step leaves it in an undefined state."""
         op, seq, _ = local.messages[0]
-        is_call = op > LAST_STEP_OP  # interrupting one leaves the environments usable
+        is_call = op > LAST_STEP_OP  # an interrupted call leaves the environments usable
         self.state.changing = not is_call
         try:
             outcome = local.execute_next()
@@ -586,21 +585,17 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            number = pack_head(_SLOW_PATH, seq)[1:]
+            number = pack_head(_NEVER_PLAIN, seq)[1:]
             self._apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
         self.state.changing = False
 
     def _apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
-        """Apply one reply to the request it belongs to.
+        """Apply a reply to its request, which ``number`` identifies: a sequence number, as in the head of a message.
 
-        Args:
-            worker: The worker that replied.
-            number: The sequence number, as in the head of a message.
-            outcome: The part of the reply that is not in shared memory; ``None`` if there is none.
-            has_infos: True if infos or final observations lie in shared memory or in ``outcome``.
+        ``has_infos``: infos or final observations lie in shared memory, or in ``outcome``, the pickled part of the reply.
         """
         if outcome is not None:
-            self.infos.learn(outcome.schemas)  # also of a dropped request, since each is sent only once
+            self.infos.learn(outcome.schemas)  # even for a dropped request, because each is sent only once
             for field, text in outcome.warnings:
                 if field not in self.warned:
                     self.warned.add(field)
@@ -616,7 +611,7 @@ class Exchange:
             return
         expected, rows, request = pending[index]
         del pending[index]
-        if expected[0] == _SLOW_PATH:
+        if expected[0] == _NEVER_PLAIN:
             self._end_rebuild_limit(worker)
         request.remaining -= 1
         if has_infos:
@@ -645,11 +640,11 @@ class Exchange:
     # -- failures ----------------------------------------------------------------------------------------------------
 
     def settle(self, request: Request, rows_to_rebuild: Collection[int] = ()) -> Exception | None:
-        """Record the failures of a request. Return the exception, or queue messages that rebuild the rows.
+        """Record the failures of a request. Return the exception to raise, or queue messages that rebuild the rows.
 
         Args:
             request: The request. An error finishes it, unless it is for ``recv``.
-            rows_to_rebuild: The rows to rebuild, if the request is for ``recv``; otherwise those that failed.
+            rows_to_rebuild: The rows to rebuild if the request is for ``recv``; otherwise all rows that failed are rebuilt.
         """
         within_block, self.state.changing = self.state.changing, True
         rebuilds = self.policy.restart and request.command in ("step", "reset")
@@ -686,7 +681,7 @@ class Exchange:
                 try:
                     self._limit_rebuild(self.pool.replace(worker))
                 except OSError as error:
-                    if isinstance(error, TimeoutError):  # of a signal handler with a time limit, not of the start
+                    if isinstance(error, TimeoutError):  # raised by a signal handler with a time limit, not by the start
                         raise
                     return error
         return None
@@ -697,9 +692,9 @@ class Exchange:
             worker.rebuild_deadline = time.monotonic() + self.policy.start_timeout + (self.policy.step_timeout or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:
-        """End the limit of a rebuild that has been replied to. The next rebuild of the same worker gets one of its own."""
+        """End the time limit of a rebuild that the worker has replied to, and begin that of its next pending rebuild."""
         worker.rebuild_deadline = 0.0
-        if isinstance(worker, WorkerProcess) and any(expected[0] == _SLOW_PATH for expected, *_ in worker.pending):
+        if isinstance(worker, WorkerProcess) and any(expected[0] == _NEVER_PLAIN for expected, *_ in worker.pending):
             self._limit_rebuild(worker)
 
     def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
@@ -709,7 +704,7 @@ class Exchange:
         seq = self._seq
         self.batch.requested[rows] = seq
         request.remaining += 1
-        worker.pending.append((pack_head(_SLOW_PATH, seq), rows, request))
+        worker.pending.append((pack_head(_NEVER_PLAIN, seq), rows, request))
         self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
         if isinstance(worker, WorkerProcess):
             self._limit_rebuild(worker)
@@ -730,7 +725,7 @@ class Exchange:
             request.remaining -= 1
             request.lost.update(rows)
             rebuilt = request.rebuilding.keys() & set(rows)
-            self.failures.counted -= rebuilt  # a death while they are rebuilt is another restart
+            self.failures.counted -= rebuilt  # a death during their rebuild counts as another restart
             for row in rebuilt:
                 del request.rebuilding[row]
             if death not in request.deaths:
@@ -742,12 +737,8 @@ class Exchange:
 
     # -- late replies ------------------------------------------------------------------------------------------------
 
-    def _end_hanging(self, method: str, limit: float | None) -> None:
-        """Kill the workers that exceeded ``step_timeout``, if failures are restarted.
-
-        Raises:
-            StepTimeout: Failures are not restarted.
-        """
+    def _kill_hanging(self, method: str, limit: float | None) -> None:
+        """Kill the workers that exceeded ``step_timeout``; raise ``StepTimeout`` instead if failures are not restarted."""
         late = [worker for worker in self.pool.processes if worker.pending]
         if not self.policy.restart:
             error = self.timeout_error(method, limit)
@@ -756,7 +747,7 @@ class Exchange:
         hanging = [worker for worker in late if not worker.rebuild_deadline]
         self._kill(hanging, f"it hung for more than {limit} seconds", limit)
 
-    def _end_rebuild(self, worker: WorkerProcess) -> None:
+    def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments."""
         seconds = (self.policy.start_timeout or 0.0) + (self.policy.step_timeout or 0.0)
         self._kill([worker], f"it hung for more than {seconds} seconds", seconds)

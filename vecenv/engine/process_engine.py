@@ -362,7 +362,7 @@ class Engine(WorkerDriver):
 
     def reason(self, capability: str) -> str:
         """Return the reason why a capability is missing."""
-        return freezing.reason_against(self) if capability == "freezing" else super().reason(capability)
+        return freezing.explain_unfreezable(self) if capability == "freezing" else super().reason(capability)
 
     def _compute_stats(self) -> dict[str, float]:
         elapsed = max(time.monotonic() - self.began, 1e-9)

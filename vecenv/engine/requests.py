@@ -19,8 +19,8 @@ class Death:
     """The end of a worker process. It is not an exception, because a raised exception keeps the program's frames alive.
 
     Attributes:
-        text: What happened, for error messages.
-        worker, pid, exitcode: The process; the exit code as in ``multiprocessing``, ``None`` if it is unknown.
+        text: A description for error messages.
+        worker, pid, exitcode: The worker's index, process id and exit code (as in ``multiprocessing``; ``None``: unknown).
         envs: The rows of the worker.
         command: The name of the request that it was executing, ``"start"`` or ``"idle"``.
         timeout: Seconds after which it was killed because it hung; ``None`` if it did not hang.
@@ -52,7 +52,7 @@ class Death:
 class Request:
     """A request that is pending until its result has been returned.
 
-    A plain step sets three attributes; the others are class attributes until :meth:`collect` replaces them.
+    A plain step sets only three attributes. The others have defaults in the class; :meth:`collect` replaces its containers.
 
     Attributes:
         command: ``"step"``, ``"reset"`` or the name of a call.
@@ -60,16 +60,16 @@ class Request:
         for_recv: True if ``recv`` returns the rows as they become ready; False if one call returns all of them.
         rows: The rows of a reset or of a call; ``None`` for all.
         seeds, options: The arguments of a reset, for all environments and not only for ``rows``.
-        droppable: True if one method submits the call and waits for it; if interrupted, the next call drops the request.
+        droppable: True for a call that one method submits and waits for: after an interruption, the next call drops it.
         interrupted: True if an exception interrupted the wait for its result.
-        convert_result: A function that converts the result of a call to what its method returns; ``None``: no conversion.
+        convert_result: A function that converts the result of a call to its method's return value; ``None``: no conversion.
         has_infos: True if some infos or final observations lie in shared memory, or were pickled.
         infos, finals: By row: infos and final observations that were pickled.
         results: By row: the results of a call.
         failures: Exceptions of environments, each with the worker that reported it.
         deaths: The deaths of workers with a pending message of this request.
         lost: The rows of the messages that were pending at those workers.
-        rebuilding: Row of an environment that is being rebuilt -> its last good observation in a step, else ``None``.
+        rebuilding: Row that is being rebuilt -> its last good observation if the request is a step, otherwise ``None``.
         repeated: Rows for which the reset was repeated with the same seed.
     """
 

@@ -1,7 +1,7 @@
 """Non-blocking requests about single rows: the process engine's interface for event loops.
 
-A loop watches :meth:`Submissions.fileno` and calls :meth:`Submissions.collect` when it is readable. A worker that has died
-stays dead until :meth:`Submissions.start`.
+An event loop watches :meth:`Submissions.fileno` and calls :meth:`Submissions.collect` when it is readable. Only
+:meth:`Submissions.start` replaces a worker that has died.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Submissions:
 
     Args:
         exchange: The exchange of an engine without rows in the calling process. Its methods that wait are not used.
-        calls: Its calls, for snapshots.
+        calls: The engine's calls, for snapshots.
 
     Attributes:
         failed: Row -> what happened, for rows that need a reset.
-        verified: Rows with snapshots that are known to be exact.
-        deaths: Workers that have died since the owner emptied this; :meth:`collect` appends to it.
+        verified: Rows that were found to continue exactly from a snapshot.
+        deaths: The deaths of workers. :meth:`collect` appends to this queue, and the owner empties it.
         poll_interval: Seconds after which to call :meth:`collect` even if nothing is readable, on systems where the end of
             a process may not make its descriptor readable; ``None`` elsewhere.
     """
@@ -73,7 +73,7 @@ class Submissions:
         self.poll_interval = EXIT_POLL_INTERVAL_MS / 1000 if polls else None
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when :meth:`collect` has something to do. It stays the same."""
+        """Return a descriptor that is readable when :meth:`collect` has something to do. It never changes."""
         return self._selector.fileno()
 
     # -- requests --------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ class Submissions:
         """Start a new process in place of the dead worker of a row, without waiting. Its rows need a reset.
 
         Args:
-            row: One of its rows.
+            row: A row of the worker.
             budget: Count the restart against this budget, and log it.
 
         Returns:
@@ -269,7 +269,8 @@ class Submissions:
         return self._exchange.pool.processes[self._index_of[row]]
 
     def _watch(self, worker: WorkerProcess) -> None:
-        # A duplicate, because the original is closed before `_unwatch`, and its copy in a fork would keep it registered.
+        # A duplicate, because the original is closed before `_unwatch` can unregister it, and a copy of it in a forked child
+        # would keep it registered.
         exit_descriptor = self._descriptors.open(os.dup, worker.watch.descriptor)
         self._watched[worker] = worker.channel.fd, exit_descriptor
         self._selector.register(worker.channel.fd, selectors.EVENT_READ, (worker, False))
@@ -288,7 +289,7 @@ class Submissions:
         pool = self._exchange.pool
         if pool.held:
             pool.release_held()
-        pool.flush()  # a worker that has closed its pipe is found by :meth:`collect`
+        pool.flush()  # collect() detects workers that have closed their pipes
         if not pool.unsent and not self._full_pipes:  # nearly always
             return
         for worker in self._full_pipes.keys() - pool.unsent:

@@ -1,8 +1,8 @@
 """Logs requests that take very long, in programs that set no timeout.
 
-Without a timeout, a wait may never end. No thread watches for this: every few seconds, a waiting process checks the request
-that each worker is executing, and logs one that has not changed for a minute (logger ``vecenv``). So a step costs nothing
-extra, and a program that is not waiting gets no report.
+Without a timeout, a wait may never end. There is no thread for this: every few seconds, a waiting process checks the
+requests that its workers are executing, and logs those that have not changed for a minute (logger ``vecenv``). So a step
+costs nothing extra, and nothing is logged while the program is not waiting.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ACTIVITIES: Final = {"step": "stepping", "reset": "resetting"}
 
 
 class Watchdog:
-    """The start times of the requests that workers are executing.
+    """A periodic check of the requests that workers are executing.
 
     Attributes:
         limited_commands: Commands that ``step_timeout`` limits, so they are not logged.
@@ -39,7 +39,7 @@ class Watchdog:
         self._busy: dict[tuple[int, bytes], tuple[float, int]] = {}  # (worker, message) -> time first found, times logged
 
     def check(self, workers: Sequence[WorkerProcess]) -> None:
-        """Log the workers that have been busy with one message for too long."""
+        """Log the workers that have been busy with one request for too long."""
         now = time.perf_counter()
         self.next_check = now + CHECK_INTERVAL_SECONDS[0]
         before, self._busy = self._busy, {}

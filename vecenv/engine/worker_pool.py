@@ -1,8 +1,8 @@
 """Starts, replaces and ends worker processes, writes to them and waits for them.
 
-Messages are queued inside a block of state changes and written after it (see :mod:`vecenv.engine.exchange`): a write
-can wake a worker that then takes the caller's core for a whole step, and an exception from a signal handler during that time
-must not make a reset necessary.
+Messages are queued inside a block of state changes and written after it (see :mod:`vecenv.engine.exchange`). A write can
+wake a worker that then takes the caller's core for a whole step; inside the block, an exception from a signal handler during
+that time would make a reset necessary.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_pr
 from vecenv.worker.main import Ready, Start, main
 
 _LATE_WORKERS_NAMED: Final = 4
-_SHORTEST_TIMEOUT_WITH_STACKS: Final = 0.01  # seconds; programs poll with shorter ones, and a stack may take longer
+_SHORTEST_TIMEOUT_WITH_STACKS: Final = 0.01  # seconds; shorter timeouts serve for polling, and a stack may take longer
 
 
 @dataclass(slots=True)
@@ -96,10 +96,10 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unsent: Workers with unsent bytes in their channels.
-        accepted: The bytes of the latest message for every worker that each pipe accepted; shorter than ``processes`` until
-            all are written.
-        held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, whether they make it
-            busy).
+        accepted: For each pipe, the number of bytes that it accepted of the latest message to all workers; shorter than
+            ``processes`` until all are written.
+        held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, True if the message
+            makes the worker busy).
         seconds_waited: The total time of all waits.
         started: Every process that was started and has not been joined.
         closing: True once ``close()`` has begun.
@@ -171,8 +171,8 @@ class WorkerPool:
             self.end(started, 0.0, terminate=True)
             raise
         self.processes, self.local = started, local
-        # A worker on the caller's core runs only while the caller sleeps, so it comes first; then the one that was sent its
-        # message last: once it has replied, most others have too, and the caller wakes up once or twice per step.
+        # A worker on the caller's core runs only while the caller sleeps, so it comes first. The others follow in reverse:
+        # once the worker that got its message last has replied, most have, so the caller wakes up once or twice per step.
         self.wait_order = sorted(range(len(started)), key=lambda index: (not started[index].shares_core, -index))
         self._workers_changed()
         return ready_messages
@@ -180,7 +180,7 @@ class WorkerPool:
     def replace(
         self, worker: WorkerProcess, launch: Callable[[int, range], WorkerProcess] | None = None
     ) -> WorkerProcess:
-        """Replace a worker by a new process, which builds its environments while the caller continues.
+        """Replace a worker with a new process, which builds its environments while the caller continues.
 
         Args:
             worker: A dead worker, or an idle one, which then closes its environments.
@@ -235,16 +235,9 @@ class WorkerPool:
         return f"Worker<{self._options.name}>-{index}"
 
     def _start(self, index: int, rows: range, count: int, into: list[WorkerProcess]) -> None:
-        """Start the process of one worker and append it to ``into``.
+        """Start the process of one worker and append the worker to ``into``.
 
-        Args:
-            index, rows: Index and rows of the worker.
-            count: Number of workers that are being started, for the error message.
-            into: List to which the worker is appended.
-
-        Raises:
-            OSError: The process could not be started, or there are too few descriptors.
-            Exception: An ``env_fn`` cannot be pickled.
+        Raises ``OSError``, or an error from pickling an ``env_fn``. ``count`` (workers being started) is for the error text.
         """
         options, env_fns = self._options, self._env_fns[index]
         is_fork = options.context.get_start_method() == "fork"
@@ -300,12 +293,7 @@ class WorkerPool:
             self.started.remove(process)
 
     def _wait_for_start(self, worker: WorkerProcess, deadline: float | None) -> Ready:
-        """Return a worker's first message.
-
-        Raises:
-            WorkerDied: The worker ended before it was ready.
-            StartupTimeout: The worker was not ready in time.
-        """
+        """Return a worker's first message; raise ``WorkerDied`` if it ended first, ``StartupTimeout`` if it was late."""
         options = self._options
         while True:
             try:
@@ -413,7 +401,7 @@ class WorkerPool:
     def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool | None:
         """Wait for a worker; return ``False`` if it has written, ``True`` if it has ended, ``None`` after the deadline.
 
-        Polls for a while before it sleeps, if that is faster. Also returns ``False`` after a check by the watchdog.
+        Spins before it sleeps, if the spin policy allows that. Also returns ``False`` after a check by the watchdog.
         """
         began = time.perf_counter()
         spun = not worker.shares_core and self._spin(worker.channel.poll)
@@ -487,7 +475,7 @@ class WorkerPool:
         self._poll = None
 
     def describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
-        """Return one line for each worker that has not replied in ``seconds``, with its location, and their rows."""
+        """Describe the first few workers that have not replied within ``seconds``; return that text and the rows of all."""
         text, asks_for_stacks = "", (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
         late = [worker for worker in self.processes if worker.pending]
         for worker in late[:_LATE_WORKERS_NAMED]:
@@ -503,7 +491,7 @@ class WorkerPool:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _retire(self, worker: WorkerProcess) -> None:
-        """Keep a replaced worker until it has ended, and end such workers in batches, as each call searches /proc."""
+        """Keep a replaced worker for now; end such workers in batches, because each call of ``end`` searches /proc."""
         self._retired.append(worker)
         num_ended = sum(retired.watch.has_ended() for retired in self._retired)
         if num_ended >= 16 or len(self._retired) >= 64:
@@ -550,7 +538,7 @@ class WorkerPool:
         self.released = True
 
     def end_unclosed(self) -> None:
-        """End the workers of an engine that was collected without having been closed."""
+        """End the workers of an engine that was garbage-collected without being closed."""
         self._finalizer()
         if self.local is not None:
             self.local.close()

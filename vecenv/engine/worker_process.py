@@ -1,4 +1,4 @@
-"""Workers, as the caller uses them: processes, and the caller's own share of the environments."""
+"""The caller's handles of workers: processes, and the caller's own share of the environments."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from vecenv.worker.main import execute
 from vecenv.worker.snapshot_rows import SnapshotRows
 
 Pending: TypeAlias = tuple[bytes, Sequence[int], Request]
-"""A message that has not been replied to: the bytes of a reply that reports nothing, its rows, and its request."""
+"""A pending message: the bytes of a reply that has nothing to report, the message's rows, and its request."""
 
 _STEP: Final = int(Op.STEP)
 LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
-"""Up to here, operations are steps and resets; above, calls."""
+"""The last operation that steps or resets environments; those with higher numbers are calls."""
 _EXIT_GRACE_SECONDS: Final = 0.5  # between the end of a worker's pipe and the end of its process
 _STACK_START_SECONDS: Final = 0.05  # until a late worker begins to write its stack, if it can
 _STACK_END_SECONDS: Final = 0.3  # until the stack is complete, if the worker has begun or waits for a core
@@ -105,24 +105,24 @@ class LocalWorker:
         return [] if rows is None else [(failure, self) for failure in rows.close().failures]
 
     def release(self) -> None:
-        """Drop the closed environments, and the shared memory."""
+        """Drop the closed environments and the shared memory."""
         rows = self.__dict__.pop("env_rows", None)
         if rows is not None:
             rows.release()
 
 
 class WorkerProcess:
-    """A process that steps ``rows``. It replies to messages in the order in which they were sent.
+    """A process that steps ``rows``. It replies to messages in order, except with ``env_threads``.
 
     Attributes:
-        pending: Messages that it has not replied to, oldest first.
-        ready: It has built its environments.
+        pending: Messages without a reply, oldest first.
+        ready: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
-        overdue: A reply was late, so ``close()`` waits less for this worker.
+        overdue: True if a reply was late; ``close()`` then waits less for this worker.
         rebuild_deadline: The ``time.monotonic()`` by which it must reply to its first message after a restart; 0.0: none.
-        forked: It was forked, so it has the caller's own classes.
-        shares_core: It is bound to the caller's core, and runs only while the caller sleeps.
+        forked: True if it was forked, and so has the caller's own classes.
+        shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
         timeout: The timeout after which it was killed, if it hung.
         kill_reason: The reason why it was killed.
@@ -174,12 +174,12 @@ class WorkerProcess:
 
     @property
     def command(self) -> str:
-        """The command that it is executing, ``"start"`` or ``"idle"``."""
+        """The command that it is executing; ``"start"`` before it is ready, and ``"idle"`` if no message is pending."""
         return "start" if not self.ready else self.pending[0][2].command if self.pending else "idle"
 
     @property
     def running_row(self) -> int | None:
-        """The environment that it is executing, or died in; ``None`` if that is not known."""
+        """The environment that it is calling, or in which it died; ``None`` if that is not known."""
         rows = self.pending[0][1] if self.pending else self.rows
         if len(rows) == 1:
             return rows[0]
@@ -188,7 +188,7 @@ class WorkerProcess:
         return row if row in rows else None
 
     def record_death(self) -> Death:
-        """Determine how the process ended, and kill what it left behind.
+        """Determine how the process ended, and kill the processes that it left behind.
 
         Its exit code can be read only once, so signal handlers are deferred.
         """
@@ -237,7 +237,7 @@ class WorkerProcess:
         return env_frames(stack)
 
     def _request_stack(self, number: int) -> Generator[float, None, str]:
-        """Send a signal; return the stack that the worker writes, if its main thread is not in C code and got a core."""
+        """Send a signal, and return the stack that the worker writes in response, or ``""`` if it does not begin in time."""
         self.stack_file.allow_dump()
         stack, began, cpu_before = "", time.monotonic(), self._cpu_seconds()
         self.signal(number)
@@ -262,7 +262,7 @@ class WorkerProcess:
 
     def _state(self) -> str:
         """Return the kernel's letter for the state of the process, or ``""``."""
-        # NameError: at the interpreter's exit there is no open() any more
+        # NameError: open() no longer exists at the interpreter's exit
         with contextlib.suppress(OSError, IndexError, NameError), open(f"/proc/{self.pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0]
         return ""
@@ -284,14 +284,14 @@ class WorkerProcess:
             self.flush()
 
     def flush(self) -> bool:
-        """Write queued bytes; ``False`` if the pipe is full."""
+        """Write queued bytes; return ``False`` if the pipe is full."""
         try:
             return self.channel.closed or self.channel.flush()
         except ChannelClosed:
             return True
 
     def drain(self, failures: list[tuple[Failure, Any]] | None) -> bool:
-        """Read what a worker that is ending is still writing: a full pipe would keep it from ending.
+        """Read the messages that an ending worker still writes: a full pipe would keep it from ending.
 
         Args:
             failures: A list to which failures of its environments in ``close`` are added.

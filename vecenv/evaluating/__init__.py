@@ -2,9 +2,9 @@
 
 :class:`FirstReadyRunner` is for engines that return results row by row: a free environment gets the next episode, and no
 step is wasted. :class:`LockstepRunner` is for the other engines. When an episode ends, its environment begins the next one
-with a masked reset and its own seed, if the engine supports that; otherwise all environments wait for the last episode, and
-are then seeded together. Rows without an episode are stepped too, and their results are dropped. A single runner for both
-would lose the efficiency of the first: in lockstep, a batch takes as long as its longest episode.
+with a masked reset and that episode's seed, if the engine supports that; otherwise all environments wait for the last
+episode, and are then seeded together. Rows without an episode are stepped too, and their results are dropped. A single
+runner for both would lose the efficiency of the first: in lockstep, a batch takes as long as its longest episode.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def evaluate(
     Args:
         envs: A vector environment of single-agent environments, in any autoreset mode, with no request in flight. Reset it
             before using it again.
-        policy: ``policy(observations)`` returns one action per row; each ready environment, 1 to ``num_envs``, has a row.
-            The policy also gets the following, if it has parameters with these names: ``rows``, int ``(k,)``, indices of the
-            environments; ``begins``, bool ``(k,)``, True at the beginning of an episode; ``episodes``, int ``(k,)``, indices
-            in the list; ``rngs``, ``k`` generators, one per episode; ``infos``, ``k`` dicts; ``state``. Actions are numpy,
-            torch or JAX arrays.
+        policy: ``policy(observations)`` returns one action per row. There are ``k`` rows (1 to ``num_envs``), one per
+            ready environment. The policy also gets the following, if it has parameters with these names: ``rows``, int
+            ``(k,)``, indices of the environments; ``begins``, bool ``(k,)``, True at the beginning of an episode;
+            ``episodes``, int ``(k,)``, indices in the list; ``rngs``, ``k`` generators, one per episode; ``infos``, ``k``
+            dicts; ``state``. Actions are numpy, torch or JAX arrays.
         episodes: A number of episodes, or a sequence of :class:`vecenv.Episode` or snapshots (``envs.save()``).
         seed: An episode without a seed gets this one plus its index; ``rngs`` depend on it, too. ``None``: a random one.
         retries: The number of times that a failed episode is repeated with its seed before its result reports the error. If
@@ -71,8 +71,9 @@ def evaluate(
             of dicts, lists and tuples. The policy gets the states of its rows, stacked, and returns ``(actions, state)``.
         arrays: Library of observations, ``"numpy"``, ``"torch"`` or ``"jax"``; ``None``: torch for a ``torch.nn.Module``.
         device: The device of tensors; ``None``: that of the module's parameters.
-        batch: ``"ready"``; ``"padded"``: always ``num_envs`` rows, filled up with copies of the first one, marked by
-            ``num_envs`` in ``rows``; ``"single"``: one row at a time, so that no result depends on other rows.
+        batch: ``"ready"``: the rows of all ready environments; ``"padded"``: always ``num_envs`` rows, filled up with copies
+            of the first one, marked by ``num_envs`` in ``rows``; ``"single"``: one row at a time, so that no result depends
+            on other rows.
         folder: Store results in ``episodes.jsonl`` in this folder, and run only episodes that have no result there, or that
             failed. Infos made of numbers, strings, arrays, lists, tuples and dicts are read back unchanged; other objects
             are read back as their ``repr``. Without ``seed``, the folder's seed is used again.
@@ -82,12 +83,12 @@ def evaluate(
         A list of :class:`vecenv.EpisodeResult`, with ``returns``, ``lengths``, ``mean`` and ``std``.
 
     Raises:
-        TypeError, ValueError: An argument is invalid, which is found before anything runs; or the policy did not return one
-            action per row.
+        TypeError, ValueError: An argument is invalid (raised before anything runs), or the policy did not return one action
+            per row.
         NotImplementedError: The engine does not support seeds, options, snapshots, frames or timeouts per episode.
         SnapshotMismatch: A snapshot does not fit the environments.
         AlreadyPendingCallError: A request is in flight.
-        ImportError: ``progress`` without rich.
+        ImportError: ``progress`` needs rich, which is not installed.
         Exception: Raised by the policy, ``on_episode`` or a signal handler. The next ``reset()`` waits for the requests
             in flight.
     """
@@ -150,11 +151,7 @@ def _require_vector_env(envs: Any, policy: Any) -> None:
 def _make_runner(
     envs: Any, todo: Episodes, act: PolicyCaller, report: Report, limit: float | None, with_frames: frozenset[int]
 ) -> FirstReadyRunner | LockstepRunner:
-    """Return the runner for this engine.
-
-    Raises:
-        NotImplementedError: The engine lacks something that the episodes need.
-    """
+    """Return the runner for this engine; raise ``NotImplementedError`` if it lacks something that the episodes need."""
     capabilities = capabilities_of(envs)
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
         capabilities = None  # the engine would step single rows without calling the wrapper
@@ -209,8 +206,7 @@ def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
 def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> bool:
     """True if rows can only be seeded all together.
 
-    Raises:
-        NotImplementedError: Seeds per row, or options per episode, are not supported.
+    Raise ``NotImplementedError`` if seeds per row, or options per episode, are not supported.
     """
     if capabilities is None:
         if envs.metadata.get("autoreset_mode") not in AutoresetMode:
@@ -287,13 +283,13 @@ class EpisodeRunner:
         """Begin the next episodes in these rows, until rows or episodes run out."""
         attempts = []
         for row in rows:
-            index = self._waiting.pop_for(row, worker_is_idle=self._is_idle(row)) if self._waiting else None
+            index = self._waiting.pop_for(row, worker_is_idle=self._worker_is_idle(row)) if self._waiting else None
             if index is not None:
                 attempts.append(self._episodes.begin(index, row))
                 self._running[row] = attempts[-1]
         return attempts
 
-    def _is_idle(self, row: int) -> bool:
+    def _worker_is_idle(self, row: int) -> bool:
         """True if no row of this row's worker runs an episode."""
         return True
 
@@ -339,7 +335,7 @@ class FirstReadyRunner(EpisodeRunner):
         self._restarts = envs.capabilities.restarts
 
     def run(self) -> None:
-        """Run all episodes; those with frames first, one at a time, as none can be rendered while others are in flight."""
+        """Run all episodes; those with frames first, one at a time, because rows in flight prevent rendering."""
         for index in sorted(self._with_frames):
             self._run_episodes([index], [0])
         done = self._with_frames | self._episodes.results.keys()
@@ -437,7 +433,7 @@ class FirstReadyRunner(EpisodeRunner):
                     self._record_failure(attempt, error)
         self._free.clear()
 
-    def _is_idle(self, row: int) -> bool:
+    def _worker_is_idle(self, row: int) -> bool:
         return not any(other in self._running for other in self._group_of[row])
 
     def _restore(self, attempts: Sequence[Attempt]) -> None:

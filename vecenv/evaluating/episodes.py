@@ -1,7 +1,7 @@
 """The episodes of an evaluation: their seeds and generators, the attempts to run them, and the results.
 
 An episode depends only on its index in the list and the seed of the evaluation, never on the environment that runs it, so
-results are the same for every number of environments.
+results do not depend on the number of environments.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vecenv.state.snapshots import Snapshot
 
 __all__ = ["Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "parse_episodes"]
 
-_BASE_SEEDS: Final = 2**30  # random seeds are below it, so that the sum with an episode's index suits every engine
+_BASE_SEEDS: Final = 2**30  # random seeds are below it, so that seed + index is valid for every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class EpisodeResult:
         length: The number of steps; with :class:`vecenv.wrappers.ActionChunks`, the number of executed actions.
         terminated, truncated: How it ended; both ``False`` if it failed.
         info: The last info.
-        error: The cause of the failure of the last attempt; ``None`` if it did not fail.
+        error: The exception that ended the last attempt; ``None`` if it did not fail.
         seconds: The time from the submission of its reset to its end, in the last attempt.
         attempts: The number of attempts.
         frames: If requested, the frames after its reset and after each step, uint8 ``(height, width, 3)``.
@@ -125,8 +125,9 @@ class EpisodeResults(list[EpisodeResult]):
     def table(self, by: str = "env") -> Any:
         """Build a ``rich.table.Table`` with one row per group, see :meth:`group`, and one for all episodes.
 
-        Its columns are the number of episodes; the mean return with its 95 % interval (by Student's distribution) and mean
-        length, both of the episodes that did not fail; and the number of failures. ``rich.print(results.table())`` shows it.
+        Its columns are the number of episodes, the mean return with its 95 % confidence interval (Student's t), the mean
+        length, and the number of failures. The means are over episodes that did not fail. ``rich.print(results.table())``
+        prints it.
 
         Raises:
             ValueError: See :meth:`group`.
@@ -185,7 +186,7 @@ class Episodes:
     Attributes:
         episodes: The episodes, all with a seed.
         entropy: The seed of the generators.
-        retries: How often a failed episode is repeated.
+        retries: The maximum number of times that a failed episode is repeated.
         results: The results by index.
         failures: The number of failures by index.
         attempts: The number of attempts by index.
@@ -201,7 +202,7 @@ class Episodes:
     def __post_init__(self) -> None:
         retries = self.retries
         if isinstance(retries, bool) or not isinstance(retries, (int, np.integer)) or retries < 0:
-            raise ValueError(f"retries must be an integer from 0 on, got {retries!r}")
+            raise ValueError(f"retries must be a non-negative integer, got {retries!r}")
 
     def begin(self, index: int, row: int) -> Attempt:
         """Begin an attempt at an episode in a row."""

@@ -31,7 +31,7 @@ _OPTIONAL_ARGUMENTS: Final = (*_ATTEMPT_ARGUMENTS, "infos", "state")
 
 
 class PolicyCaller:
-    """A callable that passes a policy the arguments for which it has parameters.
+    """A callable that calls a policy with observations, and with the optional arguments for which it has parameters.
 
     Args:
         policy: The policy, a callable or a torch module.
@@ -74,7 +74,7 @@ class PolicyCaller:
     def __call__(
         self, observations: Any, attempts: Sequence[Attempt], infos: Sequence[Any]
     ) -> Any:
-        """Return one action per attempt, in their order. Arrays of torch and JAX become numpy arrays.
+        """Return one action per attempt, in the same order. Arrays of torch and JAX become numpy arrays.
 
         Args:
             observations: One row per attempt.
@@ -130,7 +130,7 @@ class PolicyCaller:
         return returned[0]
 
     def _check_actions(self, actions: Any, expected: int, count: int) -> Any:
-        """Return the first ``count`` actions; raise unless there are ``expected`` ones."""
+        """Return the first ``count`` actions; raise if their number is not ``expected``."""
         space = self._spaces[1]
         try:
             found = count_rows(space, actions)
@@ -155,8 +155,7 @@ def _is_module(policy: Any) -> bool:
 def _optional_parameters(policy: Any) -> frozenset[str]:
     """Return the parameters of a policy that are in ``_OPTIONAL_ARGUMENTS``.
 
-    Raises:
-        TypeError: The policy has no parameter for observations, or needs an unknown one.
+    Raises ``TypeError`` if it has no parameter for the observations, or requires an unknown one.
     """
     try:
         parameters = list(inspect.signature(policy).parameters.values())
@@ -188,7 +187,7 @@ def _make_conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], A
 
 
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
-    """Apply a function to the parts of batches of a space, for each part of the space that is neither Dict nor Tuple."""
+    """Apply a function to batches of a space, once for each part of the space that is neither Dict nor Tuple."""
     if isinstance(space, spaces.Dict):
         return {key: map_parts(function, part, *(each[key] for each in batches)) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
@@ -219,7 +218,7 @@ def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:
 
 
 def count_rows(space: Space[Any], batch: Any) -> set[int]:
-    """Return the set of the parts' numbers of rows; a valid batch has exactly one such number.
+    """Return the numbers of rows of all parts of a batch, as a set; in a valid batch they are equal.
 
     Raises:
         TypeError, KeyError, IndexError: ``batch`` is not a batch of the space, or lacks a part.

@@ -15,7 +15,7 @@ def infos_by_row(envs: Any) -> InfosByRow:
     """Return a view of a vector environment with the infos of single environments.
 
     ``infos_by_row(envs).step(actions)`` is ``envs.step(actions)`` with a list instead of the dict of arrays: ``infos[i]`` is
-    the info that environment i returned, with its types, and nothing is merged. With same-step autoreset, the info of a
+    the info that environment i returned, with its original types, not merged. With same-step autoreset, the info of a
     reset also contains the end of the previous episode, as ``info["final_obs"]`` and ``info["final_info"]``.
 
     Args:
@@ -44,7 +44,7 @@ class InfosByRow:
         return getattr(self.envs, name)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[Any, list[Any]]:
-        """Return ``(observations, infos)``. Arguments and errors are those of the vector environment's ``reset``."""
+        """Reset, and return ``(observations, infos)``; see ``reset`` of the vector environment for arguments and errors."""
         observations, infos = self.results("reset", seed=seed, options=options)
         return observations, infos.rows()
 
@@ -54,7 +54,7 @@ class InfosByRow:
         return observations, infos.rows()
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, list[Any]]:
-        """Return ``(observations, rewards, terminations, truncations, infos)``."""
+        """Step, and return ``(observations, rewards, terminations, truncations, infos)``."""
         *results, infos = self.results("step", actions)
         return (*results, infos.rows())
 
@@ -64,7 +64,7 @@ class InfosByRow:
         return (*results, infos.rows())
 
     def recv(self, timeout: float | None = None, **options: Any) -> tuple[Any, Any, Any, Any, list[Any], Any]:
-        """Return the results of :meth:`step` for the next rows, followed by the environment of each row, int ``(k,)``."""
+        """Return the results of :meth:`step` for the next rows, followed by each row's environment index, int ``(k,)``."""
         *results, infos = self.results("recv", timeout, **options)
         return (*results, infos.rows(), np.array(infos.env_ids))
 
@@ -85,7 +85,7 @@ class InfosByRow:
         return (*results, ListedInfos(listed, env_ids))
 
     def _call_and_collect(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call a method of wrappers. Return its results, followed by the base's :class:`RowInfos` or ``None``."""
+        """Call a method; return its results, followed by the unwrapped environment's :class:`RowInfos`, or ``None``."""
         if self._base is None:
             return (*method(*args, **kwargs), None)
         collected: list[RowInfos] = []
@@ -97,7 +97,7 @@ class InfosByRow:
 
 
 def _with_changes(rows: list[Any], before: dict[Any, Any], after: Mapping[Any, Any], count: int) -> list[Any]:
-    """Change each row's info as wrappers changed the merged dict of arrays."""
+    """Apply to each row's info the changes that wrappers made to the merged dict of arrays."""
     removed = [key for key in own_keys(before) if key not in after]
     changed = {
         key: after[key]
@@ -128,5 +128,5 @@ def _is_same(before: Any, after: Any) -> bool:
 
 
 def _is_same_value(before: Any, after: Any) -> bool:
-    """True if a wrapper left an object unchanged. Equal numbers and texts count, as unpickling creates new objects."""
+    """True if a wrapper left an object unchanged. Equal numbers and strings count: unpickling creates new objects."""
     return before is after or (type(before) is type(after) and isinstance(before, (int, float, str)) and before == after)

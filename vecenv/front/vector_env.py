@@ -1,7 +1,7 @@
 """Gymnasium's vector interface, over any :class:`~vecenv.front.driver.Driver`.
 
-Arguments, the order of calls, their errors and missing capabilities are handled in the same way for all backends, so that
-code is here. Only the drivers differ.
+This module checks the arguments and the order of calls, and raises the errors for missing capabilities, in the same way for
+all backends. Only the drivers differ.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ HALVES: Final = {
     "step": ("step_async", "step_wait"), "reset": ("reset_async", "reset_wait"), "call": ("call_async", "call_wait"),
     "exec_func": ("exec_func_send", "exec_func_fetch"),
 }  # fmt: skip
-"""Call -> the two calls that it consists of."""
+"""Method -> the method that begins its call, and the method that fetches the result."""
 _METHODS_WITH_INFOS: Final = ("reset", "reset_wait", "step", "step_wait", "recv")
 
 
 class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Generic[ObsType, ActType, ArrayType]):
     """The common base of the vector environments of all backends.
 
-    A subclass sets Gymnasium's attributes and passes its driver to :meth:`_open`. ``step``, ``reset`` and others have two
-    halves each. If a subclass overrides a half, the guard makes the call in two halves.
+    A subclass sets Gymnasium's attributes and passes its driver to :meth:`_open`. The methods in :data:`HALVES` have
+    two halves each. If a subclass overrides a half, the guard replaces a call of the method by calls of its halves.
     """
 
     autoreset_mode: AutoresetMode
@@ -101,19 +101,20 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, *, env_id: Any = None
     ) -> None:
-        """Begin a reset. Fetch the result with :meth:`reset_wait` for all environments, or with :meth:`recv` row by row.
-        Results in flight are dropped; EnvPool with ``batch_size=None`` raises.
+        """Begin a reset. Fetch the result with :meth:`reset_wait`, or with :meth:`recv` if ``env_id`` is given.
+
+        Without ``env_id``, results in flight are dropped; EnvPool with ``batch_size=None`` raises instead.
 
         Args:
-            seed: An int gives environment i the seed ``seed + i``; a sequence has one for each; ``None`` gives none: each
-                continues with its random numbers (the first time, with unpredictable ones).
-            options: Passed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only those
-                environments are reset, the others keep their last observation. Failed environments are rebuilt; one that the
-                mask leaves out has an observation of zeros meanwhile, as the last one may be incomplete. A sequence of
-                ``num_envs`` dicts (or ``None``) has one for each. The dict is not changed.
-            env_id: Only these environments, which must not be in flight, while others may be; :meth:`recv` fetches the
-                results. A sequence of seeds, or of options, has one for each of them, in their order. On backends in which
-                environments step together: all indices in order.
+            seed: An int gives environment i the seed ``seed + i``; a sequence has one seed per environment. ``None`` sets no
+                seeds: the environments continue their sequences of random numbers, which begin unpredictably.
+            options: Passed to every environment, except ``"reset_mask"``, a bool array ``(num_envs,)``: only the selected
+                environments are reset, and the others keep their last observation. Selected environments that failed are
+                rebuilt. A failed one that is not selected has an observation of zeros until then, as its last one may be
+                incomplete. A sequence of ``num_envs`` dicts (or ``None``) has one per environment. The dict is not changed.
+            env_id: Reset only these environments, none of which may be in flight; others may be. A sequence of seeds, or of
+                options, then has one for each index, in the order of ``env_id``. On backends that step all environments
+                together: all indices in order.
 
         Raises:
             NotImplementedError: The backend lacks a capability, see :attr:`capabilities`.
@@ -167,7 +168,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         driver = self._driver
         driver.submit_step(actions)
         stepped = driver.wait_for_result(Phase.WAITING_STEP, None)
-        if stepped[4] or _unmerged:  # an empty dict needs no merging; `RowInfos` is always true
+        if stepped[4] or _unmerged:  # an empty dict needs no merging; a `RowInfos` is always truthy
             stepped = self._merge_infos(stepped, _unmerged)
         return stepped  # type: ignore[no-any-return]
 
@@ -210,11 +211,11 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         Args:
             actions: A batch with one action per environment in ``env_id``, in its order.
             env_id: Distinct indices of environments; ``None``: those of the latest :meth:`recv`, or all at first. On
-                backends in which environments step together: all of them in order.
+                backends that step all environments together: all of them in order.
 
         Raises:
             ValueError, TypeError: Indices out of range or repeated, or actions that do not match them; nothing was sent.
-            NotImplementedError: ``env_id`` has only some environments, but they step together.
+            NotImplementedError: ``env_id`` has only some environments, but the backend steps all of them together.
             gymnasium.error.AlreadyPendingCallError: One of them is in flight, or its result has not been received.
             EnvFailed: One of them failed and has not been reset since.
         """
@@ -229,19 +230,19 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
         Args:
             timeout: Maximum number of seconds to wait.
-            count: Number of environments, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Without first-ready rows
-                (:attr:`capabilities`) it is all of the pending call.
+            count: Number of environments, 1 to ``num_envs``; ``None``: :attr:`batch_size`. Backends without the capability
+                ``first_ready`` (:attr:`capabilities`) can only return all rows of the pending call.
             at_least: Number of environments that suffices after ``within`` seconds; the others stay in flight. Default 1 if
                 ``within`` is given.
-            within: Seconds since the beginning of the call; default 0 if ``at_least`` is given: return as soon as that many
-                are ready. If fewer than ``count`` are in flight, it waits only for these.
+            within: Seconds from the beginning of the call until ``at_least`` environments suffice; default 0 if ``at_least``
+                is given. If fewer than ``count`` environments are in flight, the call waits only for these.
 
         Returns:
             The values of ``step``, with ``count`` rows instead of ``num_envs``, all of them new arrays. ``infos["env_id"]``,
             int ``(count,)``, has the indices of the environments. Rows of a reset have reward 0 and both flags False.
 
         Raises:
-            NoAsyncCallError: Fewer environments than ``count``, or than suffice, are in flight or ready.
+            NoAsyncCallError: Fewer environments than ``count``, or than a given ``at_least``, are in flight or ready.
             gymnasium.error.AlreadyPendingCallError: The result of :meth:`step_async` is pending.
             TypeError, ValueError: An invalid ``timeout``, ``count``, ``at_least`` or ``within``.
             NotImplementedError: ``count`` or ``at_least``, on a backend that finishes all environments at once.
@@ -266,7 +267,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Call ``env.get_wrapper_attr(name)`` of every environment, or return the attribute if it is not callable.
+        """Call the attribute ``env.get_wrapper_attr(name)`` of every environment, or return it if it is not callable.
 
         Raises:
             NotImplementedError: The backend has no Python environments.
@@ -305,7 +306,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     ) -> tuple[Any, ...]:
         """Call ``func(env, *args, **kwargs)`` in the workers, for the environments ``indices`` (``None``: all).
 
-        ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, ``None`` for the others.
+        ``func`` may be a lambda or a closure. Returns a tuple of ``num_envs`` results, with ``None`` for environments that
+        are not in ``indices``.
         """
         self._begin_exec("exec_func", func, indices, args, kwargs)
         return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
@@ -358,21 +360,19 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def set_next_options(
         self, options: ResetOptions = None, *, seed: int | Sequence[int | None] | None = None, env_id: Any = None
     ) -> None:
-        """Set options, and seeds, of the next episode that autoreset begins in each environment, once.
+        """Set options and seeds for the next episode that autoreset begins in each environment. They are used once.
 
-        They stay until the current episode ends, through resets by index, by a mask or of all environments, which have
-        options of their own. Later ones replace them; ``set_next_options()`` removes them. They are lost if an environment
-        fails or its worker dies.
+        Calls of :meth:`reset` and :meth:`reset_async`, which have options of their own, neither use nor remove them. A later
+        call replaces them; ``set_next_options()`` removes them. They are lost if an environment fails or its worker dies.
 
         Args:
-            options: A dict for each of them, of which each receives a copy; or a sequence with a dict or ``None`` for each.
-            seed: The seeds of ``reset``: an int gives environment i the seed ``seed + i``; a sequence has one for each.
+            options: A dict, of which each environment receives a copy; or a sequence with a dict or ``None`` for each.
+            seed: Seeds as for ``reset``: an int gives environment i the seed ``seed + i``; a sequence has one for each.
             env_id: Only these environments; a sequence of options or seeds is in their order. The others keep theirs.
 
         Raises:
-            TypeError, ValueError: Options, seeds or indices of the wrong length, type or range, options that cannot be
-                pickled; a ``reset_mask``, which applies to a reset of many; an autoreset mode that begins no episodes.
-                Nothing was sent.
+            TypeError, ValueError: Options, seeds or indices have the wrong length, type or range; options cannot be pickled
+                or contain a ``reset_mask``; or the autoreset mode begins no episodes. Nothing was sent.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
         self._require_capability("attributes", "set_next_options")
@@ -385,7 +385,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             raise ValueError("options['reset_mask'] is about a reset of many environments: use env_id instead")
         self._driver.require_idle("set_next_options")
         options_by_row = options if isinstance(options, list) else [options] * self.num_envs
-        pairs = [  # with copies, because the options are kept until then
+        pairs = [  # with copies, because the options are kept until the next episode begins
             (env_seed, None if env_options is None else dict(env_options))
             for env_seed, env_options in zip(seeds, options_by_row, strict=True)
         ]
@@ -405,21 +405,20 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """Return the state of every environment, or of some: everything that determines how it continues, bit for bit.
 
         Before an environment is saved for the first time, three more are built by the same ``env_fn`` in the same process,
-        and make about a thousand steps to prove that their state can be saved and loaded exactly; see ``docs/state.md``. The
+        and take about a thousand steps to prove that their state can be saved and loaded exactly; see ``docs/state.md``. The
         environment itself is not stepped. For environments on a JAX device the state is their row of the pytree, which needs
         no proof.
 
         Args:
             env_id: Distinct indices of environments; ``None``: all.
-            verify: Prove it by building such environments and stepping them at random, as ``docs/state.md`` describes; their
-                side effects are real. ``False`` omits the proof.
+            verify: Make this proof, in which the side effects of the additional environments are real. ``False`` skips it.
 
         Returns:
             One :class:`~vecenv.state.snapshots.Snapshot` per environment, in the order of ``env_id``. They can be pickled.
 
         Raises:
             NotImplementedError: The backend cannot save environments.
-            NotRestorable: An environment cannot be saved, or not exactly; the text names it, the reason and the place.
+            NotRestorable: An environment cannot be saved exactly; the text names it, the reason and the place.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
             EnvFailed: One of them failed and has not been reset since.
             gymnasium.error.ResetNeeded: JAX: before the first ``reset``.
@@ -431,14 +430,14 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Load saved states, from which environments continue exactly as those that were saved would have continued.
+        """Load saved states. The environments continue exactly as the saved ones would have.
 
         The states may come from other rows, engines, processes and machines; the environment, its constructor arguments, its
         wrappers and their versions must be the same. Environments that raised are rebuilt.
 
         Args:
             snapshots: One per environment in ``env_id``, in its order; or one for all of them. Loading can run code, like
-                unpickling: load only snapshots that you have kept yourself.
+                unpickling: load only snapshots that you have saved yourself.
             env_id: Distinct indices of environments; ``None``: all.
 
         Returns:
@@ -475,10 +474,11 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def freeze(self, env_id: Any = None) -> Any:
-        """Copy the processes of environments of any kind, with C code, other libraries and generators. Experimental.
+        """Copy the processes of environments of any kind, including the state of C code and libraries. Experimental.
 
-        A copy waits, on this machine and for this program. It occupies the memory that it or the environment has written to
-        since: some MiB. Requires Linux, and one process per environment (``num_workers=None``).
+        A copy is a waiting process on this machine, which only this program can use. It occupies the memory that it or the
+        environment has written to since then: some MiB. Requires Linux, and one process per environment
+        (``num_workers=None``).
 
         Args:
             env_id: Distinct indices of environments; ``None``: all.
@@ -500,19 +500,19 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @exclusive
     def thaw(self, frozen: Any, into: Any, *, reseed: bool = False) -> tuple[ObsType, dict[str, Any]]:
-        """Replace environments by copies of a frozen one, which continue exactly as that would have. Experimental.
+        """Replace environments with copies of a frozen one, which continue exactly as it would have. Experimental.
 
         Args:
-            frozen: A result of :meth:`freeze` of this vector environment. It can be thawed any number of times.
-            into: Distinct indices of the environments to replace, which end.
-            reseed: Each copy gets its own random numbers; otherwise all of them draw the same.
+            frozen: One of the results of :meth:`freeze` of this vector environment. It can be thawed any number of times.
+            into: Distinct indices of the environments to replace. Their processes end.
+            reseed: Give each copy its own random numbers; otherwise all copies draw the same ones.
 
         Returns:
             Their observations and infos at the time of the freeze; infos without their pickled parts.
 
         Raises:
-            NotImplementedError: The reasons of :meth:`freeze`.
-            ValueError: It is closed, or of another vector environment; indices that are out of range or repeated.
+            NotImplementedError: As for :meth:`freeze`.
+            ValueError: ``frozen`` is closed or of another vector environment, or indices are out of range or repeated.
             WorkerDied: The copy has ended. Nothing has changed.
             AlreadyPendingCallError: A call is pending, or environments are in flight.
         """
@@ -540,7 +540,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         self._require_capability("workers", "abandon")
 
     def submissions(self) -> Any:
-        """Return the requests to single environments; see :meth:`vecenv.AsyncVectorEnv.submissions`."""
+        """Return the interface for requests to single environments; see :meth:`vecenv.AsyncVectorEnv.submissions`."""
         self._require_capability("workers", "submissions")
 
     def publish_stats(self, name: str | None = None) -> None:
@@ -602,7 +602,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
-        """The environments of :meth:`send`, or of a reset by index, that are in flight until :meth:`recv`, in no order.
+        """The environments of :meth:`send`, or of a reset by index, that :meth:`recv` has yet to return, in no order.
 
         Raises:
             NotImplementedError: Some are in flight, and the library does not report which ones.
@@ -612,12 +612,12 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def stats(self) -> dict[str, float]:
         """Return statistics since construction.
 
-        ``steps`` of environments, and ``resets``, with results that were returned; ``steps_per_second``; ``wait_fraction``
-        (share of the time that the caller spent waiting); ``step_time_mean`` and ``step_time_slowest_env`` in seconds;
-        ``straggler_share`` (share of the workers' time, idle because another one took longer); ``restarts``; ``errors``;
-        ``bytes_pickled``. Counts are exact; times inside environments are extrapolated if a worker's share of a batch takes
-        less than a millisecond. ``in_flight``: environments with a step or reset that was not fetched. Values unknown to a
-        backend are nan. After :meth:`close` they stay unchanged.
+        ``steps`` and ``resets`` of single environments, counted when their results are returned; ``steps_per_second``;
+        ``wait_fraction`` (share of the time that the caller spent waiting); ``step_time_mean`` and ``step_time_slowest_env``
+        in seconds; ``straggler_share`` (share of their time that workers were idle because another one took longer);
+        ``restarts``; ``errors``; ``bytes_pickled``; ``in_flight`` (environments with a step or reset that has not been
+        fetched). Counts are exact; times inside environments are extrapolated if a worker's share of a batch takes less than
+        a millisecond. Values unknown to a backend are nan. After :meth:`close` they stay unchanged.
         """
         return self._driver.stats()  # type: ignore[no-any-return]
 
@@ -627,8 +627,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         """Release the backend. In a forked child, do nothing.
 
         Args:
-            timeout: Seconds to wait for another thread that is in a call, if the backend cannot be closed in the middle of
-                one; afterwards that call releases it.
+            timeout: Seconds to wait for a call in another thread, if the backend cannot be closed in the middle of one.
+                After that time, the call itself releases the backend when it ends.
             terminate: Do not wait.
         """
         until = deadline_after(0.0 if terminate else timeout)
@@ -663,17 +663,13 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         return (finish_unmerged if unmerged else finish_merged)(self._driver, stepped, infos)
 
     def _call_halves(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Make a call by its two halves, one of which a subclass has overridden."""
+        """Call the two halves of the method ``name``, at least one of which a subclass has overridden."""
         begin, wait = HALVES[name]
         getattr(self, begin)(*args, **kwargs)
         return getattr(self, wait)()
 
     def _require_capability(self, capability: str, name: str) -> None:
-        """Raise for ``name`` if the backend lacks a capability.
-
-        Raises:
-            NotImplementedError: The text names the backend and the reason.
-        """
+        """Raise ``NotImplementedError`` for the method ``name`` if the backend lacks a capability."""
         if not getattr(self.capabilities, capability, False):
             raise_unsupported(self, f"`{name}`", self._driver.reason(capability))
 
@@ -685,7 +681,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         return self._driver.phase  # type: ignore[no-any-return]
 
     def _require_phase(self, method: str) -> None:
-        """Raise for one of the methods of :data:`vecenv.front.driver.TRANSITIONS` that is out of order."""
+        """Raise Gymnasium's error if ``method``, a key of :data:`vecenv.front.driver.TRANSITIONS`, is out of order."""
         advance(self._phase, method, self)
 
 
@@ -744,7 +740,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         self._begin_call("np_random_seed", "np_random_seed", (), {})
         return self._driver.wait_for_call(None)  # type: ignore[no-any-return]
 
-    @property  # type: ignore[misc]  # Gymnasium's can be set
+    @property  # type: ignore[misc]  # Gymnasium's property has a setter
     @exclusive
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """Copies of the environments' generators."""

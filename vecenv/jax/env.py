@@ -5,9 +5,9 @@ every autoreset mode; ``next_obs`` is always the true successor, never the first
 
 Brax, MuJoCo Playground, gymnax, jumanji and ``FuncEnv`` disagree on names, on the meaning of ``done`` and on resets.
 :class:`JaxEnv` is the smallest common form: one environment, no batch, no autoreset, no time limit but its own;
-:mod:`vecenv.jax.functional` adds the rest for all of them. :func:`probe` finds a missing derivative beforehand, which JAX
-reports deep in a trace, with an error about ``lax.while_loop``, or never: the gradient of a step that only compares its
-action with zero is zero.
+:mod:`vecenv.jax.functional` adds the rest for all of them. :func:`probe` finds a missing derivative in advance. JAX
+itself reports it deep in a trace, with an error about ``lax.while_loop``, or never: the gradient of a step that only
+compares its action with zero is zero.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def select(mask: Array, yes: Array, no: Array) -> Array:
 
 
 def merge_rows(mask: Array, yes: Any, no: Any) -> Any:
-    """Choose ``yes`` in each row where ``mask`` holds, and ``no`` elsewhere, over two trees of the same structure."""
+    """Apply :func:`select` to each pair of leaves of two trees of the same structure."""
     return jax.tree.map(lambda one, other: select(mask, one, other), yes, no)
 
 
@@ -50,13 +50,13 @@ class EnvState:
 
     Attributes:
         obs: The observation to act on next. Leaves ``[*B, ...]`` in the dtypes of the observation space.
-        reward: ``float[*B]`` of the last step; 0 after a reset, on the reset step of NEXT_STEP, and on finished rows of
+        reward: ``float[*B]`` of the last step; 0 after a reset, in reset steps of NEXT_STEP, and in finished rows of
             DISABLED.
         terminated: ``bool[*B]``: the episode ended in a terminal state of the task.
         truncated: ``bool[*B]``: the episode was cut off, by a time limit for instance. Both may be true at once.
-        next_obs: The observation that followed the action, also where the episode ended. Leaves as ``obs``.
-        valid: ``bool[*B]``: a real transition happened. False after a reset, on NEXT_STEP's reset steps, and on finished
-            rows of DISABLED. Learn only from valid transitions.
+        next_obs: The observation that followed the action, even where the episode ended. Leaves as in ``obs``.
+        valid: ``bool[*B]``: a real transition happened. False after a reset, in reset steps of NEXT_STEP, and in
+            finished rows of DISABLED. Learn only from valid transitions.
         first: ``bool[*B]``: ``obs`` is the first of its episode; recurrent policies reset their carry here.
         steps: ``int32[*B]``: steps so far in the episode that ``obs`` belongs to.
         episode_return: ``float[*B]``: sum of rewards of that episode so far.
@@ -97,7 +97,7 @@ class EnvState:
 
     @classmethod
     def at_start(cls, obs: PyTree, shape: tuple[int, ...], info: dict[str, Any], **hidden: Any) -> EnvState:
-        """Return the state of ``shape`` environments after a reset; ``hidden`` is ``token`` or ``inner``."""
+        """Return the state of a batch of ``shape`` environments after a reset; ``hidden`` is ``token`` or ``inner``."""
         zero, no, none = jnp.zeros(shape, jnp.result_type(float)), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32)
         return cls(
             obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
@@ -151,7 +151,7 @@ class EnvState:
             first=begins, info=info, steps=steps, episode_return=total, discounted_return=discounted, **last,
         )  # fmt: skip
         if mode is AutoresetMode.DISABLED:
-            held: EnvState = merge_rows(idle, self, after)  # obs and next_obs are equal where nothing resets itself
+            held: EnvState = merge_rows(idle, self, after)  # without autoreset, obs and next_obs are equal
             return held.replace(next_obs=held.obs, reward=reward, valid=~idle, first=no)
         return after
 
@@ -163,7 +163,7 @@ class NativeState:
 
     Attributes:
         env: The states of the single environments, stacked.
-        key: ``uint32[*B, k]``: each row's own random key; with ``episode`` it decides every start state and all noise.
+        key: ``uint32[*B, k]``: each row's own random key; with ``episode`` it determines every start state and all noise.
         episode: ``int32[*B]``: the number of earlier episodes of this key.
         elapsed: ``int32[*B]``: steps counted against the time limit (``steps``, and more in a staggered first episode).
         pool: Stored start states ``[*B, pool_size, ...]`` with their observations, for ``reset="cached"`` and ``"pool"``.
@@ -225,13 +225,13 @@ class Adapter(JaxEnv):
 
     @property
     def differentiable(self) -> str:
-        """The kind of derivative, as in :class:`JaxEnv`; found by tracing it once, without running it."""
+        """The kind of derivative, as in :class:`JaxEnv`; found by tracing a step once, without running it."""
         if self._differentiable is None:
             self._differentiable = probe(self)
         return self._differentiable
 
     def gradient_advice(self) -> str:
-        """Return a sentence about the remedy, for the error message about a missing gradient."""
+        """Return a sentence of explanation or advice for the error message about a missing gradient."""
         return "This environment computes its step in a way that JAX cannot differentiate."
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
@@ -252,7 +252,7 @@ class Adapter(JaxEnv):
         raise ValueError(f"{self.name} has no physics model to randomise; `randomize` works for Brax and Playground.")
 
     def using(self, model: PyTree) -> contextlib.AbstractContextManager[None]:
-        """Run ``init`` and ``step`` on ``model`` instead of their own within the block."""
+        """Make ``init`` and ``step`` use ``model`` within the block, instead of the environment's own model."""
         raise ValueError(f"{self.name} has no physics model to replace.")
 
     def __repr__(self) -> str:
@@ -274,8 +274,8 @@ def default_key(seed: int) -> Array:
 def probe(env: JaxEnv) -> str:
     """Return the kind of derivative of a step with respect to the action, as in :attr:`JaxEnv.differentiable`.
 
-    This takes about as long as tracing the step, and compiles nothing. ``"zero"``: the derivatives of state,
-    observation and reward are 0 for every action, for example because only ``action > 0`` is used.
+    This takes about as long as tracing the step, and compiles nothing. ``"zero"`` means that the
+    derivatives of state, observation and reward are 0 for every action, for example because only ``action > 0`` is used.
     """
     key = default_key(0)
     state, _ = jax.eval_shape(env.init, key)
@@ -322,7 +322,7 @@ class Wrapped(Adapter):
 
     def __init__(self, env: JaxEnv) -> None:
         self.env = env
-        self._more: Any = env  # untyped: the optional parts of an Adapter are not in the protocol
+        self._untyped_env: Any = env  # untyped: the optional parts of an Adapter are not in the protocol
         self.name = getattr(env, "name", type(env).__name__)
         self.single_observation_space = env.single_observation_space
         self.single_action_space = env.single_action_space
@@ -343,14 +343,14 @@ class Wrapped(Adapter):
         return self.env.step(state, action, key)
 
     def render(self, state: PyTree) -> Any:
-        return self._more.render(state)
+        return self._untyped_env.render(state)
 
     @property
     def model(self) -> PyTree:
-        return self._more.model if hasattr(self.env, "model") else super().model
+        return self._untyped_env.model if hasattr(self.env, "model") else super().model
 
     def using(self, model: PyTree) -> Any:
-        return self._more.using(model)
+        return self._untyped_env.using(model)
 
 
 class Limited(Wrapped):
@@ -405,8 +405,8 @@ class Rescaled(Wrapped):
 class Fixed(Wrapped):
     """An environment in which all states and observations have the structure, shapes and dtypes of those of ``init``.
 
-    Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like. Scans and while loops refuse them,
-    and silent casts elsewhere would be worse, so they are converted or refused here.
+    Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like. JAX's scans and while loops reject
+    them, and silent casts elsewhere would be worse, so they are converted or rejected here.
     """
 
     def __init__(self, env: JaxEnv) -> None:
@@ -431,7 +431,7 @@ class Fixed(Wrapped):
         got: Any = jax.tree.structure(value)
         if want != got:
             raise ValueError(
-                f"{self.name}: {where} returned a state or observation of another structure than init did.\n"
+                f"{self.name}: {where} returned a state or observation with another structure than init.\n"
                 f"  init: {want}\n  {where}: {got}"
             )
 

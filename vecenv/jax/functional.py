@@ -3,12 +3,12 @@
 :class:`FunctionalEpisodes` is the batch logic, as pure functions of ``n`` rows; :class:`FunctionalVectorEnv` compiles them,
 reshapes batches, uses several devices, and checks arguments while tracing, at no cost for compiled steps. Main decisions:
 
-* Resetting every row at every step costs one reset per step, and restoring a stored start makes all episodes begin alike.
+* Resetting every row at every step costs a reset per row and step; restoring a stored start makes all episodes begin alike.
   So a while loop resets up to ``chunk`` finished rows at a time, and does nothing on steps in which no episode ends.
-* JAX cannot differentiate a while loop in reverse mode, but its derivative is simple: zero for rows that restart, the
-  identity for others.
+* JAX cannot differentiate a while loop in reverse mode, but the derivative of this one is simple: zero for rows that
+  restart, the identity for the others.
 * A row's own key and episode count determine its start states and noise: neither the number of rows nor the order in which
-  others finish matters.
+  other rows finish matters.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class FunctionalVectorEnv:
         autoreset_mode: ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED`` (``gymnasium.vector.AutoresetMode`` or its value).
         max_episode_steps: Time limit in steps of this class, after which ``truncated`` is set; ``None`` uses the
             environment's own, -1 means none. As in ``gymnasium.wrappers.TimeLimit``, ``terminated`` may be set as well.
-        reset: The source of the start states of later episodes. ``"fresh"``: computed, every one different. ``"cached"``:
-            each row returns to its first one, as in Brax's training wrapper. ``"pool"``: each row draws from
-            ``pool_size`` of its own, computed at ``reset``; needs memory for that many states per row.
+        reset: The source of the start states of later episodes. ``"fresh"``: a new one is computed for every episode.
+            ``"cached"``: each row returns to its first one, as in Brax's training wrapper. ``"pool"``: each row draws from
+            its own ``pool_size`` states, computed at ``reset``; needs memory for that many states per row.
         stagger: Begin the first episode of each row with a random share of the time limit already used up, so that the rows
             do not all time out together.
         frame_skip: The number of times that every action is repeated, up to the end of the episode; rewards are summed.
@@ -151,8 +151,8 @@ class FunctionalVectorEnv:
 
         Args:
             state: From ``reset``, ``step`` or ``reset_mask`` of this environment; it stays usable.
-            action: Leaves ``[*B, ...]`` as in the action space, of its dtype, or of one of the same kind, which is
-                cast. In 64-bit mode, a float64 JAX array stays float64 for a float32 space.
+            action: Leaves ``[*B, ...]`` as in the action space. Another dtype of the same kind is cast, except that in
+                64-bit mode a float64 JAX array stays float64 for a float32 space.
 
         Raises:
             ValueError: Wrong shape or structure.
@@ -422,7 +422,7 @@ class FunctionalEpisodes:
         return inner.replace(env=env, episode=episode, elapsed=jnp.where(mask, 0, inner.elapsed)), obs
 
     def _restart_loop(self, mask: Array, source: PyTree, current: PyTree) -> PyTree:
-        """Restart the rows under ``mask`` of ``current`` from ``source``, ``chunk`` rows at a time."""
+        """Restart the rows of ``current`` under ``mask``, some at a time. ``source`` has the arguments of ``_start``."""
         n = mask.shape[0]
         chunk = min(n, max(8, -(-n // 16)))
 
@@ -497,18 +497,14 @@ class FunctionalEpisodes:
 
 
 def _call_unfused(function: Callable[[Any], Any], always_true: Array, argument: Any, unused: Any) -> Any:
-    """Return ``function(argument)`` from a conditional that always chooses this branch.
-
-    XLA does not fuse across a branch. Fused with the code around it, a start would be rounded differently in the restart
-    loop and in a reset, and the same key would not give bitwise the same episode.
-    """
+    """Return ``function(argument)`` from a conditional that always chooses this branch."""
+    # XLA does not fuse across a branch. Fused with the code around it, a start state would be rounded differently in the
+    # restart loop and in a reset, and the same key would not give bitwise the same episode.
     return jax.lax.cond(always_true, lambda: function(argument), lambda: unused)
 
 
 def _stop_gradient(mask: Array | None, tree: PyTree) -> PyTree:
-    """Stop the gradient in the rows of ``tree`` under ``mask``, without a select at run time.
-
-    The derivative of a step past the end of an episode may be infinite. Its result is discarded, but zero times infinity is
-    NaN, which would reach the action and all earlier steps.
-    """
+    """Stop the gradient in the rows of ``tree`` under ``mask``, without a select at run time."""
+    # The derivative of a step past the end of an episode may be infinite. The step's result is discarded, but zero times
+    # infinity is NaN, which would reach the action and all earlier steps.
     return tree if mask is None else merge_rows(mask, jax.lax.stop_gradient(tree), tree)

@@ -43,11 +43,7 @@ _last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakVal
 
 
 def _tree_of(space: gymnasium.Space[Any], name: str) -> Tree:
-    """Return the tree of arrays of a space.
-
-    Raises:
-        TypeError: Its values have no fixed size, so they cannot be arrays of a compiled program.
-    """
+    """Return the tree of arrays of a space; raise ``TypeError`` if its values have no fixed size, which JAX needs."""
     if (tree := fixed_tree(space, name)) is None:
         kinds = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of those"
         raise TypeError(f"The bridge needs {name}s of fixed size ({kinds}), got {space}.")
@@ -83,7 +79,10 @@ class CallbackHost:
         self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and have not been reset
 
     def call(self, command: str, results: Sequence[Result], *arrays: Array) -> list[Array]:
-        """Execute a command on a ticket (none for a reset) and arrays; return a new ticket and arrays, as in ``results``."""
+        """Execute a command on a ticket (none for a reset) and arrays; return a new ticket and the resulting arrays.
+
+        ``results`` lists the shape and dtype of each returned array, the ticket first.
+        """
         if self.closed:
             raise ClosedEnvironmentError("The bridge was closed: its environments cannot be stepped any more.")
         if command == "reset":
@@ -221,7 +220,7 @@ class CallbackHost:
         other_host = _last_reset_by.get(name)
         if other_host is not None and other_host is not self:
             other_host._invalid_reason = "because another bridge over the same vector env has reset them"
-            other_host._requests.drain()  # raises if a reply is late; the other bridge then remains the holder
+            other_host._requests.drain()  # raises if a reply is late; then `_last_reset_by` still has the other host
             other_host._pending = None
         _last_reset_by[name] = self
 
@@ -270,7 +269,7 @@ class Requests:
 
     Args:
         envs: The vector env.
-        timeout: As for :func:`vecenv.jax.bridge`.
+        timeout: See :func:`vecenv.jax.bridge`.
 
     Raises:
         ValueError: The metadata of ``envs`` lacks an autoreset mode.
@@ -418,7 +417,7 @@ class InfoColumns:
                 if not isinstance(key, str):
                     raise TypeError(f"Keys of info_spec must be str, got {key!r}.")
                 if key.startswith("_"):
-                    raise ValueError(f"info_spec[{key!r}]: keys that begin with an underscore are the masks.")
+                    raise ValueError(f"info_spec[{key!r}]: keys that begin with an underscore are reserved for masks.")
                 self._collect(part, (*path, key))
             return
         if not path:

@@ -154,11 +154,11 @@ globals().update({kind.__name__: kind for kind in _KINDS.values()})  # pickle lo
 
 
 def jax_space(space: gym.Space[Any]) -> Any:
-    """Return the same space with ``sample(key)`` and ``contains(x)`` for compiled programs, where ``sample()`` is refused.
+    """Return an equal space with ``sample(key)`` and ``contains(x)`` for compiled programs, where ``sample()`` raises.
 
     Args:
-        space: Any Gymnasium space; it is not changed. Supported are Box, Discrete, MultiDiscrete, MultiBinary, and Dict and
-            Tuple of these; any other space, even one of a subclass, is returned unchanged.
+        space: Any Gymnasium space; it is not changed. Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these
+            are supported. Any other space, including an instance of a subclass, is returned as it is.
 
     ``space.sample(key)`` has Gymnasium's distributions: uniform, except for a Box without bounds (normal) or with one bound
     (exponential, from the bound on). ``space.contains(x)`` is ``bool[]``; shapes and kinds of dtypes are checked while the

@@ -1,6 +1,7 @@
 """Rollouts over any environment with ``reset(key)`` and ``step(state, action)`` on :class:`~vecenv.jax.EnvState`.
 
-``env.step`` is called once per transition: never to learn a shape, after the last transition, or for a discarded result.
+``env.step`` is executed once per transition: never to determine a shape, never after the last transition, and never for a
+result that is discarded.
 
 A policy is ``policy(params, carry, obs, first, key) -> (carry, action, extras)``. ``carry`` is the memory of a recurrent
 policy (``()`` for others), which the policy resets (:func:`reset_carry`) in rows where ``first`` (``bool[n]``) is True:
@@ -36,7 +37,7 @@ Policy = Callable[[PyTree, PyTree, PyTree, Array, Array], tuple[PyTree, PyTree, 
 
 
 class FunctionalEnv(Protocol):
-    """An environment for the rollouts, which use its ``discount`` attribute if it has one."""
+    """The interface of an environment for rollouts. Evaluations also use its ``discount``, if it has one."""
 
     def step(self, state: EnvState, action: PyTree) -> EnvState: ...
 
@@ -72,10 +73,12 @@ class Trajectory:
         return self.terminated | self.truncated
 
     def keeping(self, names: Sequence[str]) -> Trajectory:
-        """Keep only these fields; the others become ``None`` and are not computed. ``"done"`` stands for both flags.
+        """Return a copy with only these fields; the others are ``None`` and are not computed.
+
+        ``"done"`` stands for both flags.
 
         Raises:
-            ValueError: There is no such field.
+            ValueError: A trajectory has no field with one of these names.
         """
         fields = [field.name for field in dataclasses.fields(self)]
         kept = {part for name in names for part in (("terminated", "truncated") if name == "done" else (name,))}
@@ -103,7 +106,7 @@ def rollout(
     """Take ``length`` steps of a policy.
 
     Args:
-        env: Anything with ``step(state, action)`` on ``EnvState``, or such a function itself.
+        env: Anything with ``step(state, action)`` on ``EnvState``, or the step function itself.
         policy: See the top of this module.
         params: Passed to the policy.
         state: The initial state, from ``env.reset(key)`` or an earlier rollout.
@@ -180,7 +183,7 @@ class EpisodeMetrics:
     Attributes:
         episode_return, discounted_return: ``float``: sums of rewards, the second with the environment's ``discount``.
         episode_length: ``int32``: steps.
-        terminated, truncated: ``bool``: the flags at its end.
+        terminated, truncated: ``bool``: the flags at the episode's end.
         finished: ``bool``: the episode ended within the evaluation. The entries of an unfinished episode cover only its
             beginning.
         env_steps: ``int32[]``: the number of vector steps.
@@ -207,14 +210,14 @@ def eval_rollout_episode(
         keep: The fields of the trajectory to keep, such as ``("reward", "done")``; the others are ``None``, and cost
             neither time nor memory. Default: all.
 
-    Raises:
-        ValueError: ``keep`` names no field of a trajectory.
-
     Returns:
         The trajectory, its metrics, and the last state. After a row's first episode ``reward`` is 0, ``valid`` is False,
         and ``terminated``, ``truncated`` and ``done`` keep their values from its end: the length of the episode is the
-        number of rows up to the first ``done``. The other fields have no meaning there. Lanes of a ``vmap`` over a bridged
-        environment stop together.
+        number of steps up to and including the first ``done``. The other fields have no meaning there. Lanes of a ``vmap``
+        over a bridged environment stop together.
+
+    Raises:
+        ValueError: ``keep`` names a field that a trajectory does not have.
     """
     counted_step = _counted_step(env, policy, params, key)
 
@@ -245,10 +248,10 @@ def fast_eval_rollout_episode(
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
-        max_steps: Maximum number of steps per episode of a row: ``k`` episodes per row may take ``k * max_steps`` steps.
-        num_episodes: The total number of episodes; default: one per row. Each row gets an equal share in advance, because
-            counting the first to end would favour short ones. Entry ``r * n + i`` is episode r of row i. Rows that do not
-            reset themselves (DISABLED) are reset by ``env.reset_mask`` while they have episodes left.
+        max_steps: Maximum number of steps per episode, on average: ``k`` episodes of a row may take ``k * max_steps`` steps.
+        num_episodes: The total number of episodes; default: one per row. Each row gets an equal share in advance: the first
+            ``num_episodes`` to end would be biased towards short episodes. Entry ``r * n + i`` is episode r of row i.
+            Without autoreset (DISABLED), ``env.reset_mask`` resets rows that have episodes left.
 
     Returns:
         Metrics, and the last state. The while loop has no reverse-mode derivative, and under ``vmap`` a JAX-native
@@ -287,7 +290,7 @@ def fast_eval_rollout_episode(
 
 
 def _in_any_lane(state: EnvState, is_running: Array) -> Array:
-    """Return ``is_running``; for a bridged environment over all lanes of a ``vmap``, which can only be stepped together."""
+    """Return ``is_running``; for a bridged environment, True if it is True in any lane of a ``vmap``."""
     if state.token is None:
         return is_running
     return _any_over_lanes(is_running)  # type: ignore[no-any-return]
@@ -331,7 +334,7 @@ class _Tally:
         return self.count < self.quota
 
     def add(self, state: EnvState, discount: float) -> _Tally:
-        """Count the step that led to ``state``."""
+        """Return a tally that includes the step that led to ``state``."""
         counts = self.active & state.valid
         rounds = jnp.arange(self.sums.finished.shape[0]).reshape((-1,) + (1,) * counts.ndim)
         here = counts & (rounds == self.count)  # [rounds, *B]
@@ -351,7 +354,7 @@ class _Tally:
         return _Tally(sums, self.count + jnp.any(ended, axis=0), self.quota)
 
     def last_flags(self) -> dict[str, Any]:
-        """Return ``terminated`` and ``truncated`` (``bool[*B]``) of the end of each row's latest finished episode."""
+        """Return ``terminated`` and ``truncated`` (``bool[*B]``) at the end of each row's latest finished episode."""
         latest = jnp.maximum(self.count - 1, 0)[None]
         names = ("terminated", "truncated")
         return {name: jnp.take_along_axis(getattr(self.sums, name), latest, axis=0)[0] for name in names}
@@ -367,7 +370,7 @@ _EvalCarry: TypeAlias = tuple[EnvState, PyTree, _Tally]
 def _counted_step(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, key: Array
 ) -> Callable[[_EvalCarry], tuple[_EvalCarry, Trajectory]]:
-    """Return a function for one step of an evaluation; rows without episodes left add nothing."""
+    """Return a function that takes one step of an evaluation; rows without episodes left contribute nothing."""
     discount = float(getattr(env, "discount", 1.0))
 
     def act(carried: _EvalCarry) -> tuple[_EvalCarry, Trajectory]:
@@ -393,11 +396,11 @@ def truncated_bptt(
         env: A differentiable :class:`~vecenv.jax.FunctionalVectorEnv`.
         policy: As for :func:`~vecenv.jax.rollout`.
         horizon: The number of steps that a gradient reaches back.
-        loss: Scalar of the trajectory of one piece (leaves ``[horizon, *B, ...]``).
+        loss: Returns a scalar for the trajectory of one piece (leaves ``[horizon, *B, ...]``).
 
     Returns:
-        ``gradients(params, state, carry, key, pieces) -> (loss, grads, state, carry)``: means over ``pieces`` pieces, and
-        the state and carry after them. ``pieces`` is static under ``jit``.
+        ``gradients(params, state, carry, key, pieces) -> (loss, grads, state, carry)``: ``loss`` and ``grads`` are means
+        over ``pieces`` pieces, ``state`` and ``carry`` those after the last piece. ``pieces`` is static under ``jit``.
 
     Raises:
         ValueError: ``horizon`` is not positive, or the environment has no reverse-mode derivative; the message names the

@@ -1,7 +1,7 @@
 """The two byte streams between the caller and one worker.
 
-Each worker has two pipes, one per direction, shared with no other process: messages keep their order, and end-of-file means
-that the other side is gone. A round trip over a socket pair takes twice as long (9 instead of 5 us on one core).
+Each worker has two pipes, one per direction. As no other process shares them, messages keep their order, and end-of-file
+means that the other side is gone. A round trip over a socket pair takes twice as long (9 instead of 5 us on one core).
 
 The caller's end (:class:`Channel`) never blocks. The worker's end (:class:`WorkerEnd`) may block, which saves system calls:
 the caller reads while it sends, so a worker's blocking write always ends.
@@ -34,8 +34,8 @@ class Channel:
     """The caller's end of the two pipes to one worker: whole messages in, queued messages out.
 
     Reads and writes never block. A signal handler can raise between any two bytecodes, so a system call and the store that
-    records its effect happen inside one call into C: ``list.extend(map(read, ...))``. So bytes are neither lost nor sent
-    twice, and other modules need no precautions.
+    records its effect happen inside one call into C: ``list.extend(map(read, ...))``. Bytes are therefore neither lost nor
+    sent twice, and other modules need no precautions.
 
     Args:
         owner: Owner of the descriptors.
@@ -57,7 +57,7 @@ class Channel:
         self.bytes_pickled = 0
         self._read_fds, self._write_fds = (self.fd,), (self.out,)
         self._chunks: list[bytes] = []  # the received parts of the incoming message
-        self._counted = 0, 0  # how many of these chunks have been counted, and their bytes
+        self._counted = 0, 0  # the number of these chunks that have been counted, and their total size
         self._outgoing: tuple[bytes, list[int]] = b"", []  # bytes to send, and the number that each write accepted
         poll = select.poll()
         poll.register(self.fd, select.POLLIN)
@@ -91,7 +91,7 @@ class Channel:
         return message
 
     def _count_missing(self) -> int:
-        """Return how many bytes the incoming message lacks. Count each chunk once, as long messages have thousands."""
+        """Return the number of missing bytes of the incoming message. Count each chunk once: there can be thousands."""
         chunks, size = self._counted
         size += sum(map(len, self._chunks[chunks:]))
         self._counted = len(self._chunks), size
@@ -145,7 +145,7 @@ class Channel:
             end.close()
 
     def close_own_ends(self) -> None:
-        """Close the caller's ends in a forked child, which inherited copies of them."""
+        """Close the caller's ends. A forked child calls this to close the copies that it inherited."""
         self._reader.close()
         self._writer.close()
 

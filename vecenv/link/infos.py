@@ -1,8 +1,8 @@
 """Info dicts as numeric columns in shared memory, from which the caller builds Gymnasium's dict of arrays with masks.
 
-Infos with the same keys, types and shapes share a schema. The worker writes the schema's number, and the values into the
-environment's record with one ``struct.pack_into``; the caller turns columns of records into arrays, with one copy per key
-for any number of environments. A worker sends each schema's definition once, with its first use. The number is a hash of
+Infos with the same keys, types and shapes share a schema. The worker writes the schema's number, and packs the values into
+the environment's record with one ``struct.pack_into``. The caller copies each key's values from the records of all
+environments at once. A worker sends each schema's definition once, with its first use. The number is a hash of
 the definition, so workers need not coordinate. An info without a schema (strings, objects, ever-changing keys, more values
 than fit into a record) is pickled. Steps with such an info are merged value by value, by
 :class:`vecenv.front.infos.InfoMerger`.
@@ -263,7 +263,7 @@ class InfoReader:
             return self._merge_rows(rows, count, pickled, final_obs)
         infos: dict[Any, Any] = {}
         if same_schema:
-            _fill(infos, plan, rows, self._all_rows[:count])
+            _fill_from_one_schema(infos, plan, rows, self._all_rows[:count])
         else:
             _fill_by_schema(infos, plan, rows, numbers)
         if final_obs:
@@ -275,7 +275,10 @@ class InfoReader:
         return infos
 
     def _plan(self, numbers: Sequence[int]) -> _Plan | None:
-        """Return a plan for rows of these schemas, or ``None`` if a dtype depends on the order of the environments."""
+        """Return a plan for rows of these schemas; ``None`` if masks conflict or a key has two types.
+
+        The dtype of a key with two types would depend on the order of the environments.
+        """
         plan: _Plan = {}
         for number in numbers:
             if number != NO_INFO:
@@ -367,19 +370,19 @@ def _record_type(offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> n
     return np.dtype({"names": ["v"], "formats": [(dtype, shape)], "offsets": [offset], "itemsize": INFO_BYTES})
 
 
-def _fill(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Array) -> None:
+def _fill_from_one_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, all_rows: Array) -> None:
     """Fill ``infos`` with whole columns, from rows that all follow one schema."""
     for key, (mask, column, children, view, _) in plan.items():
         if column is None:
             infos[key] = {}
-            _fill(infos[key], children, rows, all_rows)
+            _fill_from_one_schema(infos[key], children, rows, all_rows)
         else:
             infos[key] = view.copy() if rows is None else view[rows]
         infos[mask] = all_rows.copy()  # 10x faster than `np.ones`, which is written in Python
 
 
 def _fill_by_schema(infos: dict[Any, Any], plan: _Plan, rows: Array | None, numbers: Array) -> None:
-    """Fill ``infos`` with whole columns, from rows that follow several schemas."""
+    """Fill ``infos`` from rows that follow several schemas, one schema after the other."""
     for key, (mask, column, children, _, views) in plan.items():
         if column is None:
             infos[key] = {}

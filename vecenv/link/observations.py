@@ -33,10 +33,11 @@ from vecenv.state.snapshots import Row
 from vecenv.system.signals import succeeds_when_repeated
 
 WRITTEN: Final = object()
-"""The result of an :data:`ObservationWriter` that wrote the observation into its store: the reply need not carry it."""
+"""The result of an :data:`ObservationWriter` that wrote the observation into its store, so the reply need not carry it."""
 
 ObservationWriter: TypeAlias = Callable[[int, Any], Any]
-"""``write(k, observation)`` stores the observation of a worker's row k and returns :data:`WRITTEN`, or the value to send."""
+"""``write(k, observation)`` checks the observation of a worker's row k. It either stores the observation and returns
+:data:`WRITTEN`, or returns the value to send."""
 
 _WarnFn: TypeAlias = Callable[[str, str], None]
 
@@ -54,20 +55,20 @@ class Store(Protocol):
         """Return the whole batch, in the containers of Gymnasium's batched space."""
 
     def take(self, rows: Array) -> Any:
-        """Return a new batch of some rows."""
+        """Return a new batch with the observations of some rows."""
 
     def row(self, row: int) -> Any:
         """Return a copy of one row."""
 
     def set_row(self, row: int, observation: Any) -> None:
-        """Replace one row, from the caller's side."""
+        """Replace the observation of one row."""
 
     def validate(self, observation: Any) -> None:
         """Raise if the observation does not fit the space; change nothing."""
 
 
 def require_observation(store: Store, row: int, row_state: Row) -> None:
-    """Raise for a snapshot with an observation outside of the space of a store.
+    """Raise if the observation in a snapshot does not fit the space of the store.
 
     Raises:
         SnapshotMismatch: The observation does not fit.
@@ -244,7 +245,7 @@ def make_observation_writer(tree: Tree, leaves: Sequence[Array], first_env: int,
 
 
 def make_row_caster(tree: Tree, first_env: int, warn: _WarnFn, count: int) -> ObservationWriter:
-    """Return a function that checks and casts like :func:`make_observation_writer`, and returns the observation to send."""
+    """Return a writer that checks and casts like :func:`make_observation_writer`'s, but returns the observation to send."""
     leaves = [np.zeros((count, *leaf.shape), leaf.dtype) for leaf in tree.leaves()]
     write = _make_node_writer(tree, iter(leaves), first_env, warn, "observation")
 
@@ -277,9 +278,9 @@ def make_exact_rows(leaf: Leaf, array: Array) -> list[Any]:
     """
     if leaf.shape == ():
         return [None] * len(array)
-    if leaf.flat:  # a memoryview checks dtype and shape in C, three times as fast, but only with one axis
+    if leaf.flat:  # a memoryview checks dtype and shape in C, three times as fast, but supports only one axis
         return [memoryview(row) for row in array]
-    dtype = np.dtype(leaf.dtype.str)  # NumPy's own object for this dtype: comparisons with an array's are faster
+    dtype = np.dtype(leaf.dtype.str)  # NumPy's own object for this dtype: comparing an array's dtype with it is faster
     return [_ArrayRow(row, dtype) for row in array]
 
 
@@ -290,7 +291,7 @@ def _observation_error(env: int, field: str, got: str, expected: str) -> Observa
 def _make_node_writer(
     tree: Tree, leaves: Iterator[Array], first_env: int, warn: _WarnFn, field: str
 ) -> Callable[[int, Any], None]:
-    """Return a writer for a tree, which consumes one array of ``leaves`` per leaf."""
+    """Return a writer for a tree, and advance ``leaves`` by one array per leaf."""
     if tree.leaf is not None:
         return _make_leaf_writer(tree.leaf, next(leaves), first_env, warn)
     writers = [(key, _make_node_writer(child, leaves, first_env, warn, f"{field}[{key!r}]")) for key, child in tree.children]
@@ -382,7 +383,7 @@ def _is_faithful_cast(values: Array, cast: Array) -> bool:
 
 
 def _describe(value: Any) -> str:
-    """Describe a value in error messages, in about 60 characters."""
+    """Describe a value for error messages, with at most 60 characters of its repr."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape} ({value.dtype})"
     if isinstance(value, dict):

@@ -95,13 +95,13 @@ class OwnGenerators(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def with_own_generators(env_fns: Sequence[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Return ``env_fns`` with their environments in :class:`OwnGenerators`. The same function yields the same wrapper."""
+    """Return ``env_fns`` with their environments wrapped in :class:`OwnGenerators`; a repeated function gets one wrapper."""
     wrapped = {id(env_fn): functools.partial(_build, env_fn) for env_fn in env_fns}
     return [wrapped[id(env_fn)] for env_fn in env_fns]
 
 
 def _build(env_fn: Callable[[], Any]) -> Any:
-    """Call ``env_fn`` with generator states of its own, and wrap its environment. Return any other object unchanged."""
+    """Call ``env_fn`` with generator states of its own, and wrap its environment. Return any other result unchanged."""
     generators = Generators()
     try:
         switch.install(generators)

@@ -1,7 +1,7 @@
 """The worker's side: adapts a multi-agent environment to a Gymnasium environment with an observation of fixed size.
 
-The engine steps environments that return an observation, a reward and two flags. The adapter makes a PettingZoo parallel
-environment one of these. Its observation holds the observations, rewards, flags and masks of all agents (see
+The engine steps environments that return an observation, a reward and two flags. The adapter turns a PettingZoo parallel
+environment into such an environment. Its observation holds the observations, rewards, flags and masks of all agents (see
 :meth:`vecenv.multi_agent.roster.Roster.observation_space`), written directly into shared memory; its own flags are those of
 the episode. Only this module decides which agents are alive, which must act, and which are padding.
 """
@@ -44,7 +44,7 @@ MASK_KEYS: Final = ("action_mask", "action_masks")
 
 
 def as_parallel(env: Any) -> Any:
-    """Return ``env`` if it is parallel, or an adapter for an environment of RLlib, with ``agent_num``, or of Gymnasium."""
+    """Return ``env`` if it is parallel, otherwise an adapter for its convention (RLlib, ``agent_num`` or Gymnasium)."""
     inner = getattr(env, "unwrapped", env)
     has_methods = [callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space")]
     if has_methods == [True, False]:
@@ -107,7 +107,7 @@ class AgentsAdapter:
         return found(agent) if callable(found) else found
 
     def _finish_step(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
-        """Remove agents with a set flag from ``agents``, and return the results of ``step``."""
+        """Remove terminated and truncated agents from ``agents``, and return the results of ``step``."""
         self.agents = [one for one in self.agents if not (terminations.get(one, False) or truncations.get(one, False))]
         return observations, rewards, terminations, truncations, infos
 
@@ -119,9 +119,9 @@ class TurnBased(AgentsAdapter):
     """A turn-based game: every step is one agent's move.
 
     ``agents_to_act`` holds the agent to move; in ``MultiAgentVecEnv`` only its row is True in ``agent_mask``, and after its
-    move in ``transition_mask``. Every step returns observations and rewards for all agents, so the reward of an agent that
-    did not move (for example because it lost by another agent's move) is in a row with a False ``transition_mask``: it
-    belongs to that agent's last move.
+    move in ``transition_mask``. Every step returns observations and rewards for all agents, so an agent that did not move
+    can have a reward too, for example because it lost by another agent's move. Its row then has a False
+    ``transition_mask``, and the reward belongs to its last move.
     """
 
     def __init__(self, env: Any) -> None:
@@ -149,7 +149,7 @@ class TurnBased(AgentsAdapter):
         game = self.env
         before, mover = list(game.agents), game.agent_selection
         if mover not in actions:
-            raise ValueError(f"agent {mover!r} has the turn, but its action is missing")
+            raise ValueError(f"agent {mover!r} is next, but its action is missing")
         game.step(actions[mover])
         after = [*before, *(agent for agent in game.agents if agent not in before)]
         rewards, terminations, truncations, infos = (
@@ -176,8 +176,8 @@ class StackedAgents(AgentsAdapter):
     ``[A, k]`` become the agents' masks, and all its values are common infos; a list has one info per agent.
 
     An environment with a true ``has_auto_reset`` has already begun its next episode when it reports the end of one:
-    ``info["final_observation"]`` is then the last observation, and the next reset without a seed returns the observation of
-    that step. Observations of a ``Discrete`` space may be one-hot rows.
+    ``info["final_observation"]`` is then the last observation, and the next reset without a seed or options returns the
+    observation of that step. Observations of a ``Discrete`` space may be one-hot rows.
     """
 
     def __init__(self, env: Any) -> None:
@@ -339,7 +339,7 @@ _PLAIN_REWARD_TYPES = frozenset({float, int, bool, np.float64, np.float32, np.fl
 
 @dataclass(eq=False, repr=False)
 class EnvFn:
-    """A function that builds environment ``index`` of a vector: an ``env_fn`` for the engine."""
+    """A function that builds environment ``index`` of a vector environment: an ``env_fn`` for the engine."""
 
     env_fn: Callable[[], Any]
     index: int
@@ -354,7 +354,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     Args:
         env: The parallel environment.
-        index: Its index in the vector, for error messages.
+        index: Its index in the vector environment, for error messages.
         roster: The agents and spaces it must have, and their layout.
     """
 
@@ -387,7 +387,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     def _attach_memory(self, row: dict[str, Any]) -> None:
         roster = self.roster
         self._row = row
-        self._rewards: Any = memoryview(row["signals"][0])  # three times as fast as an array to assign a number
+        self._rewards: Any = memoryview(row["signals"][0])  # assigns a number three times as fast as an array
         self._flags = row["signals"][1:]  # in the order of FLAGS
         self._forget_written()
         self._observation_writers: list[Callable[[Any], None]] = []
@@ -411,7 +411,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         """Make the next step write every flag and all padding, regardless of the memory's contents."""
         self._written: Any = None
         self._all_acted = False  # True if the flags in memory mean that every agent acted and is alive
-        self._filled = [True] * len(self._names)
+        self._needs_padding = [True] * len(self._names)
 
     def _begin_episode(self) -> None:
         self._alive, self._acting, self._dead = ([False] * len(self._names) for _ in range(3))
@@ -496,9 +496,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         return self._build_observation(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
 
     def _apply_ordinary_step(self, result: tuple[Any, ...]) -> bool:
-        """Apply the results of an ordinary step: all agents were and are present, nothing ended, and infos are empty.
+        """Apply the results of an ordinary step: all agents are still present, nothing ended, and infos are empty.
 
-        Flags and masks then stay unchanged. Returns False for any other step, which needs :meth:`_apply_results`.
+        Flags and masks then stay unchanged. Return False for any other step, which needs :meth:`_apply_results`.
         """
         observations, rewards, terminations, truncations, infos = result
         if (
@@ -549,7 +549,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 self._write_padding(i)
                 continue
             if name in observations:
-                self._filled[i] = True
+                self._needs_padding[i] = True
                 puts[i](observations[name])
             elif is_alive:
                 raise ObservationError(f"env {self.index}, agent {name!r}: is alive, but has no observation")
@@ -593,8 +593,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     # -- the memory of the observation ------------------------------------------------------------------------------
 
     def _write_padding(self, index: int) -> None:
-        if self._filled[index]:
-            self._filled[index] = False
+        if self._needs_padding[index]:
+            self._needs_padding[index] = False
             for leaf in self._leaves[index]:
                 leaf.fill(self.roster.pad_value)
 

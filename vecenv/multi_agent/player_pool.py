@@ -31,7 +31,7 @@ _BOOKKEEPING = ("info:env_id", "info:players.env_id", "info:players.id", "info:c
 
 
 class PlayerPool(PoolVectorEnv):
-    """A pool with several players per environment, with rows of all agents as observations.
+    """A pool with several players per environment. Its observations are rows of all agents.
 
     Args:
         task_id: EnvPool's name of the task.
@@ -79,7 +79,7 @@ class PlayerPool(PoolVectorEnv):
         return self._driver.latest.astype(np.intp) if env_id is None else parse_env_ids(env_id, self.num_envs)
 
     def render(self) -> Any:
-        """Raise: EnvPool cannot render these tasks."""
+        """Raise ``NotImplementedError``, because EnvPool cannot render these tasks."""
         raise_unsupported(self, "`render`", "EnvPool draws no environments of several players")
 
 
@@ -93,8 +93,8 @@ class PlayerBatch(NamedTuple):
         env_ids: int32, shape ``(n,)``, ascending.
         mask: The players that exist, bool, shape ``(n, k)``.
         envs: The pool's arrays of environments by state key, shape ``(n, ...)``.
-        players: Its arrays of players (``reward``, ``obs``, ...), shape ``(n, k, ...)``; zero for missing players. A view of
-            the pool's array if that was complete and in order.
+        players: The pool's arrays of players (``reward``, ``obs``, ...), shape ``(n, k, ...)``; zero for missing
+            players. A view of the pool's array if that is complete and in order.
     """
 
     env_ids: Array
@@ -137,7 +137,7 @@ class PlayerRows(PoolRows):
     # -- to the pool --------------------------------------------------------------------------------------------------
 
     def check(self, actions: Any, ids: Array) -> list[Array]:
-        """Return actions as an array; ``MultiAgentVecEnv`` has checked them."""
+        """Return the actions as one array, in a list. ``MultiAgentVecEnv`` has checked them."""
         return [np.asarray(actions)]
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
@@ -155,7 +155,7 @@ class PlayerRows(PoolRows):
         return self.flat(np.zeros(mask.shape, self._action_dtype), ids, mask)
 
     def flat(self, actions: Array, env_ids: Array, mask: Array) -> list[Array]:
-        """Return ``[env_id, players.env_id, actions]`` of lengths n, p, p, for the p players under ``mask``, ``(n, k)``."""
+        """Return ``[env_id, players.env_id, actions]`` of lengths n, p, p. ``mask`` ``(n, k)`` selects p players."""
         owners = np.repeat(env_ids, mask.sum(axis=1)).astype(np.int32)
         return [env_ids.astype(np.int32), owners, np.ascontiguousarray(actions[mask])]
 

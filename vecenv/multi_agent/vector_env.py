@@ -215,7 +215,7 @@ class MultiAgentVecEnv:
         self._begun = np.zeros(self.num_envs, np.bool_)
         self._reset_mask: Bools | None = None  # the mask of the latest reset
         self._all_rows = np.arange(self.num_envs)
-        self._merger = InfoMerger()  # merges action masks
+        self._merger = InfoMerger()  # of action masks
 
     def _require_equal_spaces(self) -> None:
         problems = enumerate(self._rows.exec_func(attrgetter("problems")))
@@ -274,7 +274,7 @@ class MultiAgentVecEnv:
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, *, env_id: Any = None
     ) -> None:
-        """Begin a reset; :meth:`reset_wait` returns its result, or :meth:`recv` as rows become ready.
+        """Begin a reset; :meth:`reset_wait` returns its result, or :meth:`recv` returns rows as they become ready.
 
         Args:
             seed, options: See :meth:`reset`.
@@ -349,7 +349,7 @@ class MultiAgentVecEnv:
         return self._unpack(batch, terminated, truncated, infos, infos["env_id"])
 
     def results_by_row(self, name: str, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
-        """Wait for a result and return it with the infos of each environment, for views.
+        """Wait for a result and return it, with each environment's own infos listed separately.
 
         Args:
             name: ``"reset_wait"`` or ``"step_wait"``.
@@ -432,7 +432,7 @@ class MultiAgentVecEnv:
         return found
 
     def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
-        """Truncate the agents that were alive in environments that were restarted in this step."""
+        """Truncate the agents that were alive in the environments that this step restarted."""
         rewards[restarted] = 0.0
         flags["terminations"][restarted] = False
         flags["truncations"][restarted] = flags["transition_mask"][restarted] = before[restarted]
@@ -504,7 +504,7 @@ class MultiAgentVecEnv:
         return batch["obs"], {}
 
     def _agent_state(self, row: int) -> Any:
-        """Return the caller's records of an environment's agents, which the environment's own state does not include."""
+        """Return this object's records of an environment's agents, which the environment's own state does not include."""
         return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.masks_of_env(row)
 
     def _with_agents(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
@@ -512,14 +512,14 @@ class MultiAgentVecEnv:
         return Snapshots(one.having(beside=self._agent_state(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _load_with_agents(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
-        """Call ``load``, restore the agents' state and return the observations; ``load`` rejects all but snapshots."""
+        """Call ``load``, restore the agents' state and return the observations; ``load`` raises for non-snapshots."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
             agent_state = one.beside
             is_state = isinstance(agent_state, tuple) and len(agent_state) == 4
             if not is_state or np.shape(agent_state[0]) != self._alive.shape[1:]:
                 raise SnapshotMismatch(
-                    f"snapshots[{place}] has no state of {self._alive.shape[1]} agents: it is of another vector environment"
+                    f"snapshots[{place}] has no state of {self._alive.shape[1]} agents: another vector environment saved it"
                 )
         batch = load()
         self._set_agents(rows, [one.beside for one in each])

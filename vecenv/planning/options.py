@@ -26,7 +26,7 @@ class Restart:
 
     Args:
         limit: Maximum number of restarts of all environments together within ``period``. ``None``: each environment, and
-            each worker that dies, has 5 restarts in that time, and one more for every 1,000 steps that it made.
+            each worker that dies, is allowed 5 restarts in that time, plus one for every 1,000 steps that it made.
         period: Length of the period in seconds.
 
     Raises:
@@ -38,11 +38,11 @@ class Restart:
 
     @classmethod
     def of(cls, on_failure: OnFailure) -> Restart:
-        """Return ``on_failure`` if it is a budget, or the default budget for a name."""
+        """Return ``on_failure`` if it is a :class:`Restart`, otherwise the default budget."""
         return on_failure if isinstance(on_failure, cls) else cls()
 
     def __post_init__(self) -> None:
-        check_option("Restart(limit)", self.limit, (choice_check(None, or_=int_check(0)), "None or an int from 0 on"))
+        check_option("Restart(limit)", self.limit, (choice_check(None, or_=int_check(0)), "None or a non-negative int"))
         check_option("Restart(period)", self.period, _DURATION)
 
 
@@ -52,8 +52,8 @@ class WorkerOptions:
 
     Args:
         threads: Maximum number of BLAS, OpenMP and torch threads in a worker; ``None``: usable cores divided by workers.
-        cores: The cores of each worker: a list with one entry per worker, a core or a list of cores. ``None``: the system's
-            scheduler decides, and workers that have a core to themselves stay on it.
+        cores: The cores of the workers: a list with one entry per worker, each a core or a list of cores. ``None``: workers
+            that have a core to themselves are bound to it, and the system's scheduler places the others.
         env: Environment variables of the workers: name -> value, or a function of the worker's index that returns it
             (``{"CUDA_VISIBLE_DEVICES": lambda worker: worker % 4}``); the value ``None`` removes a variable. ``spawn`` sets
             them before any import; under ``fork``, modules already imported here have read the old values.
@@ -61,10 +61,10 @@ class WorkerOptions:
         preload: With ``context="forkserver"``, modules that the fork server imports once for all workers of the program.
         start_timeout: Time limit, in seconds, for a worker to build its environments.
         dummy_env: The source of metadata and spaces. ``True``: an environment that is built and closed in this process, as
-            in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: like ``False`` if one is
-            tried out in a process anyway (``num_workers="auto"``, ``use_caller=True``), otherwise like ``True``. Or an
-            object, such as an environment, that has the ``observation_space``, ``action_space``, ``metadata`` and
-            ``render_mode`` of all environments: then none is built.
+            in Gymnasium. ``False``: one in a process of its own; none is built here. ``None``: like ``False`` if an
+            environment is tried in a separate process anyway (``num_workers="auto"``, ``use_caller=True``), otherwise like
+            ``True``. An object, such as an environment, with the ``observation_space``, ``action_space``, ``metadata`` and
+            ``render_mode`` of all environments: no environment is built to read them.
 
     Raises:
         TypeError, ValueError: A value has the wrong type or is out of range.
@@ -78,7 +78,7 @@ class WorkerOptions:
     dummy_env: Any = None
 
     def __post_init__(self) -> None:
-        threads = choice_check(None, or_=int_check(1)), "None or an int from 1 on"
+        threads = choice_check(None, or_=int_check(1)), "None or a positive int"
         check_option("WorkerOptions(threads)", self.threads, threads)
         check_option("WorkerOptions(start_timeout)", self.start_timeout, _DURATION)
         check_option(
@@ -119,7 +119,9 @@ class EngineOptions(TypedDict, total=False):
 def require_processes_for(
     name: str, num_workers: int | str | None, use_caller: bool | None, dummy_env: bool | None
 ) -> None:
-    """Raise if options need worker processes but none are possible. ``"auto"`` needs none: it falls back to this process.
+    """Raise if options need worker processes but none are possible.
+
+    ``num_workers="auto"`` falls back to this process, and so needs none, unless ``use_caller`` is ``False``.
 
     Raises:
         NotImplementedError: Worker processes are not possible here. The text names an alternative; nothing has been built.
@@ -138,7 +140,7 @@ def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **other
     """Check the number of spare workers and return it. ``others`` are the other options.
 
     Raises:
-        ValueError: It is not a number, or cannot be combined with another option; the text gives the reason.
+        ValueError: The number is invalid, or cannot be combined with another option; the text gives the reason.
     """
     check_option("spare_workers", spare_workers)
     workers = others["num_workers"]
@@ -168,7 +170,7 @@ def _is_positive_number(value: Any) -> bool:
 
 
 def choice_check(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
-    """Return a check for these constants, or what ``or_`` accepts. 0 does not count as ``False``, nor 1 as ``True``."""
+    """Return a check that accepts these constants and all that ``or_`` accepts; 0 is not ``False``, nor 1 ``True``."""
     return lambda value: any(
         value is choice or (isinstance(choice, str) and value == choice) for choice in accepted
     ) or or_(value)
@@ -177,17 +179,17 @@ def choice_check(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
 _OPTIONAL_BOOL: Final = choice_check(None, True, False), "None, True or False"
 _DURATION: Final = _is_positive_number, "a number of seconds above 0"
 _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
-    "num_envs": (int_check(1), "an int from 1 on"),
+    "num_envs": (int_check(1), "a positive int"),
     "num_workers": (
-        choice_check(None, "auto", or_=int_check(0)), "None (one process per environment), 'auto', or an int from 0 on"
+        choice_check(None, "auto", or_=int_check(0)), "None (one process per environment), 'auto', or a non-negative int"
     ),
-    "spare_workers": (int_check(0), "an int from 0 on"),
+    "spare_workers": (int_check(0), "a non-negative int"),
     "on_failure": (
         choice_check("raise", "restart", or_=lambda value: isinstance(value, Restart)),
         "'raise', 'restart' or a vecenv.Restart(limit=, period=)",
     ),
     "step_timeout": (choice_check(None, or_=_is_positive_number), "None or a number of seconds above 0"),
-    "env_threads": (int_check(1), "an int from 1 on"),
+    "env_threads": (int_check(1), "a positive int"),
     "generators": (choice_check("shared", "own"), "'shared' or 'own'"),
     "use_caller": _OPTIONAL_BOOL,
     "worker_options": (
@@ -203,16 +205,16 @@ _NEED_PROCESSES: Final[dict[str, tuple[_Check, str]]] = {
     ),
     "env_threads": (lambda value: value != 1, "can run these threads"),
 }
-"""Option -> (check for values that need worker processes, what only those can do)."""
+"""Option -> (check for values that need worker processes, the reason for the error text)."""
 
 
 def check_option(name: str, value: Any, check: tuple[_Check, str] | None = None) -> None:
-    """Raise if no backend accepts this value of an option.
+    """Raise if the value of an option is invalid.
 
     Args:
         name: The option.
         value: Its value.
-        check: A check and a description of the accepted values; ``None``: those in the table of all options.
+        check: A check and a description of the accepted values; ``None``: the option's entry in ``_CHECKS``.
 
     Raises:
         ValueError: The text names the accepted values.
@@ -250,5 +252,5 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
     if options.get("env_threads", 1) != 1:
         shared = "'shared' with env_threads, because threads of one process share its generators"
         check_option("generators", options.get("generators", "shared"), (choice_check("shared"), shared))
-        counted = "None or an int from 1 on with env_threads, because waiting environments cannot be measured"
+        counted = "None or a positive int with env_threads, because waiting environments cannot be measured"
         check_option("num_workers", options.get("num_workers"), (choice_check(None, or_=int_check(1)), counted))

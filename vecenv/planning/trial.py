@@ -57,7 +57,7 @@ class StepTimes:
         cpu: Seconds per step spent computing.
         pace: The time of a fixed piece of work, relative to the machine on which the constants of
             :mod:`vecenv.planning.plan` were measured.
-        crowding: The factor by which that takes longer while another process computes: 1 if each has a core of its own, up
+        crowding: The factor by which it takes longer while another process computes: 1 if each has a core of its own, up
             to 2 if two usable cores are hardware threads of one core.
         failure: The error raised by a step, or the end of the process; then nothing was measured.
         draws: Names of the process-wide generators from which the environment drew.
@@ -88,7 +88,7 @@ class StepTimes:
 
 
 def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
-    """Reset ``env`` and time some random steps, after ``warm_up`` steps that compile, allocate and load."""
+    """Reset ``env`` and time some random steps, after ``warm_up`` untimed ones, which may compile, allocate and load."""
     env.action_space.seed(0)
     latest = env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(warm_up + TIMED_STEPS)]
@@ -106,7 +106,7 @@ def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
     computing = (time.process_time() - cpu) / len(seconds)
     if sum(seconds) < _SHORT_SECONDS:
         elapsed = computing = statistics.median(seconds)
-    else:  # the environment does not wait while other processes have the core
+    else:  # time in which other processes had the core is not part of a step
         elapsed = (sum(seconds) - ((seconds_waited() or 0.0) - queued)) / len(seconds)
     return StepTimes(len(seconds), max(elapsed, computing), computing)
 
@@ -160,7 +160,7 @@ class TriedEnv:
         self.plan = (0, 0)
         self._entropy = random.Random(place)
 
-        def build() -> Any:  # the padding comes last: the environment could reuse an address freed after it
+        def build() -> Any:  # the padding is allocated last: an address freed after it could be reused by the environment
             self._junk = [bytes(number % 600) for number in range(padding)]
             return env_fn()
 

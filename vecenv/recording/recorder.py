@@ -1,12 +1,17 @@
 """The flight recorder: an observer that keeps the latest requests and results, and writes a file about each failure.
 
-A *tick* is a step of all environments or of some. Its actions are copied into a ring of arrays when it is submitted, its
-rewards and flags when its result is returned. A *message* is any other request, a reset or a call that may change
-environments, pickled when it is submitted. Positions count ticks. A step of all environments is *open* from its announcement
-to its result. If another is announced meanwhile, the first was never submitted, because a signal handler raised in between,
-unless a failure or a reset came after it. A row's history begins after the tick in which its predecessor
-failed. The *log*, a list of bytes, stores steps of all environments, with actions of the space's own dtype, in very few
-instructions. Any other event first moves the log into the ring.
+A *tick* is a step of all or some environments. Its actions are copied into a ring of arrays when the step is submitted, its
+rewards and flags when the result is returned. A *message* is any other request, such as a reset or a call that may change
+environments; it is pickled when it is submitted. Positions are numbers of ticks.
+
+A step of all environments is *open* from its announcement to its result. If another step is announced while one is open, the
+open one was never submitted, because a signal handler raised before that; but if a failure or a reset is recorded while a
+step is open, the step was submitted and keeps its tick.
+
+The *history* of a row begins after the tick in which its previous environment failed.
+
+The *log* is the fast path: a list of bytes that stores steps of all environments, with actions of the space's own dtype, in
+very few instructions. Any other event first moves the log into the ring.
 """
 
 from __future__ import annotations
@@ -49,18 +54,19 @@ from vecenv.state.snapshots import Snapshot
 from vecenv.system.signals import deferred_signals
 
 _RING_BYTES: Final = 128 * 2**20
-"""The size of the ring in bytes."""
+"""The maximum size of the ring, unless two blocks are larger."""
 _BLOCK_TICKS: Final = 512
-"""The ticks of a block. The ring has a whole number of blocks."""
+"""The number of ticks in a block. The ring has a whole number of blocks, and drops old ticks block by block."""
 _PICKLED_ACTION_BYTES: Final = 100
-"""An estimate, for actions without a fixed size."""
+"""An estimate per row, for actions without a fixed size."""
 _MAX_MESSAGES: Final = 10_000
 _NUMBERS: Final = "rewards", "terminations", "truncations"
 _ARRAY: Final = np.ndarray
 _SNAPSHOT_TIME_SHARE: Final = 0.002
 _LONG_REPLAY_SECONDS: Final = 5.0
-"""Seconds for one environment. Snapshots are taken only if a replay would take longer, as the first one has a lasting cost:
-Python up to 3.12 finds attributes of an object more slowly after its ``__dict__`` was read; 64 CartPoles step 5 % slower."""
+"""Snapshots are taken only if the replay of one environment would take longer, because the first snapshot has a lasting
+cost: up to Python 3.12, attribute lookups on an object are slower once its ``__dict__`` has been read (64 CartPoles step 5 %
+slower)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +76,8 @@ class FlightRecorder:
     Args:
         folder: Folder of the files, created if it does not exist.
         snapshot_every: Minimum number of steps between two snapshots, for environments that can be saved. They are taken
-            only if a replay from the reset would take more than five seconds or its steps would be dropped, and in at most
-            0.2 % of the time. ``None``: never.
+            only if a replay from the reset would take more than five seconds or its steps would soon be dropped, and they
+            take at most 0.2 % of the time. ``None``: never.
         keep: Maximum number of files in the folder. The oldest are removed first, but never those of the latest failure.
 
     Raises:
@@ -86,7 +92,7 @@ class FlightRecorder:
         every = 1 if self.snapshot_every is None else self.snapshot_every
         for name, value in (("snapshot_every", every), ("keep", self.keep)):
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise ValueError(f"`{name}` must be an int from 1 on, got {value!r}")
+                raise ValueError(f"`{name}` must be a positive int, got {value!r}")
         if not isinstance(self.folder, (str, os.PathLike)):
             raise ValueError(f"`folder` must be a path, got {self.folder!r}")
         if not os.fspath(self.folder):
@@ -105,7 +111,7 @@ class FlightRecorder:
 
 
 class _RecordedMessage(NamedTuple):
-    """A message: its number, the next tick, its rows, and its pickled arguments (empty if they cannot be pickled)."""
+    """A message: its number, the tick that follows, its rows and name, and its pickled arguments (empty if that failed)."""
 
     number: int
     tick: int
@@ -157,18 +163,18 @@ class Recorder:
         save: weakref.WeakMethod[Callable[[], list[Snapshot]]], stats: weakref.WeakMethod[Callable[[], dict[str, float]]],
     ) -> None:  # fmt: skip
         self._options, self._env_fns, self._env_id, self._save, self._stats = options, env_fns, env_id, save, stats
-        self._plan = replace(plan, registered=None)  # `registered` is memory of this process
+        self._plan = replace(plan, registered=None)  # `registered` refers to memory of this process
         self._folder = Path(options.folder).absolute()
         n = self._num_envs = len(env_fns)
         self._make_ring()
         self._next, self._open, self._open_is_submitted = 0, False, False
         self._first = 0  # the oldest tick in the ring
-        self._dropped = np.zeros((2, n), np.int64)  # numbers of episodes, and of steps in the latest, before the ring begins
+        self._dropped = np.zeros((2, n), np.int64)  # by row: episodes, and steps of the latest one, before the ring begins
         self._pickled: dict[int, tuple[Sequence[int], bytes]] = {}  # by tick, actions that are not in the ring
         self._messages: list[_RecordedMessage] = []
         self._next_message = 0  # the next message's number
-        # by row
-        self._in_flight = np.full(n, -1)  # the tick of a step by `send` without a result so far
+        # the arrays have one entry per row
+        self._in_flight = np.full(n, -1)  # the tick of its step by `send` that has no result yet
         self._has_sent_steps = False  # some row's step was sent and is in flight
         self._history_start = np.full(n, -1)  # the tick before its history
         self._first_message = np.zeros(n, np.int64)  # number of the first message of its history
@@ -269,7 +275,7 @@ class Recorder:
             self._stepped = np.ones((self._capacity, self._num_envs), np.bool_)
         for row in rows:
             before = self._in_flight[row]
-            if before >= self._first and before > self._history_start[row]:  # it was announced, but not submitted
+            if before >= self._first and before > self._history_start[row]:  # that step was announced, but not submitted
                 self._stepped[before % self._capacity, row] = False
         self._stepped[slot] = False
         self._stepped[slot, rows] = True
@@ -287,7 +293,7 @@ class Recorder:
             self._history_start[row] = self._failed_in[row] = tick
 
     def _mark_submitted(self) -> None:
-        """Mark the open step as submitted, even without a result."""
+        """Mark the open step as submitted, although it has no result."""
         if self._open and not self._open_is_submitted:
             slot = self._next % self._capacity
             self._rewards[slot], self._terminations[slot], self._truncations[slot] = np.nan, False, False
@@ -310,7 +316,7 @@ class Recorder:
         self._add_message(rows, "reset", list(zip(seeds, each, strict=True)))
 
     def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
-        """Record a call. After a thaw, rows continue from a state that is not recorded."""
+        """Record a call. A thaw begins new histories, because the state from which its rows continue is not recorded."""
         self._move_log()
         rows = list(rows)
         if name == "thaw":
@@ -427,7 +433,7 @@ class Recorder:
     # -- numbers of episodes and steps ----------------------------------------------------------------------------------
 
     def _drop_old(self, tick: int) -> None:
-        """Count the episodes and steps of a block of the ring before it is overwritten."""
+        """Drop the oldest block if the ring is full, but count its episodes and steps first."""
         first = self._first
         if first != tick - self._capacity:
             return
@@ -441,14 +447,9 @@ class Recorder:
             del self._pickled[old]
 
     def _count(self, before: Array, first: int, end: int, rows: Sequence[int], ends: Array, stepped: Array) -> Array:
-        """Return int ``(2, rows)``: the number of episodes of each row, and of steps in the latest one.
+        """Return int ``(2, rows)``: the numbers of episodes and of steps in the latest; ``before`` has them as of ``first``.
 
-        Args:
-            before: The same numbers before tick ``first``.
-            first: The first tick.
-            end: Resets are counted from ``first`` to before this tick.
-            rows: Indices of the environments.
-            ends, stepped: bool ``(ticks, rows)``: ticks that end an episode, and ticks that step the row.
+        ``ends``, ``stepped``: bool ``(ticks, rows)``, where an episode ends or the row steps. Resets count before ``end``.
         """
         ends = ends & stepped & (self._plan.autoreset_mode is not AutoresetMode.DISABLED)
         first_step = -1 if self._plan.autoreset_mode is AutoresetMode.NEXT_STEP else 0
@@ -487,7 +488,7 @@ class Recorder:
     def _write_files(self, rows: Sequence[int], failed: Failed, message: str) -> str:
         """Write the files about rows that failed together, and return a note that names them.
 
-        ``message`` is the text of a hang, which names the running environments; or empty.
+        ``message`` is the error text of a hang, which names the running environments; otherwise it is empty.
         """
         written, problems = [], []
         copied = self._copy_rows(rows)
@@ -580,7 +581,7 @@ def recorder_for_hosts(
     envs: Any, options: FlightRecorder, env_id: str,
     save: weakref.WeakMethod[Callable[[], list[Snapshot]]], stats: weakref.WeakMethod[Callable[[], dict[str, float]]],
 ) -> Recorder:  # fmt: skip
-    """Return a recorder of a vector environment with workers on other machines. Its files are replayed on this one."""
+    """Return a recorder for a vector environment with workers on other machines. Its files are replayed on this one."""
     observations, actions = fixed_tree(envs.single_observation_space), fixed_tree(envs.single_action_space, "action")
     layout = Layout.for_spaces(observations, actions, envs.num_envs, 1, final=False)
     expected = Expected(envs.observation_mode, envs.single_observation_space, envs.single_action_space)

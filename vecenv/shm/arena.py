@@ -68,16 +68,10 @@ def available_memory() -> int | None:
     return min(found) if found else None
 
 
-def _memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
-    """Create a fully allocated memory file of ``size`` zero bytes. On systems without worker processes there is none (-1).
+def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
+    """Create a zeroed, fully allocated memory file of ``size`` bytes; -1 if worker processes are not possible.
 
-    Args:
-        size: Bytes.
-        owner: Owner of the descriptor.
-        message_start, advice: The beginning and the end of the error message.
-
-    Raises:
-        ArenaError: ``size`` exceeds the memory that the machine or its cgroup has left; the message gives both.
+    Raises ``ArenaError``, from ``message_start`` to ``advice``, if ``size`` exceeds the memory that is left.
     """
     free = available_memory()
     if free is not None and size > free:
@@ -133,7 +127,7 @@ class Arena:
     def __init__(self, size: int) -> None:
         self.size = max(size, 1)
         advice = "; use fewer environments or smaller observations"
-        self._file = _memory_file(self.size, DescriptorOwner(self), "the environments need", advice)
+        self._file = _create_memory_file(self.size, DescriptorOwner(self), "the environments need", advice)
         try:
             _seal(self._file, contents=False)
             self.buffer = mmap.mmap(self._file.number, self.size)  # -1: private memory without a file
@@ -202,7 +196,7 @@ class SharedBlock(mmap.mmap):
         """
         owner = DescriptorOwner(None)
         try:
-            file = _memory_file(size, owner, "share() needs")
+            file = _create_memory_file(size, owner, "share() needs")
             with mmap.mmap(file.number, size) as memory:
                 for place, array in zip(places, arrays, strict=True):
                     place.array(memory)[...] = array
@@ -215,7 +209,7 @@ class SharedBlock(mmap.mmap):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if context.get_spawning_popen() is not None:  # pickled for a process that is being started
             return _attach_block, (len(self), reduction.DupFd(self.file.number))
-        return _copied, (PickleBuffer(self),)
+        return _rebuild_block, (PickleBuffer(self),)
 
 
 def _attach_block(size: int, handle: Any) -> SharedBlock:
@@ -223,7 +217,7 @@ def _attach_block(size: int, handle: Any) -> SharedBlock:
     return SharedBlock.map_file(owner.open(handle.detach), size, owner)
 
 
-def _copied(data: Any) -> SharedBlock:
+def _rebuild_block(data: Any) -> SharedBlock:
     contents = np.frombuffer(data, np.uint8)
     return SharedBlock.from_arrays(len(contents), [Place(0, contents.dtype, contents.shape, contents.strides)], [contents])
 
@@ -248,9 +242,9 @@ def share(data: _Data) -> _Data:
 
     Returns:
         The same data in plain, read-only arrays. Functions that build environments may refer to them, or to views of them:
-        all workers, restarted and spare ones too, read the same memory, with every start method. A Ray host gets one copy,
-        which its workers share. The memory is freed when no process has an array over it. An array that is pickled in
-        another way, by ``set_attr`` for example, is copied.
+        all workers, including restarted and spare ones, read the same memory, with every start method. A Ray host gets one
+        copy, which its workers share. The memory is freed when no process has an array over it. An array that
+        is pickled in another way, for example by ``set_attr``, is copied.
 
     Raises:
         TypeError: ``data`` is not an array or a dict of arrays, or an array contains objects.

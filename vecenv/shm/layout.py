@@ -4,8 +4,8 @@ There are no system calls here. The caller runs :meth:`Layout.for_spaces` once a
 sides call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all
 environments, row i for environment i, on a 64-byte boundary, so that returning a batch is one copy per leaf.
 
-A :class:`Tree` is the shape of a (nested) space without the space: it takes a structured value apart into leaves and puts
-leaves together again, for one environment or for a batch, in the containers Gymnasium uses (``dict``, ``tuple``).
+A :class:`Tree` describes the structure of a (nested) space. It splits a value into leaves and builds a value from leaves,
+for one environment or for a batch, with the containers that Gymnasium uses (``dict``, ``tuple``).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Array: TypeAlias = npt.NDArray[Any]
 
 ALIGNMENT: Final = 64
 INFO_BYTES: Final = 4096
-"""Room for one environment's numeric infos: about 500 numbers. What does not fit goes by pickle."""
+"""Room for one environment's numeric infos: about 500 numbers. Infos that do not fit are pickled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The structure of a space of fixed size. Exactly one of ``leaf`` and ``children`` is set, by key or by index."""
+    """The structure of a space of fixed size. It has a ``leaf`` or ``children``, by key (``keyed``) or by index."""
 
     leaf: Leaf | None = None
     children: tuple[tuple[Any, Tree], ...] = ()
@@ -56,24 +56,24 @@ class Tree:
             yield from child.leaves()
 
     def build(self, arrays: Iterator[Array]) -> Any:
-        """Put one array per leaf together into the containers of the space."""
+        """Build a value in the containers of the space from one array per leaf."""
         if self.leaf is not None:
             return next(arrays)
         parts = {key: child.build(arrays) for key, child in self.children}
         return parts if self.keyed else tuple(parts.values())
 
     def map(self, function: Callable[[Array], Array], value: Any) -> Any:
-        """Apply ``function`` to every array of a batch that :meth:`build` made."""
+        """Apply ``function`` to every array of a value that :meth:`build` returned."""
         if self.leaf is not None:
             return function(value)
         parts = {key: child.map(function, value[key]) for key, child in self.children}
         return parts if self.keyed else tuple(parts.values())
 
     def match(self, value: Any, rows: int | None = None) -> list[Array] | None:
-        """Return the leaves of ``value`` if container types, shapes and dtypes match this tree to the letter, else ``None``.
+        """Return the leaves of ``value`` if container types, shapes and dtypes match this tree exactly, else ``None``.
 
-        With ``rows`` the value is a batch of that many rows; without, it is one environment's, where a leaf of shape
-        ``()`` is a numpy scalar of the very dtype.
+        With ``rows``, the value is a batch of that many rows; without, it is the value of one environment, in which a leaf
+        of shape ``()`` is a numpy scalar of exactly the leaf's dtype.
         """
         found: list[Any] = []
         return found if self._collect_matching(value, rows, found) else None
@@ -100,16 +100,16 @@ _GYMNASIUM_OWN: Final = {create_shared_memory.dispatch(space) for space in _FIXE
 def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
     """Return the tree of a space with values of one fixed size, or ``None`` for every other space.
 
-    ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` (and subclasses that did not register functions of their own
-    with Gymnasium) and nested ``Dict`` and ``Tuple`` of those. ``Text``, ``OneOf``, ``Graph``, ``Sequence`` and custom
-    spaces have no fixed size.
+    Spaces of fixed size are ``Box``, ``Discrete``, ``MultiDiscrete``, ``MultiBinary`` (and subclasses that did not register
+    functions of their own with Gymnasium), and nested ``Dict`` and ``Tuple`` spaces of these. ``Text``, ``OneOf``,
+    ``Graph``, ``Sequence`` and custom spaces have no fixed size.
     """
     if isinstance(space, spaces.Dict):
         return _branch([(key, fixed_tree(sub, f"{name}[{key!r}]")) for key, sub in space.spaces.items()], keyed=True)
     if isinstance(space, spaces.Tuple):
         return _branch([(i, fixed_tree(sub, f"{name}[{i}]")) for i, sub in enumerate(space.spaces)], keyed=False)
     if isinstance(space, _FIXED) and create_shared_memory.dispatch(type(space)) in _GYMNASIUM_OWN:
-        # by its text: of a space that came by pickle the dtype is equal to that of numpy's own arrays, and another object
+        # from its text: the dtype of an unpickled space equals numpy's built-in one, but is another object
         return Tree(leaf=Leaf(name, np.dtype(np.dtype(space.dtype).str), tuple(space.shape or ())))
     return None
 
@@ -140,18 +140,18 @@ class Batch:
     """Plain numpy views over the block; row i belongs to environment i.
 
     Attributes:
-        actions: Leaves of the batched action space, or ``None`` when actions go by pickle.
-        observations: Leaves of the batched observation space, or ``None`` when observations go by pickle.
-        final_observations: Where same-step autoresets keep the last observation of an episode, or ``None``.
-        final: bool ``(n,)``: this row's ``final_observations`` belong to the current reply.
+        actions: Leaves of the batched action space, or ``None`` if actions are pickled.
+        observations: Leaves of the batched observation space, or ``None`` if observations are pickled.
+        final_observations: The last observations of episodes, for same-step autoreset, or ``None``.
+        final: bool ``(n,)``: True if a row's ``final_observations`` belong to the current reply.
         rewards, terminations, truncations: float64, bool, bool ``(n,)``.
         requested: uint32 ``(n,)``: the sequence number of the message that a row belongs to (``Op.*_SOME``).
-        info_schemas: uint64 ``(n,)``: which schema a row's infos follow; 0: no info; 1: by pickle.
+        info_schemas: uint64 ``(n,)``: the schema of a row's info; 0: no info; 1: a pickled info.
         infos: uint8 ``(n, INFO_BYTES)``: the values.
-        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row per worker; short messages are
-            extrapolated, and a few of them may not be in it yet.
+        worker_time, worker_steps: float64 seconds and steps spent inside environments, a row per worker. Short messages are
+            sampled, and the latest of them may not be included yet.
         running: int32, a row per worker: the environment that it called last, counted from its first one; -1: none since it
-            began its latest message (or start). It names the environment in which a worker died or hangs.
+            began its latest message (or start). It identifies the environment in which a worker died or hangs.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
         no_spin_until: float64 ``(1,)``: no process spins before this time (:class:`vecenv.system.cores.SpinPolicy`).
     """
@@ -179,11 +179,11 @@ class Layout:
 
     Attributes:
         num_envs: Number of rows.
-        observations: Tree of one observation, ``None`` when observations go by pickle.
-        actions: Tree of one action, ``None`` when actions go by pickle.
-        final: Whether there is room for final observations.
+        observations: Tree of one observation, ``None`` if observations are pickled.
+        actions: Tree of one action, ``None`` if actions are pickled.
+        final: True if there is room for final observations.
         size: Bytes of the whole block.
-        recorded: Of these, the first ones, which hold actions, rewards and flags.
+        recorded: The number of leading bytes, which hold actions, rewards and flags.
     """
 
     num_envs: int
@@ -229,7 +229,7 @@ class Layout:
         self.size += -(-size // ALIGNMENT) * ALIGNMENT
 
     def view(self, buffer: Any) -> Batch:
-        """Numpy views of every field over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes)."""
+        """Return numpy views of all fields over ``buffer`` (anything with a writeable buffer of at least ``size`` bytes)."""
         views = {name: field.view(buffer) for name, field in self.fields.items()}
 
         def leaves(prefix: str) -> list[Array]:
@@ -244,5 +244,5 @@ class Layout:
 
 
 def as_memoryview(array: Array) -> Any:
-    """Return a memoryview: getting and setting one number costs a fraction of what it does on an array."""
+    """Return a memoryview, which reads and writes single numbers in a fraction of the time that an array takes."""
     return memoryview(array)  # type: ignore[arg-type]

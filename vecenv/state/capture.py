@@ -1,11 +1,13 @@
 """Functions that save the state of an environment as bytes, and restore it in another environment.
 
 All layers of an environment go into one pickle, so that shared objects stay shared. An object that has a codec, or stays in
-place, is stored as its path, from a layer through attributes and items. The reader finds the counterpart at this path in the
+place, is stored as its path from a layer through attributes and items. The reader finds the counterpart at this path in the
 environment that is being restored. The class of an attribute's value determines its treatment (:func:`_treatment_of`). Every
-special object is pickled as a call of one function, :func:`stands_for_`: pickling the names of many functions and classes
-would double the time. :func:`prepare_restore` reads everything, and raises if the state does not fit, without changing the
-environment. The function that it returns applies the state, and can be repeated.
+special object is pickled as a call of one function, :func:`stands_for_`, because pickling the names of many functions and
+classes would double the time.
+
+:func:`prepare_restore` reads everything, and raises if the state does not fit, without changing the environment. The
+function that it returns applies the state, any number of times.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
 
 
 def stands_for_(what: int, *values: Any) -> Any:
-    """Represent a special object in a pickle. ``what`` is one of the numbers below, which list their ``values``."""
+    """Represent a special object in a pickle. ``what`` is a number below; the comment beside it lists the ``values``."""
     raise AssertionError("only read by prepare_restore()")
 
 
@@ -205,7 +207,7 @@ class _Writer(pickle.Pickler):
                 self._paths.setdefault(key, found)
             path = self._paths.get(id(obj))
         if path is None:
-            raise NotRestorable(f"{type(obj).__name__} is held where its counterpart in another environment cannot be found")
+            raise NotRestorable(f"{type(obj).__name__} is where its counterpart in another environment cannot be found")
         return path
 
     def _explain_error(self, states: list[tuple[Any, Any]], error: Exception) -> NotRestorable:
@@ -337,7 +339,7 @@ class _Reader(pickle.Unpickler):
         return thing
 
     def _get_target(self, path: ObjectPath, state: Any) -> Any:
-        """Return the object at ``path``, to be loaded by its codec, or a new one if there is none of its own."""
+        """Return the object at ``path`` for its codec to load, or a new one if that is missing or used for another path."""
         try:
             thing = self._find_counterpart(path)
         except SnapshotMismatch:
@@ -363,7 +365,7 @@ def _format_path(layers: list[Any], path: ObjectPath) -> str:
 
 
 def prepare_restore(env: Any, blob: bytes, layers: list[Any] | None = None) -> Callable[[], None]:
-    """Return a function that restores a state, any number of times. The environment does not change before it is called.
+    """Return a function that restores a state, any number of times. Before its first call, the environment does not change.
 
     Raises:
         SnapshotMismatch: The state does not fit.

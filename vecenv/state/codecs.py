@@ -28,13 +28,13 @@ from vecenv.system.signals import call_with_fallback
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """A pair of functions that saves the content of an object, and loads it into another object, which keeps its identity.
+    """Functions that save the content of an object, and load it into another object, which keeps its identity.
 
     Attributes:
         save: Object -> a state that can be pickled; ``None``: there is nothing to save.
-        load: (object, state): loads the state; safe to repeat.
+        load: (object, state): loads the state into the object; safe to repeat.
         open: (object, state) -> state for ``load``; raises for a state that does not fit, and changes nothing.
-        make: State -> a new object, if there is none to load into; raises any exception for a state of another kind.
+        make: State -> a new object, used if there is none to load into; must raise for a state of another kind.
     """
 
     save: Callable[[Any], Any]
@@ -86,18 +86,18 @@ def name_of(kind: type) -> str:
 def register(cls: type | str, save: Callable[[Any], Any], load: Callable[[Any, Any], None]) -> None:
     """Register functions that save and load objects of a class, and of classes derived from it.
 
-    Call it in every process that has such environments: in the module that defines them, or in ``env_fn``.
+    Call it in every process that has environments with such objects: in the module that defines the class, or in ``env_fn``.
 
     Args:
-        cls: The class, or its ``"module.QualifiedName"``, of an environment, a wrapper, or any object that they hold.
+        cls: The class of an environment, of a wrapper, or of any object in them; or its name, ``"module.QualifiedName"``.
         save: Object -> a state that can be pickled.
-        load: (object, state): restores the state in an object of that class. It may be called twice with the same state.
+        load: (object, state): restores the state in an object of that class. vecenv may call it twice with the same state.
     """
     register_rule(cls if isinstance(cls, str) else name_of(cls), Codec(save, load))
 
 
 def register_rule(name: str, rule: Rule) -> None:
-    """Register a class by its name."""
+    """Register the rule for the class with this name."""
     _BY_NAME[name] = rule
     for cache in _CACHES:
         cache.clear()
@@ -105,7 +105,7 @@ def register_rule(name: str, rule: Rule) -> None:
 
 @by_class
 def rule_for(kind: type) -> Rule | None:
-    """Return the codec or rule for objects of a class; ``None``: their attributes are copied."""
+    """Return the rule for objects of a class; ``None`` if their attributes are copied."""
     if callable(getattr(kind, "take_snapshot", None)) and callable(getattr(kind, "restore_snapshot", None)):
         return Codec(lambda thing: thing.take_snapshot(), lambda thing, state: thing.restore_snapshot(state))
     names = map(name_of, kind.__mro__)
@@ -219,7 +219,7 @@ register_rule("torch._C.Generator", Codec(_save_torch, _load_torch))
 
 
 def _spaces_in(space: Any) -> Iterator[Any]:
-    """Yield a space and all spaces that it consists of."""
+    """Yield a space and all spaces inside it."""
     yield space
     for value in vars(space).values():
         inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else (value,)
@@ -235,7 +235,7 @@ def _is_composed(kind: type) -> bool:
 
 
 def save_space(space: Any) -> Any:
-    """Return the states of a space's generators; ``None`` if it has none yet, which is usual for environments."""
+    """Return the states of a space's generators; ``None`` if it has none yet, the usual case."""
     if getattr(space, "_np_random", None) is None and not _is_composed(type(space)):
         return None
     generators = [getattr(subspace, "_np_random", None) for subspace in _spaces_in(space)]
@@ -253,7 +253,7 @@ def _load_space(space: Any, state: Any) -> None:
 
 
 def _open_space(space: Any, state: Any) -> Any:
-    """Raise for a state that does not fit the generators of a space; return it otherwise."""
+    """Return the state. Raise if it does not fit the generators of the space."""
     for subspace, saved in zip(_spaces_in(space), state, strict=True) if state is not None else ():
         if saved is not None:
             own = subspace._np_random
@@ -292,8 +292,8 @@ def _save_physics(data: Any) -> Any:
 
 
 _LATEST_PHYSICS: list[tuple[bytes, Any, bytes]] = []
-"""The latest state that was read, and its model: programs often load one state into many environments, and MuJoCo takes
-milliseconds to read the model each time."""
+"""A cache of the latest state that was read: its pickle, its ``MjData`` and the bytes of its model. Programs often load one
+state into many environments, and MuJoCo takes milliseconds to read the model each time."""
 
 
 def _read_physics(blob: bytes) -> tuple[Any, bytes]:
@@ -332,10 +332,11 @@ register_rule("mujoco._structs.MjModel", STAYS)
 # -- Atari emulators, with the action that a sticky emulator repeats ------------------------------------------------
 #
 # `cloneState(include_rng=True)` contains the console, the game and the generator, but not the previous action, which the
-# emulator repeats with `repeat_action_probability`. ALE does not expose it, and it depends on past draws. So it is found by
-# trial: with the generator set to repeat always, the emulator plays some frames of the unknown action, and then the same
-# frames of each known action. The action that gives the same frames is the previous one, or equivalent to it. Finally the
-# emulator's own state is restored; its screen is one frame late until the next step.
+# emulator repeats with probability `repeat_action_probability`. ALE does not expose this action, and it depends on past
+# draws. So it is found by trial. First the generator is set to repeat always, and the emulator plays some frames of the
+# unknown action. Then it is set to repeat never, and the emulator plays as many frames of each known action. The action
+# with equal frames is the previous one, or equivalent to it. Finally the emulator's own state is restored; its screen is
+# one frame late until the next step.
 
 _ALE_SETTINGS: Final = (
     ("getFloat", "repeat_action_probability"), ("getInt", "frame_skip"), ("getBool", "color_averaging"),
@@ -345,7 +346,7 @@ _ALE_SETTINGS: Final = (
 _MAX_MISS_PROBABILITY: Final = 1e-9
 """The maximum probability that the previous action is repeated for more frames than are compared."""
 _GENERATOR_PATTERN: Final = re.compile(rb"\d+(?: \d+){623,624}")
-"""A Mersenne Twister as text: 624 words, and the position if the standard library writes it."""
+"""A Mersenne Twister as text: 624 words, and the position if the C++ standard library writes it."""
 _WORD_DRAWING_MIN: Final = b"0"
 _WORD_DRAWING_MAX: Final = b"316513203"
 """A word for which the generator draws 2**32 - 1. :data:`_WORD_DRAWING_MIN` is the one for 0."""
@@ -406,7 +407,7 @@ def _previous_action(ale: Any, state: Any) -> Any:
 
     try:
         ale.restoreState(always_repeating)
-        wanted = [_frame(ale, legal[0]) for _ in range(frames)]  # of the unknown action, before anything else replaces it
+        wanted = [_frame(ale, legal[0]) for _ in range(frames)]  # of the unknown action, before another one replaces it
         weaker = _iter_weaker_actions(ale, never_repeating, wanted[0], full_strength)
         found = next(filter(continues_like, chain(full_strength, weaker)), None)
         if found is None:
@@ -426,7 +427,7 @@ def _frame(ale: Any, action: Any, strength: float = 1.0) -> tuple[float, bytes]:
 def _iter_weaker_actions(
     ale: Any, never_repeating: Any, wanted: tuple[float, bytes], full_strength: Sequence[tuple[Any, float]]
 ) -> Iterator[Any]:
-    """Yield continuous actions, with a strength between 0 and 1, that turn a paddle as far as the frame ``wanted``."""
+    """Yield actions with a strength between 0 and 1 that turn a paddle as far as in the frame ``wanted``."""
     for action, _ in full_strength:
         states = []
         for strength in (0.0, 0.5, 1.0):
@@ -443,9 +444,9 @@ def _iter_weaker_actions(
 
 
 def _with_constant_draws(state: Any, word: bytes) -> Any:
-    """Return a state with a generator that always draws the same number."""
+    """Return a copy of a state with a generator that always draws the same number."""
     content = state.serialize()
-    *_, found = [None, *_GENERATOR_PATTERN.finditer(content)]  # the first match is the console's generator
+    *_, found = [None, *_GENERATOR_PATTERN.finditer(content)]  # the last match, because the console's generator comes first
     words = [word] * 624 + ([b"0"] if found and found[0].count(b" ") == 624 else [])
     room = len(found[0]) - sum(map(len, words)) - len(words) + 1 if found else -1
     if found is None or room < 0:

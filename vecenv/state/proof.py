@@ -1,12 +1,12 @@
-"""The proof that an environment can be saved, with scratch environments, never with a user's own.
+"""The proof that an environment can be saved. It steps scratch environments, never the user's own.
 
 The first scratch environment is stepped, saved, and stepped further, across the end of an episode. The state is then loaded
-into the second one and back into the first. Both must continue bit for bit as the first did, while the third one is stepped
-in between, which shows if environments share anything.
+into the second one and back into the first. Both must continue bit for bit as the first did. Steps of the third one in
+between reveal state that environments share.
 
-This proves the environments that ``env_fn`` builds. A user's environment may still differ from them: ``env_fn`` may count
-its calls, or ``set_attr`` was called. So :meth:`Proof.check` also loads the state of that very environment into two scratch
-environments, which must continue identically.
+This covers the environments that ``env_fn`` builds. A user's environment may still differ from them: ``env_fn`` may count
+its calls, or the user may have called ``set_attr``. So :meth:`Proof.check` also loads the state of the user's environment
+into two scratch environments, which must continue identically.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from vecenv.trajectories import STEP_FIELDS, assert_identical
 
 __all__ = ["Proof", "SharedState", "open_proof", "prove", "step_env", "to_one_line"]
 
-_MAX_STEPS: Final = 64  # after saving the state, unless an episode ends before
-_SHARING_ROUNDS: Final = 8  # for environments that share anything: they may be equal by chance
-_STEPS_AFTER_END: Final = 8  # after the end of the episode
-_NUM_BRANCHES: Final = 80  # more loads: a difference in one of ten is missed once in four thousand (0.9 ** 80)
-_BRANCH_STEPS: Final = 2  # steps after each of them
+_MAX_STEPS: Final = 64  # steps after saving the state, unless an episode ends earlier
+_SHARING_ROUNDS: Final = 8  # for environments that share state: in fewer rounds, the results may be equal by chance
+_STEPS_AFTER_END: Final = 8  # steps after the end of the episode
+_NUM_BRANCHES: Final = 80  # further loads: a difference after one load in ten is missed once in 4,600 (0.9 ** 80)
+_BRANCH_STEPS: Final = 2  # steps after each of these loads
 _CHECK_STEPS: Final = 16  # steps from the state of an environment other than the scratch ones
 _MAX_SECONDS: Final = 20.0  # no more loads after that time
 _NEVER_SHARED: Final = frozenset({"mujoco._structs.MjData", "ale_py._ale_py.ALEInterface"})
 
 
 def prove(env_fn: Callable[[], Any], *, steps: int = _MAX_STEPS, seed: int = 0) -> None:
-    """Prove that an environment continues from a saved state exactly as it would have continued.
+    """Prove that an environment continues from a loaded state exactly as the saved one continued.
 
-    Three environments are built, make about a thousand random steps in total, and are closed. The global
-    generators of Python and NumPy are restored.
+    Three environments are built, take about a thousand random steps in total, and are closed. The global
+    generators of Python, NumPy and torch are restored.
 
     Args:
         env_fn: A function that builds the environment.
@@ -55,8 +55,8 @@ def prove(env_fn: Callable[[], Any], *, steps: int = _MAX_STEPS, seed: int = 0) 
         seed: Seed of resets and actions.
 
     Raises:
-        NotRestorable: It does not, or it cannot be saved. The text names the environment, the first difference, and its
-            cause if known.
+        NotRestorable: The environment continues differently, or cannot be saved. The text names the environment, the first
+            difference, and its cause if known.
     """
     with open_proof(env_fn, steps=steps, seed=seed) as proof:
         proof.run()
@@ -122,7 +122,7 @@ class Proof:
         Args:
             env: The environment, which does not change.
             state: Its state.
-            over: Its episode has ended.
+            over: True if its episode has ended.
 
         Raises:
             NotRestorable: The scratch environments differ from each other, or from the environment.
@@ -151,10 +151,9 @@ class Proof:
                 raise NotRestorable(f"{where} ({type(thing).__name__}) is the same object as in {others}")
 
     def _run_round(self, number: int) -> bool:
-        """Save, continue, load, and continue again. Return ``True`` if environments share anything.
+        """Save, continue, load, and continue again; raise ``NotRestorable`` if the results differ.
 
-        Raises:
-            NotRestorable: The results after the load differ.
+        Return ``True`` if environments share anything.
         """
         first, second, seed = self._first, self._second, self._seed + 17 * number
         self._space.seed(seed)
@@ -174,11 +173,11 @@ class Proof:
         return bool(changed)
 
     def _test_many_loads(self) -> None:
-        """Save repeatedly, and compare the first steps after each load, which finds differences that occur in one of ten."""
+        """Save and load repeatedly, and compare the first steps, to find differences that occur after one load in ten."""
         until = time.monotonic() + _MAX_SECONDS
         for number in range(_NUM_BRANCHES):
             self._run(self._first, None, 1 + number % 3)
-            self._run(self._second, None, 1 + number % 2)  # so that everything that is not loaded differs from the first one
+            self._run(self._second, None, 1 + number % 2)  # so that state that is not loaded differs from the first
             self._compare(self._second, "another environment", self._record_branch(_BRANCH_STEPS), [], alone=True)
             if time.monotonic() > until:
                 break
@@ -199,7 +198,7 @@ class Proof:
         self, env: Any, target: str, branch: tuple[bytes, list[Any], Any], changed: list[str], *, over: bool = False,
         alone: bool = False,
     ) -> None:  # fmt: skip
-        """Load a state, and compare the results of the same actions. ``alone``: without steps of others in between."""
+        """Load a state, and compare the results of the same actions. ``alone``: without steps of the third environment."""
         state, actions, expected = branch
         self._load_state(env, state, target)
         if over:
@@ -209,7 +208,7 @@ class Proof:
             assert_identical(results, expected, "after")
         except AssertionError as error:
             text = f"loaded into {target}, it continues differently: {to_one_line(str(error))}"
-            raise NotRestorable(text + _hint(changed, env)) from None
+            raise NotRestorable(text + _describe_cause(changed, env)) from None
 
     def _run(self, env: Any, seed: int | None, steps: int) -> None:
         if seed is not None:
@@ -223,7 +222,7 @@ class Proof:
         return env.reset() if seed is None else env.reset(seed=seed)
 
     def _record_results(self, env: Any, actions: list[Any], interleaved: Any = None) -> dict[str, Any]:
-        """Return the results of these actions, up to the end or cut-off of an episode and a few steps more.
+        """Return the results of these actions, until a few steps after the end or cut-off of an episode.
 
         ``interleaved`` is an environment that is stepped in between.
         """
@@ -243,10 +242,10 @@ class Proof:
 
 
 def step_env(env: Any, action: Any) -> tuple[dict[str, Any], bool]:
-    """Call ``env.step``, within :func:`watched_handlers`. Return copies of its results, and ``True`` after an episode.
+    """Call ``env.step`` (within :func:`watched_handlers`); return copies of its results, and ``True`` if the episode ended.
 
-    Wall-clock times are left out (``RecordEpisodeStatistics``). If the environment rejects an action (some are masked), the
-    result is the text of the exception.
+    The wall-clock times of ``RecordEpisodeStatistics`` are left out. If the environment rejects an action (some are masked),
+    the result is the text of the exception, and the episode counts as ended.
     """
     try:
         *others, info = env.step(copy.deepcopy(action))
@@ -285,7 +284,7 @@ class SharedState:
             f"{place}.{name}": text
             for place, names in self._places.items()
             for name, value in names.items()
-            if not name.startswith("__") and (text := _plain_text(value))
+            if not name.startswith("__") and (text := _comparable_text(value))
         }
         seen["the generator of the module random"] = str(hash(random.getstate()))
         numbers: Any = np.random.get_state()
@@ -299,7 +298,7 @@ class SharedState:
         return list(self._changed)
 
 
-def _plain_text(value: Any) -> str:
+def _comparable_text(value: Any) -> str:
     if isinstance(value, bool | int | float | str | bytes):
         return repr(value)
     if isinstance(value, np.ndarray):
@@ -316,9 +315,9 @@ def _plain_text(value: Any) -> str:
     return ""
 
 
-def _hint(changed: list[str], env: Any) -> str:
+def _describe_cause(changed: list[str], env: Any) -> str:
     if changed:
-        return f" (environments share {', '.join(changed[:4])}, which its steps change)"
+        return f" (environments share {', '.join(changed[:4])}, and steps change it)"
     kept = [
         f"{type(layer).__name__}.{name}"
         for layer in layers_of(env)

@@ -103,7 +103,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, repr=False, eq=False)
 class Snapshot:
-    """The state of one environment. Opaque; it can be pickled, kept, and loaded in other processes and on other machines.
+    """The opaque state of one environment. It can be pickled, kept, and loaded in other processes and on other machines.
 
     It consists of bytes with checksums, so that damage is found before anything is read. Loading a snapshot can run code,
     like unpickling: load only snapshots that you have saved yourself.

@@ -26,7 +26,7 @@ class VectorState(NamedTuple):
         snapshots: One per row.
         counts: Steps, resets and restarts.
         seeds: The source of the seeds of restarts.
-        generators: Pairs of a space and the read state of its generators, or ``None``.
+        generators: Pairs of a space and the parsed state of its generators, or ``None`` if it had none.
     """
 
     snapshots: list[Snapshot]
@@ -35,7 +35,7 @@ class VectorState(NamedTuple):
     generators: list[tuple[Any, Any]]
 
     def load(self, counters: Counters, failures: Any) -> None:
-        """Put the counts and the generators of the spaces in place."""
+        """Load the counts, and the states of the spaces' generators."""
         steps, resets, failures.restarts = self.counts
         counters.load(steps, resets)
         for space, state in self.generators:
@@ -54,7 +54,7 @@ def pack_state(
 
 
 def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
-    """Raise for a ``state_dict()`` that lacks an entry, or has another value than in ``own``.
+    """Raise if a ``state_dict()`` lacks an entry, or if an entry differs from that in ``own``.
 
     Raises:
         SnapshotMismatch: The text names the entry.
@@ -68,15 +68,15 @@ def require_entries(state: Any, own: Mapping[str, Any], *names: str) -> None:
 
 
 def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[Any]) -> VectorState:
-    """Read the result of :func:`pack_state`. Nothing is changed.
+    """Parse the result of :func:`pack_state`.
 
     Raises:
-        SnapshotMismatch: It does not fit, or is damaged.
+        SnapshotMismatch: The result does not fit, or is damaged.
     """
     own = {"format": FORMAT, "num_envs": num_envs, "autoreset_mode": mode.name}
     require_entries(state, own, "snapshots", "counters", "seeds", "spaces")
     snapshots = parse_snapshots(state["snapshots"], range(num_envs))
-    read_rest = partial(_read_rest, state, spaces)
+    read_rest = partial(_parse_counts_seeds_and_spaces, state, spaces)
     try:
         return VectorState(snapshots, *read_rest())
     except Exception as error:
@@ -85,7 +85,9 @@ def read_state(state: Any, num_envs: int, mode: AutoresetMode, spaces: Sequence[
         raise SnapshotMismatch(f"its counters, seeds or spaces do not fit: {type(error).__name__}: {error}") from error
 
 
-def _read_rest(state: Mapping[str, Any], spaces: Sequence[Any]) -> tuple[Counts, np.random.SeedSequence, list[Any]]:
+def _parse_counts_seeds_and_spaces(
+    state: Mapping[str, Any], spaces: Sequence[Any]
+) -> tuple[Counts, np.random.SeedSequence, list[Any]]:
     opened = [
         (space, saved if saved is None else _space_codec(space).open(space, saved))
         for space, saved in zip(spaces, state["spaces"], strict=True)

@@ -1,8 +1,8 @@
 """The cores to use, the placement of processes on them, and waits without sleeping.
 
-Sleeping and waking up costs 20 to 40 microseconds on a virtual machine, as much as several environment steps. Polling costs
-nothing only while the core has no other work. So a process spins only if it has a spare core, and a :class:`SpinPolicy`
-stops the whole engine from spinning for a while if other programs needed the core.
+Sleeping and waking up costs 20 to 40 microseconds on a virtual machine, as much as several environment steps. Polling is
+free only while the core has no other work. So a process spins only if it has a spare core, and a :class:`SpinPolicy` stops
+the whole engine from spinning for a while when other programs need the cores.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import numpy as np
 import numpy.typing as npt
 
 SPIN_SECONDS: Final = 150e-6
-"""Longest spin before a process goes to sleep: as long as a few wake-ups."""
+"""The longest spin before a process goes to sleep: about the cost of a few wake-ups."""
 
 _NICE_INCREMENT: Final = 7
-"""For workers that yield to their caller: an asyncio program's loop is 4 ms late with it, 10 ms with 5."""
-_REVIEW_SECONDS: Final = 0.1  # minimum between two reviews: many time slices of the kernel
+"""Added to the nice value of workers that yield to their caller: an asyncio event loop is 4 ms late with 7, 10 ms with 5."""
+_REVIEW_SECONDS: Final = 0.1  # minimum time between two reviews; many time slices of the kernel
 _TRIAL_SECONDS: Final = 0.03  # from the end of a pause to the first review
 _MIN_SPINS_PER_REVIEW: Final = 16
-_FIRST_PAUSE_SECONDS: Final = 0.25  # without spinning after a bad review, doubled with every further one
+_FIRST_PAUSE_SECONDS: Final = 0.25  # pause in spinning after a bad review, doubled by every further one
 _MAX_PAUSE_SECONDS: Final = 4.0
-_MAX_WAIT_SHARE: Final = 0.25  # 0.04 in 95 of 100 reviews on a quiet machine, about half next to another busy process
+_MAX_WAIT_SHARE: Final = 0.25  # measured: 0.04 in 95 of 100 reviews on a quiet machine, about 0.5 next to a busy process
 
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use: the smallest of three limits.
 
-    They are its affinity mask, its control group's CPU quota, and Slurm's number for its task (``SLURM_CPUS_PER_TASK``),
-    which does not bind processes on many clusters.
+    They are its affinity mask, its control group's CPU quota, and ``SLURM_CPUS_PER_TASK``, because Slurm does not bind
+    processes on many clusters.
     """
     try:
         cores = len(os.sched_getaffinity(0))
@@ -59,9 +59,9 @@ def _cgroup_quota() -> float | None:
 
 
 def kernel_file(path: str) -> str:
-    """Return the content of a kernel file; empty if it does not exist or may not be read."""
+    """Return the content of a kernel file, or an empty string if it cannot be read."""
     try:
-        with FileIO(path) as file:  # takes a tenth of the time of `open`
+        with FileIO(path) as file:  # 10 times faster than `open`
             return file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -71,8 +71,8 @@ def kernel_file(path: str) -> str:
 class Placement:
     """The cores of a worker (``None``: any), its longest spin in seconds, and two flags.
 
-    A worker ``with_caller`` shares the caller's core: it runs only while the caller sleeps, so the caller waits for it by
-    sleeping. A ``bound`` worker stays on its cores from its start to its end; others are bound only while they spin.
+    With ``with_caller``, the worker shares the caller's core and runs only while the caller sleeps, so the caller must not
+    spin while it waits for it. With ``bound``, it stays on its cores from start to end; otherwise only while it spins.
     """
 
     cpus: frozenset[int] | None = None
@@ -84,10 +84,12 @@ class Placement:
 def placements(workers: int) -> tuple[list[Placement], float]:
     """Return a placement for every worker process, and the seconds that the caller may spin while it waits.
 
-    With fewer workers than cores every process has a core, the caller included, and spins. With as many, one worker shares
-    its core with the caller: it sleeps as soon as it has replied, which frees the core without a wake-up across cores, and
-    the others spin on theirs. With more workers than cores no process spins. The caller is never bound: the workers' places
-    leave it one core. On a system that cannot bind processes, or does not report their waits for a core, no process spins.
+    With fewer workers than cores, every process, including the caller, has a core of its own and spins. With one worker per
+    core, one of them shares its core with the caller: it sleeps as soon as it has replied, which frees the core without a
+    wake-up across cores. The others spin on their cores. The caller is never bound, because the workers leave it one core.
+
+    No process spins if there are more workers than cores, if there is only one core, if a limit other than the affinity mask
+    applies, or if the system cannot bind processes or does not report how long they wait for a core.
     """
     cores = usable_cores()
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -108,7 +110,7 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
 
     Raises:
         NotImplementedError: This system cannot bind processes.
-        ValueError: It is not a list with cores for each worker, or has cores that this process may not use.
+        ValueError: ``affinity`` is not a list with cores for each worker, or contains cores that this process may not use.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise NotImplementedError(f"WorkerOptions(cores) needs a system that can bind processes, not {sys.platform}")
@@ -125,10 +127,10 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
 
 
 def lower_priority(pid: int) -> None:
-    """Lower the priority of a worker below this process; it can still use an idle core.
+    """Lower the priority of a worker below that of this process. It can still use an idle core.
 
-    With 32 busy workers per core, a process that wakes up waits 35 ms for its core. Linux schedules a session as a whole
-    (``sched_autogroup``), by the nice value of the session.
+    Otherwise, with 32 busy workers per core, a process that wakes up waits 35 ms for its core. With ``sched_autogroup``,
+    Linux schedules each session as a whole, by the session's own nice value, so that is set as well.
     """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + _NICE_INCREMENT)
@@ -146,20 +148,20 @@ def seconds_waited() -> float | None:
 
 
 class SpinPolicy:
-    """The policy for polling before a process goes to sleep.
+    """A policy for polling before a process goes to sleep.
 
-    Spinning is harmful if another process needs the core: a process that never sleeps uses up its share of the core and then
-    waits for whole time slices, while one that sleeps now and then runs as soon as it wakes up; and the process that it
-    waits for may need the core on which it spins. So each process reviews now and then the time that it waited for its core.
-    After too long a wait, all processes of the engine sleep at once when they wait, bound to no core, for a period that
+    Spinning is harmful if another process needs the core. A process that never sleeps uses up its share of the core and then
+    waits for whole time slices, while one that sleeps now and then runs as soon as it wakes up. Besides, the process that it
+    waits for may be the one that needs the core. So each process regularly reviews how long it has waited for its core.
+    After a bad review, all processes of the engine stop spinning and are unbound from their cores for a while. This pause
     doubles as long as the reviews stay bad.
 
     Args:
-        spin: Seconds to spin, if the reviews are good.
+        spin: Seconds to spin while the reviews are good.
         no_spin_until: float64 ``(1,)``, shared by all processes of an engine: none spins before ``time.perf_counter()``
-            reaches it (one clock for all processes of a machine, on systems with placements to spin on).
+            reaches it (all processes of a machine share this clock on the systems where they spin).
         cpus: Cores this process is bound to while it spins.
-        shares_core: True if another process of the engine uses the same core by design, so that waits for it mean nothing.
+        shares_core: True if another process of the engine uses the same core by design, so that waits for it are normal.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class SpinPolicy:
         self.pauses = 0  # bad reviews of this process
         self._paused = False
         self._spin_seconds = spin
-        self._no_spin_until = no_spin_until.data.cast("B").cast("d")  # four times faster to read
+        self._no_spin_until = no_spin_until.data.cast("B").cast("d")  # four times faster to read than an array
         self._cpus = cpus
         self._unbound_cpus = os.sched_getaffinity(0) if cpus else None
         self._shares_core = shares_core
@@ -183,7 +185,7 @@ class SpinPolicy:
         self._spin_seconds = 0.0
 
     def spin(self, poll: Callable[[int], object]) -> bool:
-        """Call ``poll(0)`` until it finds something, for as long as spinning is allowed; False if it found nothing."""
+        """Call ``poll(0)`` until it finds something, while spinning is allowed; return False if it found nothing."""
         if not self._spin_seconds:
             return False
         clock = time.perf_counter
@@ -213,7 +215,7 @@ class SpinPolicy:
         self._spins = 0
 
     def _review(self, now: float) -> bool:
-        """True if spinning may continue."""
+        """Review the waits for the core; return True if spinning may continue."""
         waited = (seconds_waited() or 0.0) - self._waited_before
         good = self._shares_core or waited < _MAX_WAIT_SHARE * (now - self._review_began)
         if good:

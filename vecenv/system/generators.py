@@ -1,14 +1,15 @@
-"""Separate states, for each environment, of the random generators that all code of a process shares.
+"""Gives each environment its own states of the random generators that all code in a process shares.
 
-The results of an environment that draws from ``random``, ``numpy.random`` or torch's default generator depend on the others
-in its process. :mod:`vecenv.link.own_generators` wraps an environment and puts its states in place for each call into it.
-Most environments never draw, and some step in 5 us, so a call costs only two assignments until the first draw:
+The results of an environment that draws from ``random``, ``numpy.random`` or torch's default generator depend on the other
+environments in its process. :mod:`vecenv.link.own_generators` wraps an environment and puts its states in place for each
+call into it. Most environments never draw, and some steps take only 5 us, so a call must cost little more than two
+assignments until the first draw:
 
 - numpy takes the lock of its bit generator before it draws, seeds, or reads its state. Until then a *trap* stands in for the
-  bit generator: taking the trap's lock puts the right one in place, for the rest of the call.
+  bit generator: taking the trap's lock puts the environment's own one in place, for the rest of the call.
 - ``random``'s functions are methods of one hidden object. Its class is replaced by one that delegates to the environment's
   own ``random.Random``; the two functions written in C are replaced in all modules that have imported them.
-- torch offers no such hook. Where it has been imported, its state is exchanged whenever another environment is called.
+- torch offers no such hook. If it has been imported, its state is exchanged whenever another environment is called.
 
 A signal handler may raise between any two bytecodes. So numpy, ``random`` and torch are changed only inside
 :func:`~vecenv.system.signals.deferred_signals`, and a change is repeated if a handler prevented it.
@@ -39,14 +40,14 @@ is_imported: Final = sys.modules.__contains__
 
 
 class Generators:
-    """The states of one environment. Each is created at its first draw.
+    """The generator states of one environment. Each state is created when it is first needed.
 
     Attributes:
         seed: The seed of the latest reset that had one.
         episode: The number of resets since.
         numpy: The bit generator.
         gauss: The second of a pair of normal numbers, which ``RandomState`` keeps for the next draw.
-        python: The state of ``random``, in an object of its own.
+        python: The ``random.Random`` that replaces the generator of ``random``.
         torch: The state of torch's default generator.
     """
 
@@ -67,8 +68,8 @@ class Generators:
     def begin(self, seed: Any) -> None:
         """Begin the episode of a reset with this seed.
 
-        Without a seed, the states follow from the last one and the number of resets since. If no reset had a seed, they
-        continue: the environment may have seeded them itself.
+        Without a seed, the states are derived from the latest seed and the number of resets since. If no reset has had a
+        seed, they continue: the environment may have seeded the generators itself.
         """
         if seed is not None:
             self.seed, self.episode = _seed_as_int(seed), 0
@@ -139,8 +140,8 @@ def _seed_as_int(seed: Any) -> int:
 
 
 class _BitGenerator(np.random.MT19937):
-    """numpy's default bit generator. While ``brief``, its ``RandomState`` reads and writes only its own part of the
-    state, which saves 0.1 ms.
+    """numpy's default bit generator. While ``brief`` is True, ``RandomState`` reads and writes only ``gauss`` and
+    ``has_gauss``, not the rest of the state, which saves 0.1 ms.
     """
 
     brief = False
@@ -159,7 +160,7 @@ _BitGenerator.__name__ = "MT19937"  # numpy compares it with the name in a state
 
 
 def _exchange_gauss(put: float | None = None) -> float | None:
-    """Set the normal number that the global ``RandomState`` draws next, if ``put`` is given. Return the current one."""
+    """Return the normal number that the global ``RandomState`` draws next; if ``put`` is given, set it to that first."""
     _BitGenerator.brief = isinstance(_NUMPY.get_bit_generator(), _BitGenerator)
     try:
         if put is not None:
@@ -171,9 +172,9 @@ def _exchange_gauss(put: float | None = None) -> float | None:
 
 
 class _Trap(np.random.MT19937):
-    """A stand-in for the bit generator until the first draw. It is its own lock, which ``RandomState`` takes first.
+    """A stand-in for the bit generator until the first draw. It is also the lock that ``RandomState`` takes first.
 
-    Where a version of numpy takes no lock, it calls the other methods.
+    Operations for which a version of numpy takes no lock use ``state`` and ``_legacy_seeding`` instead.
     """
 
     def __init__(self) -> None:
@@ -190,7 +191,7 @@ class _Trap(np.random.MT19937):
             self._is_being_set = False
 
     def replace(self, bit_generator: Any, gauss: float | None) -> None:
-        """Put a bit generator in place of the trap, and ``gauss``, if it is given, as the next normal number."""
+        """Put a bit generator in place of the trap; if ``gauss`` is given, make it the next normal number."""
         self._is_being_set = True
         try:
             _NUMPY.set_bit_generator(bit_generator)
@@ -259,8 +260,8 @@ for _name in ("random", "getrandbits", "seed", "getstate", "setstate"):
     setattr(_DelegatingBase, _name, _delegate(getattr(_random.Random, _name)))
 
 
-class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order: random.Random finds _DelegatingBase as its base
-    """The class of the hidden object while traps are set."""
+class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order, so that random.Random calls _DelegatingBase
+    """The class of the hidden object of ``random`` while traps are set."""
 
     @property
     def gauss_next(self) -> Any:
@@ -280,12 +281,12 @@ class _Switch:
     Attributes:
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
         active: The states to draw from.
-        skip_restoring: ``outside`` in a worker, where only environments draw: it is not swapped in after a call, so the
-            environment's states stay in place until another environment is called. ``None`` elsewhere.
+        skip_restoring: States that are not swapped in again after a call. In a worker, where only environments draw, these
+            are ``outside``: an environment's states stay in place until another one is called. ``None`` elsewhere.
         numpy_owner: The owner of the numpy state that is in place; ``None``: the trap is in place.
         torch_owner: The owner of the torch state that is in place; ``None``: an environment that has ended.
         in_use: False while numpy's trap and the process's own torch state are in place.
-        original: The process's bit generator before the traps.
+        original: The process's bit generator before the traps were set.
         users: The states of the environments for which traps are set.
         replaced: (namespace of a module, name, function written in C) of each replaced reference.
     """
@@ -335,7 +336,7 @@ class _Switch:
                 self.in_use = self.numpy_owner is not None or self.torch_owner is not self.outside
 
     def swap_out(self, row: Generators) -> None:
-        """Store in ``row`` those of its states that are in place."""
+        """Store the states that are in place and belong to ``row`` back in it."""
         generator = torch_generator()
         with deferred_signals():
             if self.numpy_owner is row:
@@ -344,7 +345,7 @@ class _Switch:
                 self._store_torch(generator)
 
     def _store_numpy(self) -> None:
-        """Store numpy's state with its owner, and set the trap."""
+        """Store numpy's state in its owner, and set the trap."""
         if self.numpy_owner is not None:
             now = _NUMPY.get_bit_generator()
             if now is not self.trap:
@@ -380,7 +381,7 @@ class _Switch:
         self.trap.set()
 
     def _replace_references(self) -> None:
-        """Replace the functions written in C where modules have imported them."""
+        """Replace the functions written in C in all modules that have imported them."""
         delegating = {id(function): getattr(random, name) for name, function in _WRITTEN_IN_C.items()}
         for module in list(sys.modules.values()):
             names: Any = getattr(module, "__dict__", None)
@@ -408,7 +409,7 @@ class _Switch:
                 self.restore()
 
     def restore(self) -> None:
-        """Restore the process as it was before the traps."""
+        """Restore the generators of the process as they were before the traps were set."""
         self._store_numpy()
         outside = self.outside
         if _NUMPY.get_bit_generator() is self.trap:

@@ -1,7 +1,7 @@
 """Helper processes, which run environments without being workers.
 
-The process that tries an environment and those that act as training programs in a benchmark are helpers. They start like
-workers (:func:`vecenv.system.spawning.spawn`), and are ended in every case, even if the caller is interrupted.
+A helper tries out an environment, or acts as a training program in a benchmark. Helpers start like workers
+(:func:`vecenv.system.spawning.spawn`), and are always ended, even if the caller is interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import Lifeline, Variables, spawn
 from vecenv.system.supervision import ProcessWatch, close_process, flush_output
 
-_MAX_POLL_SECONDS: Final = 1e6  # seconds; poll() counts milliseconds in an int
+_MAX_POLL_SECONDS: Final = 1e6  # poll() takes milliseconds as a C int
 _REAP_SECONDS: Final = 5.0  # for a killed process to end; an uninterruptible system call may take longer
 
 
@@ -35,7 +35,7 @@ class HelperProcess:
         args: Further arguments of ``target``.
         name: Name of the process.
         daemon: True if it may *not* have ``multiprocessing`` children.
-        abrupt: Exit without waiting for threads, children and other remains of the environments.
+        abrupt: True if it exits without waiting for threads, children and other leftovers of the environments.
         variables: Its environment variables.
     """
 
@@ -81,7 +81,7 @@ class HelperProcess:
         return self._processes[0].pid if self._processes else None
 
     def wait(self, deadline: float) -> bool:
-        """Wait until the process has sent something or ended; False if neither happened until ``deadline`` (monotonic)."""
+        """Wait until the process has sent something or ended; False if neither happened by ``deadline`` (monotonic)."""
         assert self._watch is not None
         left = min(max(deadline - time.monotonic(), 0.0), _MAX_POLL_SECONDS)
         return bool(self._watch.poll(self._poll, left * 1000))
@@ -89,7 +89,7 @@ class HelperProcess:
     def receive(self) -> bytes:
         """Return the next message; empty if there is none yet, or if the pipe was closed, even in the middle of a message.
 
-        The exception of a signal handler, such as a ``TimeoutError``, is raised, not mistaken for a closed pipe.
+        An exception from a signal handler, such as a ``TimeoutError``, is raised and not mistaken for a closed pipe.
         """
         try:
             return self.pipe.recv_bytes() if self.pipe.poll(0) else b""
@@ -105,7 +105,7 @@ class HelperProcess:
         return self._watch is not None and self._watch.has_ended(min(max(seconds, 0.0), _MAX_POLL_SECONDS))
 
     def exit_code(self) -> int | None:
-        """Return the exit code, after a wait of at most 5 seconds."""
+        """Kill the rest of the process group, and return the exit code after a wait of at most 5 seconds."""
         if self._watch is None:
             return None
         (process,) = self._processes
@@ -116,7 +116,7 @@ class HelperProcess:
     def end(self) -> None:
         """End the process and all that it started, and release everything. Idempotent.
 
-        The exception of a signal handler is raised afterwards.
+        An exception from a signal handler is raised afterwards.
         """
         try:
             with deferred_signals():
@@ -151,7 +151,7 @@ def _serve(pipe: Connection[Any, Any], abrupt: bool, target: Callable[..., None]
     try:
         target(pipe, *args)
     finally:
-        if os.getpid() != pid:  # an environment forked a child that returned here: the cleanup is not the child's
+        if os.getpid() != pid:  # a child that an environment forked has returned here, and must not clean up
             os._exit(0)
         pipe.close()
         end_own_descendants()

@@ -1,7 +1,8 @@
-"""Settings that all environments of a process share: the complete list, and a cheap guard for workers with several of them.
+"""Settings that all environments of a process share: a complete list, and a cheap guard for workers of several environments.
 
 The probe compares the complete list between processes (:mod:`vecenv.planning.independence`). In a worker, `SettingsGuard`
-checks the common ones while environments run. Not covered: state of C libraries, and settings of jax and tensorflow.
+checks the common ones while environments run. Not covered: the state of C libraries, settings of tensorflow, and most of
+those of jax.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class SettingsGuard:
         self.restart()
 
     def watch_calls(self) -> None:
-        """Make a comparison due whenever this process changes its directory or variables. This cannot be undone."""
+        """Make a comparison due whenever the working directory or an environment variable changes. This cannot be undone."""
 
         def hook(event: str, _: Any) -> None:
             if event in _WATCHED_CALLS:
@@ -148,7 +149,7 @@ class SettingsGuard:
         self.due, self._changed_by = False, ""
 
     def changed(self) -> list[tuple[str, str]]:
-        """Return the settings that changed since the last comparison, and what changed them if that is known.
+        """Return the settings that changed since the last comparison, each with the environment that changed it, if known.
 
         If modules were imported in the meantime, changes are attributed to the imports and not returned.
         """
@@ -189,4 +190,4 @@ def describe_shared_clients(num_envs: int) -> str:
     used = [client for client in clients if bullet.getNumBodies(physicsClientId=client)]
     if used != [0] or len(clients) < num_envs:
         return ""
-    return f"pybullet has {len(clients)} physics clients in their process, but all bodies are in the first"
+    return f"pybullet has {len(clients)} physics clients in this process, but all bodies are in the first"

@@ -10,7 +10,7 @@ from typing import Final
 from vecenv.errors import envs_text
 
 FREE_RESTARTS: Final = 5
-"""Restarts that an environment, or a worker process, has in a period however few steps it makes."""
+"""Restarts that an environment, or a worker process, may have in a period however few steps it makes."""
 STEPS_PER_RESTART: Final = 1000
 """Steps of these environments that allow one more restart."""
 
@@ -18,14 +18,14 @@ STEPS_PER_RESTART: Final = 1000
 class RestartBudget:
     """A budget of restarts within some seconds (Erlang's intensity and period).
 
-    Without a limit each environment, and each worker process that dies, has a budget of its own: five restarts, and one more
-    for every 1,000 steps that its environments made since the oldest of its restarts in the period. One that cannot work is
-    abandoned soon, whatever the number of the others; one that fails occasionally continues, however fast it is.
+    Without a limit, each environment, and each worker process that dies, has its own budget: five restarts, and one more for
+    every 1,000 steps that its environments made since the oldest of its restarts in the period. So one that always fails
+    uses up its budget soon, however many others there are; one that fails occasionally continues, however fast it is.
 
     Args:
         limit: Restarts of all environments together within ``period``; ``None``: as above.
         period: Seconds.
-        steps: Returns the number of steps of each environment.
+        steps: Returns the mean number of steps per environment.
         clock: For tests.
     """
 
@@ -38,7 +38,7 @@ class RestartBudget:
         self.causes: deque[str] = deque(maxlen=5)
         self._steps = steps
         self._clock = clock
-        self._spent: deque[tuple[float, tuple[int, ...], float]] = deque()  # when, rows, their steps
+        self._spent: deque[tuple[float, tuple[int, ...], float]] = deque()  # time, rows, result of `steps`
 
     def spend(self, cause: str, rows: Sequence[int] = ()) -> bool:
         """Spend one restart of these rows; return ``False`` if the budget is used up."""

@@ -92,7 +92,7 @@ def seed_process(sequence: np.random.SeedSequence) -> Callable[[], None]:
     """Seed the shared generators of this process.
 
     Returns:
-        A function that seeds torch; call it again after code that may have imported torch.
+        A function that seeds torch, unless torch has already been seeded; call it after code that may have imported torch.
     """
     numpy_seeds, python_seeds, torch_seeds = sequence.spawn(3)
     numpy_random: Any = np.random

@@ -152,7 +152,7 @@ def _restore_handlers(handlers: dict[int, Any]) -> BaseException | None:
 
 
 def _restore_in_child() -> None:
-    """Restore the handlers in a child process that was forked inside a block: the child never reaches its end."""
+    """Restore the handlers in a child process that was forked inside a block, the end of which it never reaches."""
     while _replaced:
         _restore_handlers(_replaced.pop())
 

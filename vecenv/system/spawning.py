@@ -135,7 +135,7 @@ def _text(name: str, value: Any, where: str) -> str | None:
 
 
 def find_late_variables(variables_by_worker: Sequence[Variables]) -> dict[str, str]:
-    """Map each variable that is set too late to the module that has already read another value in this process.
+    """Return variables that are set too late, each with the module that has already read another value in this process.
 
     A forked worker inherits that module.
     """
@@ -151,9 +151,9 @@ class NameWithVariables(str):
     """A process name that sets environment variables when it is unpickled.
 
     Variables such as ``CUDA_VISIBLE_DEVICES`` and ``MUJOCO_GL`` are read once, by an import or by the first use of a device,
-    so they must be set before a worker imports the program's main module. A new interpreter does that before it unpickles
-    its target; the process name is the only earlier input under our control. Unpickling it uses only builtins, because
-    nothing can be imported that early.
+    so they must be set before a worker imports the program's main module, which a new interpreter does before it unpickles
+    its target. The process name is the only earlier input under our control. It is unpickled by builtins alone, because
+    ``sys.path`` is not set up yet, so vecenv may not be importable.
     """
 
     variables: Variables
@@ -206,7 +206,7 @@ def _find_main_file() -> str:
 
 
 def _server_exit() -> int | None:
-    """Return the exit code of the fork server, if it has ended; ``multiprocessing`` reaps it later."""
+    """Return the exit code of the fork server if it has ended, but do not reap it: ``multiprocessing`` does that later."""
     pid = forkserver_pid()
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) if pid else None
@@ -219,7 +219,7 @@ def make_context(method: str | None, preload: Sequence[str] | None) -> Any:
     """Return the ``multiprocessing`` context of a start method, with modules for its fork server to import.
 
     Raises:
-        ValueError: ``preload`` is not a list of modules, or there is no fork server.
+        ValueError: ``preload`` is not a list of module names, or the start method has no fork server.
     """
     context = multiprocessing.get_context(method)
     if preload is None:
@@ -280,7 +280,7 @@ def _end_with_caller(reader: int) -> None:
     if not hasattr(fcntl, "F_SETSIG"):
         return
     try:
-        # a separate open file: the signal's owner is a property of the open file, and siblings share ours
+        # reopened, because the signal's owner is a property of the open file, which siblings share
         own = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # a sandbox without /proc
         return
@@ -352,14 +352,14 @@ def spawn(
 
 @contextlib.contextmanager
 def _ctrl_c_blocked(method: str) -> Iterator[None]:
-    """Block Ctrl-C, which would end a process with a traceback before it has its own session."""
+    """Block Ctrl-C, which would end the new process with a traceback until it has its own session."""
     if method == "forkserver" or not hasattr(signal, "pthread_sigmask"):  # a new server would pass the mask on to all forks
         yield
         return
     if method == "spawn":
         from multiprocessing import resource_tracker
 
-        resource_tracker.ensure_running()  # if it started with the process, it would unblock Ctrl-C
+        resource_tracker.ensure_running()  # if process.start() started it, that would unblock Ctrl-C
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
@@ -408,7 +408,7 @@ def preload(context: Any) -> None:
 
 
 def advice_for_fork(context: Any) -> str:
-    """Return advice about a forked process that does not get ready, if threads may be the reason."""
+    """Return advice for a forked process that does not become ready, if threads may be the cause; else an empty string."""
     if context.get_start_method() != "fork" or threading.active_count() < 2:
         return ""
     return (
@@ -418,7 +418,7 @@ def advice_for_fork(context: Any) -> str:
 
 
 def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
-    """End the processes of a pool that was garbage-collected, or still open when the program ends."""
+    """End the processes of a pool that was garbage-collected, or is still open when the program ends."""
     if os.getpid() != owner or not processes:
         return
     lifeline.close()  # the kernel kills the process at the other end
@@ -442,5 +442,5 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
 
 
 def _may_exist(pid: int) -> bool:
-    """True if the process may still exist, so that its exit code may arrive; always without ``/proc``."""
+    """True if the process may still exist, so that its exit code may arrive; always True without ``/proc``."""
     return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")

@@ -27,9 +27,9 @@ What does not work
 * Sending the C-level signal first: ``faulthandler`` does not restore ``errno``. If it interrupts a thread that is acquiring
   a lock, the lock appears to be held, and a thread pool fails with ``TimeoutError``. A thread that sleeps in the kernel is
   not affected.
-* Interrupting system calls: many libraries report ``EINTR`` as an error, so both handlers restart them. Only where
-  environments run in other threads does the first signal interrupt: the main thread then sleeps in CPython's own wait,
-  which resumes by itself.
+* Interrupting system calls: many libraries report ``EINTR`` as an error, so both handlers restart them. The first signal
+  interrupts them only where environments run in other threads: the main thread then sleeps in CPython's own wait, which
+  resumes by itself.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ProcessWatch:
     def poll(self, poller: select.poll, timeout_ms: float | None) -> list[tuple[int, int]]:
         """Call ``poller.poll(timeout_ms)``, and also report :attr:`descriptor` if the process has ended.
 
-        ``poller`` must have :attr:`descriptor` registered.
+        :attr:`descriptor` must be registered with ``poller``.
         """
         if not self.must_poll_for_exit:
             return poller.poll(timeout_ms)
@@ -202,7 +202,7 @@ class StackFile:
             os.ftruncate(self.fd, 0)
 
     def read(self) -> str:
-        """Return the last stack, at most 64 KiB from its end."""
+        """Return the last stack, or its last 64 KiB if it is longer."""
         with contextlib.suppress(OSError):
             size = os.fstat(self.fd).st_size
             start = max(size - _MAX_STACK_BYTES, 0)

@@ -1,8 +1,8 @@
-"""The contract of a Gymnasium vector environment, as a test class that others inherit.
+"""The contract of a Gymnasium vector environment, as a test class for backends to inherit from.
 
 The tests do not depend on where environments run: in processes, in threads, on devices or hosts. They build a vector
-environment through one factory, use only the interface of :class:`gymnasium.vector.VectorEnv`, and compare the results with
-the expected ones. A backend declares the abilities that it lacks in class attributes, and the tests of these are skipped::
+environment through one factory, use only the interface of :class:`gymnasium.vector.VectorEnv`, and check its results.
+A backend declares in class attributes which abilities it lacks, and the tests of these abilities are skipped::
 
     class TestMyVectorEnv(VectorEnvContract):
         autoreset_modes = (AutoresetMode.NEXT_STEP,)

@@ -226,7 +226,7 @@ def _exit_in_another_process(raising_pid: int) -> EvilElsewhereError:
 class EvilElsewhereError(Exception):
     """An exception that can be unpickled in the process that raised it, but calls ``sys.exit`` in every other process.
 
-    Unpickling it as a test in the process that raised it does not detect this.
+    So a trial unpickling in the process that raised it does not detect the problem.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:

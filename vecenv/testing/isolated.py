@@ -1,8 +1,8 @@
 """``assert_isolated``, which checks that nothing outside an environment affects its results.
 
 One environment runs alone. A second one repeats the run while others are stepped between its steps and the shared random
-generators are disturbed. If the results differ, the run is repeated with one disturbance at a time to find the cause, and
-the changed attributes of classes and modules are named.
+generators are disturbed. If the results differ, the run is repeated with one disturbance at a time to find the cause. The
+error names the generator, or the changed attributes of classes and modules.
 """
 
 from __future__ import annotations

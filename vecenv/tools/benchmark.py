@@ -8,8 +8,8 @@ random order, and ratios are only formed between samples of the same round. Each
 One unit of work is one ``env.step`` or ``env.reset``. The *bare loop* is the upper bound: the same environments and
 actions, run by one independent process per usable core.
 
-Before anything is timed, all candidates of vecenv must repeat the trajectories of ``gymnasium.vector.SyncVectorEnv`` for the
-same seeds and actions, bit for bit.
+Before anything is timed, all candidates of vecenv must reproduce the trajectories of ``gymnasium.vector.SyncVectorEnv`` for
+the same seeds and actions, bit for bit.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
 class CandidateProcess:
     """A candidate in a process of its own, which serves one request at a time, each with a timeout.
 
-    The :class:`~vecenv.system.helper_process.HelperProcess` and everything that it started end with this process, even while
-    it builds an engine. Its output goes to a file.
+    The :class:`~vecenv.system.helper_process.HelperProcess` and everything that it started end when the calling process
+    ends, even while an engine is being built. Its output goes to a file.
 
     Attributes:
         failed, missing: The reason, once the process has failed or a library is missing.
@@ -160,7 +160,7 @@ class CandidateProcess:
         return None
 
     def suspend(self) -> None:
-        """End the process of a crowd (:attr:`Candidate.is_crowd`) until it is needed again."""
+        """End the process if the candidate is a crowd (:attr:`Candidate.is_crowd`); the next call starts it again."""
         if self.candidate.is_crowd:
             self.close()
 
@@ -200,7 +200,7 @@ def _describe_end(helper: HelperProcess) -> str:
 
 
 def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Group the candidates that start together: those that measure something themselves, the others, then each crowd."""
+    """Return groups to start one after another: candidates that measure while they start, the others, then each crowd."""
     others = [c for c in candidates if not c.is_crowd]
     return [[c for c in others if c.alone], [c for c in others if not c.alone], *([c] for c in candidates if c.is_crowd)]
 
@@ -345,7 +345,7 @@ def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: floa
     return found
 
 
-def _check(
+def _check_trajectories(
     hosts: list[CandidateProcess], expected: list[Step], rerun: Callable[[int, float], list[Step]], progress: Progress
 ) -> str:
     """Compare every checked candidate with ``SyncVectorEnv`` and describe the result; raise if one differs."""
@@ -402,17 +402,19 @@ def compare(
         expected = reference(CHECK_STEPS, CHECK_SECONDS)  # before the candidates start
     with started(candidates, progress) as hosts:
         if expected is not None:
-            checked = _check(hosts, expected, reference, progress)
-        rates = _rates(hosts, seconds, repeats, progress)
+            checked = _check_trajectories(hosts, expected, reference, progress)
+        rates = _measure_rates(hosts, seconds, repeats, progress)
         if inspect:
             for host in hosts:
                 host.rate(min(seconds, WARM_UP))
             inspect(hosts)
-        rows = [_row(host, rates[host.candidate.name]) for host in hosts]
+        rows = [_make_result_row(host, rates[host.candidate.name]) for host in hosts]
     return Report(env, num_envs, seconds, repeats, checked, details, rows, unit)
 
 
-def _rates(hosts: list[CandidateProcess], seconds: float, repeats: int, progress: Progress) -> dict[str, list[float]]:
+def _measure_rates(
+    hosts: list[CandidateProcess], seconds: float, repeats: int, progress: Progress
+) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {host.candidate.name: [] for host in hosts}
     order = random.Random(SEED)
     for host in hosts:
@@ -426,7 +428,7 @@ def _rates(hosts: list[CandidateProcess], seconds: float, repeats: int, progress
     return rates
 
 
-def _row(host: CandidateProcess, rates: list[float]) -> ResultRow:
+def _make_result_row(host: CandidateProcess, rates: list[float]) -> ResultRow:
     details = host.candidate
     log = host.log.read_text(errors="replace")[-8000:] if host.failed and host.log.exists() else ""
     return ResultRow(details.name, details.label, details.kind, rates, host.failed, host.missing, host.description, log)
@@ -438,7 +440,7 @@ COLOURS: Final = {"vecenv": "#1b7f5c", "gymnasium": "#c8553d", "other": "#7a7f87
 
 
 def show_rate(rate: float) -> str:
-    """Format a rate with three digits and a unit."""
+    """Format a rate with three significant digits, in thousands (k) or millions (M) if it is large."""
     if rate < 1e3:
         return f"{rate:.3g}"
     number, unit = (rate / 1e3, "k") if rate < 999_500 else (rate / 1e6, "M")

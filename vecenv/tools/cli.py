@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like :class:`argparse.ArgumentParser`, but let each command report what it does not know."""
+        """Parse like :class:`argparse.ArgumentParser`, but let each subparser report its own unrecognized arguments."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             self.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     if callable(code):
-        code()  # the user's program: its exceptions are its own
+        code()  # the user's program, outside `try`: its exceptions pass through unchanged
         return 0
     return code
 
@@ -163,8 +163,8 @@ def _build_parser() -> _Parser:
 def _run(arguments: argparse.Namespace) -> Callable[[], None]:
     """run an unmodified program with vecenv in place of Gymnasium's AsyncVectorEnv
 
-    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, also where gymnasium.make_vec(...,
-    vectorization_mode="async") builds it. The options set arguments that the program does not give itself. The exit code and
+    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, even where gymnasium.make_vec(...,
+    vectorization_mode="async") builds it. The options set arguments that the program does not pass itself. The exit code and
     tracebacks are the program's own.
 
     Exit codes: those of the program; 2 wrong usage, or there is no such program.
@@ -176,8 +176,8 @@ def _run(arguments: argparse.Namespace) -> Callable[[], None]:
 def _plan(arguments: argparse.Namespace) -> int:
     """recommend a number of workers from a few steps of an environment
 
-    Times a few steps in temporary processes, and prints the steps per second to expect of each way to run a vector of such
-    environments, and the way that num_workers="auto" chooses.
+    Times a few steps in temporary processes. Prints the expected steps per second of each way to run such environments, and
+    the way that num_workers="auto" chooses.
 
     Exit codes: 0 success; 2 the environment cannot be measured, or wrong usage. Try: vecenv plan CartPole-v1 --num-envs 8
     """
@@ -240,7 +240,7 @@ def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[bench
     else:
         make_candidates = partial(runners.default_candidates, env_fn, workers=arguments.workers)
         sizes, seconds, repeats = [arguments.num_envs], 1.0, 7
-    names = _choose(make_candidates(num_envs=arguments.num_envs), arguments)  # some need more than one environment
+    names = _choose(make_candidates(num_envs=arguments.num_envs), arguments)  # small sizes lack some engines
     pace: dict[str, Any] = {"seconds": arguments.seconds or seconds, "repeats": arguments.repeats or repeats}
     reports = []
     with tools.progress_bar() as bar:

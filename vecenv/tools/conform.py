@@ -65,7 +65,8 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     """Check an engine against every promise.
 
     Args:
-        engine: ``"module:name"`` of a class or function that takes functions that build environments, or their number.
+        engine: ``"module:name"`` of a class or function, which is called with functions that build environments, or with
+            ``num_envs=``.
         modes: Autoreset modes to check.
         faults: Also check with failing environments.
 
@@ -105,7 +106,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
 
 
 class CheckRunner:
-    """The checks of :func:`conform`, in a process that is replaced if an engine hangs or ends it."""
+    """A runner of the checks in a separate process, which :func:`conform` replaces if an engine hangs or ends it."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
@@ -132,7 +133,7 @@ def _run_check(check: Check, name: str, mode: AutoresetMode, built: list[Any], d
     try:
         engine = engine_named(name)
         if check.needs_inputs and not _takes_functions(engine):
-            return REFUSED, "it brings its own environments"
+            return REFUSED, "it builds its own environments"
         try:
             while len(built) < check.engines:
                 built.append(_build(engine, mode))

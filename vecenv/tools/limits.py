@@ -24,7 +24,7 @@ def shortage(processes: int, workers: int = 0) -> str | None:
 
     Args:
         processes: Number of processes in all.
-        workers: Largest number of workers in one program, which needs open files for each of them.
+        workers: Largest number of workers of one program, which needs open files for each worker.
     """
     limit = _process_limit()
     if limit is not None and processes > limit[0]:

@@ -1,4 +1,4 @@
-"""``vecenv replay``: the repetition of a recorded failure in a separate process, so a crash does not end the command."""
+"""``vecenv replay``: repeats a recorded failure in a separate process, so that a crash does not end the command."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from vecenv.tools.video import Frame, as_rgb, require_writer, write_video
 _MAX_FRAMES: Final = 1000
 _MAX_LISTED_FILES: Final = 5
 _SAME_DEATH_SECONDS: Final = 10.0
-"""Maximum seconds between the files about the environments of one worker."""
+"""Maximum seconds between two files about the same death of a worker."""
 _STACK_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 5.0
-"""Extra seconds for a step beyond its recorded limit, for a process that has just started."""
+"""Seconds added to the recorded limit of a step, because the process has just started."""
 _NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
 _EXIT_CODES: Final = {AGAIN: 0, STOPPED: 0, DIFFERENT: WRONG, CANNOT: USAGE}
 
@@ -93,7 +93,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> Header:
-    """Return the header of the file, after a check of all arguments."""
+    """Check all arguments, and return the header of the file."""
     path: Path = arguments.file
     if arguments.pdb and arguments.json:
         raise CliError("--pdb and --json cannot be combined")
@@ -133,15 +133,15 @@ def _print_result(result: ReplayResult) -> None:
     print(result.text[0].upper() + result.text[1:])
 
 
-def _running_there(header: Header) -> int | None:
-    """Return the other environment that was running in the worker when it failed; ``None`` if unknown or the same one."""
+def _find_other_running_env(header: Header) -> int | None:
+    """Return the environment that was running when the worker failed; ``None`` if that is unknown or the recorded one."""
     found = running_env(header.failed, header.env)
     return None if found is None or found[0] == header.env else found[0]
 
 
 def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
-    """Return the environment that was running in the worker of another one when it failed, and its file."""
-    running = _running_there(header)
+    """Return the other environment that was running when the worker failed, and the file about it, if they are known."""
+    running = _find_other_running_env(header)
     if running is None:
         return None, None
 
@@ -149,7 +149,7 @@ def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
         return abs((datetime.fromisoformat(other.written) - datetime.fromisoformat(header.written)).total_seconds())
 
     files = [
-        (other.failed != header.failed, distance(other), file)  # files about one death quote it in the same words
+        (other.failed != header.failed, distance(other), file)  # files about one death contain the same text
         for file, other in newest_files(path.parent)
         if (other.env_id, other.env) == (header.env_id, running) and distance(other) <= _SAME_DEATH_SECONDS
     ]
@@ -157,11 +157,11 @@ def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
 
 
 def _describe_folder(folder: Path) -> str:
-    """Return the error for a folder in place of a file, with its newest files."""
+    """Return the error text for a folder given instead of a file. It lists the newest files."""
     files = newest_files(folder)
     if not files:
         return f"{folder} is a folder without recorded failures (*{SUFFIX})"
-    own = [(path, header) for path, header in files if _running_there(header) is None]
+    own = [(path, header) for path, header in files if _find_other_running_env(header) is None]
     lines = "".join(f"\n  {path}: {header.failed}" for path, header in (own or files)[:_MAX_LISTED_FILES])
     return f"{folder} is a folder; choose one of its files. The newest:{lines}"
 
@@ -194,8 +194,8 @@ def _write_frames(images: Sequence[_Image], path: Path) -> str:
 # -- in a separate process ------------------------------------------------------------------------------------------------
 
 
-class _Place(NamedTuple):
-    """The next request of a replay: :attr:`Replay.where` and :attr:`Replay.step`."""
+class _NextCall(NamedTuple):
+    """The next call of a replay: a request (:attr:`Replay.where`, :attr:`Replay.step`), or ``render()`` if ``renders``."""
 
     where: str
     step: int | None
@@ -209,7 +209,7 @@ class _Image(NamedTuple):
     fps: int
 
 
-_Message = Failed | _Place | _Image | None
+_Message = Failed | _NextCall | _Image | None
 """The messages of the separate process before the result."""
 
 
@@ -226,8 +226,8 @@ def replay(path: Path, begins: Sequence[str] = ("latest", "first"), *, until: in
     Args:
         path: The file. It is unpickled, which can execute any code.
         begins: The starting points (:class:`~vecenv.recording.replay.Replay`), tried in order until the failure is repeated.
-            State that an environment keeps across resets is missing when it begins with the latest.
-        until: The option of the command.
+            State that an environment keeps across resets is missing when the replay begins with ``"latest"``.
+        until: Stop before this step of the episode; ``None``: replay the whole record.
     """
     return _replay_from(path, begins, until=until, render=False).result
 
@@ -248,7 +248,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
     helper = HelperProcess(context, _child, (path, stack_file, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
     images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
-    place, hung, limit = _Place("while it was built", None), False, math.inf  # building has no limit
+    place, hung, limit = _NextCall("while it was built", None), False, math.inf  # building has no limit
     try:
         helper.start()
         while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
@@ -258,7 +258,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
                 return _Attempt(message, images)
             if isinstance(message, _Image):
                 images.append(message)
-            elif isinstance(message, _Place):
+            elif isinstance(message, _NextCall):
                 place = message
                 limit = failed.seconds + _GRACE_SECONDS if failed is not None and failed.seconds else math.inf
             else:
@@ -288,7 +288,9 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
             time.sleep(0.01)
 
 
-def _unfinished_result(failed: Failed | None, exitcode: int | None, place: _Place, hung: bool, stack: str) -> ReplayResult:
+def _unfinished_result(
+    failed: Failed | None, exitcode: int | None, place: _NextCall, hung: bool, stack: str
+) -> ReplayResult:
     """Return the result of a replay that did not finish."""
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
     if place.renders:
@@ -301,11 +303,11 @@ def _unfinished_result(failed: Failed | None, exitcode: int | None, place: _Plac
 
 
 def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, options: dict[str, Any]) -> None:
-    """Replay a file in the process, and send the recorded failure, each request, each frame and the result."""
+    """Run a replay in the separate process: send the recorded failure, each request, each frame and the result."""
     stack_file.install_handlers(env_threads=False)
     try:
         result = _replay_here(path, report=caller.send, **options)
-    except Exception as error:  # the exceptions of the environment are results
+    except Exception as error:  # the replay itself failed: exceptions of the environment are results
         reason = f"cannot be replayed, because the replay itself failed: {one_line(error)}"
         result = ReplayResult(CANNOT, reason, stack=traceback.format_exc())
     caller.send(result)
@@ -327,8 +329,8 @@ def _replay_here(
         render: Render a frame before each step, and one after the last.
         report: A function that receives the recorded failure, each request and each frame.
         inspect: A function that starts the debugger and returns the result. Its arguments are the replay, its remaining
-            requests and the result so far. It is called where the replay stopped or ended, and always before the request in
-            which the environment kills its process or hangs, which would leave no frame to inspect.
+            requests and the result so far. It is called where the replay stopped or ended. Without ``until``, the replay
+            stops before a request in which the process died or hung, as that would leave no frame to inspect.
     """
     header, body = read_header(path)
     try:
@@ -340,16 +342,16 @@ def _replay_here(
         result: ReplayResult | None = None
         for step in requests:
             if render and step:
-                report(_Place("", None, renders=True))
+                report(_NextCall("", None, renders=True))
                 report(_render(replay_run.env, header.env))
             if step >= until if until is not None else inspect is not None and ends_process and replay_run.is_last:
                 result = replay_run.stopped
                 break
-            report(_Place(replay_run.where, replay_run.step))
+            report(_NextCall(replay_run.where, replay_run.step))
         if result is None:
             result = replay_run.result
             if render and replay_run.env is not None:
-                report(_Place("", None, renders=True))
+                report(_NextCall("", None, renders=True))
                 report(_render(replay_run.env, header.env))
         assert result is not None
         if inspect is not None:
@@ -367,19 +369,19 @@ class _EnvDebugger(pdb.Pdb):
     """A debugger that stops neither in the code that calls the environment nor in the standard library."""
 
     def __init__(self) -> None:
-        super().__init__(skip=["*"])  # without patterns, modules are not examined
+        super().__init__(skip=["*"])  # without a pattern, Pdb does not call is_skipped_module()
 
     def is_skipped_module(self, module_name: str | None) -> bool:
         package, _, rest = (module_name or "").partition(".")
-        return package in sys.stdlib_module_names or (package == "vecenv" and rest.partition(".")[0] in _AROUND)
+        return package in sys.stdlib_module_names or (package == "vecenv" and rest.partition(".")[0] in _CALLING_PACKAGES)
 
 
-_AROUND: Final = frozenset({"tools", "recording", "worker", "link", "shm", "state", "system"})
-"""The packages that run or call while an environment is replayed."""
+_CALLING_PACKAGES: Final = frozenset({"tools", "recording", "worker", "link", "shm", "state", "system"})
+"""The packages of vecenv that call the environment, directly or indirectly, during a replay."""
 
 
 def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) -> ReplayResult:
-    """Replay a file in this process with a debugger: in the frame that raised, or in the request where the replay stops."""
+    """Replay a file in this process, and start the debugger in the frame that raised, or where the replay stops."""
     images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
 
     def collect(message: _Message) -> None:

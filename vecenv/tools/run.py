@@ -64,7 +64,7 @@ def _parse_num_workers(text: str) -> int | str:
     except ValueError:
         number = -1
     if number < 0:
-        raise argparse.ArgumentTypeError(f"must be an int from 0 on, 'auto' or 'each', got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a non-negative int, 'auto' or 'each', got {text!r}")
     return number
 
 

@@ -1,6 +1,6 @@
 """The candidates of a benchmark: vector environments stepped with random actions, and bare loops over the same environments.
 
-All runners draw the same actions and the same seeds, so that any two of them do the same work.
+All runners use the same seeds and the same actions, so that they do the same work.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from vecenv.tools import CliError, did_you_mean, import_module_or_exit
 EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
 SEED: Final = 20_240_917
-CROWD_PROCESSES: Final = 16  # a candidate with more processes than this and than cores lives only while it is measured
+CROWD_PROCESSES: Final = 16  # a candidate with more processes than this, and than cores, runs only while it is measured
 
 
 class Unavailable(Exception):
-    """The error for a candidate that cannot run here, for example without a library. It counts as missing, not failed."""
+    """The error for a candidate that cannot run here, such as for lack of a library. It counts as missing, not as failed."""
 
 
 class Runner(Protocol):
@@ -106,7 +106,7 @@ def resolve(env_id: str) -> EnvFn:
 
 
 def run_for(step: Callable[[], float], seconds: float) -> float:
-    """Call ``step`` for ``seconds``, and return the units of work per second; each call returns the units that it did.
+    """Call ``step`` for ``seconds``, and return the units of work per second; ``step`` returns the units of one call.
 
     The clock is read only about once per millisecond, so that reading it does not distort the result.
     """
@@ -138,29 +138,29 @@ Step = dict[str, Any]
 
 
 def digest(value: Any) -> bytes:
-    """Return sixteen bytes that are equal for two values exactly if the values are, bit for bit and type for type."""
+    """Return 16 bytes, equal exactly for values that are the same in type and bit for bit. Lists count as tuples."""
     seen = hashlib.blake2b(digest_size=16)
-    _feed(seen, value)
+    _update_digest(seen, value)
     return seen.digest()
 
 
-def _feed(seen: Any, value: Any) -> None:
+def _update_digest(seen: Any, value: Any) -> None:
     if isinstance(value, np.ndarray):
         seen.update(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype == object:
             for item in value.flat:
-                _feed(seen, item)
+                _update_digest(seen, item)
         else:
             seen.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):
         seen.update(b"{%d" % len(value))
         for key in sorted(value, key=repr):
             seen.update(repr(key).encode())
-            _feed(seen, value[key])
+            _update_digest(seen, value[key])
     elif isinstance(value, list | tuple):
         seen.update(b"[%d" % len(value))
         for item in value:
-            _feed(seen, item)
+            _update_digest(seen, item)
     else:
         seen.update(f"{type(value).__name__}:{value!r}".encode())
 
@@ -187,7 +187,7 @@ def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | 
 class VectorRunner:
     """A runner that steps all environments of a ``gymnasium.vector.VectorEnv`` at once, with random actions."""
 
-    _warm_up_steps = 0  # steps before each sample, to discard environments that finished between samples
+    _warm_up_steps = 0  # unmeasured steps before each sample, because environments finish steps between samples
 
     def __init__(self, make_envs: Callable[[], Any]) -> None:
         self.envs = make_envs()
@@ -368,7 +368,7 @@ class BarePipes:
         return run_for(self._step, seconds)
 
     def close(self) -> None:
-        for process in self._processes:  # with fork, they inherit each other's pipes, so closing those ends no process
+        for process in self._processes:  # with fork, they inherit each other's pipes: closing the pipes would not end them
             process.kill()
             process.join()
         for end in itertools.chain(*self._ends):
@@ -376,7 +376,7 @@ class BarePipes:
 
 
 class BareLoops(BarePipes):
-    """The upper bound of the speed: a bare loop per share, in processes that share no data and never wait for each other."""
+    """An upper bound on the speed: a bare loop per share, in processes that share no data and never wait for each other."""
 
     _title = "bare loop in"
 
@@ -389,8 +389,8 @@ class BareLoops(BarePipes):
 class BareLockstep(BarePipes):
     """The lowest possible cost of a step that waits for all environments: one process per core, including the caller.
 
-    Each steps its share of the environments. The caller writes to each of the others, steps its own share, and reads from
-    each; both sides poll instead of sleeping. No observations or rewards are sent.
+    Each process steps its share of the environments. The caller writes to each of the others, steps its own share, and
+    reads from each; both sides poll instead of sleeping. No observations or rewards are sent.
     """
 
     _polls = True  # the caller polls too, as one of the processes
@@ -471,7 +471,7 @@ class Candidate:
     Attributes:
         name: Its short name, for options and JSON.
         label: Its name in the table.
-        build: A function that its process unpickles and calls. Returns a :class:`Runner`, or any object with ``close``.
+        build: A function that its process unpickles and calls; it returns a :class:`Runner`, or any object with ``close``.
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
         checked: True if its trajectories must equal those of ``SyncVectorEnv``.
         alone: True if it measures something itself while it starts, and so must start before all others.
@@ -508,7 +508,7 @@ def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
 def vecenv_candidate(
     name: str, label: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] | None = None, **options: Any
 ) -> Candidate:
-    """Return a candidate for vecenv with these options; without ``runner``, ``batch_size`` makes it first-ready."""
+    """Return a vecenv candidate with these options. If ``batch_size`` is among them, the default runner is first-ready."""
     make_envs = partial(_build_vecenv, env_fn, num_envs, options)
     workers = options.get("num_workers")
     processes = num_envs if workers is None else 0 if workers == "auto" else workers
@@ -537,7 +537,7 @@ def _shares(num_envs: int, workers: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
 
 
@@ -551,7 +551,7 @@ _BOUNDS: Final = {
 def bound_candidate(name: str, env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
     """Return a candidate for an upper bound, with ``workers`` processes (at most one per environment)."""
     (label, kind), shares = _BOUNDS[name], _shares(num_envs, workers)
-    where = "one process per env" if kind is BarePipes else _count(len(shares), "process")
+    where = "one process per env" if kind is BarePipes else _format_count(len(shares), "process")
     processes = len(shares) - (kind is BareLockstep)
     return Candidate(name, f"{label}, {where}", partial(kind, env_fn, num_envs, shares), "bound", processes=processes)
 
@@ -563,8 +563,8 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
     ours = partial(vecenv_candidate, env_fn=env_fn, num_envs=num_envs)
     return [
         ours("auto", "vecenv, auto", num_workers="auto"),
-        ours("use-caller", f"vecenv, caller and {_count(share, 'worker')}", num_workers=share, use_caller=True),
-        ours("workers", f"vecenv, {_count(workers, 'worker')}", num_workers=workers),
+        ours("use-caller", f"vecenv, caller and {_format_count(share, 'worker')}", num_workers=share, use_caller=True),
+        ours("workers", f"vecenv, {_format_count(workers, 'worker')}", num_workers=workers),
         ours("first-ready", f"vecenv, first {half} ready", num_workers=workers, batch_size=half),
         ours("per-env", "vecenv, one process per env"),
         gymnasium_candidate("gym-sync", "SyncVectorEnv", env_fn, num_envs),
@@ -576,10 +576,12 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
 
 
 def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int]) -> list[Candidate]:
-    """Return the candidates of the main table without first-ready, and one for each number of workers."""
+    """Return the candidates of the main table, but without first-ready, and with one candidate per number of workers."""
     rows = default_candidates(env_fn, num_envs, max(worker_counts))
     fixed = [
-        vecenv_candidate(f"workers-{count}", f"vecenv, {_count(count, 'worker')}", env_fn, num_envs, num_workers=count)
+        vecenv_candidate(
+            f"workers-{count}", f"vecenv, {_format_count(count, 'worker')}", env_fn, num_envs, num_workers=count
+        )
         for count in worker_counts
         if count <= num_envs
     ]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _MAX_NAME_LENGTH: Final = 80
-_LATE_SECONDS: Final = 1.5  # without a result, after which a note is shown and earlier steps no longer count
+_LATE_SECONDS: Final = 1.5  # without a result, after which a note is shown and the rates are 0
 _WAITING_SHARE: Final = 0.95  # share of the time outside environments above which a stepping worker counts as waiting
 _HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
@@ -41,14 +41,14 @@ class WorkerRow:
     Attributes:
         index, pid: The worker's index and process id; for environments in the caller, the program's process id.
         kind: ``"process"`` or ``"caller"``.
-        state: ``"stepping"``: it made steps; ``"waiting"``: they took less than a twentieth of the time; ``"busy"``: it
-            computes, but made none; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
+        state: ``"stepping"``: it finished steps; ``"waiting"``: it did, but they took less than a twentieth of the time;
+            ``"busy"``: it is computing, but finished none; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
         envs: The indices of its first and last environments.
         steps_per_second: The steps of all its environments.
         waiting: The share of the time that it was not inside an environment, 0 to 1.
         slowest_env: The environment that took longest in its latest sampled step; ``None`` before the first sample.
         slowest_env_seconds: The duration of that step.
-        restarts: How often its process was replaced since the program began to publish.
+        restarts: The number of times its process was replaced since the program began to publish.
     """
 
     index: int
@@ -131,7 +131,7 @@ def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     if before is not None and (before.began != now.began or len(before.workers) != len(now.workers)):
         before = None
     seconds_since_result = max(time.monotonic() - now.at, 0.0)
-    if seconds_since_result > _LATE_SECONDS:  # the program has made no progress since
+    if seconds_since_result > _LATE_SECONDS:  # no progress since that result: rates of 0
         before = now
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
     earlier = {worker.index: worker for worker in before.workers} if before else {}
@@ -344,7 +344,7 @@ def _show(watcher: Watcher, interval: float) -> int:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Yield a function that waits up to some seconds and returns the keys typed; restore the terminal afterwards."""
+    """Yield a function that waits for keys for some seconds at most and returns them; restore the terminal afterwards."""
     import termios
     import tty
 

@@ -84,7 +84,7 @@ def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -
 
 
 def _choose_columns(count: int, height: int, width: int) -> int:
-    """Return the number of columns that makes the image squarest; of two equal ones, the one with fewer empty places."""
+    """Return the number of columns that makes the image closest to a square; on a tie, the one with fewer empty places."""
 
     def cost(columns: int) -> tuple[float, int]:
         rows = -(-count // columns)
@@ -137,7 +137,7 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
 def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
     from PIL import Image
 
-    # a common palette avoids flicker, and keeps frames that differ little small
+    # a common palette avoids flicker, and makes the file smaller if frames differ little
     sample = images[:: -(-len(images) // 8)]
     palette = Image.fromarray(np.concatenate(sample)).quantize(256)
     first, *rest = [Image.fromarray(image).quantize(palette=palette, dither=Image.Dither.NONE) for image in images]

@@ -2,10 +2,10 @@
 
 Most results consist of an array of the space's dtype and shape, a float, two flags that are false, and an info with the keys
 and types of the previous one. ``_row_writer.c`` writes these into shared memory in a fraction of the time. It refuses every
-other result, and the step loop of :mod:`vecenv.worker.rows` processes it as without compiled code. Only that loop defines
-the semantics.
+other result; the step loop of :mod:`vecenv.worker.rows` then processes that result in Python. Only that loop defines the
+semantics.
 
-``hatch_build.py`` compiles it when the package is built, if there is a C compiler.
+``hatch_build.py`` compiles ``_row_writer.c`` when the package is built, if there is a C compiler.
 """
 
 from __future__ import annotations

@@ -27,10 +27,10 @@ class SnapshotRows(EnvRows):
         self._kinds: dict[int, tuple[list[Any], Kind]] = {}
         """Row -> the layers and spaces for which its kind was determined, and the kind."""
         self._proved_fns: list[Callable[[], Any]] = []
-        """The functions of environments that have passed the proof."""
+        """The ``env_fns`` that have passed the proof."""
 
     def take_over(self, previous: SnapshotRows) -> None:
-        """Take over the environment of ``previous``, the object for this row in this process until now."""
+        """Take over the environment of ``previous``, the object that this one replaces in its process."""
         reset_due = previous._is_reset_due(0)
         self.envs, self.forked, self._used = previous.envs, previous.forked, previous._used
         self._next_episodes = previous._next_episodes
@@ -40,7 +40,7 @@ class SnapshotRows(EnvRows):
         self._has_old_results = True  # the row may still have infos of its previous environment
 
     def save(self, ks: Sequence[int]) -> Outcome:
-        """Return a :class:`~vecenv.state.snapshots.Snapshot` of each of the rows ``ks``, without its last observation."""
+        """Return a :class:`~vecenv.state.snapshots.Snapshot` of each row in ``ks``, without the row's last observation."""
 
         def save_row(k: int) -> Snapshot:
             env = self._env(k)

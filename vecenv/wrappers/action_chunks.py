@@ -1,4 +1,4 @@
-"""Chunks of actions: one step of the wrapped environment executes several actions."""
+"""Chunks of actions: one step of the wrapper executes several actions of the wrapped environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ActionChunks"]
 
 
 class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
-    """A wrapper that takes chunks of ``horizon`` actions of the wrapped environment as its actions.
+    """A wrapper that takes one chunk of ``horizon`` actions of the wrapped environment per step.
 
     A step executes the actions of a chunk until the episode ends. It returns the last observation, the sum of the rewards,
     and the flags and the info of the last executed action. The rest of the chunk is discarded. The info also has
@@ -34,17 +34,18 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
     Args:
         env: The environment. If its ``step`` has a parameter ``render``, all actions but the last of a chunk are executed
             with ``render=False``.
-        horizon: The number of actions per chunk, from 1 on.
+        horizon: The number of actions per chunk, at least 1.
         discount: The reward of a chunk is the sum of ``discount**i * rewards[i]``.
-        observations: ``"last"``, or ``"all"``: the observations of the chunk stacked along a new first axis of length
-            ``horizon``, the last one repeated; after a reset, its observation repeated.
-        variable: Actions are dicts: ``"actions"``, a chunk, of which the first ``"steps"`` are executed, 1 to ``horizon``.
+        observations: ``"last"``, or ``"all"``: the observations of the chunk, stacked along a new first axis of length
+            ``horizon`` and padded with the last one. After a reset, its observation is repeated.
+        variable: Actions are dicts with a chunk ``"actions"`` and an int ``"steps"``, from 1 to ``horizon``: only the first
+            ``steps`` actions are executed.
 
     Raises:
-        ValueError: A wrong ``horizon``, ``discount`` or ``observations``. In ``step``: a chunk of another length, or a
+        ValueError: An invalid ``horizon``, ``discount`` or ``observations``. In ``step``: a chunk of another length, or a
             number of steps out of range; nothing was executed.
         TypeError: The environment's action space is not a Gymnasium space; ``horizon`` is not an integer. In ``step``: a
-            chunk that is not a sequence or, with ``variable``, not such a dict.
+            chunk that is not a sequence or, with ``variable``, an action that is not a dict with both keys.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         return (self._stack([observation]) if self._stacks else observation), info
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Execute the actions of a chunk, at most until the episode ends; see the class."""
+        """Execute the actions of a chunk, and stop if the episode ends; see the class."""
         actions = self._select_executed(action)
         observations: list[Any] = []
         rewards: list[float] = []
@@ -105,11 +106,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         return chain(repeat(partial(step, render=False), count - 1), [step])
 
     def _select_executed(self, action: Any) -> Any:
-        """Return the actions of a chunk that a step executes.
-
-        Raises:
-            ValueError, TypeError: The chunk has another length, is not a sequence, or has a wrong number of steps.
-        """
+        """Return the actions of a chunk that a step executes; raise for an invalid chunk or number of steps."""
         count = self.horizon
         if self._variable:
             action, count = self._parse_variable(action)
@@ -135,10 +132,10 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         return action["actions"], count
 
     def _discounted_sum(self, rewards: list[float]) -> float:
-        """Return the discounted sum of rewards, rounded like a loop over single steps."""
+        """Return the discounted sum of rewards, with the rounding errors of a loop that adds them one by one."""
         if self._discount == 1.0:
             total = 0.0
-            for reward in rewards:  # not sum(), which compensates rounding errors since Python 3.12
+            for reward in rewards:  # not sum(): since Python 3.12 it compensates for rounding errors
                 total += reward
             return total
         total, weight = 0.0, 1.0
@@ -148,7 +145,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
         return total
 
     def _stack(self, observations: list[Any]) -> Any:
-        """Combine observations into one of the stacked space, with the last one repeated."""
+        """Stack observations along a new first axis of length ``horizon``, padded with the last one."""
         space = self.env.observation_space
         padded = observations + [observations[-1]] * (self.horizon - len(observations))
         empty: Any = create_empty_array(space, self.horizon)
@@ -159,9 +156,9 @@ def _parse_horizon(horizon: Any) -> int:
     try:
         count = operator.index(horizon)
     except TypeError:
-        raise TypeError(f"ActionChunks: horizon must be an integer from 1 on, got {horizon!r}") from None
+        raise TypeError(f"ActionChunks: horizon must be a positive integer, got {horizon!r}") from None
     if count < 1:
-        raise ValueError(f"ActionChunks: horizon must be an integer from 1 on, got {horizon!r}")
+        raise ValueError(f"ActionChunks: horizon must be a positive integer, got {horizon!r}")
     return count
 
 
@@ -169,16 +166,12 @@ def _accepts_render(env: gymnasium.Env[Any, Any]) -> bool:
     """True if ``env.step`` has a parameter ``render``, as in Isaac Lab."""
     try:
         return "render" in inspect.signature(env.step).parameters
-    except (TypeError, ValueError):  # a function written in C
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return False
 
 
 def _make_chunk_space(space: Any, horizon: int) -> spaces.Space[Any]:
-    """Return the space of chunks of actions.
-
-    Raises:
-        TypeError: ``space`` is not a Gymnasium space.
-    """
+    """Return the space of chunks of actions; raise ``TypeError`` if ``space`` is not a Gymnasium space."""
     kind = type(space)
     if kind is spaces.Box:
         low, high = (np.repeat(bound[np.newaxis], horizon, axis=0) for bound in (space.low, space.high))

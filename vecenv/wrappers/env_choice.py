@@ -47,9 +47,9 @@ class EnvChoice:
             if not isinstance(name, str) or not callable(factory):
                 raise TypeError(f"EnvChoice: expected a dict of functions by name, got {name!r}: {factory!r}")
         if isinstance(keep, bool) or not isinstance(keep, int):
-            raise TypeError(f"EnvChoice: keep must be an integer from 1 on, got {keep!r}")
+            raise TypeError(f"EnvChoice: keep must be a positive integer, got {keep!r}")
         if keep < 1:
-            raise ValueError(f"EnvChoice: keep must be an integer from 1 on, got {keep!r}")
+            raise ValueError(f"EnvChoice: keep must be a positive integer, got {keep!r}")
         self.factories, self.keep = dict(factories), keep
         self._shared: dict[str, dict[str, Any]] = {}  # the attributes of all environments, by the arguments of the call
 

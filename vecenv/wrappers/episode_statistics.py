@@ -1,4 +1,4 @@
-"""Returns, lengths and times of episodes, also for batches of only some environments."""
+"""Episode returns, lengths and times, also for batches that contain only some of the environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["RecordEpisodeStatistics"]
 
 
 class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics):
-    """A recorder of episode statistics: Gymnasium's wrapper of the same name, also for ``send`` and ``recv``.
+    """A recorder of episode statistics: Gymnasium's wrapper of the same name, extended to ``send`` and ``recv``.
 
     Where an episode ended, ``infos["_episode"]`` is True, and ``infos["episode"]`` has its return ``"r"`` (float64), length
     ``"l"`` (int64) and time ``"t"`` (seconds, float64): arrays with one entry per row of the batch. Statistics cover
@@ -95,7 +95,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         )
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
-        """Load snapshots into the vector environment. Statistics of snapshots saved without this wrapper begin at zero."""
+        """Load snapshots into the vector environment. For snapshots saved without this wrapper, statistics begin at zero."""
         rows = parse_rows(env_id, self.num_envs)
         snapshot_by_row = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
         observations = self.env.load(snapshots, env_id)  # type: ignore[attr-defined]
@@ -110,7 +110,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
         return StateDict({**state, f"statistics {self._key}": statistics})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
-        """Load the state of the vector environment. Statistics that it lacks begin at zero."""
+        """Load the state of the vector environment. Statistics that are missing from it begin at zero."""
         observations = self.env.load_state_dict(state)  # type: ignore[attr-defined]
         rows = parse_rows(None, self.num_envs)
         running, self.episode_count, queues = state.get(f"statistics {self._key}", ([None] * len(rows), 0, [[], [], []]))
@@ -159,11 +159,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
     step_fetch = step_wait
 
     def _count_results(self, rows: npt.NDArray[np.intp], result: Any) -> Any:
-        """Count the rewards and steps of a result, add the statistics of ended episodes to its infos, and return it.
-
-        Raises:
-            ValueError: The infos already have the key.
-        """
+        """Count the rewards and steps of a result, add the statistics of ended episodes to its infos, and return it."""
         _, rewards, terminations, truncations, infos = result
         first = self._resetting[rows]  # rows with the first result of an episode, which has no reward
         if not self._same_step:

@@ -1,4 +1,4 @@
-"""Episodes that are reset ahead of time, as a wrapper on the public interface of ``AsyncVectorEnv``.
+"""A wrapper that resets environments ahead of time, on the public interface of ``AsyncVectorEnv``.
 
 The wrapped vector environment has ``num_envs + spares`` environments, called *places* here, with one process each and
 without autoreset. Each of the ``num_envs`` rows occupies one place. A place without a row is a spare: it begins an episode
@@ -8,8 +8,8 @@ place becomes a spare.
 The seed of an episode depends only on the row, on the seed of its last seeded reset, and on the number of episodes since
 then. Which place runs the episode depends on timing; the results do not.
 
-A signal handler may raise at any time. If it interrupts a wait, the call stays pending and the same wait returns its result.
-If it interrupts a change of this class's state, calls raise ``ResetNeeded`` until ``reset()`` of all rows.
+A signal handler may raise at any time. If it interrupts a wait, the call stays pending, and a repeated wait returns its
+result. If it interrupts a change of this class's state, calls raise ``ResetNeeded`` until ``reset()`` has reset all rows.
 """
 
 from __future__ import annotations
@@ -103,10 +103,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     Attributes:
         envs: The wrapped vector environment.
         spares: The number of spare environments.
-        places: The environment of ``envs`` that each row is at, by row.
-        counts: The number of episodes that were ``ready`` when a row needed them, that were ``late`` (a spare was still
-            resetting) or ``missed`` (no spare had begun them); and ``seconds``, the time in which calls waited only for
-            resets.
+        places: For each row, the index of its environment in ``envs``.
+        counts: The number of episodes that were ``ready`` when a row needed them, ``late`` (a spare was still resetting) or
+            ``missed`` (no spare had begun them); and ``seconds``, the time during which calls waited only for resets.
 
     Raises:
         ValueError: ``envs``, ``spares`` and ``autoreset_mode`` do not fit together; the message names the reason.
@@ -143,17 +142,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._free = list(range(self.num_envs, envs.num_envs))  # spares without an episode
         self._prefetched: dict[EpisodeKey, int] = {}  # episodes that spares have begun -> their places
         self._ready: dict[int, tuple[Any, dict[Any, Any]]] = {}  # place -> first observation and info
-        self._failed: set[EpisodeKey] = set()  # episodes with a reset that failed ahead of time: their rows repeat it
+        self._failed: set[EpisodeKey] = set()  # episodes with a failed early reset: their rows repeat the reset
         self._failed_rows: set[int] = set()
         self._steps: dict[int, int] = {}  # place -> row, for rows that wait for a step
         self._resets: dict[int, int] = {}  # place -> row, for rows that wait for a reset
         self._ended: set[int] = set()  # NextStep: rows that begin an episode in their next step
         self._final_results: dict[int, tuple[Any, ...]] = {}  # SameStep: row -> reward, flags, final infos of its last step
-        self._results: dict[int, tuple[Any, ...]] = {}  # row -> result that was not returned yet
+        self._results: dict[int, tuple[Any, ...]] = {}  # row -> result not yet returned to the caller
         self._full_batch: tuple[Any, ...] | None = None  # the result of a step of all rows, received at once
         self._call = ""  # the pending call: "step", "reset" or none
         self._changing = False  # True during a change of this state, and after an interrupted one
-        self._interrupted = False  # a wait was interrupted: reset() may drop what is pending
+        self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
 
     @classmethod
     def from_env_fns(
@@ -214,7 +213,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     @property
     def in_flight(self) -> Array:
-        """The rows with a step or reset that was begun and not received."""
+        """The rows with a step or reset that has begun and has not been received."""
         batch_rows = self._full_batch[0] if self._full_batch else ()
         return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._results, *batch_rows}), np.intp)
 
@@ -244,12 +243,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if ids is not None:
             self._require_not_in_flight("reset_async", ids)
         elif all_rows:
-            with self._change(force=True):
+            with self._changing_state(force=True):
                 self._drop_all()
         else:
             while waiting := len(self._steps) + len(self._resets):
                 self._receive(waiting, None)
-        with self._change(force=all_rows):
+        with self._changing_state(force=all_rows):
             if ids is None:
                 self._full_batch, self._results, self._final_results = None, {}, {}
                 self._call, self._interrupted = "reset", False
@@ -267,7 +266,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Wait for the observations and infos of :meth:`reset_async`."""
         self._require_call("reset")
         self._collect(self.num_envs, timeout)
-        with self._change():
+        with self._changing_state():
             self._call, self._interrupted = "", False
             if len(self._results) < self.num_envs:
                 latest = list(iterate(self.envs.observation_space, self.envs.observations))
@@ -289,7 +288,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Wait for the results of :meth:`step_async`."""
         self._require_call("step")
         self._collect(self.num_envs, timeout)
-        with self._change():
+        with self._changing_state():
             self._call, self._interrupted = "", False
             observations, rewards, terminations, truncations, infos = self._combine(range(self.num_envs))
         return observations, rewards, terminations, truncations, infos
@@ -304,7 +303,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
         if failed := self._failed_rows.intersection(rows):
             raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
-        with self._change():
+        with self._changing_state():
             stepped = [row for row in rows if row not in self._ended] if self._ended else rows
             if len(stepped) < len(rows):
                 actions = _select(self.single_action_space, actions, [rows.index(row) for row in stepped], len(rows))
@@ -334,7 +333,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if in_flight < enough or (in_flight < count and enough_from is None):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
         self._collect(min(count, in_flight), timeout, enough, enough_from)
-        with self._change():
+        with self._changing_state():
             rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._results)[:count]
             if self._call == "reset" and not self._steps and not self._resets and len(self._results) == len(rows):
                 self._call = ""
@@ -353,12 +352,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     # -- the state of this object -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _change(self, *, force: bool = False, recoverable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    def _changing_state(self, *, force: bool = False, recoverable: tuple[type[Exception], ...] = ()) -> Iterator[None]:
         """Mark a change of state: if it is interrupted, a reset is needed.
 
         Args:
             force: True for a reset of all rows.
-            recoverable: More exceptions, besides those about arguments, after which this state is unchanged.
+            recoverable: Exceptions, besides those about arguments, that leave this state unchanged.
         """
         if not force:
             self._require_consistent()
@@ -416,7 +415,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._resets[self.places[row]] = row
 
     def _prefetch(self) -> None:
-        """Begin an upcoming episode in each free spare, first for the rows with the oldest current episodes."""
+        """Begin an upcoming episode in each free spare: first to follow ended episodes, then the oldest running ones."""
         if self._free and (begun := dict(zip(self._iter_upcoming(), self._free, strict=False))):
             seeds = [self._rows[row].derive_seed(episode) for row, _, episode in begun]
             self.envs.reset_async(seeds, env_id=list(begun.values()))
@@ -424,7 +423,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._prefetched.update(begun)
 
     def _iter_upcoming(self) -> Iterator[EpisodeKey]:
-        """Yield the next episode of each row that no spare has begun, then the episodes after these, without end."""
+        """Yield episodes that no spare has begun: the next one of each row, then the ones after these, without end."""
         rows = [row for row in range(self.num_envs) if self._rows[row].seed is not None]
         rows.sort(key=lambda row: (row not in self._ended, self._rows[row].order))
         for ahead in itertools.count(1) if rows else ():
@@ -445,7 +444,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
 
     def _free_outdated(self, all_rows: bool = False) -> None:
-        """Free the spares with an episode that no row will need. A spare that is resetting becomes free when that ends."""
+        """Free the spares with an episode that no row will need. A spare that is resetting becomes free afterwards."""
         for key in [key for key in self._prefetched if all_rows or key[1] != self._rows[key[0]].num_resets]:
             place = self._prefetched.pop(key)
             if self._ready.pop(place, None) is not None:
@@ -454,7 +453,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     # -- results ------------------------------------------------------------------------------------------------------------
 
     def _collect(self, count: int, timeout: Any, enough: int = 0, enough_from: float | None = None) -> None:
-        """Receive until ``count`` rows are ready, or ``enough`` after ``enough_from``; then raise the last failure."""
+        """Receive until ``count`` rows are ready, or ``enough`` after ``enough_from``; raise the last failure, if any."""
         seconds = parse_timeout(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         failure: Exception | None = None
@@ -473,7 +472,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self.counts["seconds"] += only_resets * (time.monotonic() - started)
         if failure is not None:
             if self._call:
-                with self._change():
+                with self._changing_state():
                     self._call, self._full_batch, self._results = "", None, {}
             raise failure
 
@@ -609,7 +608,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if isinstance(values, (list, tuple)):
             _raise_unsupported("set one value per row", "any environment may run the episodes of any row")
         self._wait_until_idle()
-        with self._change(recoverable=_CALL_ERRORS):
+        with self._changing_state(recoverable=_CALL_ERRORS):
             self.envs.set_attr(name, [values] * self.envs.num_envs)
             if self._builder is not None:
                 self._builder.keep(name, values)
@@ -618,18 +617,18 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             self._prefetch()
 
     def set_next_options(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: the next episodes have already begun."""
+        """Raise ``NotImplementedError``, because the next episodes have already begun."""
         reason = "the next episodes have begun already: pass the options to reset(), with a reset_mask"
         _raise_unsupported("set_next_options", reason)
 
     def freeze(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise: a frozen copy would replace the environment at one place, but rows change their places."""
+        """Raise ``NotImplementedError``: a frozen copy would replace the environment at a place, but rows change places."""
         _raise_unsupported("`freeze`", "rows change their processes; save() and load() continue them")
 
     thaw = freeze
 
     def record(self, env_id: int, path: Any) -> Any:
-        """Write a file about the environment that a row is at; see ``AsyncVectorEnv.record``."""
+        """Write a file about the environment of a row; see ``AsyncVectorEnv.record``."""
         (row,) = parse_env_ids([env_id], self.num_envs).tolist()
         return self.envs.record(self.places[row], path)
 
@@ -654,7 +653,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = parse_rows(env_id, self.num_envs)
         each = parse_snapshots(snapshots, rows)
         self._wait_until_idle()
-        with self._change(recoverable=_CALL_ERRORS):
+        with self._changing_state(recoverable=_CALL_ERRORS):
             plain = [one.having(pending=False) if one.row.pending else one for one in each]
             observations = self.envs.load(plain, [self.places[row] for row in rows])
             self._set_episodes(rows, each)
@@ -691,7 +690,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         rows = list(range(self.num_envs))
         each = parse_snapshots(state["snapshots"], rows)
         self._wait_until_idle()
-        with self._change(recoverable=_CALL_ERRORS):
+        with self._changing_state(recoverable=_CALL_ERRORS):
             plain = [one.having(pending=False) if one.row.pending else one for one in each]
             every = [plain[0]] * self.envs.num_envs
             for row, place in enumerate(self.places):
@@ -721,7 +720,7 @@ def _raise_unsupported(what: str, reason: str) -> NoReturn:
 
 
 def _select(space: Space[Any], batch: Any, order: list[int], count: int) -> Any:
-    """Select rows of a batch of ``count`` rows of a space.
+    """Select the rows ``order`` from a batch of ``count`` rows.
 
     Raises:
         ValueError: The batch has another number of rows.

@@ -56,10 +56,9 @@ _NO_ARGS_ONCE: tuple[tuple[()]] = ((),)
 
 
 def _call_uninterrupted(*calls: tuple[Any, ...]) -> None:
-    """Call C functions one after the other, without a signal handler in between.
+    """Call functions one after the other, without a signal handler in between.
 
-    Args:
-        *calls: Tuples of a function and its arguments. The functions must be implemented in C.
+    Each of ``calls`` is a tuple of a function, which must be implemented in C, and its arguments.
     """
     list(starmap(call, calls))
 
@@ -68,7 +67,7 @@ class Receiver:
     """A receiver of one pool's replies, with or without a time limit.
 
     Without a limit, ``recv`` is called directly. With a limit, a helper thread calls it. If the limit expires first, the
-    helper still stores the result, and later waits continue that call.
+    helper still stores the result later, and the next :meth:`receive` waits for it.
 
     Args:
         recv: The pool's ``_recv``.
@@ -94,7 +93,7 @@ class Receiver:
             deadline: A time of ``time.monotonic()``; ``None``: no limit.
 
         Returns:
-            True if it has that length before the deadline.
+            True if it reaches that length before the deadline.
         """
         while True:
             receiving = bool(self._receiving)  # read before `wire`: the helper extends `wire`, then clears this
@@ -278,7 +277,7 @@ class PoolDriver(Driver):
     def _replace_pool(self, seeds: list[int]) -> None:
         """Replace the pool by a new one, and begin a reset of all environments.
 
-        :attr:`pool` is set after the reset has begun, so that a pool interrupted before that is never stepped.
+        :attr:`pool` is set after the reset has begun: a pool is never stepped if an exception interrupts its first reset.
         """
         self.close()
         pool = self.task.build(seeds)
@@ -288,10 +287,9 @@ class PoolDriver(Driver):
         self.pool = pool
 
     def _reset_requests(self, ids: Array, force: bool) -> list[_Request]:
-        """Return the requests that reset these environments.
+        """Return requests that reset finished episodes by an action, and running ones by a command.
 
-        Atari with ``episodic_life`` and ViZDoom continue the same game after a reset by an action, but start a new one after
-        a reset command. So finished episodes are reset by an action, and only running ones by a command.
+        After an action, Atari with ``episodic_life`` and ViZDoom continue the same game; after a command, a new one begins.
         """
         by_action = np.zeros(len(ids), dtype=np.bool_) if force else self.ended[ids]
         finished, running = np.flatnonzero(by_action), np.flatnonzero(~by_action)
@@ -337,7 +335,7 @@ def _no_pool(*_: Any) -> Any:
     raise RuntimeError("the pool is closed")
 
 
-def _not_enough_in_flight(count: int, in_flight: int, reason: str = "") -> NoAsyncCallError:
+def _too_few_in_flight_error(count: int, in_flight: int, reason: str = "") -> NoAsyncCallError:
     """Return the error for a wait for rows that are not in flight."""
     return NoAsyncCallError(
         f"Calling `recv` for {count} environments with {in_flight} environments in flight: `send` or `reset_async` more."
@@ -372,7 +370,7 @@ class WholeBatchDriver(PoolDriver):
         self._kind, self._for_recv = Phase.DEFAULT, False
         self._ids = self.all_ids
         self._plan: list[_Request] = []
-        self._final: tuple[Array, Array, Infos] | None = None  # flags and final infos of a step, before resets overwrite it
+        self._final: tuple[Array, Array, Infos] | None = None  # flags and final infos of a step, before its resets
         self._last: list[Array] = []
 
     @property
@@ -439,7 +437,7 @@ class WholeBatchDriver(PoolDriver):
             self.require_pool("recv")
         in_flight = len(self._ids) if self.wire and self.returned[0] is not self.wire else 0
         if not in_flight or (count is not None and count > in_flight):
-            raise _not_enough_in_flight(1 if count is None else count, in_flight)
+            raise _too_few_in_flight_error(1 if count is None else count, in_flight)
         if not self._for_recv:
             require_no_step(self.pending_request)
         if count is not None and count < in_flight:
@@ -542,13 +540,14 @@ class WholeBatchDriver(PoolDriver):
 
 
 class FirstReadyDriver(PoolDriver):
-    """A driver that returns the environments that finish first, in any number of rows.
+    """A driver that returns the environments that finish first, in batches of any size.
 
-    EnvPool waits forever if fewer environments are in flight than a batch has, and aborts if one receives two requests. So
-    every send and receive also records, in the same instruction, which environments are in flight.
+    EnvPool waits forever if fewer environments are in flight than a batch has, and aborts if an environment receives a
+    second request while it is in flight. So every send and receive also records, in the same instruction, which
+    environments are in flight.
 
-    An environment is in flight until its row is returned, and then in ``idle``. Those of the latest rows are first *held*,
-    until the next call: that is nearly always a send to the same ones, which then need not enter and leave ``idle``.
+    An environment is in flight until its row is returned. Then it is *held* until the next call, which is nearly always a
+    send to the same environments. If it is not, the held environments move to ``idle``.
 
     Attributes:
         returned: ``(latest, held, count, offset)``: the environments of the latest rows; a list with the held ones as its
@@ -571,7 +570,7 @@ class FirstReadyDriver(PoolDriver):
         self._resets: set[int] = set()  # environments that were reset by their latest call
         self._rows.begin()
 
-    # -- what is in flight --------------------------------------------------------------------------------------------
+    # -- environments in flight ---------------------------------------------------------------------------------------
 
     @property
     def latest(self) -> Array:
@@ -639,7 +638,7 @@ class FirstReadyDriver(PoolDriver):
             self._release_held()
             mark_in_flight = self.idle.difference_update, ids.tolist()
         payload = self._rows.payload(ids, actions)
-        calls = [(self._pool_send, payload)]  # read last: after a close by a signal handler, it raises
+        calls = [(self._pool_send, payload)]  # read last, so that it raises if a signal handler has closed the pool
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
@@ -703,10 +702,10 @@ class FirstReadyDriver(PoolDriver):
         """Raise if a wait would never end, since the pool returns whole batches only."""
         in_flight, size = self.num_envs - len(self.idle), self.batch_size
         if in_flight < count:
-            raise _not_enough_in_flight(count, in_flight)
+            raise _too_few_in_flight_error(count, in_flight)
         if in_flight - ready < -(-(count - ready) // size) * size:
             reason = f" EnvPool returns whole batches of {size}, and {ready} rows are ready."
-            raise _not_enough_in_flight(count, in_flight, reason)
+            raise _too_few_in_flight_error(count, in_flight, reason)
 
     def _collect_rows(self, count: int, offset: int) -> tuple[int, int, States]:
         """Return the number of batches used up, the new offset, and the next ``count`` rows, which may span batches."""
@@ -720,10 +719,9 @@ class FirstReadyDriver(PoolDriver):
         return used, offset, parts[0] if len(parts) == 1 else [np.concatenate(each) for each in zip(*parts, strict=True)]
 
     def _drain(self) -> None:
-        """Wait for everything in flight and discard it.
+        """Wait for everything in flight and discard it. Actions for idle environments fill the last batch.
 
-        A pool returns whole batches only, so actions for idle environments fill the last one: there are enough of them,
-        because the batch size divides the number of environments.
+        There are enough idle environments, because the batch size divides the number of environments.
         """
         self._release_held()
         self._drop_returned()

@@ -4,10 +4,11 @@ Spaces come from a pool's specification, which is cheap, so no environment is bu
 invalid configurations by assertions without text, by errors of the C++ binding, or not at all. This module raises errors
 that name the valid values before anything is built.
 
-Tasks have hundreds of options that C++ does not check: depending on the others, a value may end the process, overwrite
-memory or make a reset hang. Common values are known to be harmless (:data:`_RANGES` and below). Any other configuration is
-first built, reset and stepped in a separate process, once, which takes a second or two. The first frame of a MuJoCo task is
-also drawn there first: MuJoCo uses OpenGL, and without an OpenGL library it ends the process by ``exit(1)``.
+Tasks have hundreds of options that C++ does not check: depending on other options, a value may end the process,
+overwrite memory or make a reset hang. Common values are known to be harmless (:data:`_RANGES` and below). Any other
+configuration is first tried once in a separate process, where it is built, reset and stepped, which takes a second or two.
+The first frame of a MuJoCo task is also drawn there first, because without an OpenGL library MuJoCo ends the process with
+``exit(1)``.
 """
 
 from __future__ import annotations
@@ -83,11 +84,7 @@ _RENDER_OPTIONS = frozenset({"from_pixels", "render_width", "render_height", "re
 
 
 def _import_envpool() -> Any:
-    """Import the ``envpool`` module.
-
-    Raises:
-        ImportError: It is not installed, or its binaries do not load; the message names the package to install.
-    """
+    """Import ``envpool``; the error names the package to install if it is missing or its binaries do not load."""
     try:
         return importlib.import_module("envpool")
     except (ImportError, OSError) as error:  # OSError: its asset packages are missing
@@ -99,7 +96,7 @@ def _import_envpool() -> Any:
         ) from error
 
 
-def _registered() -> dict[str, tuple[str, str, dict[str, Any]]]:
+def _registry() -> dict[str, tuple[str, str, dict[str, Any]]]:
     """Return EnvPool's registry: task id -> (module, spec class, options)."""
     _import_envpool()
     registered: dict[str, Any] = importlib.import_module("envpool.registration").registry.specs
@@ -112,7 +109,7 @@ def family_of(task_id: str) -> str:
     Raises:
         UnregisteredEnv: EnvPool has no such task; the message names the closest ones.
     """
-    registered = _registered()
+    registered = _registry()
     if not isinstance(task_id, str):
         raise TypeError(f"task_id must be a string, got {type(task_id).__name__}")
     if task_id not in registered:
@@ -133,7 +130,7 @@ def task_ids(family: str | None = None) -> list[str]:
         ImportError: EnvPool is not installed.
         ValueError: There is no such family; the message lists them.
     """
-    families = {name: module.removeprefix("envpool.") for name, (module, _, _) in _registered().items()}
+    families = {name: module.removeprefix("envpool.") for name, (module, _, _) in _registry().items()}
     if family is None:
         return sorted(families)
     selected = sorted(name for name, found in families.items() if found == family or found.startswith(f"{family}."))
@@ -144,7 +141,7 @@ def task_ids(family: str | None = None) -> list[str]:
 
 @dataclass(frozen=True)
 class Task:
-    """The checked description of a task and its configuration, known before a pool is built.
+    """The description of a task and its checked configuration, available before a pool is built.
 
     Attributes:
         id: EnvPool's task id.
@@ -152,7 +149,7 @@ class Task:
         pool_config: The arguments of ``envpool.make_gymnasium`` besides the id and the seeds.
         config: The whole configuration, with EnvPool's defaults.
         state_keys: Names of the arrays that a pool returns.
-        state_specs: Their specifications by name. The shape of an array of players begins with -1.
+        state_specs: Their specifications by name. The shape of an array with a row per player begins with -1.
         action_keys: Names of the arrays that a pool receives.
         action_dtypes: Their dtypes.
         observation_space: The observation space of one environment, with bounds repaired.
@@ -187,9 +184,9 @@ class Task:
                 :func:`check_options`; for ``None``, EnvPool uses its default.
 
         Raises:
-            UnregisteredEnv: No such task.
-            TypeError: Unknown configuration keys, or values of the wrong type.
-            ValueError: Values that EnvPool refuses, or that end its process.
+            UnregisteredEnv: There is no such task.
+            TypeError: A configuration key is unknown, or a value has the wrong type.
+            ValueError: EnvPool refuses a value, or a value ends its process.
             ImportError: EnvPool, or a system library that this family needs, is missing.
         """
         family = family_of(task_id)
@@ -205,7 +202,7 @@ class Task:
 
     @classmethod
     def from_pool(cls, pool: Any) -> Task:
-        """Describe a pool that EnvPool built. The first call of ``make`` returns this pool if it gets the pool's own seeds.
+        """Describe a pool that EnvPool built. The first call of ``make`` returns this pool if the seeds are the pool's own.
 
         Raises:
             TypeError: It is not an EnvPool pool.
@@ -247,7 +244,7 @@ class Task:
             return
         render_options = {key: value for key, value in self.pool_config.items() if key in _RENDER_OPTIONS}
         options = {**render_options, "render_mode": "rgb_array"}
-        if (trial_failure := _trial(self.id, pickle.dumps(sorted(options.items())), draw=True)) is not None:
+        if (trial_failure := _run_trial(self.id, pickle.dumps(sorted(options.items())), draw=True)) is not None:
             raise RuntimeError(
                 f"{self.id!r} cannot be rendered on this machine: a process that tried it ended with {trial_failure}. "
                 "MuJoCo tasks need an OpenGL library: on Debian and Ubuntu, apt install libegl1 libgl1"
@@ -306,10 +303,9 @@ def _without_bound_warnings(build: Any) -> Any:
 
 
 def _repair_bounds(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """Replace bounds at the extremes of the floating-point type, which stand for infinity in EnvPool, with infinity.
+    """Replace bounds at the extremes of the floating-point type with infinity, which they stand for in EnvPool.
 
-    EnvPool's default lower bound is the smallest *positive* number (``numeric_limits<T>::min()``), so observations of 51
-    dm_control tasks and of some others would be outside their space.
+    Its default lower bound is the smallest *positive* number, which excludes observations of 51 dm_control tasks and others.
     """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _repair_bounds(inner) for key, inner in space.spaces.items()})
@@ -344,7 +340,7 @@ def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping
 # -- pools in a forked child ------------------------------------------------------------------------------------------
 
 
-def _keep_pools() -> None:
+def _leak_pools_in_child() -> None:
     """Keep a forked child from running the destructors of pools, because it does not have their threads."""
     for pool in list(_POOLS):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
@@ -352,7 +348,7 @@ def _keep_pools() -> None:
 
 _POOLS: weakref.WeakSet[Any] = weakref.WeakSet()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_pools)
+    os.register_at_fork(after_in_child=_leak_pools_in_child)
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------
@@ -404,24 +400,15 @@ def _parse_positive(name: str, value: Any) -> int:
 
 
 def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], env_config: Mapping[str, Any]) -> None:
-    """Raise unless a task can be built with these options without ending the process.
+    """Raise unless a task can be built with the options ``env_config`` without ending the process.
 
-    Args:
-        task_id: EnvPool's task id.
-        family: The family of the task, such as ``"atari"``.
-        defaults: The task's configuration without any options.
-        env_config: The options.
-
-    Raises:
-        TypeError: A value is not a number, or not a name, where one is needed.
-        ValueError: A number is out of range, a name is unknown, or the trial process did not survive; the message names the
-            accepted values.
+    ``defaults`` is its configuration without options. The error names the accepted values, or the end of the trial process.
     """
     title = f"EnvPool's {task_id!r}"
     harmless = {key: _is_harmless(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
     unknown = {key: env_config[key] for key in harmless if not harmless[key] and env_config[key] != defaults.get(key)}
     options = {key: value for key, value in env_config.items() if key not in _RENDER_OPTIONS}
-    if unknown and (trial_failure := _trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
+    if unknown and (trial_failure := _run_trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
         listed = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
         raise ValueError(
             f"{title} cannot be built with {listed}: a process that tried it, because EnvPool does not check these options, "
@@ -439,25 +426,25 @@ def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) ->
     if key in _GAME_OPTIONS:
         if not isinstance(value, str):
             raise TypeError(f"{title}: {key} must be a string, got {type(value).__name__}")
-        of_family = [options for module, _, options in _registered().values() if module == f"envpool.{family}"]
+        of_family = [options for module, _, options in _registry().values() if module == f"envpool.{family}"]
         names = sorted({options[key] for options in of_family if isinstance(options.get(key), str)})
         if value != default and value not in names:
             accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
             raise ValueError(f"{title}: there is no {key} {value!r}: {_suggest(value, names)}{accepted}")
         return False
-    if any(math.isnan(number) for number in _floats(value)):
+    if any(math.isnan(number) for number in _collect_floats(value)):
         raise ValueError(f"{title}: {key} must be a number, got {value!r}")
     if key in _PROBABILITIES and not 0 <= value <= 1:
         raise ValueError(f"{title}: {key} must be from 0 to 1, got {value!r}")
     return key in _PROBABILITIES or (isinstance(value, bool) and isinstance(default, bool) and family in _TESTED_SWITCHES)
 
 
-def _floats(value: Any) -> list[float]:
+def _collect_floats(value: Any) -> list[float]:
     """Return all floats in nested dicts, lists and tuples."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (tuple, list)):
-        return [number for entry in value for number in _floats(entry)]
+        return [number for entry in value for number in _collect_floats(entry)]
     return [float(value)] if isinstance(value, (float, np.floating)) else []
 
 
@@ -501,7 +488,7 @@ _TRIAL_MEMORY: Final = 16 << 30  # bytes of address space, most of it never used
 
 
 @functools.cache
-def _trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
+def _run_trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
     """Build a task with these options in a separate process; return ``None`` if it survived, or a description of its end."""
     free = available_memory()
     memory = _TRIAL_MEMORY if free is None else min(_TRIAL_MEMORY, max(free, 4 << 30))
@@ -541,7 +528,7 @@ def spread_seeds(seed: Any, num_envs: int, rng: np.random.Generator) -> list[int
 
     Raises:
         TypeError: A seed is not an integer.
-        ValueError: A negative seed, or a sequence of the wrong length.
+        ValueError: A seed is negative, or the sequence has the wrong length.
     """
     return [_parse_seed(entry, i, rng) for i, entry in enumerate(parse_seeds(seed, num_envs))]
 

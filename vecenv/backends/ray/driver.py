@@ -120,7 +120,7 @@ class HostsDriver(WorkerDriver):
         return cloudpickle.dumps(_regroup(self._action_space, [item_of[row] for row in rows])), True
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
-        """Submit a reset of all rows, which drops whatever is pending, or of some rows. Replace dead hosts.
+        """Replace dead hosts, and submit a reset. Unless ``for_recv`` is set, drop everything that is pending.
 
         Args:
             seeds: A seed or ``None`` for every environment.
@@ -244,14 +244,9 @@ class HostsDriver(WorkerDriver):
         self, command: str, rows: Sequence[int], arguments: Callable[[RequestPart], Any], announced: Any = None,
         method: str | None = None,
     ) -> None:  # fmt: skip
-        """Begin to call a method of each host that has some of these rows.
+        """Submit a call to the hosts of ``rows``; ``arguments`` returns the arguments and keyword arguments for a part.
 
-        Args:
-            command: The method of the vector environment.
-            rows: The environments.
-            arguments: Returns the arguments and keyword arguments for a part.
-            announced: Arguments for observers; ``None`` for a call that changes no environment.
-            method: The host's method, if it is not ``command``.
+        Observers get ``announced``, unless it is ``None``. Hosts call ``method``, by default the one named ``command``.
         """
         exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
         parts = [(part, cloudpickle.dumps(arguments(part))) for part in exchange.split(request, request.rows)]
@@ -331,7 +326,7 @@ class HostsDriver(WorkerDriver):
     # -- the state --------------------------------------------------------------------------------------------------------
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """End the hosts with pending replies about any of these rows."""
+        """Kill the hosts with pending requests about any of these rows."""
         late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
         with self.exchange.changing():
             for host in late:
@@ -380,7 +375,7 @@ class HostsDriver(WorkerDriver):
         return own
 
     def shut_down(self, timeout: float, *, terminate: bool) -> None:
-        """End the hosts, and warn of environments that raised in ``close``. Safe to repeat."""
+        """End the hosts, and warn about environments that raised in ``close``. Safe to repeat."""
         for index, texts in self.pool.close(timeout, terminate=terminate).items():
             rows = self.pool.hosts[index].rows
             for text in texts:
@@ -401,7 +396,7 @@ def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
     try:
         return read()
     except Exception:
-        if not succeeds_when_repeated(read):  # no signal handler raised it
+        if not succeeds_when_repeated(read):  # it fails again, so no signal handler raised the exception
             forget()
         raise
 

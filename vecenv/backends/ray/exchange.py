@@ -64,7 +64,10 @@ class HostRequest:
 
 
 class RequestPart(NamedTuple):
-    """The part of a request for one host. If ``rebuilds``, the host resets new environments instead of executing it."""
+    """The part of a request for one host.
+
+    If ``rebuilds``, the host resets new environments instead of executing the request.
+    """
 
     request: HostRequest
     host: RemoteHost
@@ -92,7 +95,7 @@ class HostExchange:
 
     Attributes:
         failures: The log of failures.
-        call: The pending request, if one call returns all of its results.
+        request: The pending request, if one call returns all of its results.
         parts: Reference of a reply -> its part of a pending request.
         lost: The parts that were pending on hosts that died and will be replaced.
         ready: Row with a result that has not been returned -> its command, in the order in which the rows finished.
@@ -238,7 +241,7 @@ class HostExchange:
         return request.results
 
     def convert_for_recv(self) -> None:
-        """Let ``recv`` return the rows of a pending ``reset`` one by one. Raises for other pending calls."""
+        """Let ``recv`` return the rows of a pending ``reset`` one by one; raise for other pending calls."""
         if self.request is not None and not self.drop_if_droppable():
             if self.request.command != "reset":
                 advance(self.request.phase, "reset_async", self)
@@ -261,8 +264,7 @@ class HostExchange:
     def _wait(self, is_enough: Callable[[], bool], deadline: float | None, method: str, *, every: bool = False) -> bool:
         """Wait for replies until there are enough; return ``False`` if the deadline passes first.
 
-        Raises:
-            StepTimeout: There is no deadline, and a step or reset did not finish within ``step_timeout``.
+        Without a deadline, :meth:`_kill_late_hosts` is called whenever a step or reset exceeds ``step_timeout``.
         """
         limit = self.step_timeout if deadline is None and (self.request is None or self.request.command in PHASES) else None
         until = deadline_after(limit) if deadline is None else deadline
@@ -272,7 +274,7 @@ class HostExchange:
             elif not self._receive(until, every):
                 if limit is None:
                     return False
-                self._end_late(method, limit)
+                self._kill_late_hosts(method, limit)
                 until = deadline_after(limit)
         return True
 
@@ -291,12 +293,8 @@ class HostExchange:
                     self._apply(reference, reply)
         return bool(replies)
 
-    def _end_late(self, method: str, limit: float) -> None:
-        """Kill the hosts that took longer than ``step_timeout``, so that they are replaced.
-
-        Raises:
-            StepTimeout: ``restart`` is off, so no host is killed.
-        """
+    def _kill_late_hosts(self, method: str, limit: float) -> None:
+        """Kill hosts that exceed ``step_timeout``, so that they are replaced; without ``restart``, raise ``StepTimeout``."""
         late = {part.host.index: (part.host, part.request.command) for part in reversed(self.parts.values())}
         if not self.restart:
             error = self._timeout_error(method, limit)
@@ -325,7 +323,7 @@ class HostExchange:
             self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
         self.failures.mark(host, reply.failed)
         for row, last in before.items():
-            self._end_episode(request.command == "step", row, last)
+            self._write_rebuilt_row(request.command == "step", row, last)
         self.ready.update(dict.fromkeys(reply.rows, request.command))
 
     def _apply_rest(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
@@ -353,7 +351,7 @@ class HostExchange:
             errors.append((None, unpack_error(reply.error, note)))
         return errors
 
-    def _end_episode(self, stepping: bool, row: int, last: Any) -> None:
+    def _write_rebuilt_row(self, stepping: bool, row: int, last: Any) -> None:
         """Write the result of a rebuilt row; ``last`` is its observation before the rebuild."""
         first, same_step = self.infos.pop(row, {}), self.mode is AutoresetMode.SAME_STEP
         info = {"restarted": True} if stepping and not same_step else {**first, "restarted": True}

@@ -82,7 +82,7 @@ class Failures:
                 error.add_note(note)
 
     def mark(self, host: RemoteHost, failed: dict[int, str]) -> None:
-        """Note which rows of a host only a reset can rebuild."""
+        """Replace the failed rows of a host with ``failed``; rows that were lost with a host stay."""
         if self.failed or failed:
             for row in set(host.rows) - self.rows_to_rebuild:
                 self.failed.pop(row, None)
@@ -109,7 +109,7 @@ class Failures:
 
 
 def combine(errors: Errors) -> Exception:
-    """Return the exception of the lowest environment, with a note about each other failure of the request."""
+    """Return the exception of the environment with the lowest index, with a note about each other failure of the request."""
     ordered = sorted(errors, key=lambda pair: math.inf if pair[0] is None else pair[0])
     first = ordered[0][1]
     for env, other in ordered[1:]:

@@ -87,10 +87,10 @@ class RemoteFailure:
     """A failure on a host.
 
     Attributes:
-        rows: The environment that raised, or all of a worker that died.
+        rows: The environment that raised, or all environments of a worker that died.
         error: The exception.
-        worker_died: It is a :class:`~vecenv.errors.WorkerDied`.
-        fatal: The environments have to be rebuilt, or were.
+        worker_died: True if ``error`` is a :class:`~vecenv.errors.WorkerDied`.
+        fatal: True if the environments have to be rebuilt, or have been.
     """
 
     rows: list[int]
@@ -115,7 +115,7 @@ class HostReply:
     Attributes:
         rows: The environments with a result, in order.
         arrays: Rewards, terminations, truncations and the leaves of observations of fixed size, a row for each of ``rows``.
-        outcome: Infos, other observations and results of calls, by :func:`~vecenv.link.messages.encode_outcome`.
+        outcome: Infos, other observations and results of calls, encoded by :func:`~vecenv.link.messages.encode_outcome`.
         events: Failures and rebuilt environments, in the order in which they occurred.
         failed: Environments that only a reset can rebuild, with the reasons.
         error: The error of the request as a whole.
@@ -130,19 +130,19 @@ class HostReply:
 
 
 class Lost(Exception):
-    """The end of a host, or of its connection, in place of a reply."""
+    """A substitute for the reply of a host that ended or lost its connection."""
 
 
 class _Events(Observer):
-    """An observer that collects the failures and resets of restarts of one request.
+    """An observer that collects the failures and the rebuilt environments of one request.
 
     Attributes:
-        events: In the order in which they occurred.
+        events: Failures and rebuilt environments, in the order in which they occurred.
         failed: Row -> reason, for rows that only a reset can rebuild.
     """
 
     def __init__(self, plan: HostPlan) -> None:
-        self._host, self._first = plan.index, plan.rows.start
+        self._host, self._first_row = plan.index, plan.rows.start
         self.events: list[RemoteFailure | Rebuilt] = []
         self.failed: dict[int, str] = {}
 
@@ -162,7 +162,7 @@ class _Events(Observer):
 
     def move(self, rows: Sequence[int]) -> list[int]:
         """Return the caller's indices of rows."""
-        return [self._first + int(row) for row in rows]
+        return [self._first_row + int(row) for row in rows]
 
     def pack(self, error: BaseException) -> PackedError:
         """Pack an error with the caller's indices, without the notes that name rows and workers of this host."""
@@ -186,14 +186,14 @@ class _Events(Observer):
 
 
 class Host:
-    """The implementation of a host: its methods are all the requests of a caller. Their ``rows`` are the host's own.
+    """The implementation of a host. Its public methods execute the caller's requests; ``rows`` are the host's own indices.
 
     Attributes:
-        envs: The local vector environment; ``None`` before the start, and if it failed.
+        envs: The local vector environment; ``None`` before the start, and if the start failed.
     """
 
     def __init__(self, plan: HostPlan) -> None:
-        self._plan, self._first = plan, plan.rows.start
+        self._plan, self._first_row = plan, plan.rows.start
         self._events = _Events(plan)
         self.envs: Any = None
 
@@ -214,13 +214,13 @@ class Host:
             if envs.observation_mode == "different":
                 ready.observation_spaces = envs.get_attr("observation_space")
         except BaseException as error:
-            if isinstance(error, RuntimeError) and "Env " in str(error):  # spaces that differ: with the caller's index
-                error.args = (re.sub(r"\bEnv (\d+) has", lambda k: f"Env {self._first + int(k[1])} has", str(error)),)
+            if isinstance(error, RuntimeError) and "Env " in str(error):  # spaces differ: use the caller's index
+                error.args = (re.sub(r"\bEnv (\d+) has", lambda k: f"Env {self._first_row + int(k[1])} has", str(error)),)
             ready.error = pack_error(error)
         return ready
 
     def step(self, rows: Sequence[int], actions: bytes, pickled: bool) -> HostReply | bytes:
-        """Step some environments with a batch of actions in their order: a pickle, or a record for each."""
+        """Step some environments. ``actions``: a batch in their order, pickled or as one record per environment."""
 
         def begin() -> None:
             if pickled:
@@ -236,17 +236,17 @@ class Host:
 
         def begin() -> None:
             seeds, options = pickle.loads(arguments)
-            some = None if len(rows) == self.envs.num_envs else rows  # with None, the first seed is also that of restarts
+            some = None if len(rows) == self.envs.num_envs else rows  # with None, restarts are seeded from the first seed
             self.envs.reset_async(seeds, options, env_id=some)
             self._events.forget(rows)
-            del self._events.events[:1]  # the reset itself
+            del self._events.events[:1]  # the event of this reset itself
 
         return self._collect(len(rows), begin)
 
     def call(self, rows: Sequence[int], name: str, arguments: bytes) -> HostReply | bytes:
         """Call a method of the vector environment, and reply with its results for these rows.
 
-        ``require_fit`` is one of the host itself; other names are those of public methods.
+        ``require_fit`` is a method of the host itself; all other names are public methods of the vector environment.
         """
         outcome, errors = Outcome(), []
         self._events.events = []
@@ -266,7 +266,7 @@ class Host:
     def require_fit(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> None:
         """Raise for snapshots that do not fit their rows. Rows that failed are rebuilt and checked by the load itself."""
         for row, snapshot in zip(rows, snapshots, strict=True):
-            if self._first + row not in self._events.failed:
+            if self._first_row + row not in self._events.failed:
                 self.envs.exec_func(_require_fit, [row], snapshot, own_generators=self.envs.generators == "own")
 
     def stats(self) -> dict[str, float]:
@@ -274,7 +274,7 @@ class Host:
         return {} if self.envs is None else self.envs.stats()
 
     def close(self, timeout: float) -> list[str]:
-        """Close all environments and end all workers; returns the warnings about environments that raised."""
+        """Close all environments and end all workers; return the warnings about environments that raised."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             if self.envs is not None:
@@ -309,7 +309,7 @@ class Host:
     def _split_result(
         self, outcome: Outcome, observations: Any, *numbers_infos_and_ids: Any
     ) -> tuple[list[int], list[Array]]:
-        """Return the rows of a result in order, with their arrays, and put what is not in arrays into ``outcome``."""
+        """Return the sorted rows of a result and their arrays; put everything else into ``outcome``."""
         *arrays, infos, env_ids = numbers_infos_and_ids
         rows = self._events.move(env_ids)
         outcome.infos.update(each for each in zip(rows, infos, strict=True) if each[1] or type(each[1]) is not dict)
@@ -327,7 +327,7 @@ class Host:
         events, records = self._events, self.envs.errors
         reported = {event.rows[0] for event in events.events if isinstance(event, RemoteFailure)}
         for record in records:
-            if record.env is not None and self._first + record.env not in reported:
+            if record.env is not None and self._first_row + record.env not in reported:
                 events.events.append(RemoteFailure(events.move([record.env]), events.pack(record.error), fatal=False))
         records.clear()  # the caller keeps them
         reported_nothing = not (outcome.has_payload() or events.events or events.failed or errors)
@@ -339,30 +339,29 @@ class Host:
             return batch.tobytes()
         error, failed = None, any(isinstance(event, RemoteFailure) for event in events.events)
         if errors and (self.envs.capabilities.restarts or not failed):
-            error = events.pack(errors[0])  # otherwise the events are what it is about
+            error = events.pack(errors[0])  # otherwise the events already report this error
         return HostReply(
             rows, arrays, encode_outcome(outcome) if outcome.has_payload() else None, events.events, events.failed, error
         )  # fmt: skip
 
 
 def record_type(tree: Tree | None, *, results: bool = False) -> np.dtype[Any]:
-    """Return the type of a record with the leaves of a space of fixed size, after those of ``results``: reward and flags."""
+    """Return the dtype of a record with the leaves of a space; with ``results``, the reward and the flags come first."""
     numbers: list[Any] = [("reward", np.float64), ("termination", np.bool_), ("truncation", np.bool_)] if results else []
     leaves = () if tree is None else tree.leaves()
     return np.dtype([*numbers, *((str(index), leaf.dtype, leaf.shape) for index, leaf in enumerate(leaves))])
 
 
 def fields(data: bytes, records: np.dtype[Any], count: int) -> list[Array]:
-    """Return the fields of that many records as read-only arrays."""
+    """Return the fields of ``count`` records as read-only arrays."""
     batch = np.ndarray(count, records, data)
     return [batch[name] for name in records.names or ()]
 
 
 def _require_fit(env: Any, snapshot: Snapshot, *, own_generators: bool) -> None:
-    """Raise for a snapshot that does not fit. With ``own_generators``, ``env`` lacks the outermost wrapper of the snapshot.
+    """Raise ``SnapshotMismatch`` if a snapshot does not fit, without changing anything.
 
-    Raises:
-        SnapshotMismatch: It does not fit; nothing has changed.
+    With ``own_generators``, ``env`` lacks the outermost wrapper of the snapshot.
     """
     try:
         layers, saved_kind = layers_of(env), snapshot.row.kind
@@ -380,7 +379,7 @@ def _require_fit(env: Any, snapshot: Snapshot, *, own_generators: bool) -> None:
 def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
     """Build the local vector environment of a host."""
     sys.path += [place for place in plan.path if place not in sys.path and os.path.exists(place)]
-    hint = " (what it imports has to be installed on every node)"
+    hint = " (the modules that it imports have to be installed on every node)"
     env_fns = plan.env_fns.load(plan.rows[0], "on its host", hint)
     options = {**plan.options, "copy": False}
     own = options.get("worker_options") or WorkerOptions()

@@ -88,13 +88,13 @@ class HostPool:
 
     def replace(self, host: RemoteHost) -> None:
         """Start a new host in place of a dead one, on any node with room."""
-        self.cluster.kill(host.index)  # also ends a replacement with an interrupted start
+        self.cluster.kill(host.index)  # also ends a replacement that was interrupted during its start
         for delay in _RETRY_DELAYS:
             self.cluster.require_places(self._start_timeout)  # a lost node may be replaced, or another may have room
             try:
                 self.hosts[host.index : host.index + 1] = self._start([host.plan])
                 return
-            except HostDied:  # the cluster may try to use a node before it notices that the node is lost
+            except HostDied:  # until the loss of a node is detected, the cluster may start hosts there
                 if delay is None:
                     raise
                 time.sleep(delay)

@@ -68,16 +68,20 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
     Args:
         env_fns: Functions that build the environments, called on the hosts only. They are sent with cloudpickle.
-        num_hosts: By default as many as ``envs_per_host`` requires, else one per node, at most one per environment.
-        envs_per_host: The environments of a host, by default an even share.
+        num_hosts: The number of hosts. Default: as many as ``envs_per_host`` requires; without it, one per node, but at most
+            one per environment.
+        envs_per_host: The number of environments per host. Default: an even share.
         workers_per_host: Worker processes per host, like ``num_workers`` of :class:`~vecenv.AsyncVectorEnv`. ``"auto"``
-            measures on the host. A host reserves a core per worker and one for itself; with ``"auto"``, its share of a node.
-        address: The address of a Ray cluster. ``None``: the cluster to which this process is connected, that runs on this
-            machine, or that ``RAY_ADDRESS`` names. If there is none, one is started on the loopback interface of this
-            machine, and stopped by :meth:`close`. An existing cluster is left unchanged.
+            measures on the host. A host reserves a core per worker and one for itself; with ``"auto"``, its share of
+            the cores of a node.
+        address: The address of a Ray cluster. ``None``: the cluster to which this process is connected, the one that
+            ``RAY_ADDRESS`` names, or the one on this machine. If there is none, one is started on the loopback interface
+            of this machine, and stopped by :meth:`close`. An existing cluster is left unchanged.
         placement: ``"STRICT_SPREAD"`` (every host on a node of its own), ``"SPREAD"`` (if possible) or ``"PACK"`` (as few
-            nodes as possible). ``None``: strict, or packed in a cluster that vecenv started, which is one node.
-        batch_size: Environments that :meth:`recv` returns at a time; a multiple of a host's share wastes nothing.
+            nodes as possible). ``None``: ``"STRICT_SPREAD"``, or ``"PACK"`` in a cluster that vecenv started, which has one
+            node.
+        batch_size: The number of environments that :meth:`recv` returns at a time. Best a multiple of a host's share,
+            because the environments of a host finish together.
         on_failure, autoreset_mode: See :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
             ``observation_mode``, ``max_concurrency`` (per host), ``use_caller`` (the host's own process steps a share),
@@ -96,7 +100,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
     """
 
     _driver: HostsDriver
-    _cluster: Any = None  # a Cluster, or a replacement for one
+    _cluster: Any = None  # a Cluster, or an object with its interface
     worker: None = None
     processes: tuple[()] = ()
     parent_pipes: tuple[()] = ()
@@ -112,7 +116,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         self.closed = True  # until there are processes to close
         check_env_fns(env_fns, type(self).__name__)
         self.env_fns, self.num_envs, self.autoreset_mode = list(env_fns), len(env_fns), parse_autoreset_mode(autoreset_mode)
-        _check(env_fns, num_hosts, envs_per_host, placement, engine_options)
+        _check_host_options(env_fns, num_hosts, envs_per_host, placement, engine_options)
         if isinstance(batch_size, str):
             raise ValueError(f"`batch_size` must be None or an int within 1..{len(env_fns)}, got {batch_size!r}.")
         options = {
@@ -122,12 +126,12 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         check_options(self.num_envs, batch_size, num_workers=workers_per_host, on_failure=on_failure, **options)
         start_timeout = (options.get("worker_options") or WorkerOptions()).start_timeout
         budget = Restart.of(on_failure)
-        self._check_kept(options)
+        self._check_gymnasium_options(options)
         self.observation_mode, self.generators = options["observation_mode"], options["generators"]
         self.shared_memory, self.context, self.daemon = options["shared_memory"], options["context"], options["daemon"]
         self.max_concurrency = options["max_concurrency"]
         copies, recording = options.pop("copy"), FlightRecorder.from_option(options.pop("record_failures", None))
-        self._address, self._placement, self._split = address, placement, (num_hosts, envs_per_host)
+        self._address, self._placement, self._requested_sizes = address, placement, (num_hosts, envs_per_host)
         self._workers_per_host, self._host_options = workers_per_host, {**options, "on_failure": on_failure}
         self._step_timeout = parse_timeout(options.get("step_timeout"), "step_timeout")
         try:
@@ -151,7 +155,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
                 self._cluster.close()
             raise
 
-    def _check_kept(self, options: dict[str, Any]) -> None:
+    def _check_gymnasium_options(self, options: dict[str, Any]) -> None:
         """Raise for invalid values of Gymnasium's own options."""
         check_flags(type(self).__name__, shared_memory=options["shared_memory"], copy=options["copy"])
         check_start_method(options["context"])
@@ -190,7 +194,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
     def _plans(self) -> list[HostPlan]:
         """Pickle the functions, connect to the cluster, and return the plan of each host."""
-        packed = PackedEnvFns.pack(range(self.num_envs), self.env_fns, "it needs to get to its host")
+        packed = PackedEnvFns.pack(range(self.num_envs), self.env_fns, "it has to be sent to its host")
         self._cluster = self._connect()
         ranges = self._shares()
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
@@ -202,12 +206,12 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             if isinstance(self.observation_mode, tuple):
                 single = self.observation_mode[1]
                 options = {**options, "observation_mode": (batch_space(single, len(rows)), single)}
-            cpus, workers = self._cores(len(rows), len(ranges))
+            cpus, workers = self._cores_and_workers(len(rows), len(ranges))
             plans.append(HostPlan(index, rows, packed.select(rows), cpus, workers, options, list(sys.path)))
         return plans
 
     def _shares(self) -> list[range]:
-        num_hosts, size = self._split
+        num_hosts, size = self._requested_sizes
         if num_hosts is None and size is None:
             num_hosts = max(1, min(len(self._cluster.nodes()), self.num_envs))
         if size is not None:
@@ -216,7 +220,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             bounds = [self.num_envs * host // num_hosts for host in range(num_hosts + 1)]  # type: ignore[operator]
         return [range(low, high) for low, high in itertools.pairwise(bounds)]
 
-    def _cores(self, envs: int, hosts: int) -> tuple[int, int | str | None]:
+    def _cores_and_workers(self, envs: int, hosts: int) -> tuple[int, int | str | None]:
         """Return the number of cores that a host reserves, and its number of workers."""
         workers = self._workers_per_host
         if workers == "auto":
@@ -286,12 +290,14 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
 
 def _close_here(pid: int, cluster: Any) -> None:
-    """End the hosts of a vector environment that was not closed, but not from a forked child."""
+    """End the hosts of a vector environment that was not closed; do nothing in a forked child."""
     if os.getpid() == pid:
         cluster.close()
 
 
-def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement: Any, engine_options: Any) -> None:
+def _check_host_options(
+    env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement: Any, engine_options: Any
+) -> None:
     """Raise for invalid options, before anything is started."""
     if "num_workers" in engine_options:
         raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
@@ -309,11 +315,7 @@ def _check(env_fns: Sequence[Any], num_hosts: Any, envs_per_host: Any, placement
 
 
 def _require_same_spaces(plans: Sequence[HostPlan], readies: Sequence[HostReady], mode: Any) -> None:
-    """Raise if the spaces of a host do not match those of the first. Each host compares its own environments.
-
-    Raises:
-        RuntimeError: They do not match; the text names the environment, the host and both spaces.
-    """
+    """Raise ``RuntimeError`` if a host's spaces do not match the first host's. Each host compares its own environments."""
     first = readies[0]
     fits: Any = operator.eq if mode == "same" else is_space_dtype_shape_equiv
     for plan, ready in zip(plans[1:], readies[1:], strict=True):

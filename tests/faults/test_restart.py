@@ -624,8 +624,8 @@ class HangsInOneReset(EchoEnv):
 def test_each_of_two_rebuilds_of_a_worker_has_a_limit(launch: Launch, hanging: int, tmp_path: Path) -> None:
     """A worker that dies with messages of two requests gets two rebuild messages; either of them may hang."""
     env_fns = [functools.partial(HangsInOneReset, index, tmp_path / f"{index}") for index in range(2)]
-    options = WorkerOptions(start_timeout=1.5)
-    envs = launch(env_fns, num_workers=1, batch_size=1, on_failure="restart", worker_options=options)
+    options = {"step_timeout": 1.0, "worker_options": WorkerOptions(start_timeout=1.5)}
+    envs = launch(env_fns, num_workers=1, batch_size=1, on_failure="restart", **options)
     envs.reset(seed=7)
     (tmp_path / f"{hanging}").touch()
     (pid,) = worker_pids(envs)
@@ -636,7 +636,131 @@ def test_each_of_two_rebuilds_of_a_worker_has_a_limit(launch: Launch, hanging: i
     received = [envs.recv(timeout=60) for _ in range(2)]
     assert sorted(infos["env_id"].item() for *_, infos in received) == [0, 1]
     assert all(truncations.all() and infos["restarted"].all() for *_, truncations, infos in received)
-    assert [str(record.error) for record in envs.errors if "it hung for more than 1.5 seconds" in str(record.error)]
+    assert [str(record.error) for record in envs.errors if "it hung for more than 2.5 seconds" in str(record.error)]
+
+
+@pytest.mark.parametrize("call", ["reset one, then all", "reset one, one by one", "raise, then all"])
+def test_death_that_a_reset_or_a_failure_finds_is_handled_once(launch: Launch, call: str) -> None:
+    """The worker has died with a request in flight, and another request of it finds out. Once, two processes replaced it."""
+    raises = faulty_env_fn(0, "raises", step=1) if call.startswith("raise") else healthy_env_fn(0)
+    envs = launch([raises, faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
+    envs.reset(seed=1)
+    (pid,) = worker_pids(envs)
+    if call.startswith("raise"):
+        os.kill(pid, signal.SIGSTOP)
+        envs.send([1], [0])
+        envs.send([1], [1])
+        os.kill(pid, signal.SIGCONT)
+    else:
+        envs.send([1], [1])
+    assert not still_running([pid], 5.0)
+    if not call.startswith("raise"):
+        envs.reset_async(env_id=[0])
+    counts = [1, 1] if call.endswith("one") else [2]
+    batches = [envs.recv(timeout=60, count=count) for count in counts]
+    truncated = {
+        int(env): bool(flag) for *_, flags, infos in batches for env, flag in zip(infos["env_id"], flags, strict=True)
+    }
+    assert truncated == {0: call.startswith("raise"), 1: True}
+    (process,) = envs.processes
+    assert len(worker_pids(envs)) == 1
+    assert process.is_alive()
+    assert len([record for record in envs.errors if isinstance(record.error, WorkerDied)]) == 1
+    assert not envs.step(ACTIONS[:2])[3].any()
+
+
+@pytest.mark.parametrize("by_recv", [False, True])
+def test_worker_that_died_while_idle_restarts_all_its_rows_in_the_next_step(launch: Launch, by_recv: bool) -> None:
+    """One of the rows had failed before. Once, the others were returned without having been stepped."""
+    envs = launch([healthy_env_fn(0), faulty_env_fn(1, "kill", step=1)], num_workers=1, on_failure="restart")
+    envs.reset(seed=1)
+    envs.send([1], [1])
+    envs.recv(timeout=60, count=1)
+    (pid,) = worker_pids(envs)
+    os.kill(pid, signal.SIGKILL)
+    assert not still_running([pid], 5.0)
+    if by_recv:
+        envs.send(ACTIONS[:2], [0, 1])
+        *_, truncations, infos = envs.recv(timeout=60, count=2)
+    else:
+        *_, truncations, infos = envs.step(ACTIONS[:2])
+    assert truncations.all()
+    assert infos["restarted"].all()
+
+
+def test_masked_reset_that_waits_for_a_hanging_row_sleeps(launch: Launch) -> None:
+    slow = functools.partial(SlowReset, 0, 0.8)
+    envs = launch(
+        [functools.partial(FaultyEnv, slow(), "sleep", step=1), healthy_env_fn(1)],
+        num_workers=2, on_failure="restart", step_timeout=1.0,
+    )  # fmt: skip
+    envs.reset(seed=1)
+    envs.send(ACTIONS[:2], [0, 1])
+    began = time.process_time()
+    envs.reset(options={"reset_mask": np.array([False, True])})
+    assert time.process_time() - began < 0.4
+
+
+class SlowReset(EchoEnv):
+    """An environment with resets that take some seconds."""
+
+    def __init__(self, index: int, seconds: float) -> None:
+        super().__init__(index)
+        self._seconds = seconds
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        time.sleep(self._seconds)
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["kill", "raises"])
+def test_a_rebuild_may_reset_for_longer_than_the_time_limit_of_a_start(launch: Launch, fault: str) -> None:
+    """Without ``step_timeout``, resets have no time limit, and nor have those of a rebuild."""
+    env_fns = [functools.partial(SlowReset, index, 4.0) for index in range(2)]
+    env_fns[1] = functools.partial(FaultyEnv, SlowReset(1, 4.0), fault, step=1)
+    envs = launch(env_fns, num_workers=2, on_failure=Restart(1), worker_options=WorkerOptions(start_timeout=3.0))
+    envs.reset(seed=1)
+    *_, truncations, _ = envs.step(ACTIONS[:2])
+    assert truncations.tolist() == [False, True]
+
+
+def test_death_of_a_worker_is_one_restart_even_if_a_masked_reset_replaced_it(launch: Launch) -> None:
+    envs = launch(make_env_fns(4), num_workers=1, on_failure=Restart(1))
+    envs.reset(seed=1)
+    (pid,) = worker_pids(envs)
+    os.kill(pid, signal.SIGKILL)
+    assert not still_running([pid], 5.0)
+    envs.reset(options={"reset_mask": np.array([True, False, False, False])})
+    *_, truncations, _ = envs.step(ACTIONS[:4])
+    assert truncations.tolist() == [False, True, True, True]
+    assert envs.stats()["restarts"] == 1
+
+
+class DiesInLoad(EchoEnv):
+    """An environment that makes its worker die when it loads a state."""
+
+    def arm(self) -> None:
+        from vecenv.worker.snapshot_rows import SnapshotRows
+
+        SnapshotRows.load = lambda *args: os._exit(3)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_rows_of_a_worker_that_died_in_a_load_have_failed(launch: Launch, on_failure: str) -> None:
+    envs = launch([functools.partial(DiesInLoad, index) for index in range(2)], num_workers=1, on_failure=on_failure)
+    envs.reset(seed=1)
+    state = envs.state_dict(verify=False)
+    envs.call("arm")
+    with pytest.raises(WorkerDied, match="during load"):
+        envs.load_state_dict(state)
+    if on_failure == "raise":
+        with pytest.raises(EnvFailed, match="died during load"):
+            envs.step(ACTIONS[:2])
+        envs.reset(seed=1)
+        assert not envs.step(ACTIONS[:2])[3].any()
+    else:
+        assert envs.step(ACTIONS[:2])[3].all()
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])

@@ -68,6 +68,7 @@ class Exchange:
         resetting: Rows in flight that were reset, not stepped.
         not_counted: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
         ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
+        unsettled: Requests for ``recv`` with failures that :meth:`settle_received` has to handle.
         unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
         warned: Fields for which a warning was logged.
         rows_at_once: The maximum number of rows in one message of ``send``; ``None`` for no limit.
@@ -88,6 +89,7 @@ class Exchange:
         self.not_counted: set[int] = set()
         self.ready_infos: dict[int, Any] = {}
         self.ready_finals: dict[int, Any] = {}
+        self.unsettled: list[Request] = []
         self.unraised: deque[tuple[Exception, set[int]]] = deque()
         self.warned: set[str] = set()
         self.rows_at_once: int | None = None
@@ -121,7 +123,7 @@ class Exchange:
     def send_step(self, rows: Sequence[int], actions: list[Any] | None, *, for_recv: bool) -> None:
         """Send a step of some rows. ``actions`` are in the order of ``rows``, or ``None`` if they lie in shared memory."""
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
-        failed = sorted(self.failures.failed.keys() & set(rows)) if self.failures.failed else []
+        failed = self._find_failed(rows)
         good = sorted(set(rows).difference(failed) if failed else rows)
         pickled, messages = self.pool.pickled, list(self._split_into_messages(good, for_recv))
         payloads = [
@@ -151,6 +153,16 @@ class Exchange:
         self.state.changing = False
         self.flush()
 
+    def _find_failed(self, rows: Sequence[int]) -> list[int]:
+        """Return the rows that have to be rebuilt, including those of a worker that has died since one of them failed."""
+        failed = self.failures.failed
+        if not failed:
+            return []
+        self.state.changing = True
+        self.find_deaths(failed.keys() & set(rows))
+        self.state.changing = False
+        return sorted(failed.keys() & set(rows))
+
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
         payloads = [
@@ -163,6 +175,7 @@ class Exchange:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
             self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
             self.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
+        self.find_deaths(rows)
         if (error := self.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error
@@ -218,7 +231,8 @@ class Exchange:
         """Drop all pending requests and all results not returned yet. Sequence numbers identify late replies."""
         self.request = None
         for container in (
-            self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals, self.unraised,
+            self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals,
+            self.unsettled, self.unraised,
         ):  # fmt: skip
             container.clear()
         for worker in self.pool.workers:
@@ -317,6 +331,7 @@ class Exchange:
         while any(worker.pending for worker in self.pool.workers):
             if not self._wait_for_any(deadline):
                 self._kill_hanging("recv", limit)
+                deadline = deadline_after(limit)
 
     def convert_for_recv(self, request: Request) -> None:
         """Convert the pending reset into one with rows that ``recv`` returns one by one.
@@ -335,24 +350,33 @@ class Exchange:
             row for worker in self.pool.workers for _, mine, other in worker.pending if other is request for row in mine
         }
         self._make_ready(request, [row for row in rows if row not in waiting])
+        self.settle_received()
         self.state.changing = False
         self.flush()
 
     def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
-        """Make rows with a reply ready for ``recv``, except for those that failed, and settle the failures."""
-        failed: set[int] = set()
+        """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
         if request.has_failed:
-            restart = self.policy.restart
-            failed = {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
-        if failed:
+            if request not in self.unsettled:
+                self.unsettled.append(request)
+            failed = self._find_rows_without_result(request)
             rows = [row for row in rows if row not in failed]
         if request.infos or request.finals:
             self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
             self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
         self.ready += rows
-        if request.has_failed and (error := self.settle(request, failed)) is not None:
-            self.unraised.append((error, failed))
-        # the next wait writes the messages that `settle` has queued
+
+    def _find_rows_without_result(self, request: Request) -> set[int]:
+        restart = self.policy.restart
+        return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
+
+    def settle_received(self) -> None:
+        """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
+        while self.unsettled:
+            request = self.unsettled.pop(0)
+            failed = self._find_rows_without_result(request)
+            if (error := self.settle(request, failed)) is not None:
+                self.unraised.append((error, failed))
 
     def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
         """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises the first of ``unraised``.
@@ -435,6 +459,7 @@ class Exchange:
         for worker in pool.flush():
             self.state.changing = True
             self.handle_death(worker)
+            self.settle_received()
             self.state.changing = False
 
     def wait_for(self, request: Request, deadline: float | None) -> bool:
@@ -488,6 +513,8 @@ class Exchange:
                 try_first = self.receive(worker)
                 if ended and not try_first:
                     self.handle_death(worker)
+                if self.unsettled:
+                    self.settle_received()
                 self.state.changing = False
                 if self.unraised:
                     return True
@@ -519,6 +546,7 @@ class Exchange:
         for worker, ended in events:
             if worker.death is None and not self.receive(worker) and ended:
                 self.handle_death(worker)
+        self.settle_received()
         self.state.changing = False
         return True
 
@@ -530,6 +558,7 @@ class Exchange:
             self.state.changing = True
             while worker.pending and worker.death is None and self.receive(worker):
                 pass
+            self.settle_received()
             self.state.changing = False
 
     def receive(self, worker: WorkerProcess) -> bool:
@@ -555,6 +584,8 @@ class Exchange:
         code, _, payload = decode(message)
         if code == Reply.READY:
             worker.set_ready(payload)
+            if self.policy.step_timeout is None:
+                worker.rebuild_deadline = 0.0
         else:
             outcome = None if payload is None else decode_outcome(payload)
             self._apply(worker, message[1:HEAD], outcome, code != _PLAIN)
@@ -587,6 +618,7 @@ class Exchange:
             has_payload = outcome.has_payload()
             number = pack_head(_NEVER_PLAIN, seq)[1:]
             self._apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
+            self.settle_received()
         self.state.changing = False
 
     def _apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
@@ -673,23 +705,30 @@ class Exchange:
                 self._queue_rebuild(worker, mine, request)
         return error
 
-    def replace_dead(self, rows: Sequence[int]) -> Exception | None:
-        """Replace the dead workers of these rows, without waiting for the new ones; return the error if one cannot start."""
-        for worker in list(self.pool.processes):
+    def find_deaths(self, rows: Collection[int]) -> None:
+        """Handle the deaths of workers of these rows that no wait has noticed."""
+        for worker in self.pool.processes:
             if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
                 self.handle_death(worker)
+        self.settle_received()
+
+    def replace_dead(self, rows: Sequence[int]) -> Exception | None:
+        """Replace the dead workers of these rows without waiting for the new ones; return the error if one cannot start."""
+        for worker in list(self.pool.processes):
+            if worker.death is not None and not set(rows).isdisjoint(worker.rows):
                 try:
                     self._limit_rebuild(self.pool.replace(worker))
                 except OSError as error:
-                    if isinstance(error, TimeoutError):  # raised by a signal handler with a time limit, not by the start
+                    if isinstance(error, TimeoutError):  # of a signal handler with a time limit, not of the start
                         raise
                     return error
         return None
 
     def _limit_rebuild(self, worker: WorkerProcess) -> None:
-        """Limit the time that a worker has to build environments and reset them."""
-        if self.policy.start_timeout is not None:
-            worker.rebuild_deadline = time.monotonic() + self.policy.start_timeout + (self.policy.step_timeout or 0.0)
+        """Limit the time of a worker to start, or to build environments and reset them; resets need ``step_timeout``."""
+        start, step = self.policy.start_timeout, self.policy.step_timeout
+        if start is not None and (step is not None or not worker.ready):
+            worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:
         """End the time limit of a rebuild that the worker has replied to, and begin that of its next pending rebuild."""
@@ -761,6 +800,7 @@ class Exchange:
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
             worker.signal(9)
             self.handle_death(worker)
+            self.settle_received()
             self.state.changing = False
 
     def kill_pending(self, rows: Collection[int]) -> None:

@@ -47,6 +47,7 @@ class FailureLog:
     Attributes:
         errors: Records, oldest first.
         failed: Row -> description of the failure, for rows that have to be rebuilt.
+        deaths: Row -> the death of its worker, for failed rows of dead workers, also after the worker was replaced.
         counted: Failed rows with a restart that the budget has already counted.
         restarts: The number of restarts.
         restart_log: The log lines about restarts.
@@ -57,6 +58,7 @@ class FailureLog:
     def __init__(self, observers: Sequence[Observer], *, like_gymnasium: bool) -> None:
         self.errors: deque[ErrorRecord] = deque(maxlen=_MAX_ERRORS)
         self.failed: dict[int, str] = {}
+        self.deaths: dict[int, Death] = {}
         self.counted: set[int] = set()
         self.restarts = 0
         self.restart_log = RestartLog()
@@ -68,8 +70,8 @@ class FailureLog:
     def record_death(self, death: Death) -> None:
         """Record a death. All rows of the worker fail, including idle ones."""
         self.latest_death = death
-        for row in death.envs:
-            self.failed.setdefault(row, death.first_line)
+        self.failed.update(dict.fromkeys(death.envs, death.first_line))
+        self.deaths.update(dict.fromkeys(death.envs, death))
         pid, error, now = death.pid or 0, death.error(), time.monotonic()
         envs = sorted(death.envs, key=lambda row: row != death.running)  # the running one comes first
         self._notify(envs, (error,), worker_died=True)
@@ -160,6 +162,7 @@ class FailureLog:
         """Forget that rows failed, because they are being rebuilt or have been."""
         for row in rows:
             self.failed.pop(row, None)
+            self.deaths.pop(row, None)
             self.counted.discard(row)
 
 
@@ -309,10 +312,9 @@ class Rebuilder:
         """
         failures, uncounted, budget = self._failures, set(rows) - self._failures.counted, budget or self.budget
         causes: list[tuple[str, Sequence[int]]] = []
-        for worker in workers:
-            if worker.death is not None and not uncounted.isdisjoint(worker.rows):
-                causes.append((worker.death.first_line, list(worker.rows)))
-                uncounted -= set(worker.rows)
+        for death in {id(death): death for row in sorted(uncounted) if (death := failures.deaths.get(row))}.values():
+            causes.append((death.first_line, list(death.envs)))
+            uncounted -= set(death.envs)
         causes += [(f"env {row}: {failures.failed.get(row, 'it failed again')}", [row]) for row in sorted(uncounted)]
         for cause, mine in causes:
             if notes := failures.notes.get(mine[0]):

@@ -190,6 +190,8 @@ class WorkerPool:
             OSError: No process could be started; the worker keeps its place.
         """
         with deferred_signals():
+            if len(self.accepted) < len(self.processes):
+                self.queue_rest()  # the new process gets none of the messages that were written to the old one
             if worker.death is not None:
                 worker.release()
                 self._forget_process(worker.process)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import io
+import marshal
 import operator
 import pickle
 import struct
@@ -269,6 +270,30 @@ def _load_from_main(qualname: str, copy: bytes) -> Any:
         return operator.attrgetter(qualname)(sys.modules["__main__"])
     except AttributeError:
         return pickle.loads(copy)
+
+
+def _load_function_from_main(qualname: str, code: bytes, copy: bytes) -> Any:
+    """Return the function of this name in the main module if it has this code, or else the unpickled copy."""
+    found = getattr(sys.modules["__main__"], qualname, None)
+    return found if isinstance(found, FunctionType) and marshal.dumps(found.__code__) == code else pickle.loads(copy)
+
+
+class FunctionToSend:
+    """A function that a worker can load even if its main module lacks it: it may have been defined after the fork."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __reduce__(self) -> Any:
+        function = self._function
+        if not isinstance(function, FunctionType) or function.__module__ != "__main__":
+            return _identity, (function,)
+        arguments = function.__qualname__, marshal.dumps(function.__code__), dumps_with_code(function)
+        return _load_function_from_main, arguments
+
+
+def _identity(value: Any) -> Any:
+    return value
 
 
 class _MainByName:

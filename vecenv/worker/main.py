@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import numpy as np
+
+from vecenv.errors import EnvError
 from vecenv.link.channel import ChannelClosed, Ends, WorkerEnd
 from vecenv.link.envs import WorkerPlan
 from vecenv.link.messages import (
@@ -34,6 +37,7 @@ from vecenv.link.messages import (
     Reply,
     encode_outcome,
     pack_error,
+    summary,
 )
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
@@ -165,10 +169,23 @@ def _serve(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy:
                 return None
         else:
             rows.note_running(-1)  # unpickling the payload may kill this worker, and then no environment is to blame
-            outcome = execute(rows, op & ~OVERLAPS, seq, _unpickle(payload))
+            outcome = _execute_payload(rows, op & ~OVERLAPS, seq, payload)
         if os.getpid() != pid:  # a child that an environment forked has returned from step(): it is not the worker
             os._exit(0)
         reply(channel, seq, outcome)
+
+
+def _execute_payload(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> Outcome:
+    """Execute one request on ``rows``. A payload that cannot be unpickled is a failure of its rows, which are not called."""
+    try:
+        arguments = _unpickle(payload)
+    except Exception as error:
+        some = op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
+        text = f"what was sent cannot be unpickled in the worker: {summary(error)}"
+        envs = rows.first + (rows.requested_rows(seq) if some else np.arange(rows.count))
+        fatal = op <= Op.REBUILD_SOME  # then it has no result
+        return Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
+    return execute(rows, op, seq, arguments)
 
 
 def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: Any) -> None:

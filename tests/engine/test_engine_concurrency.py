@@ -28,10 +28,11 @@ from envs import (
 )
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from programs import printed
 from sampling import each_once
 
 import vecenv
-from vecenv.errors import StepTimeout, WorkerDied
+from vecenv.errors import EnvError, StepTimeout, WorkerDied
 from vecenv.testing import assert_identical
 
 # --- Section 1.15: at most ``max_concurrency`` environments are inside ``reset`` or ``step`` at once
@@ -351,3 +352,67 @@ def test_invalid_thread_options_are_refused() -> None:
         with pytest.raises(ValueError, match=text):
             vecenv.AsyncVectorEnv(actors(2), **options)  # type: ignore[arg-type]
 
+
+LATE_FUNCTIONS = """
+import sys
+import gymnasium as gym
+import numpy as np
+import vecenv
+
+class Env(gym.Env):
+    observation_space, action_space = gym.spaces.Box(0, 1, (1,)), gym.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), 1.0, False, False, {}
+
+def main():
+    envs = vecenv.AsyncVectorEnv([Env, Env], num_workers=1, context=sys.argv[1])
+    envs.reset(seed=0)
+    exec("def late(env, x=1): return isinstance(env, Env), x", globals())
+    print(envs.exec_func(late), envs.exec_func(late, None, 5))
+    exec("def late(env): return 'another one'", globals())
+    print(envs.exec_func(late))
+    exec("class Late: pass", globals())
+    envs.set_attr("value", [Late(), Late()])
+    print([type(value) is Late for value in envs.get_attr("value")])
+    print(envs.step([0, 0])[1])
+    envs.close()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
+def test_functions_that_the_main_program_defines_later_reach_workers(context: str, tmp_path: Path) -> None:
+    """As in a notebook, where a later cell defines what ``exec_func`` calls. Once, a forked worker died of it."""
+    program = tmp_path / "program.py"
+    program.write_text(LATE_FUNCTIONS)
+    first, second, third, last = printed(program, context).splitlines()
+    assert first == "((True, 1), (True, 1)) ((True, 5), (True, 5))"
+    assert second == "('another one', 'another one')"
+    assert third == "[True, True]"
+    assert last == "[1. 1.]"
+
+
+class CannotBeUnpickled:
+    """A value that can be pickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_what_a_worker_cannot_unpickle_is_an_error_and_ends_no_worker() -> None:
+    with ready_engine(counters(3), num_workers=2) as envs:
+        pids = [process.pid for process in envs.processes]
+        for call in (
+            lambda: envs.set_attr("value", CannotBeUnpickled()), lambda: envs.call("echo", CannotBeUnpickled()),
+            lambda: envs.exec_func(lambda env, value: value, None, CannotBeUnpickled()),
+        ):  # fmt: skip
+            with pytest.raises(EnvError, match="env 0: what was sent cannot be unpickled in the worker: ValueError"):
+                call()
+        envs.step(np.zeros(3, int))
+        assert [process.pid for process in envs.processes] == pids

@@ -17,7 +17,7 @@ from vecenv.engine.exchange import Exchange
 from vecenv.engine.observers import Observer
 from vecenv.engine.worker_process import Worker
 from vecenv.errors import NotRestorable
-from vecenv.link.messages import FunctionToSend, Op
+from vecenv.link.messages import Op
 from vecenv.link.observations import require_observation
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
 from vecenv.state.vector_state import pack_state, read_state
@@ -52,7 +52,7 @@ class Calls:
 
         def build_payload(worker: Worker) -> Any:
             mine = positions(worker)
-            return (mine, func if worker.local else FunctionToSend(func), args, kwargs) if mine else None
+            return (mine, func, args, kwargs) if mine else None
 
         self.announce(list(rows), "exec_func", (func, args, kwargs))
         self._exchange.begin_call("exec_func", Op.EXEC, build_payload)

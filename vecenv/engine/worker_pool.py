@@ -31,7 +31,17 @@ from vecenv.front.driver import abandoned_after_fork
 from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
-from vecenv.link.messages import OVERLAPS, EnvFnsToStart, Failure, decode, dumps, dumps_by_value, encode, pack_head
+from vecenv.link.messages import (
+    OVERLAPS,
+    EnvFnsToStart,
+    Failure,
+    decode,
+    definitions_of_main,
+    dumps_by_value,
+    dumps_for_fork,
+    encode,
+    pack_head,
+)
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked, new_token
@@ -122,6 +132,7 @@ class WorkerPool:
         self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._finalizer = weakref.finalize(self, end_unclosed, self._lifeline, self.started, os.getpid())
         self._env_fns: dict[int, Sequence[Any]] = {}
+        self._main: dict[str, Any] = {}
         self.processes: list[WorkerProcess] = []
         self.local: LocalWorker | None = None
         self.workers: list[Worker] = []
@@ -158,6 +169,7 @@ class WorkerPool:
             StartupTimeout, WorkerDied, OSError: A worker did not start; the others were ended.
         """
         require_descriptors(len(shares))
+        self._main = definitions_of_main()
         preload(self._options.context)
         started: list[WorkerProcess] = []
         deadline = deadline_after(self._options.start_timeout)
@@ -334,7 +346,7 @@ class WorkerPool:
         """
         if payload is None or isinstance(worker, LocalWorker):
             return payload
-        return dumps(payload, by_value=True) if worker.forked else dumps_by_value(payload)
+        return dumps_for_fork(payload, self._main) if worker.forked else dumps_by_value(payload)
 
     def queue(self, worker: Worker, op: int, seq: int, payload: Any) -> None:
         """Queue a message for one worker; :meth:`flush` writes it."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import io
-import marshal
 import operator
 import pickle
 import struct
@@ -272,30 +271,6 @@ def _load_from_main(qualname: str, copy: bytes) -> Any:
         return pickle.loads(copy)
 
 
-def _load_function_from_main(qualname: str, code: bytes, copy: bytes) -> Any:
-    """Return the function of this name in the main module if it has this code, or else the unpickled copy."""
-    found = getattr(sys.modules["__main__"], qualname, None)
-    return found if isinstance(found, FunctionType) and marshal.dumps(found.__code__) == code else pickle.loads(copy)
-
-
-class FunctionToSend:
-    """A function that a worker can load even if its main module lacks it: it may have been defined after the fork."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __reduce__(self) -> Any:
-        function = self._function
-        if not isinstance(function, FunctionType) or function.__module__ != "__main__":
-            return _identity, (function,)
-        arguments = function.__qualname__, marshal.dumps(function.__code__), dumps_with_code(function)
-        return _load_function_from_main, arguments
-
-
-def _identity(value: Any) -> Any:
-    return value
-
-
 class _MainByName:
     """A mixin for picklers that sends classes and functions of the main module by name."""
 
@@ -355,6 +330,37 @@ def dumps(value: Any, *, by_value: bool = False) -> bytes:
         buffer = io.BytesIO()
         (_CloudPickler if by_value else _Pickler)(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
         return buffer.getvalue()
+
+
+def definitions_of_main() -> dict[str, Any]:
+    """Return the classes and functions that the main module has now, by name."""
+    return {name: value for name, value in vars(sys.modules["__main__"]).items() if isinstance(value, (type, FunctionType))}
+
+
+class _ForkPickler(_CodePickler):
+    """A pickler for a forked process: classes and functions of the main module that it lacks are sent with their code."""
+
+    def __init__(self, file: io.BytesIO, main: Mapping[str, Any]) -> None:
+        super().__init__(file)
+        self._main = main
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, (type, FunctionType)) and value.__module__ == "__main__":
+            name, _, rest = value.__qualname__.partition(".")
+            found = self._main.get(name)
+            if found is value or (found is not None and rest and getattr(found, rest, None) is value):
+                return NotImplemented  # pickle sends the name
+        return super().reducer_override(value)
+
+
+def dumps_for_fork(value: Any, main: Mapping[str, Any]) -> bytes:
+    """Pickle a value for a forked process, which has a copy of the main module; ``main``: its definitions at the fork."""
+    blob = dumps(value, by_value=True)
+    if b"__main__" in blob:
+        buffer = io.BytesIO()
+        _ForkPickler(buffer, main).dump(value)
+        blob = buffer.getvalue()
+    return blob
 
 
 def dumps_by_value(value: Any) -> bytes:

@@ -388,7 +388,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
 def test_functions_that_the_main_program_defines_later_reach_workers(context: str, tmp_path: Path) -> None:
-    """As in a notebook, where a later cell defines what ``exec_func`` calls. Once, a forked worker died of it."""
+    """A later cell of a notebook may define what ``exec_func`` calls. Once, a forked worker died of it."""
     program = tmp_path / "program.py"
     program.write_text(LATE_FUNCTIONS)
     first, second, third, last = printed(program, context).splitlines()

@@ -306,7 +306,8 @@ class Model:
             if interruption is not UNDISTURBED:
                 assert not interruption.swallowed or self.on_record(before), f"swallowed: {interruption}"
             if not returned:
-                self.require_state(is_call=kind == "call" and todo is first and first is not again)
+                begins = todo is first and first is not again  # otherwise only this process's own share can be lost
+                self.require_state(is_call=kind == "call" and (begins or bool(self.setting.local)))
             state = self.envs._state.value
             if not returned and state == "default":
                 self.fell_into_an_environment(interruption)

@@ -643,7 +643,7 @@ def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPat
         returncode, stdout, stderr = 0, b"survived", b""
 
     monkeypatch.setattr(task.subprocess, "run", lambda *_, **__: tried.append(1) or Done)
-    task._trial.cache_clear()
+    task._run_trial.cache_clear()
     try:
         EnvPoolVectorEnv(
             "Pong-v5", 1, frame_skip=2, stack_num=2, noop_max=10, episodic_life=True, img_height=64, img_width=64
@@ -656,15 +656,15 @@ def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPat
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.125)
         assert tried == [1, 1]
     finally:
-        task._trial.cache_clear()
+        task._run_trial.cache_clear()
 
 
 def test_hanging_trial_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(task, "_TRIAL_SECONDS", 0.01)
-    task._trial.cache_clear()
+    task._run_trial.cache_clear()
     with pytest.raises(ValueError, match=r"cannot be built with ctrl_cost_weight=0.75: .* no result within 0.01 s"):
         EnvPoolVectorEnv("Ant-v4", 1, ctrl_cost_weight=0.75)
-    task._trial.cache_clear()
+    task._run_trial.cache_clear()
 
 
 # --- ``vecenv.evaluate`` over EnvPool: in waves, since it seeds all environments at once --------

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -26,7 +25,7 @@ from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
 from vecenv.errors import StepTimeout, failed_earlier_error
-from vecenv.front.arguments import ResetOptions, deadline_after
+from vecenv.front.arguments import ResetOptions, deadline_after, earlier_deadline
 from vecenv.front.driver import (
     Counters,
     PendingRequest,
@@ -125,7 +124,8 @@ class Exchange:
         action_by_row = None if actions is None else dict(zip(rows, actions, strict=True))
         failed = self._find_failed(rows)
         good = sorted(set(rows).difference(failed) if failed else rows)
-        pickled, messages = self.pool.pickled, list(self._split_into_messages(good, for_recv))
+        size = self.rows_at_once if for_recv else None
+        pickled, messages = self.pool.pickled, list(self.pool.split_into_rounds(good, size))
         payloads = [
             pickled(worker, action_by_row and [action_by_row[row] for row in mine])  # may raise
             for _, worker, mine in messages
@@ -165,8 +165,9 @@ class Exchange:
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
-        payloads = [
-            self.pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in self.split(rows)  # may raise
+        pool = self.pool
+        payloads = [  # may raise
+            pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in pool.split(rows)
         ]
         self.state.changing = True
         if not for_recv:
@@ -183,7 +184,7 @@ class Exchange:
         request = Request("reset", 0, for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
         self.next_number()
-        for (worker, mine), payload in zip(self.split(rows), payloads, strict=True):
+        for (worker, mine), payload in zip(self.pool.split(rows), payloads, strict=True):
             self.queue(worker, Op.RESET_SOME, mine, request, payload)
         if for_recv:
             self.put_reset_in_flight(rows)
@@ -191,25 +192,6 @@ class Exchange:
             self.request = request
         self.state.changing = False
         self.flush()
-
-    def split(self, rows: Sequence[int]) -> list[tuple[Worker, Sequence[int]]]:
-        """Return (worker, its part of ``rows``) for each worker that has any. ``rows`` must be sorted."""
-        workers = self.pool.workers
-        ends = [bisect_left(rows, worker.rows.stop) for worker in workers]
-        parts = zip(workers, [0, *ends], ends, strict=False)
-        return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
-
-    def _split_into_messages(self, rows: Sequence[int], for_recv: bool) -> Iterator[tuple[int, Worker, Sequence[int]]]:
-        """Yield messages as (round, worker, rows): per round at most one per worker, of up to :attr:`rows_at_once` rows."""
-        parts = self.split(rows)
-        if self.rows_at_once is None or not for_recv:
-            yield from ((0, *part) for part in parts)
-            return
-        size = self.rows_at_once
-        for number, first in enumerate(range(0, max((len(mine) for _, mine in parts), default=0), size)):
-            for worker, mine in parts:
-                if some := mine[first : first + size]:
-                    yield number, worker, some
 
     def next_number(self) -> None:
         """Advance the sequence number, which is never 0, for the messages that are queued next."""
@@ -502,7 +484,7 @@ class Exchange:
                         if not self._wait_for_any(deadline):
                             return False
                         continue
-                    due = _earlier_deadline(deadline, worker.rebuild_deadline)
+                    due = earlier_deadline(deadline, worker.rebuild_deadline)
                     ended = pool.wait_for_one(worker, due)
                     if ended is None:
                         if due == deadline:
@@ -535,7 +517,7 @@ class Exchange:
             return True
         rebuilding = [worker for worker in pool.processes if worker.rebuild_deadline and worker.death is None]
         first = min(rebuilding, key=lambda worker: worker.rebuild_deadline, default=None)
-        due = deadline if first is None else _earlier_deadline(deadline, first.rebuild_deadline)
+        due = deadline if first is None else earlier_deadline(deadline, first.rebuild_deadline)
         events = pool.wait(due)
         if events is None:
             if due == deadline or first is None:
@@ -701,7 +683,7 @@ class Exchange:
         request.collect()
         error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers) or self.replace_dead(rows)
         if error is None:
-            for worker, mine in self.split(rows):
+            for worker, mine in self.pool.split(rows):
                 self._queue_rebuild(worker, mine, request)
         return error
 
@@ -811,10 +793,3 @@ class Exchange:
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception of a call that got no reply in time."""
         return step_timeout_error(method, timeout, self.pool.describe_late)
-
-
-def _earlier_deadline(deadline: float | None, other: float) -> float | None:
-    """Return the earlier of two deadlines; ``None`` and 0.0 mean no deadline."""
-    if not other:
-        return deadline
-    return other if deadline is None else min(deadline, other)

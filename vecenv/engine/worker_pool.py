@@ -14,8 +14,9 @@ import pickle
 import select
 import time
 import weakref
+from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from os import write
@@ -335,6 +336,23 @@ class WorkerPool:
             if worker.channel.fd not in dict(events):
                 message = worker.channel.receive() if worker.channel.poll(0) else None
                 worker.record_death()
+
+    # -- the rows of each worker ---------------------------------------------------------------------------------------
+
+    def split(self, rows: Sequence[int]) -> list[tuple[Worker, Sequence[int]]]:
+        """Return each worker that has some of ``rows`` (sorted), with these rows."""
+        ends = [bisect_left(rows, worker.rows.stop) for worker in self.workers]
+        parts = zip(self.workers, [0, *ends], ends, strict=False)
+        return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
+
+    def split_into_rounds(self, rows: Sequence[int], size: int | None) -> Iterator[tuple[int, Worker, Sequence[int]]]:
+        """Yield (round, worker, rows): in each round one message per worker, about at most ``size`` (``None``: all) rows."""
+        parts = self.split(rows)
+        longest = max((len(mine) for _, mine in parts), default=0)
+        for number, first in enumerate(range(0, longest, size or longest or 1)):
+            for worker, mine in parts:
+                if some := mine[first : first + (size or longest)]:
+                    yield number, worker, some
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

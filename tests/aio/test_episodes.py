@@ -25,6 +25,7 @@ import vecenv
 from vecenv.aio import EpisodeEnv, Pool
 from vecenv.errors import NotRestorable, SnapshotMismatch, VecEnvError
 from vecenv.testing import assert_identical
+from vecenv.wrappers import ActionChunks
 
 # --- pools and episodes in normal use, under asyncio and uvloop ---------------------------------
 
@@ -215,6 +216,61 @@ def test_evaluate_equals_the_synchronous_evaluate() -> None:
     assert results.returns.tolist() == expected.returns.tolist()
     assert [each.seed for each in results] == [each.seed for each in expected]
     assert sorted(each.index for each in told) == list(range(12))
+
+
+def test_evaluate_runs_named_environments_like_the_synchronous_evaluate() -> None:
+    choice = vecenv.EnvChoice({f"walk-{length}": partial(Walk, length) for length in (3, 5, 8)})
+    episodes = [vecenv.Episode(env=f"walk-{length}", seed=seed) for seed in range(3) for length in (8, 3, 5)]
+
+    async def policy(observation: np.ndarray) -> np.ndarray:
+        return np.sin(observation)
+
+    async def main() -> Any:
+        async with Pool(choice, 4, num_workers=2) as pool:
+            for wrong, text in [
+                (vecenv.Episode(env="walk-4"), r"episodes\[0\]: there is no environment 'walk-4'; did you mean"),
+                (vecenv.Episode(), r"episodes\[0\] names no environment"),
+            ]:
+                with pytest.raises(ValueError, match=text):
+                    await pool.evaluate(policy, [wrong])
+            assert pool.stats()["resets"] == 0
+            return await pool.evaluate(policy, episodes)
+
+    results = run(main())
+    with closing(vecenv.AsyncVectorEnv([choice] * 3, num_workers=0)) as envs:
+        expected = vecenv.evaluate(envs, np.sin, episodes)
+    assert results.returns.tolist() == expected.returns.tolist()
+    assert results.lengths.tolist() == expected.lengths.tolist() == [8, 3, 5] * 3
+    assert [each.env for each in results] == [episode.env for episode in episodes]
+
+
+async def test_evaluate_refuses_names_if_there_is_no_choice_also_after_a_death() -> None:
+    async with Pool(Words, 1) as pool:
+        async with pool.episode() as env:
+            os.kill(await env.call("pid"), signal.SIGKILL)
+        with pytest.raises(ValueError, match=r"names the environment 'x', but Pool has none to choose from"):
+            await pool.evaluate(lambda _: asyncio.sleep(0, "x"), [vecenv.Episode(env="x")])
+        await check_all_slots(pool)
+
+
+def test_evaluate_counts_the_steps_of_chunks() -> None:
+    make_env = partial(_chunked_walk, horizon=4)
+
+    async def main() -> Any:
+        async with Pool(make_env, 2) as pool:
+            results = await pool.evaluate(lambda _: asyncio.sleep(0, np.ones((4, 3))), 3, seed=5)
+            assert pool.stats()["steps"] == results.lengths.sum()
+            return results
+
+    results = run(main())
+    with closing(vecenv.AsyncVectorEnv([make_env] * 2, num_workers=0)) as envs:
+        expected = vecenv.evaluate(envs, lambda seen: np.ones((len(seen), 4, 3)), 3, seed=5)
+    assert results.lengths.tolist() == expected.lengths.tolist() == [6] * 3
+    assert results.returns.tolist() == expected.returns.tolist()
+
+
+def _chunked_walk(horizon: int) -> ActionChunks:
+    return ActionChunks(Walk(), horizon)
 
 
 async def test_evaluate_raises_policy_errors_and_the_pool_stays_usable() -> None:

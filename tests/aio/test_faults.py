@@ -242,6 +242,27 @@ async def test_death_between_calls_raises_in_the_next_call(on_failure: Any) -> N
         await check_all_slots(pool)
 
 
+@pytest.mark.parametrize("fault", ["kill", "hang"])
+@pytest.mark.parametrize("how", HOW)
+async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str, how: dict[str, Any]) -> None:
+    first = step_directly(Words(), 2, [])[0][0]
+
+    async def policy(observation: str) -> str:
+        await asyncio.sleep(0.01)
+        return fault if observation == first else "x"
+
+    reported: list[int] = []
+    async with Pool(Words, 6, step_timeout=1.0, **how) as pool:
+        results = await pool.evaluate(policy, 8, seed=0, retries=0, on_episode=lambda each: reported.append(each.index))
+        await check_all_slots(pool)
+    assert [each.index for each in results if each.error is not None] == [2]
+    assert type(results[2].error) is FAULTS[fault]
+    assert sorted(reported) == list(range(8))
+    for index, result in enumerate(results):
+        if index != 2:
+            assert result.episode_return == sum(step[1] for step in step_directly(Words(), index, ["x"] * 6)[1:])
+
+
 async def test_worker_that_dies_too_often_is_abandoned_and_others_continue() -> None:
     async with Pool(Words, 2, on_failure=vecenv.Restart(1)) as pool:
         async with pool.episode() as bad:

@@ -25,6 +25,7 @@ from vecenv.aio.slots import Slot, Slots, outside_of_block
 from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import BusyError, EnvFailed, ErrorRecord, StepTimeout, VecEnvError, WorkerDied
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
+from vecenv.evaluating.tasks import require_offered
 from vecenv.front.arguments import check_option_names, parse_timeout
 from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptions, check_option
 from vecenv.state.snapshots import Snapshot, parse_snapshots
@@ -221,6 +222,9 @@ class Pool:
     ) -> EpisodeResults:
         """Run each episode of a list exactly once, as many at a time as there are slots.
 
+        If a worker with several environments dies or hangs, any of its episodes may have caused it. They are repeated after
+        all others, one at a time, and only then can they fail.
+
         Args:
             policy: ``await policy(observation)`` returns an action.
             episodes, seed, retries, on_episode: See :func:`vecenv.evaluate`; results are the same as there.
@@ -229,46 +233,86 @@ class Pool:
             Results in the order of the list.
 
         Raises:
+            TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered; nothing
+                was run.
             Exception: Raised by the policy or ``on_episode``; the other episodes are cancelled.
         """
         self._slots.require_usable("evaluate")
         listed_episodes, base = parse_episodes(episodes, seed)
         todo = Episodes(listed_episodes, base, retries)
+        await self._require_offered(todo)
         remaining = iter(range(len(listed_episodes)))
+        count = min(self.size, len(listed_episodes))
+        shared_workers = count > 1 and len(self._slots.groups) < self.size
+        suspects: set[int] | None = set() if shared_workers else None  # indices of the episodes to repeat one at a time
 
-        async def run_some() -> None:
-            for index in remaining:
-                while (result := await self._attempt(todo, index, policy)) is None:
-                    pass
-                if on_episode is not None:
+        async def run_some(indices: Iterator[int], suspects: set[int] | None) -> None:
+            for index in indices:
+                result = None
+                while result is None and (suspects is None or index not in suspects):
+                    result = await self._attempt(todo, index, policy, suspects)
+                if result is not None and on_episode is not None:
                     on_episode(result)
 
-        tasks = [asyncio.create_task(run_some()) for _ in range(min(self.size, len(listed_episodes)))]
+        tasks = [asyncio.create_task(run_some(remaining, suspects)) for _ in range(count)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        await run_some(iter(sorted(suspects or ())), None)
         return EpisodeResults(todo.results[index] for index in range(len(listed_episodes)))
 
-    async def _attempt(self, todo: Episodes, index: int, policy: Callable[[Any], Awaitable[Any]]) -> EpisodeResult | None:
-        """Run an episode once. Return its result, or ``None`` if it failed and has to be repeated."""
+    async def _require_offered(self, todo: Episodes) -> None:
+        """Check that the environments offer the names of the episodes; one environment answers for all."""
+        slot = await self._slots.acquire(self)
+
+        async def find_names() -> tuple[str, ...]:
+            if not await self._slots.request(slot, "call", ("has_wrapper_attr", ("env_choices",), {})):
+                return ()
+            return tuple(await self._slots.request(slot, "call", ("env_choices", (), {})))
+
+        try:
+            try:
+                names = await find_names()
+            except (EnvFailed, WorkerDied):  # calls are refused until it is reset
+                await self._slots.request(slot, "reset")
+                names = await find_names()
+        except AttributeError:  # an environment that is not a gymnasium.Env
+            names = ()
+        finally:
+            self._slots.release(slot)
+        # in the form of a vector environment, with the class name for messages
+        answers = {"has_wrapper_attr": [bool(names)], "env_choices": [names]}
+        envs = type("Pool", (), {"call": lambda _, name, *__: answers[name]})()
+        require_offered(envs, None, todo.episodes)
+
+    async def _attempt(
+        self, todo: Episodes, index: int, policy: Callable[[Any], Awaitable[Any]], suspects: set[int] | None
+    ) -> EpisodeResult | None:
+        """Run an episode once. Return its result, or ``None`` if it failed and has to be repeated.
+
+        If its worker died, its index is added to ``suspects``, unless that is ``None``.
+        """
         episode = todo.episodes[index]
-        env = self.episode(seed=episode.seed, options=episode.options)
+        env = self.episode(seed=episode.seed, options=episode.reset_options)
         attempt: Attempt = todo.begin(index, -1)
         try:
             async with env:
                 if episode.snapshot is not None:
                     await env.load(episode.snapshot)
                 while not env.over:
-                    _, reward, *_ = await env.step(await policy(env.observation))
+                    _, reward, *_, info = await env.step(await policy(env.observation))
                     attempt.episode_return += reward
-                    attempt.length += 1
+                    attempt.length += info.get("chunk_steps", 1) if isinstance(info, dict) else 1
                 return todo.record_end(attempt, env.terminated, env.truncated, env.info)
         except VecEnvError as error:
             if env.failure is not error:  # the policy raised it
                 raise
+            if suspects is not None and isinstance(error, WorkerDied | StepTimeout):
+                suspects.add(index)
+                return None
             return todo.record_failure(attempt, error)
 
 

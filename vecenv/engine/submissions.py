@@ -197,7 +197,7 @@ class Submissions:
         if request.command == "reset":
             exchange.counters.resets += 1
             return observation, info
-        exchange.counters.steps += 1
+        exchange.counters.steps += info.get("chunk_steps", 1) if isinstance(info, dict) else 1
         flags = bool(batch.terminations[row]), bool(batch.truncations[row])
         return observation, float(batch.rewards[row]), *flags, info
 

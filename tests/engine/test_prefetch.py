@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from functools import partial
 from typing import Any
@@ -262,6 +263,14 @@ class RowByRow:
         for one in self.twins:
             one.reset(**about)
 
+    def reset_async(self, **about: Any) -> None:
+        """Begin a reset of all, with rows that ``recv`` returns."""
+        self.envs.reset_async(**about)
+        zeros = np.zeros(self.n)
+        for row, one in enumerate(self.twins):
+            observation, infos = one.reset(**about)
+            self.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
+
     def reset_rows(self, rows: list[int], **about: Any) -> None:
         self.envs.reset_async(env_id=rows, **about)
         mask, zeros = np.isin(np.arange(self.n), rows), np.zeros(self.n)
@@ -322,15 +331,28 @@ def test_a_reset_of_all_may_be_received_row_by_row() -> None:
     both = RowByRow(Walk, 3, batch_size=2)
     with contextlib.closing(both.envs):
         both.reset(seed=3)
-        both.envs.reset_async(seed=7)
-        for row, one in enumerate(both.twins):
-            observation, infos = one.reset(seed=7)
-            zeros = np.zeros(3)
-            both.expect(row, (observation, zeros, zeros > 0, zeros > 0, infos))
+        both.reset_async(seed=7)
         rows = [row for _ in range(3) for row in both.recv(1)]
         for _ in range(40):  # and the episodes that follow are those of that seed
             both.send(rows)
             rows = both.recv(3)
+
+
+def test_rows_of_a_reset_step_while_others_are_still_resetting() -> None:
+    both = RowByRow(partial(Walk, reset=0.002, uneven=True), 4, batch_size=2)
+    with contextlib.closing(both.envs):
+        both.reset_async(seed=7)
+        with pytest.raises(TypeError):
+            both.envs.recv("soon")
+        with pytest.raises(gymnasium.error.AlreadyPendingCallError):
+            both.envs.send(np.zeros(1, np.int64), [0])
+        for _ in range(40):
+            both.send(both.recv(2))
+        both.recv(4)
+        both.envs.reset_async(options={"reset_mask": np.array([True, False, True, False])})
+        assert both.envs.recv(count=1)[-1]["env_id"] in (0, 2)
+        both.envs.send(np.zeros(2, np.int64), [1, 3])
+        assert set(both.envs.recv(count=3)[-1]["env_id"]) > {1, 3}
 
 
 def test_a_reset_of_some_rows_ends_no_episode_of_others() -> None:
@@ -386,6 +408,35 @@ def test_invalid_arguments_are_refused_by_name(closes: Any) -> None:
     with pytest.raises(ValueError, match="got 1, expected 2"):
         envs.step(np.zeros(1, np.int64))
     assert envs.reset(options={"reset_mask": mask})[0].shape == (2, 3)
+
+
+def test_refused_reset_can_be_followed_by_another(closes: Any) -> None:
+    envs, reference = closes(with_spares(Walk)), twin([Walk] * 3)
+    assert_identical(play(envs, 5), play(reference, 5))
+    mask, lock = {"reset_mask": np.array([True, False, True])}, {"lock": threading.Lock()}
+    envs.send(np.ones(3, np.int64), [0, 1, 2])
+    with pytest.raises(TypeError, match="pickle"):
+        envs.reset(options={**mask, **lock})
+    assert sorted(row for _ in range(3) for row in envs.recv(count=1)[-1]["env_id"]) == [0, 1, 2]
+    reference.step(np.ones(3, np.int64))
+    for about in ({"seed": -1}, {"seed": [0, 1, -1]}, {"seed": [0, 1, -1], "options": mask}):
+        with pytest.raises(ValueError, match="seeds must not be negative, got -1"):
+            envs.reset(**about)
+    with pytest.raises(ValueError, match="seeds must not be negative, got -2"):
+        envs.reset_async([-2], env_id=[1])
+    for call in (lambda: envs.reset_async(None, lock, env_id=[1]), lambda: envs.reset(options={**mask, **lock})):
+        with pytest.raises(TypeError, match="pickle"):
+            call()
+    assert_identical(play(envs, 20, seed=None), play(reference, 20, seed=None))
+    with pytest.raises(TypeError, match="pickle"):
+        envs.reset(options=lock)
+    for call in (envs.reset_wait, lambda: envs.step(np.ones(3, np.int64)), lambda: envs.reset(options=mask)):
+        with pytest.raises(gymnasium.error.ResetNeeded, match="refused"):
+            call()
+    assert not envs.in_flight.size
+    for seed in (None, 7):  # the refused one counts for nothing
+        assert_identical(envs.reset(seed=seed), reference.reset(seed=seed))
+        assert_identical(play(envs, 20, seed=None), play(reference, 20, seed=None))
 
 
 @pytest.mark.parametrize(
@@ -505,6 +556,46 @@ def test_rebuilt_row_starts_only_one_episode(mode: str, closes: Any) -> None:
     assert truncations.tolist() == infos["_restarted"].tolist() == [False, True, False]
     if mode == "NextStep":
         assert envs.places == before
+
+
+@pytest.mark.parametrize("found_by", ["send", "abandon"])
+def test_death_that_was_noticed_before_recv_is_the_rows_failure(found_by: str, closes: Any) -> None:
+    envs, ones = closes(with_spares(Walk, 2, spare_workers=1)), np.ones(2, np.int64)
+    envs.reset(seed=7)
+    worker = envs.processes[envs.places[0]]
+    os.kill(worker.pid, signal.SIGKILL if found_by == "send" else signal.SIGSTOP)
+    if found_by == "send":
+        worker.join()
+    envs.send(ones, [0, 1])
+    if found_by == "abandon":
+        envs.abandon([0])
+    with pytest.raises(vecenv.errors.WorkerDied) as caught:
+        envs.recv(count=2)
+    assert any("an episode of env 0" in note for note in caught.value.__notes__)
+    assert envs.recv(count=1)[-1]["env_id"].tolist() == [1]
+    with pytest.raises(vecenv.errors.EnvFailed, match="env 0"):
+        envs.step(ones)
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    assert len(envs.step(ones)[0]) == 2
+
+
+def test_timeouts_name_rows(closes: Any) -> None:
+    envs = closes(with_spares(Walk, 2, step_timeout=1.0))
+    envs.reset(seed=7)
+    while envs.places[1] == 1:
+        envs.step(np.ones(2, np.int64))
+    pid = envs.processes[envs.places[1]].pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        envs.send(np.ones(1, np.int64), [1])
+        for call in (lambda: envs.recv(0.1, count=1), envs.reset):
+            with pytest.raises(vecenv.errors.StepTimeout) as caught:
+                call()
+            assert caught.value.envs == (1,)
+            assert caught.value.__notes__ == ["these are places; the envs without a reply are [1]"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    envs.reset(seed=7)
 
 
 @pytest.mark.long

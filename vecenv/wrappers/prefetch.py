@@ -83,8 +83,10 @@ class RowEpisode:
     order: int = 0
 
     def derive_seed(self, episode: int) -> int:
-        """Derive the seed of an episode for which the caller gave none."""
+        """Return the seed of an episode: that of the caller for the first one, else a derived one."""
         assert self.seed is not None
+        if episode == 0:
+            return self.seed
         return int(np.random.SeedSequence(self.seed, spawn_key=(self.origin, episode)).generate_state(1)[0] >> 1)
 
 
@@ -227,7 +229,11 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def reset_async(self, seed: Any = None, options: ResetOptions = None, *, env_id: Any = None) -> None:
         """Begin a reset; arguments and errors are those of ``AsyncVectorEnv.reset_async``.
 
-        Results in flight are received first, and dropped; with ``env_id``, those of other rows stay.
+        Results in flight are received first, and dropped; with ``env_id``, those of other rows stay. If a reset of all rows
+        is refused then, because of options that cannot be sent, calls raise ``ResetNeeded`` until the next one.
+
+        Raises:
+            ValueError: A seed is negative.
         """
         ids = None if env_id is None else parse_env_ids(env_id, self.num_envs).tolist()
         seeds = parse_seeds(seed, self.num_envs, ids)
@@ -235,6 +241,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         rows = ids if ids is not None else list(range(self.num_envs)) if mask is None else np.flatnonzero(mask).tolist()
+        if negative := [seeds[row] for row in rows if seeds[row] is not None and int(seeds[row]) < 0]:
+            raise ValueError(f"seeds must not be negative, got {negative[0]}")
         all_rows = len(rows) == self.num_envs and ids is None
         if self._call and not (all_rows and (self._interrupted or self._changing)):
             raise AlreadyPendingCallError(f"Calling `reset_async` while waiting for `{self._call}_wait`.", self._call)
@@ -246,18 +254,21 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             with self._changing_state(force=True):
                 self._drop_all()
         else:
-            while waiting := len(self._steps) + len(self._resets):
-                self._receive(waiting, None)
+            while self._steps or self._resets:
+                self._receive(1, None)  # more at once could become a full batch, which `recv` could not return in parts
         with self._changing_state(force=all_rows):
+            begun = {row: self._follow_reset(row, seeds[row]) for row in rows}
+            places = [self.places[row] for row in rows]
+            self.envs.reset_async(
+                [one.derive_seed(one.episode) for one in begun.values()], select_options(others, rows), env_id=places
+            )
             if ids is None:
                 self._full_batch, self._results, self._final_results = None, {}, {}
                 self._call, self._interrupted = "reset", False
+            for row, one in begun.items():
+                self._rows[row] = one
             self._ended.difference_update(rows)
             self._failed_rows.difference_update(rows)
-            places = [self.places[row] for row in rows]
-            self.envs.reset_async(
-                [self._begin_after_reset(row, seeds[row]) for row in rows], select_options(others, rows), env_id=places
-            )
             self._resets.update(zip(places, rows, strict=True))
             self._free_outdated()
             self._prefetch()
@@ -325,18 +336,17 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._require_consistent()
         if self._call == "step":
             raise AlreadyPendingCallError("Calling `recv` while waiting for `step_wait`.", "step")
-        count = self.batch_size if count is None else parse_count(count, self.num_envs)
+        timeout, count = parse_timeout(timeout), self.batch_size if count is None else parse_count(count, self.num_envs)
         enough, enough_from = count, None
         if not (at_least is within is None):
             enough, enough_from = parse_at_least(at_least, count), parse_within(within)
         in_flight = len(self.in_flight)
         if in_flight < enough or (in_flight < count and enough_from is None):
             raise NoAsyncCallError(f"Calling `recv` for {enough} environments: only {in_flight} are in flight.", "recv")
+        self._call = ""  # a reset becomes one with rows that `recv` returns
         self._collect(min(count, in_flight), timeout, enough, enough_from)
         with self._changing_state():
             rows = self._last_received = list(self._full_batch[0] if self._full_batch else self._results)[:count]
-            if self._call == "reset" and not self._steps and not self._resets and len(self._results) == len(rows):
-                self._call = ""
             *results, infos = self._combine(rows)
         return (*results, {**infos, "env_id": np.array(rows), "_env_id": np.ones(len(rows), np.bool_)})
 
@@ -356,7 +366,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Mark a change of state: if it is interrupted, a reset is needed.
 
         Args:
-            force: True for a reset of all rows.
+            force: True for a reset of all rows; if it is refused, another one is needed.
             recoverable: Exceptions, besides those about arguments, that leave this state unchanged.
         """
         if not force:
@@ -365,14 +375,15 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         try:
             yield
         except (*_ARGUMENT_ERRORS, *recoverable):
-            self._changing = False
+            self._changing = force
             raise
         self._changing = False
 
     def _require_consistent(self) -> None:
         """Raise if a change of state was interrupted."""
         if self._changing:
-            raise ResetNeeded("A call was interrupted while it changed the state of the rows: reset() all of them")
+            reason = "A call was interrupted while it changed the state of the rows, or a reset of all of them was refused"
+            raise ResetNeeded(f"{reason}: reset() all of them")
 
     def _require_call(self, call: str) -> None:
         self._require_consistent()
@@ -389,15 +400,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
-    def _begin_after_reset(self, row: int, seed: int | None) -> int:
-        """Count a reset of a row by the caller, and return the seed of the episode that it begins."""
+    def _follow_reset(self, row: int, seed: int | None) -> RowEpisode:
+        """Return the episode that follows a reset of a row by the caller."""
         current = replace(self._rows[row], num_resets=self._rows[row].num_resets + 1, order=next(self._order))
         if seed is None and current.seed is not None:
-            self._rows[row] = replace(current, episode=current.episode + 1)
-            return current.derive_seed(current.episode + 1)
-        seed = random_seed() if seed is None else int(seed)
-        self._rows[row] = replace(current, origin=row, seed=seed, episode=0)
-        return seed
+            return replace(current, episode=current.episode + 1)
+        return replace(current, origin=row, seed=random_seed() if seed is None else int(seed), episode=0)
 
     def _begin_next(self, row: int) -> None:
         """Begin the next episode of a row: move it to the spare that began the episode, or reset it at its place."""
@@ -435,13 +443,15 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         while waiting := len(self.envs.in_flight):
             try:
                 self.envs.recv(count=waiting)
-            except StepTimeout:
+            except StepTimeout as error:
+                self._name_rows(error)
                 raise
             except Exception:
                 if len(self.envs.in_flight) == waiting:  # the call failed, not an environment
                     raise
         self.places, self._free = list(range(self.num_envs)), list(range(self.num_envs, self.envs.num_envs))
         self._prefetched, self._ready, self._steps, self._resets, self._failed = {}, {}, {}, {}, set()
+        self._full_batch, self._results, self._final_results, self._call = None, {}, {}, ""
 
     def _free_outdated(self, all_rows: bool = False) -> None:
         """Free the spares with an episode that no row will need. A spare that is resetting becomes free afterwards."""
@@ -478,36 +488,37 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _receive(self, count: int, timeout: float | None) -> Exception | None:
         """Receive ``count`` results of rows or spares; return the failure of a row, if any. A failed spare becomes free."""
-        in_flight, last_error = self.envs.in_flight.size, len(self.envs.errors) and self.envs.errors[-1]
+        before = self.envs.in_flight
         self._changing = True
         try:
             observations, *columns, infos, env_ids = self._by_row.recv(timeout, count=count)
-        except StepTimeout:
+        except StepTimeout as error:
+            self._name_rows(error)
             self._changing = False
             raise
         except Exception as error:
-            places = self._failed_places(last_error)
-            if not places:
-                self._changing, self._interrupted = self.envs.in_flight.size != in_flight, True
+            places = set(before.tolist()) - set(self.envs.in_flight.tolist())
+            if not places or not places <= self._recorded_places():  # a signal handler raised it
+                self._changing, self._interrupted = bool(places), True
                 raise
             failure = self._record_failures(places, error)
             self._changing = False
             return failure
         except BaseException:
-            self._changing, self._interrupted = self.envs.in_flight.size != in_flight, True
+            self._changing, self._interrupted = self.envs.in_flight.size != before.size, True
             raise
         self._apply_results(env_ids.tolist(), observations, columns, infos)
         self._changing = False
         return None
 
-    def _failed_places(self, last_error: Any) -> set[int]:
-        """Return the places that failed after ``last_error`` was recorded."""
-        found: set[int] = set()
-        for record in reversed(self.envs.errors):
-            if record is last_error:
-                break
-            found.add(record.worker if record.env is None else record.env)
-        return found
+    def _recorded_places(self) -> set[int]:
+        """Return the places with recorded failures. A death may have been recorded before the ``recv`` that raises it."""
+        return {record.worker if record.env is None else record.env for record in self.envs.errors}
+
+    def _name_rows(self, error: StepTimeout) -> None:
+        """Replace the places without a reply by their rows; spares have none."""
+        error.envs = tuple(row for row, place in enumerate(self.places) if place in error.envs)
+        error.add_note(f"these are places; the envs without a reply are {list(error.envs)}")
 
     def _record_failures(self, places: set[int], error: Exception) -> Exception | None:
         """Record failures of rows and of spares; return ``error`` if a row failed."""

@@ -488,6 +488,7 @@ class Frozen:
             raise ValueError(f"{self!r} cannot be thawed any more")
         watch = ProcessWatch(self._copy.process, self._copy.held)
         if watch.has_ended():
+            watch.close()
             text = f"the frozen copy of env {self.env} (pid {self.pid}) has ended, and cannot be thawed any more"
             raise WorkerDied(text, pid=self.pid, envs=[self.env], command="thaw")
         return watch
@@ -569,6 +570,8 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
             for copy in copies:
                 copy.end()
         raise
+    finally:
+        watch.close()
     infos = engine.infos.merger.merge([frozen.info] * len(rows), rows)
     return engine.store.take(np.array(rows, np.intp)), infos
 

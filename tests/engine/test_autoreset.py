@@ -24,6 +24,7 @@ from envs import (
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+import vecenv
 from vecenv.errors import EpisodeOver
 
 # --- section 1.6: the end of an episode in each of the three modes -------------------------------
@@ -287,3 +288,49 @@ def test_reset_or_load_begins_a_new_episode(num_workers: int, recwarn: pytest.Wa
             again()
         envs.step(np.zeros(1, int))
     assert [text for warning in recwarn if "multi-threaded" not in (text := str(warning.message))] == []
+
+
+class ResultsInPlace(gymnasium.Env[Any, Any]):
+    """An environment that returns the same arrays in every step, and writes to them in a reset."""
+
+    observation_space, action_space = spaces.Box(-9, 9, (1,), np.float64), spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.reward, self.done = np.zeros(()), np.zeros((), np.bool_)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.reward[...], self.done[...] = 0.0, False
+        return np.zeros(1), {}
+
+    def step(self, action: Any) -> Any:
+        self.reward += 1.0
+        self.done[...] = self.reward == 3.0
+        return self.reward.reshape(1).copy(), self.reward, self.done, False, {}
+
+    def __len__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}])
+def test_reset_in_the_same_step_does_not_change_what_the_step_returned(options: dict[str, Any]) -> None:
+    envs = vecenv.AsyncVectorEnv([ResultsInPlace] * 2, autoreset_mode="SameStep", **options)
+    envs.reset(seed=1)
+    for step in range(1, 7):
+        _, rewards, terminations, _, _ = envs.step([0, 0])
+        assert rewards.tolist() == [step % 3 or 3] * 2
+        assert terminations.tolist() == [step % 3 == 0] * 2
+    envs.close()
+
+
+def test_environment_with_the_length_0_is_not_built_again() -> None:
+    built = []
+
+    def build() -> Any:
+        built.append(ResultsInPlace())
+        return built[-1]
+
+    envs = vecenv.AsyncVectorEnv([build], num_workers=0, worker_options=vecenv.WorkerOptions(dummy_env=False))
+    envs.reset(seed=1)
+    envs.reset()
+    envs.close()
+    assert len(built) == 1

@@ -763,6 +763,102 @@ def test_rows_of_a_worker_that_died_in_a_load_have_failed(launch: Launch, on_fai
         assert envs.step(ACTIONS[:2])[3].all()
 
 
+def test_at_least_does_not_wait_for_a_hanging_environment(launch: Launch) -> None:
+    """All environments are in flight."""
+    envs = launch([healthy_env_fn(0), faulty_env_fn(1, "sleep", step=1)], num_workers=2)
+    envs.reset(seed=1)
+    envs.send(ACTIONS[:2], [0, 1])
+    *_, infos = envs.recv(timeout=60, count=2, at_least=1)
+    assert infos["env_id"].tolist() == [0]
+
+
+def test_failed_row_of_a_replaced_worker_cannot_be_saved(launch: Launch) -> None:
+    envs = launch(make_env_fns(2), num_workers=1)
+    envs.reset(seed=1)
+    (pid,) = worker_pids(envs)
+    os.kill(pid, signal.SIGKILL)
+    assert not still_running([pid], 5.0)
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    with pytest.raises(EnvFailed, match="env 1: worker 0"):
+        envs.save([1], verify=False)
+    assert len(envs.save([0], verify=False)) == 1
+
+
+def test_rows_that_were_loaded_beside_a_death_show_their_state(launch: Launch) -> None:
+    envs = launch([functools.partial(DiesInLoad, index) for index in range(2)], num_workers=2)
+    first, _ = envs.reset(seed=1)
+    kept = envs.save(verify=False)
+    envs.step(ACTIONS[:2])
+    envs.exec_func(lambda env: env.unwrapped.arm(), [1])
+    with pytest.raises(WorkerDied, match="during load"):
+        envs.load(kept)
+    observations, _ = envs.reset(options={"reset_mask": np.array([False, True])})
+    np.testing.assert_array_equal(observations[0], first[0])
+
+
+def test_reset_of_some_drops_an_interrupted_call(launch: Launch) -> None:
+    envs = launch(make_env_fns(2))
+    envs.reset(seed=1)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for reset in ({"env_id": [0]}, {"options": {"reset_mask": np.array([True, False])}}):
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                envs.exec_func(lambda env: time.sleep(1))
+            envs.reset_async(**reset)
+            envs.recv(timeout=60, count=1) if "env_id" in reset else envs.reset_wait(timeout=60)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_row_that_a_masked_reset_has_rebuilt_is_counted_again(launch: Launch) -> None:
+    env_fns = [faulty_env_fn(0, "raises", step=2), *make_env_fns(2)[1:]]
+    envs = launch(env_fns, num_workers=1, on_failure=Restart(1))
+    envs.reset(seed=1)
+    (pid,) = worker_pids(envs)
+    os.kill(pid, signal.SIGKILL)
+    assert not still_running([pid], 5.0)
+    envs.reset(options={"reset_mask": np.array([True, False])})
+    envs.step(ACTIONS[:2])
+    assert envs.stats()["restarts"] == 1
+    with pytest.raises(RestartsExhausted):
+        envs.step(ACTIONS[:2])
+
+
+class FailsToStartOnce(EchoEnv):
+    """An environment with a constructor that raises if a file exists, which it removes."""
+
+    def __init__(self, index: int, file: Path) -> None:
+        if file.exists():
+            file.unlink()
+            raise OSError("address in use")
+        super().__init__(index)
+
+
+def test_a_death_is_not_explained_by_an_earlier_failure_to_start(launch: Launch, tmp_path: Path) -> None:
+    envs = launch([functools.partial(FailsToStartOnce, index, tmp_path / "busy") for index in range(2)], num_workers=2)
+    envs.reset(seed=1)
+
+    def kill() -> None:
+        pid = worker_pids(envs)[0]
+        os.kill(pid, signal.SIGKILL)
+        assert not still_running([pid], 5.0)
+
+    kill()
+    (tmp_path / "busy").touch()
+    with pytest.raises(WorkerDied):
+        envs.step(ACTIONS[:2])
+    envs.reset(seed=1)
+    envs.step(ACTIONS[:2])
+    kill()
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        envs.step(ACTIONS[:2])
+
+
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_log_of_a_restart_names_the_line_that_raised(
     launch: Launch, context: str, caplog: pytest.LogCaptureFixture

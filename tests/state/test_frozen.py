@@ -145,6 +145,16 @@ def test_copies_continue_like_the_original(context: str, mode: AutoresetMode) ->
         assert_identical(results_after(envs, 60, (0,)), results[:1])
 
 
+def test_a_copy_can_be_thawed_often_without_descriptors() -> None:
+    with hidden(context="fork") as envs:
+        [frozen] = envs.freeze([0])
+        counts = []
+        for _ in range(90):
+            envs.thaw(frozen, into=[1])
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert max(counts[45:]) <= max(counts[:45]) + 10, counts  # replaced workers end in batches
+
+
 @pytest.mark.sampled("CartPole-v1-options0", "LunarLander-v3-options4")
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -16,7 +16,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.observers import Observer
 from vecenv.engine.worker_process import Worker
-from vecenv.errors import NotRestorable
+from vecenv.errors import NotRestorable, failed_earlier_error
 from vecenv.link.messages import Op
 from vecenv.link.observations import require_observation
 from vecenv.state.snapshots import Snapshot, Snapshots, parse_snapshots
@@ -93,6 +93,9 @@ class Calls:
         return Snapshots(self._save(rows, verify))
 
     def _save(self, rows: Sequence[int], verify: bool) -> list[Snapshot]:
+        failed = self._exchange.failures.failed
+        if mine := failed.keys() & set(rows):
+            raise failed_earlier_error({row: failed[row] for row in mine})
         saved = self._call("save", Op.SAVE, _select_positions(rows))
         if verify and (new := sorted(set(rows) - self.verified)):
             self._call("save", Op.PROVE, _select_positions(new))
@@ -139,13 +142,19 @@ class Calls:
             self._call("load", Op.LOAD, _select_positions(rows))
         except Exception:
             if exchange.request is None:  # it was not interrupted: the other environments are loaded
-                exchange.failures.forget([row for row in rows if failed.get(row) == _INTERRUPTED_LOAD])
+                self._accept_all(snapshot_by_row)
             raise
-        for row, snapshot in snapshot_by_row.items():
-            self.accept_loaded(row, snapshot)
-        exchange.rebuilder.keep_observations(rows)
+        self._accept_all(snapshot_by_row)
         all_used = all(row_state.used for row_state in row_states.values())
         return exchange.store.take(np.array(rows, np.intp)) if all_used else None
+
+    def _accept_all(self, snapshot_by_row: Mapping[int, Snapshot]) -> None:
+        """Accept the rows that have been loaded: their workers are alive."""
+        failed = self._exchange.failures.failed
+        loaded = [row for row in snapshot_by_row if failed.get(row) == _INTERRUPTED_LOAD]
+        for row in loaded:
+            self.accept_loaded(row, snapshot_by_row[row])
+        self._exchange.rebuilder.keep_observations(loaded)
 
     def accept_loaded(self, row: int, snapshot: Snapshot) -> None:
         """Store the observation of a loaded row, and forget that it failed."""

@@ -24,14 +24,13 @@ from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
-from vecenv.errors import StepTimeout, failed_earlier_error
+from vecenv.errors import failed_earlier_error
 from vecenv.front.arguments import ResetOptions, deadline_after, earlier_deadline
 from vecenv.front.driver import (
     Counters,
     PendingRequest,
     advance,
     require_no_step,
-    step_timeout_error,
     too_few_in_flight_error,
     wait_method,
 )
@@ -219,6 +218,8 @@ class Exchange:
             container.clear()
         for worker in self.pool.workers:
             worker.pending.clear()
+            if isinstance(worker, WorkerProcess) and worker.rebuild_deadline:
+                self._limit_rebuild(worker)  # it is still starting, or executing a dropped message
         self.pool.drop_unsent()
 
     def drop_if_droppable(self) -> bool:
@@ -268,7 +269,7 @@ class Exchange:
         request = self.request
         assert request is not None
         if request.remaining and not self.wait_for(request, deadline_after(timeout)):
-            raise self.timeout_error(wait_method(request.command), timeout)
+            raise self.pool.timeout_error(wait_method(request.command), timeout)
         if request.has_failed and (error := self.settle(request)) is not None:
             try:
                 raise error
@@ -368,6 +369,7 @@ class Exchange:
         limit = self.policy.step_timeout if deadline is None else None
         deadline = deadline_after(limit) if deadline is None else deadline
         enough, enough_from = (count, math.inf) if least is None else least
+        are_all = least is None and count == self.num_envs
         while True:
             if self.unraised:
                 self._raise_next()
@@ -383,7 +385,7 @@ class Exchange:
                     return True
                 if time.monotonic() >= until:
                     return True
-            elif not (self._wait_for_all if ready + num_unready == count == self.num_envs else self._wait_for_any)(deadline):
+            elif not (self._wait_for_all if are_all and len(self.in_flight) == count else self._wait_for_any)(deadline):
                 self._apply_arrived_replies()
                 if self.unraised or len(self.ready) >= count:
                     continue
@@ -396,6 +398,8 @@ class Exchange:
         self.state.changing = True
         error, rows = self.unraised.popleft()
         self.in_flight -= rows
+        self.resetting -= rows
+        self.not_counted -= rows
         self.state.changing = False
         try:
             raise error
@@ -530,6 +534,8 @@ class Exchange:
                 self.handle_death(worker)
         self.settle_received()
         self.state.changing = False
+        if pool.unsent:  # rebuild messages, which have a time limit
+            self.flush()
         return True
 
     # -- replies -----------------------------------------------------------------------------------------------------
@@ -569,6 +575,7 @@ class Exchange:
             if self.policy.step_timeout is None:
                 worker.rebuild_deadline = 0.0
         else:
+            worker.start_failures = []  # it has built its environments by now
             outcome = None if payload is None else decode_outcome(payload)
             self._apply(worker, message[1:HEAD], outcome, code != _PLAIN)
 
@@ -619,6 +626,8 @@ class Exchange:
         while index < len(pending) and pending[index][0][1:] != number:
             index += 1
         if index == len(pending):  # the request was dropped
+            if not pending:
+                worker.rebuild_deadline = 0.0
             if outcome is not None:
                 failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
                 self.failures.record("step", failures, mark="none")
@@ -762,7 +771,7 @@ class Exchange:
         """Kill the workers that exceeded ``step_timeout``; raise ``StepTimeout`` instead if failures are not restarted."""
         late = [worker for worker in self.pool.processes if worker.pending]
         if not self.policy.restart:
-            error = self.timeout_error(method, limit)
+            error = self.pool.timeout_error(method, limit)
             self.failures.record_late(error, late)
             raise error
         hanging = [worker for worker in late if not worker.rebuild_deadline]
@@ -789,7 +798,3 @@ class Exchange:
         """Kill the workers that have pending messages and some of these rows."""
         late = [worker for worker in self.pool.processes if worker.pending and not set(rows).isdisjoint(worker.rows)]
         self._kill(late, "its reply was no longer needed")
-
-    def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
-        """Return the exception of a call that got no reply in time."""
-        return step_timeout_error(method, timeout, self.pool.describe_late)

@@ -97,6 +97,7 @@ class FailureLog:
             if mark == "all" or (failure.fatal and mark == "fatal"):
                 place = location_in_traceback(packed.text)
                 self.failed[row] = f"{failure.text}, at {place}" if place else failure.text
+                self.deaths.pop(row, None)
             failure.error = packed  # breaks a cycle: the exception's frames hold the failure
             if "daemonic processes are not allowed" in summary(error):
                 note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
@@ -322,7 +323,7 @@ class Rebuilder:
             if not budget.spend(cause, mine):
                 return self._exhausted_error(mine, workers, budget)
             failures.restarts += 1
-            failures.counted |= set(mine)
+            failures.counted |= failures.failed.keys() & set(mine)
             failures.restart_log.log(cause)
         return None
 

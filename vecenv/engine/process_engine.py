@@ -145,7 +145,7 @@ class Engine(WorkerDriver):
             for_recv: True if ``recv`` returns the rows one by one; others may be in flight meanwhile.
         """
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
-        if ids is not None and self.exchange.request is not None:
+        if ids is not None and self.exchange.request is not None and not self.exchange.drop_if_droppable():
             advance(self.exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
@@ -351,7 +351,7 @@ class Engine(WorkerDriver):
 
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception for a call that has timed out."""
-        return self.exchange.timeout_error(method, timeout)
+        return self.pool.timeout_error(method, timeout)
 
     @property
     def capabilities(self) -> Capabilities:

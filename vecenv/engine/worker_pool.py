@@ -26,9 +26,9 @@ from gymnasium.vector.utils import clear_mpi_env_vars
 
 from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
-from vecenv.errors import StartupTimeout, envs_text
+from vecenv.errors import StartupTimeout, StepTimeout, envs_text
 from vecenv.front.arguments import deadline_after, milliseconds_until
-from vecenv.front.driver import abandoned_after_fork
+from vecenv.front.driver import abandoned_after_fork, step_timeout_error
 from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
@@ -505,6 +505,10 @@ class WorkerPool:
         self.unsent.discard(worker)
         self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
+
+    def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
+        """Return the exception of a call that got no reply in time."""
+        return step_timeout_error(method, timeout, self.describe_late)
 
     def describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
         """Describe the first few workers that have not replied within ``seconds``; return that text and the rows of all."""

@@ -252,7 +252,8 @@ class EnvRows:
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
         """Execute a requested reset. An environment that has failed is rebuilt first."""
-        return self._call_reset(k, self.envs[k] or self._build(k), seed, options)
+        env = self.envs[k]
+        return self._call_reset(k, self._build(k) if env is None else env, seed, options)
 
     def _begin_next(self, k: int) -> tuple[Any, Any]:
         """Execute an automatic reset, with the seed and options that were set for it."""
@@ -282,6 +283,14 @@ class EnvRows:
         """Raise ``KeyboardInterrupt`` again if this is the caller's own process."""
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
+
+    def _convert_outcome(self, k: int, reward: Any, terminated: Any, truncated: Any) -> tuple[Any, Any, Any]:
+        if reward.__class__ is not float:
+            reward = self._convert_number(k, "reward", reward, np.float64)
+        if terminated.__class__ is not bool or truncated.__class__ is not bool:
+            terminated = self._convert_number(k, "terminated", terminated, np.bool_)
+            truncated = self._convert_number(k, "truncated", truncated, np.bool_)
+        return reward, terminated, truncated
 
     def _convert_number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
         """Convert a reward or flag that is not a plain float or bool, as Gymnasium does; squeeze an array of size 1."""
@@ -359,6 +368,8 @@ class EnvRows:
                     continue
                 observation, reward, terminated, truncated, info = result
                 if terminated or truncated:
+                    # before a reset in the same step, which may change the objects that the environment returned
+                    reward, terminated, truncated = self._convert_outcome(k, reward, terminated, truncated)
                     observation, info = on_episode_end(k, observation, info, out)
                 try:
                     rows[k][:] = observation

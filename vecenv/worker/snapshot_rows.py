@@ -128,7 +128,8 @@ class SnapshotRows(EnvRows):
 
     def _prepare(self, k: int, snapshot: Snapshot) -> Callable[[], None]:
         """Return a function that loads a snapshot into row k. Raise if the snapshot does not fit."""
-        env = self.envs[k] or self._build(k)
+        env = self.envs[k]
+        env = self._build(k) if env is None else env
         try:
             layers = layers_of(env)
             if difference := snapshot.row.kind.differs_from(self._find_kind(k, layers)):

@@ -91,8 +91,7 @@ class ThreadedRows(SnapshotRows):
         self.leave_if_forked()
         if self._resets_in_thread and isinstance(result, tuple) and len(result) == 5 and (result[2] or result[3]):
             # copied before the reset: an environment may reuse the objects that it returned
-            observation, reward, terminated, truncated, info = result
-            result = deepcopy(observation), reward, terminated, truncated, deepcopy(info)
+            result = deepcopy(result)
             self._recorded_calls[k] = RecordedCall(lambda: super(ThreadedRows, self)._begin_next(k))
             self.leave_if_forked()
         return result

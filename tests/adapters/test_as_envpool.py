@@ -80,6 +80,21 @@ def test_unsupported_calls_are_refused() -> None:
     envs.close()
     with pytest.raises(TypeError, match="vector environment"):
         as_envpool("CartPole-v1")  # type: ignore[arg-type]
+    wrapped = gym.wrappers.vector.TransformReward(make(2), lambda rewards: 100 * rewards)
+    with pytest.raises(ValueError, match="steps some rows, which TransformReward cannot do: pass AsyncVectorEnv"):
+        as_envpool(wrapped)
+    wrapped.close()
+
+
+def test_wrappers_that_accept_rows_are_not_bypassed() -> None:
+    pool = as_envpool(vecenv.wrappers.RecordEpisodeStatistics(make(2)))
+    pool.reset()
+    ended = False
+    while not ended:
+        *_, terminations, truncations, infos = pool.step(np.zeros(2, int), np.arange(2, dtype=np.int32))
+        ended = bool((terminations | truncations).any())
+    assert "episode" in infos
+    pool.close()
 
 
 class Program:

@@ -153,6 +153,16 @@ def test_many_episodes_are_distributed_evenly(make: Any, mode: str) -> None:
         assert abs(float(metrics.episode_return[index]) - total) < 1e-4
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_episodes_that_take_all_steps_finish(counters: Any, mode: str) -> None:
+    """In next-step mode, a step without a result lies between two episodes of a row."""
+    env = counters(autoreset_mode=mode)
+    still = stateless(lambda params, obs, key: (jnp.zeros((5, 1)), {}))
+    metrics, _ = fast_eval_rollout_episode(env, still, PARAMS, env.reset(new_key(0)), (), new_key(1), 7, 13)
+    assert metrics.finished.all()
+    assert metrics.episode_length.max() <= 7
+
+
 @pytest.mark.long
 def test_two_rollouts_equal_one_long_one(counters: Any) -> None:
     env = counters()

@@ -54,7 +54,10 @@ class EnvPoolLike:
 
     def __init__(self, envs: AnyVectorEnv, seed: int | None) -> None:
         require_settings(envs, "EnvPool's interface", [AutoresetMode.NEXT_STEP])
-        inner: Any = envs.unwrapped
+        if not hasattr(type(envs), "recv"):
+            kind = type(envs).__name__
+            raise ValueError(f"EnvPool's interface steps some rows, which {kind} cannot do: pass {envs.unwrapped}")
+        inner: Any = envs
         self.vector_env: Any = inner
         self.observation_space: Space[Any] = envs.single_observation_space
         self.action_space: Space[Any] = envs.single_action_space

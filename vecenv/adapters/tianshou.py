@@ -70,7 +70,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if not 1 <= self.wait_num <= envs.num_envs:
             raise ValueError(f"wait_num must be within 1..{envs.num_envs}, got {wait_num!r}")
         self.is_async = self.wait_num < envs.num_envs
-        self._inner: Any = envs.unwrapped
+        self._inner: Any = envs if hasattr(type(envs), "recv") else envs.unwrapped
         self._by_row, self._inner_by_row = infos_by_row(envs), infos_by_row(self._inner)
         if self.is_async and self._inner is not envs:
             raise ValueError(f"wait_num steps and resets single rows, which vector wrappers cannot do: pass {self._inner}")
@@ -149,6 +149,9 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
             raise ValueError(f"step needs one action for each of {len(ids)} environments, got {action!r}")
         actions = np.asarray(action)
         if len(ids) < self.env_num:
+            if self._inner is not self.vector_env:
+                kind = type(self.vector_env).__name__
+                raise ValueError(f"Tianshou steps envs {ids.tolist()} only, which {kind} cannot do: pass {self._inner}")
             self._inner.send(actions, ids)
             received = {row[5]: row for row in self._receive(len(ids))}
             return self._join_rows([received[i] for i in ids.tolist()], self._wrap_id(id))

@@ -27,6 +27,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from vecenv.errors import ObservationError, StaleStateError
 from vecenv.front.arguments import GymnasiumAsync
 from vecenv.front.capabilities import capabilities_of
+from vecenv.front.driver import drop_pending_and_retry
 from vecenv.link.observations import flatten
 from vecenv.shm.layout import Tree, fixed_tree
 
@@ -306,7 +307,8 @@ class Requests:
         options = None if mask is None else {"reset_mask": mask}
         self._ended[... if mask is None else mask] = False
         if not self._steps_async:
-            return self.envs.reset(seed=seeds, options=options)  # type: ignore[no-any-return]
+            reset = functools.partial(self.envs.reset, seed=seeds, options=options)
+            return drop_pending_and_retry(self.envs, reset)  # type: ignore[no-any-return]
         self.drain()
         self.envs.reset_async(seed=seeds, options=options)
         self._pending = self.envs.reset_wait

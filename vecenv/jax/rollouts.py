@@ -267,6 +267,8 @@ def fast_eval_rollout_episode(
     quota = jnp.full(n, rounds) if num_episodes is None else (num_episodes - jnp.arange(n) + n - 1) // n
     start = (state, carry, _Tally.begin(state, rounds, quota.reshape(state.reward.shape)))
     act, limit = _counted_step(env, policy, params, key), max_steps * rounds
+    if getattr(env, "autoreset_mode", None) is AutoresetMode.NEXT_STEP:
+        limit += rounds - 1  # between two episodes of a row, a step resets it
     resetting_env: Any = env if rounds > 1 and getattr(env, "autoreset_mode", None) is AutoresetMode.DISABLED else None
 
     def is_running(carried: _EvalCarry) -> Array:

@@ -10,6 +10,7 @@ runner for both would lose the efficiency of the first: in lockstep, a batch tak
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +20,7 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from vecenv.errors import EnvFailed, SnapshotMismatch, StepTimeout, WorkerDied, how_to_install
+from vecenv.errors import EnvFailed, ErrorRecord, SnapshotMismatch, StepTimeout, WorkerDied, how_to_install
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
@@ -28,6 +29,7 @@ from vecenv.front.arguments import parse_timeout
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsupported
 from vecenv.front.infos import RowInfos
+from vecenv.planning.options import WorkerOptions
 from vecenv.state.snapshots import Kind, Snapshot
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raised_by_handler, watched_handlers
@@ -196,7 +198,7 @@ def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
         try:
             try:
                 envs.load(snapshot, env_id=[0])
-            except EnvFailed:  # a worker died earlier
+            except (EnvFailed, WorkerDied):  # a worker died earlier
                 envs.reset()
                 envs.load(snapshot, env_id=[0])
         except SnapshotMismatch as error:
@@ -326,7 +328,8 @@ class FirstReadyRunner(EpisodeRunner):
         self._groups: list[list[int]] = [list(rows) for rows in envs.worker_rows]
         self._group_of = {row: group for group in self._groups for row in group}
         self._suspects: list[int] = []  # indices of the episodes to repeat one at a time per worker
-        self._in_flight: dict[int, float] = {}  # row -> start of its request
+        self._in_flight: dict[int, tuple[float, float]] = {}  # row -> start of its request, and its deadline
+        self._starting: dict[int, float] = {}  # row -> when its worker was found dead, until the new process replies
         self._broken: set[int] = set()  # rows that failed and have not been reset since
         self._has_snapshots = any(episode.snapshot is not None for episode in episodes.episodes)
         self._free: list[int] = []  # rows for the next episodes
@@ -371,8 +374,11 @@ class FirstReadyRunner(EpisodeRunner):
         positions: list[int] = []
         for position, row in enumerate(rows):
             attempt, over = self._running[row], bool(terminations[position] or truncations[position])
-            del self._in_flight[row]
-            if self._restarts and (attempt.begins or truncations[position]) and _is_restart(infos.row(position)):
+            sent, _ = self._in_flight.pop(row)
+            restarted = self._restarts and (attempt.begins or truncations[position]) and _is_restart(infos.row(position))
+            if restarted or sent > self._starting.get(row, math.inf):  # the new process is ready
+                self._end_start(row)
+            if restarted:
                 self._handle_restart(row)
                 continue
             if not attempt.begins:
@@ -445,6 +451,7 @@ class FirstReadyRunner(EpisodeRunner):
                 if self._broken:  # load() is refused while a worker is dead
                     self._envs.reset(options={"reset_mask": np.isin(np.arange(self._envs.num_envs), list(self._broken))})
                     self._broken.clear()
+                    self._starting.clear()
                 observations.append(self._envs.load(attempt.episode.snapshot, env_id=[attempt.row]))
             except SnapshotMismatch:
                 raise
@@ -465,7 +472,7 @@ class FirstReadyRunner(EpisodeRunner):
         options = [attempt.episode.reset_options for attempt in attempts]
         self._envs.reset_async(seed=seeds, options=options, env_id=rows)
         self._broken.difference_update(rows)
-        self._in_flight.update(dict.fromkeys(rows, time.monotonic()))
+        self._begin_limits(rows)
 
     def _step(self, rows: list[int], observations: Any, infos: list[Any]) -> None:
         """Call the policy, and step these rows."""
@@ -477,12 +484,13 @@ class FirstReadyRunner(EpisodeRunner):
                 try:
                     self._send(take_rows(self._envs.single_action_space, actions, [position]), [row])
                 except EnvFailed as error:
+                    self._mark_starting([row])
                     self._fail_or_requeue(row, error)
             self._begin()
 
     def _send(self, actions: Any, rows: list[int]) -> None:
         self._envs.send(actions, rows)
-        self._in_flight.update(dict.fromkeys(rows, time.monotonic()))
+        self._begin_limits(rows)
 
     def _receive(self) -> Any:
         """Return the results of at least one ready environment; until there is one, end workers that hang."""
@@ -490,21 +498,50 @@ class FirstReadyRunner(EpisodeRunner):
             return self._by_row.results("recv", count=len(self._in_flight), at_least=1)
         while True:
             now = time.monotonic()
-            deadlines = {row: since + self._request_limit(row) for row, since in self._in_flight.items()}
-            expired = [row for row, deadline in deadlines.items() if deadline <= now]
-            if expired:
-                self._envs.abandon(expired)
+            expired = [row for row, (_, deadline) in self._in_flight.items() if deadline <= now]
+            if hanging := [row for row in expired if not (self._restarts and self._is_rebuilding(row))]:
+                self._envs.abandon(hanging)
+            if expired and self._restarts:  # the engine rebuilds these rows, which stay in flight
+                self._begin_limits(self._mark_starting(expired) & self._in_flight.keys())
+                hanging = []
             try:
-                timeout = None if expired else min(deadlines.values()) - now
+                timeout = None if hanging else min(deadline for _, deadline in self._in_flight.values()) - now
                 return self._by_row.results("recv", timeout, count=len(self._in_flight), at_least=1)
             except StepTimeout:
-                if expired:
+                if hanging:
                     raise
+
+    def _begin_limits(self, rows: Iterable[int]) -> None:
+        """Begin the time limits of these rows' requests."""
+        now = time.monotonic()
+        self._in_flight.update({row: (now, now + self._request_limit(row)) for row in rows})
 
     def _request_limit(self, row: int) -> float:
         """Return the time limit of a row's request: that of one environment, times the active rows of its worker."""
-        assert self._timeout is not None
-        return self._timeout * sum(other in self._running for other in self._group_of[row])
+        if self._timeout is None:
+            return math.inf
+        limit = self._timeout * sum(other in self._running for other in self._group_of[row])
+        return limit + (_start_limit(self._envs) if row in self._starting else 0.0)
+
+    def _mark_starting(self, rows: Iterable[int]) -> set[int]:
+        """Allow time to start a process in the next limits of the workers of these rows; return all their rows."""
+        started = {other for row in rows for other in self._group_of[row]}
+        self._starting.update(dict.fromkeys(started, time.monotonic()))
+        return started
+
+    def _end_start(self, row: int) -> None:
+        """Set the deadlines of all requests to the worker of this row anew, because it is ready."""
+        now = time.monotonic()
+        for other in self._group_of[row]:
+            self._starting.pop(other, None)
+            if other in self._in_flight:
+                self._in_flight[other] = self._in_flight[other][0], now + self._request_limit(other)
+
+    def _is_rebuilding(self, row: int) -> bool:
+        """True if an environment in flight in this row's worker has failed since its request was sent."""
+        sent = {other: self._in_flight[other][0] for other in self._group_of[row] if other in self._in_flight}
+        records = {other: _latest_failure(self._envs, other) for other in sent}
+        return any(record is not None and record.time > sent[other] for other, record in records.items())
 
     # -- failures ---------------------------------------------------------------------------------------------------
 
@@ -520,6 +557,7 @@ class FirstReadyRunner(EpisodeRunner):
         """Fail or requeue the attempts that a worker's death ended."""
         rows = self._failed_rows(error)
         self._mark_suspects(rows)
+        self._mark_starting(rows)
         for row in rows:
             self._fail_or_requeue(row, error)
 
@@ -534,13 +572,12 @@ class FirstReadyRunner(EpisodeRunner):
 
     def _handle_restart(self, row: int) -> None:
         """Fail or requeue the attempt in an environment that the engine rebuilt."""
-        for record in reversed(self._envs.errors):
-            error = record.error
-            if record.env == row or (isinstance(error, WorkerDied) and row in error.envs):
-                if record.env is None:
-                    self._mark_suspects([row])
-                return self._fail_or_requeue(row, error)
-        return self._fail_or_requeue(row, EnvFailed(f"env {row} failed and was rebuilt"))
+        record = _latest_failure(self._envs, row)
+        if record is None:
+            return self._fail_or_requeue(row, EnvFailed(f"env {row} failed and was rebuilt"))
+        if record.env is None:
+            self._mark_suspects([row])
+        return self._fail_or_requeue(row, record.error)
 
     def _mark_suspects(self, rows: Sequence[int]) -> None:
         """Mark the attempts of each worker of these rows as suspects, if it ran several."""
@@ -588,6 +625,8 @@ class LockstepRunner(EpisodeRunner):
         self._in_waves = in_waves
         self._all_rows = range(envs.num_envs)
         self._infos: list[Any] = []  # the latest info of each row, if the policy has a parameter `infos`
+        capabilities = capabilities_of(envs.unwrapped)
+        self._restarts = capabilities is not None and capabilities.restarts
 
     def run(self) -> None:
         """Run all episodes."""
@@ -612,6 +651,7 @@ class LockstepRunner(EpisodeRunner):
         seeds = [self._running[min(row, rows[-1])].episode.seed for row in self._all_rows]
         options = self._shared_options(rows)
         observations, infos = self._by_row.results("reset", seed=seeds, options=options or None)
+        self._raise_failures(rows, infos)
         self._infos = infos.rows() if self._act.takes_infos else []
         return self._restore(self._reset(rows) if options is None else observations, rows)
 
@@ -646,6 +686,7 @@ class LockstepRunner(EpisodeRunner):
         mask = self._mask(rows)
         seeds = [self._running[row].episode.seed if mask[row] else None for row in self._all_rows]
         observations, infos = self._by_row.results("reset", seed=seeds, options={**options, "reset_mask": mask})
+        self._raise_failures(rows, infos)
         if self._act.takes_infos:
             self._infos = [infos.row(row) if mask[row] else self._infos[row] for row in self._all_rows]
         return observations
@@ -668,6 +709,7 @@ class LockstepRunner(EpisodeRunner):
         """Add up rewards and lengths, report ended episodes, and return the rows that ended."""
         ended = terminations | truncations
         executed = infos.executed_steps()
+        self._raise_failures([row for row in self._running if ended[row]], infos)
         for row, attempt in list(self._running.items()):
             attempt.episode_return += float(rewards[row])
             attempt.length += executed if isinstance(executed, int) else int(executed[row])
@@ -675,10 +717,31 @@ class LockstepRunner(EpisodeRunner):
                 self._end(attempt, terminations[row], truncations[row], infos.row(row))
         return np.flatnonzero(ended).tolist()
 
+    def _raise_failures(self, rows: Sequence[int], infos: RowInfos) -> None:
+        """Raise the recorded failure of an environment in these rows that the engine rebuilt."""
+        for row in rows if self._restarts else ():
+            if _is_restart(infos.row(row)) and (record := _latest_failure(self._envs.unwrapped, row)) is not None:
+                raise record.error
+
 
 def _is_restart(info: Any) -> bool:
     """True if the engine rebuilt the environment of this info, with ``on_failure="restart"``."""
     return isinstance(info, dict) and info.get("restarted") is True
+
+
+def _latest_failure(envs: Any, row: int) -> ErrorRecord | None:
+    """Return the latest record of a failure of this row or of its worker."""
+    records: Iterable[ErrorRecord] = reversed(envs.errors)
+    for record in records:
+        if record.env == row or (isinstance(record.error, WorkerDied) and row in record.error.envs):
+            return record
+    return None
+
+
+def _start_limit(envs: Any) -> float:
+    """Return the seconds that the engine allows for the start of a worker."""
+    policy = getattr(getattr(envs.unwrapped, "_driver", None), "policy", None)
+    return float(getattr(policy, "start_timeout", None) or WorkerOptions().start_timeout)
 
 
 def _render(env: Any) -> Any:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from vecenv.errors import EnvFailed, suggest_names
+from vecenv.errors import EnvFailed, WorkerDied, suggest_names
 from vecenv.evaluating.episodes import Episode
 from vecenv.front.capabilities import Capabilities
 
@@ -108,7 +108,7 @@ def _offered_names(envs: Any, capabilities: Capabilities | None) -> tuple[str, .
 
     try:
         return common_names()
-    except EnvFailed:  # calls are refused until failed rows are reset
+    except (EnvFailed, WorkerDied):  # calls are refused until failed rows are reset
         envs.reset()
         return common_names()
     except AttributeError:  # an environment that is not a gymnasium.Env

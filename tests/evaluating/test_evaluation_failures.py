@@ -1,0 +1,100 @@
+"""Failures of workers and time limits in evaluations: only the episodes that cause them have an error."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from envs import open_engine
+from gymnasium.vector import VectorWrapper
+from walks import SEED, Walk, choose, expected_results, numbers, walks
+
+import vecenv
+from vecenv.errors import WorkerDied
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
+
+
+class Slow(Walk):
+    """A walk that is slow to build and, if ``lengths`` are given, has a length for each seed and slow resets and steps."""
+
+    def __init__(self, start: float = 0.0, pause: float = 0.0, lengths: tuple[int, ...] = (), **how: Any) -> None:
+        time.sleep(start)
+        super().__init__(pause=pause, **how)
+        self.lengths = lengths
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        time.sleep(self.pause)
+        reset = super().reset(seed=seed, options=options)
+        if self.lengths:
+            self.length = self.lengths[(seed or 0) - SEED]
+        return reset
+
+
+class Refusing(Walk):
+    """A walk that raises in the reset with one seed."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed == SEED + 4:
+            raise ArithmeticError(f"walk {seed} refused")
+        return super().reset(seed=seed, options=options)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_worker_that_died_while_idle_does_not_end_an_evaluation(on_failure: Any) -> None:
+    with open_engine(walks(4), num_workers=2, on_failure=on_failure) as envs:
+        envs.reset(seed=0)
+        os.kill(envs.processes[1].pid, signal.SIGKILL)
+        time.sleep(0.1)
+        assert numbers(vecenv.evaluate(envs, choose, 6, seed=SEED)) == expected_results(6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", ["hang", "die"])
+def test_a_failure_is_one_restart_however_long_the_process_takes_to_start(fault: str, tmp_path: Path) -> None:
+    """The other worker returns results meanwhile."""
+    how: dict[str, Any] = {"pause": 0.02, "faults": {SEED + 7: f"{fault} once"}, "marks": str(tmp_path)}
+    slow = functools.partial(Slow, 1.0 if fault == "die" else 0.1, **how)
+    with open_engine([slow] * 4, num_workers=2, on_failure="restart", step_timeout=0.5) as envs:
+        assert numbers(vecenv.evaluate(envs, choose, 20, seed=SEED)) == expected_results(20)
+        assert envs.stats()["restarts"] == 1
+
+
+@pytest.mark.long
+def test_time_to_start_a_process_is_not_part_of_the_limit_of_a_reset() -> None:
+    slow = functools.partial(Slow, 1.0, faults={SEED + 5: "hang"})
+    with open_engine([slow] * 2, num_workers=1, step_timeout=0.5) as envs:
+        results = vecenv.evaluate(envs, choose, 12, seed=SEED, retries=0)
+    assert [each.index for each in results if each.error is not None] == [5]
+    assert max(each.attempts for each in results if each.index != 5) <= 2
+
+
+def test_end_of_an_episode_does_not_shorten_the_limit_of_other_requests() -> None:
+    """The last step of episode 2 waits for that of episode 1, in the same worker."""
+    with open_engine([functools.partial(Slow, pause=0.5, lengths=(1, 2, 1))] * 2, num_workers=1) as envs:
+        results = vecenv.evaluate(envs, choose, 3, seed=SEED, timeout=0.75)
+    assert [(each.error, each.attempts) for each in results] == [(None, 1)] * 3
+
+
+@pytest.mark.parametrize(
+    ("env_fn", "error"),
+    [
+        (functools.partial(Walk, faults={SEED + 4: "raise"}), ArithmeticError),
+        (functools.partial(Walk, faults={SEED + 4: "die"}), WorkerDied),
+        (Refusing, ArithmeticError),
+    ],
+)
+@pytest.mark.parametrize("num_envs", [2, 6])
+def test_restart_in_lock_step_is_not_the_end_of_an_episode(num_envs: int, env_fn: Any, error: type[Exception]) -> None:
+    with open_engine([env_fn] * num_envs, num_workers=2, on_failure="restart") as envs:
+        with pytest.raises(error):
+            vecenv.evaluate(VectorWrapper(envs), choose, 6, seed=SEED)
+        envs.reset()
+        assert len(vecenv.evaluate(VectorWrapper(envs), choose, 4, seed=SEED)) == 4, "an earlier failure is not raised again"
+        assert np.all(np.isfinite(vecenv.evaluate(VectorWrapper(envs), choose, 4, seed=SEED).returns))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing.connection
 import os
 import re
 import signal
@@ -605,6 +606,16 @@ def test_reset_that_replaces_a_worker_leaves_it_no_deadline(
     assert not truncations.any()
 
 
+def wait_for_end(envs: Any, index: int) -> None:
+    """Wait until the process of a worker has ended, with all its threads: until then its pipes are open."""
+    assert multiprocessing.connection.wait([envs.processes[index].sentinel], 20.0)
+
+
+def kill_worker(envs: Any, index: int) -> None:
+    os.kill(worker_pids(envs)[index], signal.SIGKILL)
+    wait_for_end(envs, index)
+
+
 class HangsInOneReset(EchoEnv):
     """An environment with a reset that hangs if a file exists, which it removes."""
 
@@ -653,7 +664,7 @@ def test_death_that_a_reset_or_a_failure_finds_is_handled_once(launch: Launch, c
         os.kill(pid, signal.SIGCONT)
     else:
         envs.send([1], [1])
-    assert not still_running([pid], 5.0)
+    wait_for_end(envs, 0)
     if not call.startswith("raise"):
         envs.reset_async(env_id=[0])
     counts = [1, 1] if call.endswith("one") else [2]
@@ -676,9 +687,7 @@ def test_worker_that_died_while_idle_restarts_all_its_rows_in_the_next_step(laun
     envs.reset(seed=1)
     envs.send([1], [1])
     envs.recv(timeout=60, count=1)
-    (pid,) = worker_pids(envs)
-    os.kill(pid, signal.SIGKILL)
-    assert not still_running([pid], 5.0)
+    kill_worker(envs, 0)
     if by_recv:
         envs.send(ACTIONS[:2], [0, 1])
         *_, truncations, infos = envs.recv(timeout=60, count=2)
@@ -728,9 +737,7 @@ def test_a_rebuild_may_reset_for_longer_than_the_time_limit_of_a_start(launch: L
 def test_death_of_a_worker_is_one_restart_even_if_a_masked_reset_replaced_it(launch: Launch) -> None:
     envs = launch(make_env_fns(4), num_workers=1, on_failure=Restart(1))
     envs.reset(seed=1)
-    (pid,) = worker_pids(envs)
-    os.kill(pid, signal.SIGKILL)
-    assert not still_running([pid], 5.0)
+    kill_worker(envs, 0)
     envs.reset(options={"reset_mask": np.array([True, False, False, False])})
     *_, truncations, _ = envs.step(ACTIONS[:4])
     assert truncations.tolist() == [False, True, True, True]
@@ -775,9 +782,7 @@ def test_at_least_does_not_wait_for_a_hanging_environment(launch: Launch) -> Non
 def test_failed_row_of_a_replaced_worker_cannot_be_saved(launch: Launch) -> None:
     envs = launch(make_env_fns(2), num_workers=1)
     envs.reset(seed=1)
-    (pid,) = worker_pids(envs)
-    os.kill(pid, signal.SIGKILL)
-    assert not still_running([pid], 5.0)
+    kill_worker(envs, 0)
     envs.reset(options={"reset_mask": np.array([True, False])})
     with pytest.raises(EnvFailed, match="env 1: worker 0"):
         envs.save([1], verify=False)
@@ -819,9 +824,7 @@ def test_row_that_a_masked_reset_has_rebuilt_is_counted_again(launch: Launch) ->
     env_fns = [faulty_env_fn(0, "raises", step=2), *make_env_fns(2)[1:]]
     envs = launch(env_fns, num_workers=1, on_failure=Restart(1))
     envs.reset(seed=1)
-    (pid,) = worker_pids(envs)
-    os.kill(pid, signal.SIGKILL)
-    assert not still_running([pid], 5.0)
+    kill_worker(envs, 0)
     envs.reset(options={"reset_mask": np.array([True, False])})
     envs.step(ACTIONS[:2])
     assert envs.stats()["restarts"] == 1
@@ -843,18 +846,13 @@ def test_a_death_is_not_explained_by_an_earlier_failure_to_start(launch: Launch,
     envs = launch([functools.partial(FailsToStartOnce, index, tmp_path / "busy") for index in range(2)], num_workers=2)
     envs.reset(seed=1)
 
-    def kill() -> None:
-        pid = worker_pids(envs)[0]
-        os.kill(pid, signal.SIGKILL)
-        assert not still_running([pid], 5.0)
-
-    kill()
+    kill_worker(envs, 0)
     (tmp_path / "busy").touch()
     with pytest.raises(WorkerDied):
         envs.step(ACTIONS[:2])
     envs.reset(seed=1)
     envs.step(ACTIONS[:2])
-    kill()
+    kill_worker(envs, 0)
     with pytest.raises(WorkerDied, match="SIGKILL"):
         envs.step(ACTIONS[:2])
 

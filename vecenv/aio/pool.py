@@ -27,6 +27,7 @@ from vecenv.errors import BusyError, EnvFailed, ErrorRecord, StepTimeout, VecEnv
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.tasks import require_offered
 from vecenv.front.arguments import check_option_names, parse_timeout
+from vecenv.front.infos import count_steps
 from vecenv.planning.options import OnFailure, Restart, StartMethod, WorkerOptions, check_option
 from vecenv.state.snapshots import Snapshot, parse_snapshots
 from vecenv.system.generators import GeneratorsOption
@@ -305,7 +306,7 @@ class Pool:
                 while not env.over:
                     _, reward, *_, info = await env.step(await policy(env.observation))
                     attempt.episode_return += reward
-                    attempt.length += info.get("chunk_steps", 1) if isinstance(info, dict) else 1
+                    attempt.length += count_steps(info)
                 return todo.record_end(attempt, env.terminated, env.truncated, env.info)
         except VecEnvError as error:
             if env.failure is not error:  # the policy raised it

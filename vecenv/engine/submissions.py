@@ -19,6 +19,7 @@ from vecenv.engine.exchange import Exchange
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvFailed, failed_earlier_error
+from vecenv.front.infos import count_steps
 from vecenv.link.envs import call_env
 from vecenv.link.messages import OVERLAPS, Op, summary
 from vecenv.link.observations import require_observation
@@ -197,7 +198,7 @@ class Submissions:
         if request.command == "reset":
             exchange.counters.resets += 1
             return observation, info
-        exchange.counters.steps += info.get("chunk_steps", 1) if isinstance(info, dict) else 1
+        exchange.counters.steps += count_steps(info)
         flags = bool(batch.terminations[row]), bool(batch.truncations[row])
         return observation, float(batch.rewards[row]), *flags, info
 

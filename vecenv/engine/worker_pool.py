@@ -346,7 +346,7 @@ class WorkerPool:
         return [(worker, rows[first:end]) for worker, first, end in parts if first < end]
 
     def split_into_rounds(self, rows: Sequence[int], size: int | None) -> Iterator[tuple[int, Worker, Sequence[int]]]:
-        """Yield (round, worker, rows): in each round one message per worker, about at most ``size`` (``None``: all) rows."""
+        """Yield (round, worker, rows): a round has a message of up to ``size`` rows (``None``: all) per worker."""
         parts = self.split(rows)
         longest = max((len(mine) for _, mine in parts), default=0)
         for number, first in enumerate(range(0, longest, size or longest or 1)):

@@ -135,7 +135,7 @@ Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
 
 
 class PendingRequest(NamedTuple):
-    """A pending call: a reset or a step, its number of rows, and whether only ``recv`` can fetch its results."""
+    """A pending reset or step: its phase, its number of rows, and True if only ``recv`` can fetch its results."""
 
     kind: Phase
     rows: int
@@ -313,7 +313,7 @@ class Driver:
         """Wait for the result of the pending step or reset. For a reset, only observations and infos are valid.
 
         Args:
-            kind: The phase of the pending call, which is not by row.
+            kind: The phase of the pending call, which is not for ``recv``.
             deadline: A time of ``time.monotonic()``; ``None``: no limit other than the driver's options.
 
         Returns:
@@ -451,7 +451,7 @@ class WorkerDriver(Driver):
     """A driver that exchanges requests and replies with workers, on this machine or on others.
 
     Attributes:
-        exchange: The exchange of messages. Its ``call`` is the pending request that returns all its rows together, or
+        exchange: The exchange of messages. Its ``request`` is the pending request that returns all its rows together, or
             ``None``. Its ``in_flight`` has the rows that ``recv`` has yet to return.
         failures: The log of failures, with ``errors``, ``failed`` and ``restarts``.
         store: The latest observations.
@@ -459,7 +459,7 @@ class WorkerDriver(Driver):
         recorder: The observer that writes files about failures, or ``None``.
         last_received: The rows that ``recv`` returned last.
         stage: The staging area for actions.
-        restarts: True if the next step rebuilds failed environments; otherwise it raises.
+        restarts_rows: True if the next step rebuilds failed environments; otherwise it raises.
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {**Driver.missing_reasons, "recording": "record_failures= was not given"}

@@ -357,6 +357,11 @@ def executed_steps(infos: Mapping[Any, Any], count: int) -> npt.NDArray[np.int64
     return steps
 
 
+def count_steps(info: Any) -> int:
+    """Return the number of environment steps that one step of a row executed: several for a chunk of actions."""
+    return _chunk_steps(info) or 1
+
+
 def _chunk_steps(info: Any) -> Any:
     return info.get("chunk_steps") if isinstance(info, dict) else None
 

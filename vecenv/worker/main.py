@@ -180,9 +180,9 @@ def _execute_payload(rows: SnapshotRows, op: int, seq: int, payload: bytes | Non
     try:
         arguments = _unpickle(payload)
     except Exception as error:
-        some = op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
+        is_about_some = op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"what was sent cannot be unpickled in the worker: {summary(error)}"
-        envs = rows.first + (rows.requested_rows(seq) if some else np.arange(rows.count))
+        envs = rows.first + (rows.requested_rows(seq) if is_about_some else np.arange(rows.count))
         fatal = op <= Op.REBUILD_SOME  # then it has no result
         return Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
     return execute(rows, op, seq, arguments)

@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -267,6 +268,31 @@ def test_an_environment_that_raises_is_restarted_by_its_host(closes: Any) -> Non
         mine[0][:, 3] = theirs[0][:, 3] = 0  # the seed of the new environment is a fresh one
         assert_identical(mine, theirs, f"step {t}")
     assert envs.stats()["restarts"] == 1
+
+
+class Locked(CounterEnv):
+    """An environment with an info in its second step that cannot be pickled."""
+
+    def step(self, action: Any) -> Any:
+        *results, info = super().step(action)
+        return *results, {"lock": threading.Lock()} if self.steps == 2 else info
+
+
+def test_an_info_that_cannot_be_pickled_affects_no_later_step(closes: Any) -> None:
+    fns = counters(2, lengths=(50,))
+    fns[1] = functools.partial(Locked, 1, lengths=(50,))
+    envs = closes(VectorEnvHere(fns, num_hosts=1, workers_per_host=1, context="fork", batch_size=2))
+    envs.reset(seed=1)
+    envs.step([0] * 2)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        envs.step([0] * 2)
+    assert envs.step([0] * 2)[0][:, 1].tolist() == [3, 3]
+    envs.reset(seed=1)
+    envs.step([0] * 2)
+    envs.send([0] * 2)
+    with pytest.raises(TypeError, match="cannot pickle"):
+        envs.recv()
+    assert envs.recv()[0][:, 1].tolist() == [2, 2], "the rows have results"
 
 
 def test_host_that_restarts_too_often_raises(closes: Any) -> None:

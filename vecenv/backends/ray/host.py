@@ -302,8 +302,7 @@ class Host:
                 break
             except Exception as error:
                 errors.append(error)
-                left = len(self.envs.in_flight)
-                count = left if left < count else 0
+                count = len(self.envs.in_flight)  # as many as before if only an info cannot be sent: its row has a result
         return self._reply(rows, arrays, outcome, errors)
 
     def _split_result(

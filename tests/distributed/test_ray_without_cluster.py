@@ -428,14 +428,15 @@ def test_workers_of_each_host_have_their_own_variables(closes: Any) -> None:
     assert seen == ("0", "1", "0", "1")
 
 
-def test_a_load_that_does_not_fit_one_host_changes_none(closes: Any) -> None:
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3]], ids=["of all hosts", "of one host"])
+def test_a_load_that_does_not_fit_changes_nothing(rows: list[int], closes: Any) -> None:
     envs = closes(VectorEnvHere(counters(4, lengths=(50,))))
     envs.reset(seed=1)
     kept = envs.save(verify=False)
     envs.step([0] * 4)
     wrong = kept[3].having(kind=replace(kept[3].row.kind, env_id="Other-v0"))
     with pytest.raises(vecenv.errors.SnapshotMismatch, match="does not fit: it is of Other-v0"):
-        envs.load([*kept[:3], wrong])
+        envs.load([*kept[:3], wrong][-len(rows) :], rows)
     assert envs.step([0] * 4)[0][:, 1].tolist() == [2] * 4
     assert envs.load(kept)[:, 1].tolist() == [0] * 4
     assert envs.step([0] * 4)[0][:, 1].tolist() == [1] * 4

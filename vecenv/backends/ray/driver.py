@@ -292,9 +292,8 @@ class HostsDriver(WorkerDriver):
         def arguments(part: RequestPart) -> Any:
             return ([snapshot_of[row] for row in part.rows], part.local), {}
 
-        if len(self.exchange.split(HostRequest("load", rows), sorted(rows))) > 1:
-            self._begin_call("load", rows, arguments, method="require_fit")
-            self.exchange.finish_call()
+        self._begin_call("load", rows, arguments, method="require_fit")
+        self.exchange.finish_call()
         self._begin_call("load", rows, arguments, (parsed,))
         interrupted = dict.fromkeys(rows, "the load of its state was interrupted")
         self.exchange.failures.failed.update(interrupted)  # until a host has replied

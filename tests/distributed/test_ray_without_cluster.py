@@ -140,6 +140,14 @@ def test_calls_reach_every_environment_with_its_own_arguments(closes: Any) -> No
     assert envs.get_attr("env_id") == (0, 1, 2, 3, 4)
 
 
+def test_the_exception_of_a_call_is_raised_once(closes: Any) -> None:
+    envs = closes(VectorEnvHere(counters(2), on_failure="restart"))
+    with pytest.raises(ZeroDivisionError) as info:
+        envs.exec_func(lambda env: 1 / 0, [1])
+    [note] = info.value.__notes__
+    assert note.startswith("env 1, host 1 ")
+
+
 def test_environments_with_different_bounds_are_batched(closes: Any) -> None:
     fns = [functools.partial(SpaceEnv, spaces.Box(0, 1 + index, (2,), np.float32)) for index in range(4)]
     with pytest.raises(RuntimeError, match=r"Env 1 has"):
@@ -268,6 +276,18 @@ def test_an_environment_that_raises_is_restarted_by_its_host(closes: Any) -> Non
         mine[0][:, 3] = theirs[0][:, 3] = 0  # the seed of the new environment is a fresh one
         assert_identical(mine, theirs, f"step {t}")
     assert envs.stats()["restarts"] == 1
+
+
+def test_a_reset_replaces_a_worker_that_died_while_idle(closes: Any) -> None:
+    here = HostsHere()
+    envs = closes(VectorEnvHere(counters(2), here, num_hosts=1, workers_per_host=1, context="fork"))
+    envs.reset(seed=1)
+    [process] = here.host(0).envs.processes
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert envs.reset(seed=5)[0][:, 3].tolist() == [5, 6]
+    assert envs.step([0] * 2)[0][:, 1].tolist() == [1, 1]
+    assert [type(record.error) for record in envs.errors] == [WorkerDied]
 
 
 class Locked(CounterEnv):

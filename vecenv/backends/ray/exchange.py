@@ -314,7 +314,7 @@ class HostExchange:
             return
         del self.parts[reference]
         if isinstance(reply, bytes):
-            reply = HostReply(rows, fields(reply, self._records, len(rows)), None, [], {}, None)
+            reply = HostReply(rows, fields(reply, self._records, len(rows)), None, [], False, {}, None)
         before = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
         where = index_of(reply.rows)
         for column, values in zip(self._arrays, reply.arrays, strict=False):
@@ -344,7 +344,7 @@ class HostExchange:
                     observer.on_reset(event.rows, event.seeds, event.options)
                 continue
             recorded = self.failures.record(host, request.command, event)
-            if not self.restart or request.command not in PHASES:  # otherwise the host has rebuilt the environments
+            if reply.raises:
                 errors += recorded
         if reply.error is not None:
             note = f"{host.label}, {envs_text(host.rows)}, during {request.command}"

@@ -117,6 +117,7 @@ class HostReply:
         arrays: Rewards, terminations, truncations and the leaves of observations of fixed size, a row for each of ``rows``.
         outcome: Infos, other observations and results of calls, encoded by :func:`~vecenv.link.messages.encode_outcome`.
         events: Failures and rebuilt environments, in the order in which they occurred.
+        raises: True if the failures in ``events`` are to be raised, because the request did not repair them.
         failed: Environments that only a reset can rebuild, with the reasons.
         error: The error of the request as a whole.
     """
@@ -125,6 +126,7 @@ class HostReply:
     arrays: list[Array]
     outcome: bytes | None
     events: list[RemoteFailure | Rebuilt]
+    raises: bool
     failed: dict[int, str]
     error: PackedError | None
 
@@ -303,7 +305,7 @@ class Host:
             except Exception as error:
                 errors.append(error)
                 count = len(self.envs.in_flight)  # as many as before if only an info cannot be sent: its row has a result
-        return self._reply(rows, arrays, outcome, errors)
+        return self._reply(rows, arrays, outcome, errors, rebuilds=self.envs.capabilities.restarts)
 
     def _split_result(
         self, outcome: Outcome, observations: Any, *numbers_infos_and_ids: Any
@@ -322,7 +324,10 @@ class Host:
             rows, arrays = sorted(rows), [array[order] for array in arrays]
         return rows, arrays
 
-    def _reply(self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception]) -> HostReply | bytes:
+    def _reply(
+        self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception], *, rebuilds: bool = False
+    ) -> HostReply | bytes:
+        """Return the reply to a request that raised ``errors``. With ``rebuilds``, failed environments have been rebuilt."""
         events, records = self._events, self.envs.errors
         reported = {event.rows[0] for event in events.events if isinstance(event, RemoteFailure)}
         for record in records:
@@ -336,12 +341,11 @@ class Host:
             for name, array in zip(self._records.names or (), arrays, strict=True):
                 batch[name] = array
             return batch.tobytes()
-        error, failed = None, any(isinstance(event, RemoteFailure) for event in events.events)
-        if errors and (self.envs.capabilities.restarts or not failed):
-            error = events.pack(errors[0])  # otherwise the events already report this error
-        return HostReply(
-            rows, arrays, encode_outcome(outcome) if outcome.has_payload() else None, events.events, events.failed, error
-        )  # fmt: skip
+        # what has failed but raised nothing was repaired: a worker that died while idle, before a reset
+        raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in events.events)
+        error = events.pack(errors[0]) if errors and not raises else None
+        encoded = encode_outcome(outcome) if outcome.has_payload() else None
+        return HostReply(rows, arrays, encoded, events.events, raises, events.failed, error)
 
 
 def record_type(tree: Tree | None, *, results: bool = False) -> np.dtype[Any]:

@@ -25,7 +25,7 @@ from sampling import each_once
 import vecenv
 from vecenv.backends import RayVectorEnv
 from vecenv.backends.ray.host import HostReply
-from vecenv.errors import ClusterError, EnvFailed, HostDied, StepTimeout, WorkerDied
+from vecenv.errors import ClusterError, EnvFailed, HostDied, ObservationError, StepTimeout, WorkerDied
 from vecenv.testing import VectorEnvContract, assert_identical, assert_same_trajectory
 from vecenv.tools.replay import replay
 
@@ -313,6 +313,25 @@ def test_an_info_that_cannot_be_pickled_affects_no_later_step(closes: Any) -> No
     with pytest.raises(TypeError, match="cannot pickle"):
         envs.recv()
     assert envs.recv()[0][:, 1].tolist() == [2, 2], "the rows have results"
+
+
+class Misshapen(CounterEnv):
+    """An environment with an observation of another shape in each step."""
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(99), *super().step(action)[1:]
+
+
+def test_errors_of_vecenv_have_the_index_of_the_environment(closes: Any) -> None:
+    envs = closes(VectorEnvHere([*counters(3), functools.partial(Misshapen, 3)]))
+    envs.reset(seed=1)
+    with pytest.raises(ObservationError, match=r"^env 3: observation: got shape"):
+        envs.step([0] * 4)
+    for refused in (lambda: envs.step([0] * 4), lambda: envs.save([3])):
+        with pytest.raises(EnvFailed, match=r"^envs \[3\] failed earlier.* env 3: ObservationError: env 3: "):
+            refused()
+    with pytest.raises(EnvFailed, match=r"^env 3 failed earlier"):
+        envs.get_attr("steps")
 
 
 def test_host_that_restarts_too_often_raises(closes: Any) -> None:

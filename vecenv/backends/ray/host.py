@@ -17,6 +17,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ import numpy as np
 from gymnasium.vector.utils import batch_space, iterate
 
 from vecenv.engine.vector_env import AsyncVectorEnv, Observer
-from vecenv.errors import SnapshotMismatch, StepTimeout, WorkerDied, envs_text
+from vecenv.errors import SnapshotMismatch, StepTimeout, VecEnvError, WorkerDied
 from vecenv.front.by_row import infos_by_row
 from vecenv.link.envs import id_of
 from vecenv.link.messages import Outcome, PackedEnvFns, PackedError, encode_outcome, pack_error, summary
@@ -154,7 +155,8 @@ class _Events(Observer):
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> None:
         if not isinstance(error, StepTimeout):
-            reason = str(error).partition("\n")[0] if worker_died else summary(error)
+            named = self.with_callers_indices(error)
+            reason = str(named).partition("\n")[0] if worker_died else summary(named)
             self.failed.update(dict.fromkeys(self.move(rows), reason))
             self.events.append(RemoteFailure(self.move(rows), self.pack(error), worker_died))
 
@@ -168,23 +170,28 @@ class _Events(Observer):
 
     def pack(self, error: BaseException) -> PackedError:
         """Pack an error with the caller's indices, without the notes that name rows and workers of this host."""
-        if isinstance(error, WorkerDied):
-            died = type(error)(
-                self._with_callers_indices(error), worker=error.worker, envs=self.move(error.envs), pid=error.pid,
-                exitcode=error.exitcode, command=error.command, timeout=error.timeout,
-            )  # fmt: skip
-            died.__cause__ = error.__cause__
-            return pack_error(died)
         if notes := getattr(error, "__notes__", None):
-            notes[:] = [note for note in notes if not (note.startswith("env ") and ", during " in note)]
-        return pack_error(error)
+            notes[:] = [self.renumber(note) for note in notes if not (note.startswith("env ") and ", during " in note)]
+        return pack_error(self.with_callers_indices(error))
 
-    def _with_callers_indices(self, error: WorkerDied) -> str:
-        head, died, reason = str(error).partition(" died ")
-        if not died or not head.startswith(f"worker {error.worker} (pid"):
-            return f"host {self._host}, of {envs_text(self.move(error.envs))}: {error}"
-        rows = self.move(sorted(error.envs))
-        return f"worker {error.worker} of host {self._host} (pid {error.pid}, {envs_text(rows)}) died {reason}"
+    def with_callers_indices(self, error: BaseException) -> BaseException:
+        """Return a copy of an exception of vecenv with the caller's indices, and any other exception unchanged."""
+        if not isinstance(error, VecEnvError):
+            return error
+        moved, text = copy(error), self.renumber(str(error))
+        if isinstance(moved, WorkerDied):
+            moved.envs = tuple(self.move(moved.envs))
+            text = text.replace(f"worker {moved.worker} (", f"worker {moved.worker} of host {self._host} (", 1)
+        moved.args, moved.__cause__ = (text,), error.__cause__
+        return moved
+
+    def renumber(self, text: str) -> str:
+        """Replace the host's indices of environments in a text of vecenv with the caller's."""
+
+        def move(found: re.Match[str]) -> str:
+            return found[1] + re.sub(r"\d+", lambda digits: str(self._first_row + int(digits[0])), found[2])
+
+        return re.sub(r"\b([Ee]nvs? )(\d+(?:-\d+)?|\[[\d, ]+\])", move, text)
 
 
 class Host:
@@ -217,7 +224,7 @@ class Host:
                 ready.observation_spaces = envs.get_attr("observation_space")
         except BaseException as error:
             if isinstance(error, RuntimeError) and "Env " in str(error):  # spaces differ: use the caller's index
-                error.args = (re.sub(r"\bEnv (\d+) has", lambda k: f"Env {self._first_row + int(k[1])} has", str(error)),)
+                error.args = (self._events.renumber(str(error)),)
             ready.error = pack_error(error)
         return ready
 

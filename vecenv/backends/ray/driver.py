@@ -362,7 +362,7 @@ class HostsDriver(WorkerDriver):
 
     def _compute_stats(self) -> dict[str, float]:
         own, failures = super()._compute_stats(), self.exchange.failures
-        each = [stats for stats in self.pool.call_all("stats").values() if stats]  # of hosts that reply in time
+        each = list(self.pool.call_all("stats").values())  # of hosts that reply in time
         own["steps_per_second"] = (self.counters.steps - self.counters.steps_loaded) / own["seconds"]
         own["errors"] = float(len(failures.errors))
         own["restarts"] = failures.restarts + sum(stats["restarts"] for stats in each)

@@ -6,6 +6,7 @@ import ctypes
 import random
 import socket
 from collections import deque
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import gymnasium
@@ -252,3 +253,26 @@ class Offers(InClosure):
         """Continue from a state."""
         self.total, self.place = state
         self.hidden = iter(range(self.place, 10**9))
+
+
+class Switches(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that selects one of two environments in its reset, by an option; without it, the current one remains.
+
+    Args:
+        make: A function that builds the environments.
+        in_list: Keep them in a list, not in attributes.
+    """
+
+    def __init__(self, make: Callable[[], Any], in_list: bool) -> None:
+        first, second = make(), make()
+        if in_list:
+            self.inner = [first, second]
+        else:
+            self.first, self.second = first, second
+        self.in_list = in_list
+        super().__init__(first)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if options is not None:
+            self.env = self.inner[options["which"]] if self.in_list else (self.first, self.second)[options["which"]]
+        return self.env.reset(seed=seed)

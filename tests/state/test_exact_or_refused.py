@@ -194,6 +194,30 @@ def test_arguments_that_are_attributes_are_loaded_with_the_state() -> None:
             assert_identical(target.step(actions)[:4], envs.step(actions)[:4])
 
 
+@pytest.mark.parametrize("in_list", [False, True])
+@pytest.mark.parametrize("make", [kept_envs.Generators, kept_envs.Offers])
+def test_the_environment_that_a_wrapper_has_selected_is_saved_or_refused(make: Any, in_list: bool) -> None:
+    env_fn = functools.partial(kept_envs.Switches, make, in_list)
+
+    def play(envs: Any) -> list[Any]:
+        steps = [envs.step(np.array([action])) for action in (1, 2, 0)]
+        others = [envs.reset(options={"which": which}) for which in (1, 0)]
+        return [*steps, *others, envs.step(np.array([2]))]
+
+    with reset_engine(env_fn) as envs, reset_engine(env_fn) as target:
+        envs.reset(seed=3, options={"which": 1})
+        envs.step(np.array([2]))
+        target.reset(seed=4, options={"which": 0})
+        if in_list and make is kept_envs.Offers:  # neither can be built anew: in the target the first one is the layer
+            with pytest.raises(NotRestorable, match=r"no object at Switches.inner\[0\] can load the saved state"):
+                envs.save()
+            return
+        kept, wanted = envs.save(), play(envs)
+        for one in (envs, target):
+            one.load(kept)
+            assert_identical(play(one), wanted)
+
+
 # -- findings of the proof ---------------------------------------------------------------------------------------------
 
 HIDDEN = {"steps": 0}

@@ -146,9 +146,9 @@ class _Writer(pickle.Pickler):
         names_in_place = []
         values = attributes.values()
         for name, value, treatment in zip(attributes, values, map(_treatment_of, map(type, values)), strict=True):
-            if treatment == _ATOM:
+            if treatment in (_ATOM, _LAYER):
                 continue
-            if treatment in (_LAYER, _STAYING) or (treatment == _SPACE and save_space(value) is None):
+            if treatment == _STAYING or (treatment == _SPACE and save_space(value) is None):
                 names_in_place.append(name)
                 del state[name]
                 continue
@@ -314,7 +314,7 @@ class _Reader(pickle.Unpickler):
     def __init__(self, blob: bytes, layers: list[Any]) -> None:
         super().__init__(io.BytesIO(blob))
         self._layers = layers
-        self._load_targets: dict[int, ObjectPath] = {}
+        self._load_targets: dict[int, ObjectPath] = {id(layer): (number,) for number, layer in enumerate(layers)}
         self.pending_loads: list[tuple[Codec, Any, Any]] = []
         self._readers = (layers.__getitem__, self._get_target, self._get_in_place, _array, _scalar)
 
@@ -339,7 +339,7 @@ class _Reader(pickle.Unpickler):
         return thing
 
     def _get_target(self, path: ObjectPath, state: Any) -> Any:
-        """Return the object at ``path`` for its codec to load, or a new one if that is missing or used for another path."""
+        """Return the object at ``path`` for its codec to load, or a new one if that is missing, a layer or used before."""
         try:
             thing = self._find_counterpart(path)
         except SnapshotMismatch:

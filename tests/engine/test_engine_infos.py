@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
-from envs import Options, ReturningEnv, info_env, open_engine, ready_engine
+from envs import CounterEnv, Options, ReturningEnv, assert_as_sync, info_env, open_engine, ready_engine
 from gymnasium.vector import SyncVectorEnv, VectorEnv, VectorWrapper
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -245,6 +246,34 @@ def test_infos_are_fresh_and_writeable_at_every_step(engine: Options) -> None:
         third = envs.step([0, 0, 0])[4]
         for key in ("a", "_a", "b", "o"):
             assert not np.shares_memory(second[key], third[key])
+
+
+class Shares(CounterEnv):
+    """An environment that writes its number and step into one info, and returns that; others may return the same one."""
+
+    def __init__(self, env_id: int, info: dict[str, Any]) -> None:
+        super().__init__(env_id, lengths=(2, 3))
+        self.info = info
+
+    def share(self, results: Sequence[Any]) -> Any:
+        observation = results[0]
+        self.info["text"] = self.info["inner"]["text"] = self.info["ordered"]["text"] = str(observation)
+        self.info["array"][:] = self.info["inner"]["array"][:] = self.info["objects"][:] = observation
+        return *results[:-1], self.info
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self.share(super().reset(**kwargs))
+
+    def step(self, action: Any) -> Any:
+        return self.share(super().step(action))
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "use_caller": True}], ids=str)
+def test_an_info_that_is_written_again_equals_that_of_sync_vector_env(how: Options, mode: str) -> None:
+    """Dicts and arrays in an info are those of its own step, although the next environment writes into the same objects."""
+    info = {"array": np.zeros(4), "objects": np.zeros(4, object), "inner": {"array": np.zeros(4)}, "ordered": OrderedDict()}
+    assert_as_sync([partial(Shares, row, info) for row in range(3)], 6, autoreset_mode=mode, **how)
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])

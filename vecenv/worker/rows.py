@@ -540,7 +540,7 @@ class EnvRows:
             out.columns = True
         else:
             self._schemas[k] = BY_PICKLE
-            out.infos[self.first + k] = info
+            out.infos[self.first + k] = _copy_info(info)
 
     def _clear_results(self, ks: Sequence[int] | None) -> None:
         where: Any = slice(None) if ks is None else ks
@@ -595,6 +595,18 @@ class EnvRows:
             self._reraise_interrupt(error)
             return error
         return None
+
+
+def _copy_info(value: Any) -> Any:
+    """Copy the parts of an info that Gymnasium copies into arrays, before another environment may change them.
+
+    These are dicts and arrays. All other objects remain the same.
+    """
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: _copy_info(item) for key, item in value.items()}
+    return value
 
 
 def _find_root_cause(error: BaseException) -> BaseException:

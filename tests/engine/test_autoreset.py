@@ -123,6 +123,24 @@ def test_final_info_is_that_of_the_end_though_reset_writes_into_it(engine: Optio
         assert infos["array"].tolist() == [[7.0, 7.0], [3.0, 3.0]]
 
 
+class NotCopied:
+    """An object that can be pickled, but not copied."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("it has no copies")
+
+
+@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}], ids=str)
+def test_objects_in_a_final_info_are_not_copied(how: Options) -> None:
+    kept = NotCopied()
+    step = (ZEROS, 1.0, True, False, {"kept": kept, "listed": [kept]})
+    with ready_engine([lambda: ReturningEnv([(ZEROS, {})], [step])] * 2, autoreset_mode="SameStep", **how) as envs:
+        infos = envs.step([0, 0])[4]["final_info"]
+        assert [type(one) for one in infos["kept"]] == [NotCopied] * 2
+        if how["num_workers"] == 0:
+            assert infos["kept"][0] is infos["listed"][0][0] is kept
+
+
 # --- ``set_next_options``: seeds and options of the episodes that autoreset begins --------------
 
 

@@ -404,8 +404,7 @@ class EnvRows:
 
     def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
         # Info and observation are copied before the reset: an environment may reuse the objects that it returned.
-        if isinstance(info, dict):
-            info = deepcopy(info)
+        info = copy_info(info, lists=True)
         final = self._keep_final(k, observation)
         reset_observation, reset_info = self._begin_next(k)
         self.leave_if_forked()
@@ -540,7 +539,7 @@ class EnvRows:
             out.columns = True
         else:
             self._schemas[k] = BY_PICKLE
-            out.infos[self.first + k] = _copy_info(info)
+            out.infos[self.first + k] = copy_info(info)
 
     def _clear_results(self, ks: Sequence[int] | None) -> None:
         where: Any = slice(None) if ks is None else ks
@@ -597,15 +596,21 @@ class EnvRows:
         return None
 
 
-def _copy_info(value: Any) -> Any:
-    """Copy the parts of an info that Gymnasium copies into arrays, before another environment may change them.
+def copy_info(value: Any, *, lists: bool = False) -> Any:
+    """Copy the parts of an info that Gymnasium copies into arrays, before the environment or another one changes them.
 
-    These are dicts and arrays. All other objects remain the same.
+    These are dicts and arrays. All other objects remain the same: some cannot be copied, such as locks.
+
+    Args:
+        value: The info, or a value in it.
+        lists: Copy lists, tuples and sets too, with the dicts and arrays in them.
     """
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {key: _copy_info(item) for key, item in value.items()}
+        return {key: copy_info(item, lists=lists) for key, item in value.items()}
+    if lists and value.__class__ in (list, tuple, set):
+        return value.__class__(copy_info(item, lists=True) for item in value)
     return value
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Op, Outcome
-from vecenv.worker.rows import clock
+from vecenv.worker.rows import clock, copy_info
 from vecenv.worker.snapshot_rows import SnapshotRows
 
 
@@ -91,7 +91,7 @@ class ThreadedRows(SnapshotRows):
         self.leave_if_forked()
         if self._resets_in_thread and isinstance(result, tuple) and len(result) == 5 and (result[2] or result[3]):
             # copied before the reset: an environment may reuse the objects that it returned
-            result = deepcopy(result)
+            result = *deepcopy(result[:4]), copy_info(result[4], lists=True)
             self._recorded_calls[k] = RecordedCall(lambda: super(ThreadedRows, self)._begin_next(k))
             self.leave_if_forked()
         return result

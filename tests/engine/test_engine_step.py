@@ -370,6 +370,13 @@ def test_an_environment_may_write_into_its_action(how: Options, dtype: Any) -> N
                 np.testing.assert_array_equal(actions, np.ones((3, 2)))
 
 
+def test_actions_that_cannot_be_copied_reach_environments_of_this_process() -> None:
+    locks = [threading.Lock(), threading.Lock()]
+    with ready_engine([echo(spaces.Text(3))] * 2, num_workers=0) as envs:
+        envs.step(locks)
+        assert envs.exec_func(lambda env: env.kept[-1]) == tuple(locks)
+
+
 PAIR = spaces.Tuple((spaces.Discrete(5), BOX, spaces.Text(3)))
 FIVE = spaces.Discrete(5)
 SOME = [ALL_SPACES[name] for name in ("discrete", "box-float32", "dict", "tuple-nested", "text", "graph")]

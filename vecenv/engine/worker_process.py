@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from vecenv.engine.requests import Death, Request
@@ -20,7 +21,7 @@ from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, decode_out
 from vecenv.system.descendants import end_group, end_marked
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.reporting import warn
-from vecenv.system.signals import deferred_signals, watched_handlers
+from vecenv.system.signals import call_with_fallback, deferred_signals, watched_handlers
 from vecenv.system.supervision import (
     STACK_SIGNALS,
     ProcessWatch,
@@ -82,7 +83,9 @@ class LocalWorker:
 
     def queue(self, op: int, seq: int, payload: Any) -> None:
         """Queue a message; environments may write into their actions, so those of a step are copied."""
-        self.messages.append((op, seq, deepcopy(payload) if payload is not None and op <= Op.STEP_SOME else payload))
+        if payload is not None and op <= Op.STEP_SOME:
+            payload = [_copy_action(action) for action in payload]
+        self.messages.append((op, seq, payload))
 
     def execute_next(self) -> Outcome:
         """Execute the oldest message. It is not executed again if a signal handler raises in the middle of it."""
@@ -323,6 +326,11 @@ class WorkerProcess:
 
 
 Worker: TypeAlias = WorkerProcess | LocalWorker
+
+
+def _copy_action(action: Any) -> Any:
+    """Return a copy of an action, or the action itself if it cannot be copied, as one that holds a lock."""
+    return call_with_fallback(partial(deepcopy, action), lambda _: action, Exception)
 
 
 def end_workers(

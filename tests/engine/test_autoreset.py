@@ -25,7 +25,7 @@ from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 import vecenv
-from vecenv.errors import EpisodeOver
+from vecenv.errors import EpisodeOver, ObservationError
 
 # --- section 1.6: the end of an episode in each of the three modes -------------------------------
 
@@ -121,6 +121,19 @@ def test_final_info_is_that_of_the_end_though_reset_writes_into_it(engine: Optio
         assert infos["final_info"]["array"][0].tolist() == [3.0, 3.0]
         assert infos["final_info"]["inner"]["list"][0] == [3]
         assert infos["array"].tolist() == [[7.0, 7.0], [3.0, 3.0]]
+
+
+@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 1, "env_threads": 2}], ids=str)
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_an_episode_ends_if_the_flag_that_is_returned_says_so(mode: AutoresetMode, how: Options) -> None:
+    """A list that holds ``False`` is true in Python, and becomes the flag ``False``."""
+    steps = [(ZEROS + step, 1.0, flag, False, {}) for step, flag in enumerate([[[False]], np.array([True, False])], start=1)]
+    with ready_engine([lambda: ReturningEnv([(ZEROS, {})], steps)], autoreset_mode=mode, **how) as envs:
+        observations, _, terminations, _, infos = envs.step([0])
+        assert (observations[0, 0], terminations[0], infos) == (1.0, False, {})
+        assert envs.get_attr("reset_count") == (1,)
+        with pytest.raises(ObservationError, match=r"env 0: terminated: got ndarray array.*, expected one bool"):
+            envs.step([0])
 
 
 class NotCopied:

@@ -284,14 +284,6 @@ class EnvRows:
         if self._interrupts and isinstance(error, KeyboardInterrupt):
             raise error
 
-    def _convert_outcome(self, k: int, reward: Any, terminated: Any, truncated: Any) -> tuple[Any, Any, Any]:
-        if reward.__class__ is not float:
-            reward = self._convert_number(k, "reward", reward, np.float64)
-        if terminated.__class__ is not bool or truncated.__class__ is not bool:
-            terminated = self._convert_number(k, "terminated", terminated, np.bool_)
-            truncated = self._convert_number(k, "truncated", truncated, np.bool_)
-        return reward, terminated, truncated
-
     def _convert_number(self, k: int, name: str, value: Any, kind: type[np.float64] | type[np.bool_]) -> Any:
         """Convert a reward or flag that is not a plain float or bool, as Gymnasium does; squeeze an array of size 1."""
         if isinstance(value, (np.bool_, np.floating, np.integer, int)):
@@ -367,16 +359,7 @@ class EnvRows:
                         self._has_old_results = out.columns = True
                     continue
                 observation, reward, terminated, truncated, info = result
-                if terminated or truncated:
-                    # before a reset in the same step, which may change the objects that the environment returned
-                    reward, terminated, truncated = self._convert_outcome(k, reward, terminated, truncated)
-                    observation, info = on_episode_end(k, observation, info, out)
-                try:
-                    rows[k][:] = observation
-                except (TypeError, ValueError):  # another dtype or shape, or not an array
-                    self._store_observation(k, observation, out)
-                if info or info.__class__ is not dict:
-                    self._store_info(k, info, out)
+                # first, because a reset in the same step may change the objects that the environment returned
                 if reward.__class__ is not float:
                     reward = self._convert_number(k, "reward", reward, np.float64)
                 rewards[k] = reward
@@ -385,6 +368,14 @@ class EnvRows:
                     truncated = self._convert_number(k, "truncated", truncated, np.bool_)
                 terminations[k] = terminated
                 truncations[k] = truncated
+                if terminated or truncated:
+                    observation, info = on_episode_end(k, observation, info, out)
+                try:
+                    rows[k][:] = observation
+                except (TypeError, ValueError):  # another dtype or shape, or not an array
+                    self._store_observation(k, observation, out)
+                if info or info.__class__ is not dict:
+                    self._store_info(k, info, out)
             except BaseException as error:
                 self._record_failure(k, error, out)
                 rewards[k], terminations[k], truncations[k] = 0.0, False, False

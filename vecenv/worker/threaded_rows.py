@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from threading import Lock
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 from gymnasium.vector import AutoresetMode
 
 from vecenv.link.messages import Op, Outcome
 from vecenv.worker.rows import clock, copy_info
 from vecenv.worker.snapshot_rows import SnapshotRows
+
+_FLAGS: Final = ("terminated", "truncated")
 
 
 class RecordedCall:
@@ -89,9 +92,13 @@ class ThreadedRows(SnapshotRows):
         """Step the environment of row k; in same-step mode, reset it at the end of an episode. Called in a thread."""
         result = self._steps[k](action)
         self.leave_if_forked()
-        if self._resets_in_thread and isinstance(result, tuple) and len(result) == 5 and (result[2] or result[3]):
+        if self._resets_in_thread and isinstance(result, tuple) and len(result) == 5:
+            observation, reward, *flags, info = result
+            flags = [self._convert_number(k, name, flag, np.bool_) for name, flag in zip(_FLAGS, flags, strict=True)]
+            if not any(flags):
+                return result
             # copied before the reset: an environment may reuse the objects that it returned
-            result = *deepcopy(result[:4]), copy_info(result[4], lists=True)
+            result = deepcopy(observation), deepcopy(reward), *flags, copy_info(info, lists=True)
             self._recorded_calls[k] = RecordedCall(lambda: super(ThreadedRows, self)._begin_next(k))
             self.leave_if_forked()
         return result

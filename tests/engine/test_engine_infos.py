@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -274,6 +274,18 @@ def test_an_info_that_is_written_again_equals_that_of_sync_vector_env(how: Optio
     """Dicts and arrays in an info are those of its own step, although the next environment writes into the same objects."""
     info = {"array": np.zeros(4), "objects": np.zeros(4, object), "inner": {"array": np.zeros(4)}, "ordered": OrderedDict()}
     assert_as_sync([partial(Shares, row, info) for row in range(3)], 6, autoreset_mode=mode, **how)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_dicts_of_other_classes_keep_their_class(num_workers: int) -> None:
+    info = {"inner": OrderedDict(text="a", array=np.zeros(2)), "counts": Counter("aab")}
+    with open_engine([info_env([info])], num_workers=num_workers) as envs:
+        by_row = vecenv.infos_by_row(envs)
+        by_row.reset()
+        (row,) = by_row.step(np.array([0]))[4]
+    assert (type(row["inner"]), type(row["counts"])) == (OrderedDict, Counter)
+    assert row["counts"] == info["counts"]
+    assert row["inner"]["array"] is not info["inner"]["array"]
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any, Final
 
@@ -30,7 +30,7 @@ from vecenv.link.observations import WRITTEN, ObservationWriter, make_exact_rows
 from vecenv.shm.layout import Array, Batch, Tree, as_memoryview, fixed_tree
 from vecenv.system.process_settings import SettingsGuard, describe_shared_clients
 from vecenv.system.shared_generators import describe_draws
-from vecenv.system.signals import raised_by_handler
+from vecenv.system.signals import call_with_fallback, raised_by_handler
 from vecenv.worker.row_writer import make_compiled_rows
 
 _LONG_MESSAGE_SECONDS: Final = 1e-3  # after a message that takes this long, the next one is timed too
@@ -599,10 +599,21 @@ def copy_info(value: Any, *, lists: bool = False) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {key: copy_info(item, lists=lists) for key, item in value.items()}
+        items = {key: copy_info(item, lists=lists) for key, item in value.items()}
+        if value.__class__ is dict:
+            return items
+        return call_with_fallback(partial(_copy_with, value, items), lambda _: value, Exception)
     if lists and value.__class__ in (list, tuple, set):
         return value.__class__(copy_info(item, lists=True) for item in value)
     return value
+
+
+def _copy_with(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a dict of the class of ``value``, with these items."""
+    copied = copy(value)
+    for key, item in items.items():
+        copied[key] = item  # not `update`, which a Counter defines otherwise
+    return copied
 
 
 def _find_root_cause(error: BaseException) -> BaseException:

@@ -84,6 +84,17 @@ def test_full_reset_waits_for_rows_in_flight(make: Make, received: int, sent: in
     assert (envs.step(zeros(6))[4]["elapsed_step"] == 1).all()
 
 
+def test_full_reset_discards_the_rest_of_a_batch_received_in_part(make: Make) -> None:
+    envs = make(8, batch_size=4)
+    envs.reset()
+    envs.send(zeros(8), np.arange(8))
+    ids = envs.recv(count=7)[4]["env_id"]  # one row of the second batch is left, and its environment can take an action
+    envs.send(zeros(5), ids[:5])
+    assert (envs.reset()[1]["elapsed_step"] == 0).all()
+    assert envs.stats()["in_flight"] == 0
+    assert (envs.step(zeros(8))[4]["elapsed_step"] == 1).all()
+
+
 def test_lock_step_accepts_one_call_at_a_time(make: Make) -> None:
     envs = make(4)
     envs.reset()

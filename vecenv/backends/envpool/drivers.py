@@ -721,18 +721,25 @@ class FirstReadyDriver(PoolDriver):
     def _drain(self) -> None:
         """Wait for everything in flight and discard it. Actions for idle environments fill the last batch.
 
-        There are enough idle environments, because the batch size divides the number of environments.
+        There are enough idle environments, because the batch size divides the number of environments, and the rest of a
+        batch that was returned in part is discarded first.
         """
         self._release_held()
         self._drop_returned()
         size = self.batch_size
         latest, held, count, offset = self.returned
-        missing = -(self._count_in_flight() + offset) % size
+        if offset:
+            rest = self._rows.copy_rows(self.wire[0], offset, size)
+            count += 1
+            self.returned = latest, [self._rows.results(rest, self.ended)[2]], count, 0
+            self._release_held()
+            self._drop_returned()
+        missing = -self._count_in_flight() % size
         if missing:
             filler_ids = sorted(self.idle)[:missing]
             payload = self._rows.filler_payload(np.array(filler_ids, dtype=np.int32))
             _call_uninterrupted((self._pool_send, payload), (self.idle.difference_update, filler_ids))
-        batches = (self._count_in_flight() + offset) // size
+        batches = self._count_in_flight() // size
         while (received := len(self.wire)) < batches:
             self.receiver.receive(self.wire, received + 1, None)
         drained = latest, held, count, 0

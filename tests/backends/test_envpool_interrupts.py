@@ -25,6 +25,7 @@ from sampling import each_once, each_pair
 from signals import pythons_own_ctrl_c
 
 from vecenv.backends import EnvPoolVectorEnv
+from vecenv.backends.envpool import drivers
 from vecenv.testing import assert_identical
 
 from .conftest import Make, zeros
@@ -156,6 +157,22 @@ def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: 
                 found = envs.reset(seed=seed)
             assert_identical(found, wanted)
             assert_identical(envs.step(zeros(4)), reference.step(zeros(4)))
+
+
+@pytest.mark.parametrize(("mode", "kind"), each_once(list(MODES), KINDS))
+def test_a_reset_that_drops_an_interrupted_step_can_be_interrupted_anywhere(make: Make, mode: str, kind: str) -> None:
+    envs = make(**MODES[mode])
+    envs.reset()
+    for interruption in moments(kind, least=20):
+        envs.step_async(zeros(4))
+        with Interruption(kind, 0, within=(drivers.__file__,)):
+            envs.step_wait()
+        found = None
+        with interruption:
+            found = envs.reset()
+        _, infos = found or envs.reset()
+        assert infos["elapsed_step"].tolist() == [0] * 4
+        assert in_flight(envs) == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

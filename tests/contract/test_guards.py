@@ -26,7 +26,7 @@ from vecenv.errors import BusyError, ForkedError
 from vecenv.front.capabilities import STATS_KEYS, Capabilities
 
 from .backends import ROWS, Backend
-from .calls import call, in_flight
+from .calls import call, differs, host, in_flight
 
 
 def calls_on(envs: Any, actions: Any) -> Iterator[Callable[[], Any]]:
@@ -387,3 +387,30 @@ def test_a_call_within_a_call_is_refused(backend: Backend, build: Callable[..., 
     assert envs.stats()["steps"] == pytest.approx(steps + envs.num_envs * backend.steps, nan_ok=True)
     assert in_flight(envs) == 0
     envs.step(actions)
+
+
+@call("`reset` after an interrupted wait")
+def test_reset_drops_what_an_exception_interrupted(backend: Backend, build: Callable[..., Any]) -> None:
+    envs = build(backend.make_slow)
+    actions = (backend.slow_actions or backend.actions)(envs.num_envs)
+    timeout = 60 if envs.capabilities.runs_jax else None  # on JAX, only a wait with a timeout lasts as long as the step
+    first = host(envs.reset(seed=3)[0])
+    interrupted = 0
+    with handled(signal.SIGALRM, KeyboardInterrupt):
+        for begin, wait in (
+            (lambda: envs.step_async(actions), lambda: envs.step_wait(timeout)),
+            (lambda: envs.send(actions, range(envs.num_envs)), lambda: envs.recv(timeout)),
+            (envs.reset_async, lambda: envs.reset_wait(timeout)),
+        ):
+            begin()
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with contextlib.suppress(KeyboardInterrupt):
+                wait()
+                interrupted -= 1
+            interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            envs.reset()
+            assert in_flight(envs) == 0
+            assert len(envs.step(actions)[1]) == envs.num_envs
+    assert interrupted
+    assert not differs(host(envs.reset(seed=3)[0]), first)

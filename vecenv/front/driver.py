@@ -219,6 +219,7 @@ class Driver:
     num_envs: int
     batch_size: int
     _frozen_stats: dict[str, float] | None = None
+    _interrupted = False
 
     def __init__(self) -> None:
         self.state, self.counters = CallState(), Counters()
@@ -237,16 +238,18 @@ class Driver:
         self.state.unusable = "forked"
 
     def record_interruption(self) -> None:
-        """Record that an exception has interrupted the wait for the pending call."""
+        """Record that an exception has interrupted the wait for the pending call, if there is one."""
+        self._interrupted = self.pending_request.rows > 0
 
     @property
     def is_interrupted(self) -> bool:
-        return False
+        return self._interrupted
 
     def finish(self, returned: Any, steps: int, resets: int) -> None:
         """Mark the call as returned, and count its steps and resets. The guard ends this change of state."""
         self.state.changing = True
         self.returned = returned
+        self._interrupted = False
         self.counters.steps += steps
         self.counters.resets += resets
 
@@ -632,7 +635,7 @@ class LockstepDriver(Driver):
             raise_unsupported(self.name, f"reset {rows} of {self.batch_size} environments", self.all_or_none_reason)
         mask = None if ids is None else np.isin(np.arange(self.batch_size), ids)
         self.begin_reset(PendingRequest(Phase.WAITING_RESET, rows, for_recv), seeds, mask, options)
-        self.state.changing = False  # this reset has replaced a call that an exception interrupted
+        self.state.changing = self._interrupted = False  # this reset has replaced a call that an exception interrupted
 
     def submit_step(self, actions: Any) -> None:
         require_idle(self.pending_request, "step_async")

@@ -128,16 +128,17 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         ids = None if env_id is None else parse_env_ids(env_id, self.num_envs)
         rows = None if ids is None else ids.tolist()
         seeds = parse_seeds(seed, self.num_envs, rows)
-        if not self._driver.is_interrupted:
-            self._require_phase("reset_async")
         mask, others = split_reset_mask(options, self.num_envs, rows)
+        of_all = ids is None and mask is None
+        if not (of_all and self._driver.is_interrupted):
+            self._require_phase("reset_async")
         if others is not None:
             capabilities = self.capabilities
             if not (capabilities.row_options if isinstance(others, list) else capabilities.reset_options):
                 reject_options(self, others)
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
-        if self._driver.state.changing and (ids is not None or mask is not None):
+        if self._driver.state.changing and not of_all:
             raise ResetNeeded("an exception interrupted an earlier call in the middle: reset() all environments first")
         self._driver.submit_reset(seeds, ids if mask is None else np.flatnonzero(mask), others, for_recv=ids is not None)
 

@@ -273,6 +273,7 @@ class PoolDriver(Driver):
             self._replace_pool(seeds)
         else:
             self._begin_reset(self.all_ids, force=True, for_recv=False)
+        self._interrupted = False
 
     def _replace_pool(self, seeds: list[int]) -> None:
         """Replace the pool by a new one, and begin a reset of all environments.
@@ -391,7 +392,7 @@ class WholeBatchDriver(PoolDriver):
         self._begin_step(actions, ids, for_recv=True)
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
-        if self.pool is not None and not self.state.changing:
+        if self.pool is not None and not self.state.changing and not (ids is None and self.is_interrupted):
             self._require_no_call("reset_async")
         super().submit_reset(seeds, ids, options, for_recv=for_recv)
 
@@ -415,11 +416,13 @@ class WholeBatchDriver(PoolDriver):
         self._begin(Phase.WAITING_STEP, for_recv, [_Request(self._pool_send, [ids, ids, *checked], None)], ids)
 
     def _begin_reset(self, ids: Array, *, force: bool, for_recv: bool) -> None:
+        if (length := len(self.wire)) & 1:
+            self.receiver.receive(self.wire, length + 1, None)  # of an interrupted call, which this reset drops
         self._begin(Phase.WAITING_RESET, for_recv, self._reset_requests(ids, force), ids)
 
     def _begin(self, kind: Phase, for_recv: bool, plan: list[_Request], ids: Array) -> None:
-        self._kind, self._for_recv, self._plan, self._ids, self._final = kind, for_recv, plan, ids, None
         self.wire = []  # while it is empty, nothing is pending
+        self._kind, self._for_recv, self._plan, self._ids, self._final = kind, for_recv, plan, ids, None
         first = plan[0]
         self.wire.extend(starmap(first[0], (first[1:2],)))
 

@@ -41,6 +41,17 @@ def test_tic_tac_toe_has_turns_and_rewards_both_players() -> None:
         assert episodes > 8
 
 
+def test_a_step_of_go_moves_the_current_player() -> None:
+    """It accepts only one action per environment, and ends the process otherwise."""
+    with MultiAgentVecEnv.from_envpool("Go9x9-v1", 2, num_threads=1) as envs:
+        _, infos = envs.reset(seed=0)
+        for move in range(3):
+            before = infos["agent_mask"]
+            _, _, _, _, infos = envs.step(np.where(before, move, 80))
+            assert np.array_equal(infos["agent_mask"], ~before)
+        assert np.count_nonzero(infos["board"].reshape(2, -1)[:, :3], axis=1).tolist() == [3, 3]
+
+
 def test_each_player_makes_its_own_moves() -> None:
     with MultiAgentVecEnv.from_envpool("TicTacToe-v1", 4, num_threads=1) as envs:
         _, infos = envs.reset(seed=0)

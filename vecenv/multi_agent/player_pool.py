@@ -128,11 +128,15 @@ class PlayerRows(PoolRows):
         self.begin()
 
     def begin(self) -> None:
-        self._present, self._acting = np.zeros((2, *self._shape), np.bool_)
+        # the players with an action in a message, and those with one that is used
+        self._sent, self._acting = np.zeros((2, *self._shape), np.bool_)
+        self._sent[:, 0] = True  # EnvPool uses it as that of the current player; Go aborts if there are more
 
     def store_held(self, held: Any) -> None:
         ids, present, acting = held
-        self._present[ids], self._acting[ids] = present, acting
+        self._acting[ids] = acting
+        if not self._is_turn_based:
+            self._sent[ids] = present
 
     # -- to the pool --------------------------------------------------------------------------------------------------
 
@@ -146,12 +150,12 @@ class PlayerRows(PoolRows):
         ids, values = ids[order], values[order]
         acting = self._acting[ids]
         values = np.where(acting.reshape(acting.shape + (1,) * (values.ndim - 2)), values, 0).astype(self._action_dtype)
-        if self._is_turn_based:  # EnvPool uses the first player's action as that of the current player
-            values[:] = values[np.arange(len(ids)), acting.argmax(axis=1)][:, None]
-        return self.flat(values, ids, self._present[ids])
+        if self._is_turn_based:
+            values[:, 0] = values[np.arange(len(ids)), acting.argmax(axis=1)]
+        return self.flat(values, ids, self._sent[ids])
 
     def filler_payload(self, ids: Array) -> list[Array]:
-        mask = self._present[ids]
+        mask = self._sent[ids]
         return self.flat(np.zeros(mask.shape, self._action_dtype), ids, mask)
 
     def flat(self, actions: Array, env_ids: Array, mask: Array) -> list[Array]:

@@ -169,19 +169,19 @@ def test_impossible_count_is_refused(make: Make) -> None:
     envs = make(6, batch_size=3)
     envs.reset()
     envs.send(zeros(4), [0, 1, 2, 3])
-    with pytest.raises(NoAsyncCallError, match="for 5 environments with 4 environments in flight"):
+    with pytest.raises(NoAsyncCallError, match="for 5 environments, but only 4 are in flight and 0 are ready"):
         envs.recv(count=5)
-    with pytest.raises(NoAsyncCallError, match="whole batches of 3, and 0 rows are ready"):
+    with pytest.raises(NoAsyncCallError, match=r"4 are in flight and 0 are ready, .* whole batches of 3"):
         envs.recv(count=4)
     assert len(envs.recv(count=2)[1]) == 2
-    with pytest.raises(NoAsyncCallError, match="whole batches of 3, and 1 rows are ready"):
+    with pytest.raises(NoAsyncCallError, match=r"1 are in flight and 1 are ready, .* whole batches of 3"):
         envs.recv(count=2)
     assert len(envs.recv(count=1)[1]) == 1
     assert envs.stats()["in_flight"] == 1
     full = make(8, batch_size=4)
     full.reset_async()
     full.send(zeros(7), full.recv(count=7)[4]["env_id"])
-    with pytest.raises(NoAsyncCallError, match=r"for 7 environments with 8 .* whole batches of 4, and 1 rows are ready"):
+    with pytest.raises(NoAsyncCallError, match=r"for 7 .* 7 are in flight and 1 are ready, .* whole batches of 4"):
         full.recv(count=7)
     assert len(full.recv(count=5)[1]) == 5
 

@@ -47,6 +47,7 @@ from vecenv.front.driver import (
     require_idle,
     require_no_step,
     still_in_flight_error,
+    too_few_in_flight_error,
 )
 
 _INTP = np.dtype(np.intp)
@@ -336,15 +337,6 @@ def _no_pool(*_: Any) -> Any:
     raise RuntimeError("the pool is closed")
 
 
-def _too_few_in_flight_error(count: int, in_flight: int, reason: str = "") -> NoAsyncCallError:
-    """Return the error for a wait for rows that are not in flight."""
-    return NoAsyncCallError(
-        f"Calling `recv` for {count} environments with {in_flight} environments in flight: `send` or `reset_async` more."
-        f"{reason}",
-        "recv",
-    )
-
-
 # -- all environments at once -----------------------------------------------------------------------------------------
 
 
@@ -440,7 +432,7 @@ class WholeBatchDriver(PoolDriver):
             self.require_pool("recv")
         in_flight = len(self._ids) if self.wire and self.returned[0] is not self.wire else 0
         if not in_flight or (count is not None and count > in_flight):
-            raise _too_few_in_flight_error(1 if count is None else count, in_flight)
+            raise too_few_in_flight_error(count or 1, in_flight, 0)
         if not self._for_recv:
             require_no_step(self.pending_request)
         if count is not None and count < in_flight:
@@ -703,12 +695,15 @@ class FirstReadyDriver(PoolDriver):
 
     def _require_enough(self, count: int, ready: int) -> None:
         """Raise if a wait would never end, since the pool returns whole batches only."""
-        in_flight, size = self.num_envs - len(self.idle), self.batch_size
-        if in_flight < count:
-            raise _too_few_in_flight_error(count, in_flight)
-        if in_flight - ready < -(-(count - ready) // size) * size:
-            reason = f" EnvPool returns whole batches of {size}, and {ready} rows are ready."
-            raise _too_few_in_flight_error(count, in_flight, reason)
+        in_flight, size = self.num_envs - len(self.idle) - ready, self.batch_size
+        if in_flight + ready < count:
+            raise too_few_in_flight_error(count, in_flight, ready)
+        if in_flight < -(-(count - ready) // size) * size:
+            raise NoAsyncCallError(
+                f"Calling `recv` for {count} environments, but {in_flight} are in flight and {ready} are ready, and EnvPool "
+                f"returns whole batches of {size}: send() more first.",
+                "recv",
+            )
 
     def _collect_rows(self, count: int, offset: int) -> tuple[int, int, States]:
         """Return the number of batches used up, the new offset, and the next ``count`` rows, which may span batches."""

@@ -190,10 +190,10 @@ class Task:
             ImportError: EnvPool, or a system library that this family needs, is missing.
         """
         family = family_of(task_id)
-        accepted, defaults = _check_keys(task_id, env_config)
+        defaults = _check_keys(task_id, env_config)
         _require_harmless(task_id, family, defaults, env_config)
         config = {**env_config, **{key: value for key, value in pool.items() if value is not None}}
-        fields = _describe_spec(_make_spec(task_id, config, accepted))
+        fields = _describe_spec(_make_spec(task_id, config))
         return cls(
             id=task_id, family=family, pool_config=config, **fields,
             env_spec=_gymnasium_spec(task_id, fields["config"], env_config),
@@ -266,25 +266,22 @@ def _describe_spec(spec: Any) -> dict[str, Any]:
     }
 
 
-def _make_spec(task_id: str, config: Mapping[str, Any], accepted: list[str]) -> Any:
+def _make_spec(task_id: str, config: Mapping[str, Any]) -> Any:
     try:
         return _without_bound_warnings(lambda: _import_envpool().make_spec(task_id, **config))
     except ImportError as error:
         raise ImportError(f"EnvPool cannot load the family of {task_id!r}: {error}") from error
-    except TypeError as error:
-        raise TypeError(
-            f"EnvPool refuses the configuration of {task_id!r}: {error}. Accepted keys: {', '.join(accepted)}"
-        ) from error
-    except (AssertionError, ValueError, RuntimeError) as error:
-        raise ValueError(f"EnvPool refuses the configuration of {task_id!r}: {error or dict(config)}") from error
+    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"EnvPool refuses the configuration of {task_id!r}: {error or dict(config)}") from error
 
 
-def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """Check the keys of ``env_config``, and return the accepted keys and the task's default configuration."""
+def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the keys of ``env_config``, and return the task's default configuration."""
     for key, advice in _RESERVED.items():
         if key in env_config:
             raise TypeError(f"{key!r} cannot be set here: {advice}")
-    spec = _make_spec(task_id, {}, [])
+    spec = _make_spec(task_id, {})
     names = [key.replace(".", "_") for key in spec._config_keys]
     accepted = sorted((set(names) | _RENDER_OPTIONS) - _OWN_KEYS)
     for key in env_config:
@@ -292,7 +289,7 @@ def _check_keys(task_id: str, env_config: Mapping[str, Any]) -> tuple[list[str],
             close = difflib.get_close_matches(key, [*accepted, *_OWN_KEYS - _RESERVED.keys()], n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"EnvPool's {task_id!r} has no option {key!r}.{hint} Accepted keys: {', '.join(accepted)}")
-    return accepted, dict(zip(names, spec._config_values, strict=True))
+    return dict(zip(names, spec._config_values, strict=True))
 
 
 def _without_bound_warnings(build: Any) -> Any:
@@ -432,20 +429,11 @@ def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) ->
             accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
             raise ValueError(f"{title}: there is no {key} {value!r}: {_suggest(value, names)}{accepted}")
         return False
-    if any(math.isnan(number) for number in _collect_floats(value)):
+    if isinstance(value, (float, np.floating)) and math.isnan(value):
         raise ValueError(f"{title}: {key} must be a number, got {value!r}")
     if key in _PROBABILITIES and not 0 <= value <= 1:
         raise ValueError(f"{title}: {key} must be from 0 to 1, got {value!r}")
     return key in _PROBABILITIES or (isinstance(value, bool) and isinstance(default, bool) and family in _TESTED_SWITCHES)
-
-
-def _collect_floats(value: Any) -> list[float]:
-    """Return all floats in nested dicts, lists and tuples."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        return [number for entry in value for number in _collect_floats(entry)]
-    return [float(value)] if isinstance(value, (float, np.floating)) else []
 
 
 def _suggest(name: str, names: Collection[str]) -> str:

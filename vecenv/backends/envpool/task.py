@@ -325,13 +325,10 @@ def _action_space(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
     return _repair_bounds(spaces.Dict(actions))
 
 
-def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping[str, Any]) -> EnvSpec | None:
+def _gymnasium_spec(task_id: str, config: Mapping[str, Any], env_config: Mapping[str, Any]) -> EnvSpec:
     limit = int(config.get("max_episode_steps", _NO_LIMIT))
     max_steps, threshold = limit if 0 < limit < _NO_LIMIT else None, config.get("reward_threshold")
-    try:
-        return EnvSpec(task_id, reward_threshold=threshold, max_episode_steps=max_steps, kwargs=dict(env_config))
-    except gymnasium.error.Error:  # a task id that Gymnasium's naming rules do not allow
-        return None
+    return EnvSpec(task_id, reward_threshold=threshold, max_episode_steps=max_steps, kwargs=dict(env_config))
 
 
 # -- pools in a forked child ------------------------------------------------------------------------------------------

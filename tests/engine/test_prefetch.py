@@ -592,10 +592,59 @@ def test_timeouts_name_rows(closes: Any) -> None:
             with pytest.raises(vecenv.errors.StepTimeout) as caught:
                 call()
             assert caught.value.envs == (1,)
-            assert caught.value.__notes__ == ["these are places; the envs without a reply are [1]"]
+            assert caught.value.__notes__[-1] == "these are places; the envs without a reply are [1]"
     finally:
         os.kill(pid, signal.SIGCONT)
     envs.reset(seed=7)
+
+
+def play_until_failure(envs: Any, *, kill: bool) -> None:
+    while True:
+        envs.step(np.ones(3, np.int64))
+        if kill and envs.places[1] != 1:
+            envs.exec_func(exit_at_once, [1])
+
+
+def exit_at_once(env: Any) -> None:
+    os._exit(1)
+
+
+@pytest.mark.parametrize("fault", ["raises", "dies", "dies in a call"])
+def test_failures_name_rows(fault: str, closes: Any, tmp_path: Any) -> None:
+    """Row 1 is usually not at place 1 when it fails, and at the kill never."""
+    options = {fault: third_seed(1)} if fault in ("raises", "dies") else {}
+    envs = closes(with_spares(partial(Walk, **options), record_failures=str(tmp_path)))
+    envs.reset(seed=7)
+    with pytest.raises((ValueError, vecenv.errors.WorkerDied)) as caught:
+        play_until_failure(envs, kill=fault == "dies in a call")
+    place, error, record = envs.places[1], caught.value, envs.errors[-1]
+    assert f"'env {place}' is place {place} of 5, which ran an episode of env 1" in error.__notes__
+    if fault != "raises":
+        assert error.envs == record.error.envs == (1,)
+    assert (record.env, record.worker) == (1, place)
+    for call in (lambda: envs.step(np.ones(3, np.int64)), lambda: envs.get_attr("level"), envs.save):
+        if fault != "dies in a call":
+            with pytest.raises(vecenv.errors.EnvFailed, match="env 1 failed"):
+                call()
+    assert envs.reset(seed=7)[0].shape == (3, 3)
+
+
+def test_other_attributes_are_those_of_rows(closes: Any) -> None:
+    envs = closes(with_spares(Walk, 2))
+    envs.reset(seed=7)
+    while envs.places[0] == 0 or envs.places[1] == 1:
+        found = envs.step(np.ones(2, np.int64))
+    assert_identical(envs.observations, found[0])
+    envs.send(np.ones(1, np.int64), [1])
+    envs.recv(count=1)
+    assert_identical(envs.last_received, np.array([1]))
+    for call in (lambda: envs.call_async("render"), envs.call_wait, lambda: envs.exec_func_send(print)):
+        with pytest.raises(NotImplementedError, match="use call"):
+            call()
+    envs.close()
+    for call in (lambda: envs.step(np.ones(2, np.int64)), envs.reset, lambda: envs.get_attr("level")):
+        with pytest.raises(gymnasium.error.ClosedEnvironmentError):
+            call()
 
 
 @pytest.mark.long

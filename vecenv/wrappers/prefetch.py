@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,12 +25,12 @@ from typing import Any, Final, NoReturn
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError, ResetNeeded
 from gymnasium.spaces import Dict, Space, Tuple
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.errors import EnvFailed, StepTimeout, VecEnvError
+from vecenv.errors import EnvFailed, ErrorRecord, StepTimeout, VecEnvError
 from vecenv.front.arguments import (
     ResetOptions,
     parse_at_least,
@@ -53,6 +54,7 @@ from vecenv.planning.options import parse_spares
 from vecenv.state.snapshots import Snapshot, Snapshots, StateDict, parse_snapshots
 from vecenv.state.vector_state import require_entries
 from vecenv.wrappers.equal_envs import EqualEnvBuilder, keep_attribute, require_equal
+from vecenv.wrappers.places import PlaceNotes, name_rows, naming_rows, records_of_rows
 
 __all__ = ["EpisodePrefetcher"]
 
@@ -61,7 +63,9 @@ EpisodeKey = tuple[int, int, int]
 """An episode: the row, the number of resets by the caller, and the number of episodes since its seed."""
 
 _SNAPSHOT_KEY: Final = "EpisodePrefetcher"
-_ARGUMENT_ERRORS: Final[tuple[type[Exception], ...]] = (AlreadyPendingCallError, ValueError, TypeError, EnvFailed)
+_ARGUMENT_ERRORS: Final[tuple[type[Exception], ...]] = (
+    AlreadyPendingCallError, ClosedEnvironmentError, ValueError, TypeError, EnvFailed,
+)  # fmt: skip
 _CALL_ERRORS: Final[tuple[type[Exception], ...]] = (VecEnvError, AttributeError, pickle.PicklingError)
 
 
@@ -155,6 +159,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._call = ""  # the pending call: "step", "reset" or none
         self._changing = False  # True during a change of this state, and after an interrupted one
         self._interrupted = False  # a wait was interrupted: reset() may drop the pending call
+        envs.add_observer(PlaceNotes(self))
 
     @classmethod
     def from_env_fns(
@@ -218,6 +223,23 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """The rows with a step or reset that has begun and has not been received."""
         batch_rows = self._full_batch[0] if self._full_batch else ()
         return np.array(sorted({*self._steps.values(), *self._resets.values(), *self._results, *batch_rows}), np.intp)
+
+    @property
+    def last_received(self) -> Array:
+        """The rows of the latest :meth:`recv`."""
+        return np.array(self._last_received, np.intp)
+
+    @property
+    def observations(self) -> Any:
+        """The latest observations of all rows."""
+        return _select(self.single_observation_space, self.envs.observations, self.places, self.envs.num_envs)
+
+    @property
+    def errors(self) -> deque[ErrorRecord]:
+        """The failures of ``envs``, with their rows as ``env``; it is ``None`` for a spare without an episode."""
+        return records_of_rows(self.envs.errors)
+
+    error_queue = errors
 
     # -- reset and step -----------------------------------------------------------------------------------------------------
 
@@ -312,8 +334,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def _send(self, actions: Any, rows: list[int], call: str) -> None:
         self._require_consistent()
         self._require_not_in_flight(f"{call}_async" if call else "send", rows)
-        if failed := self._failed_rows.intersection(rows):
-            raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
+        self._require_not_failed(rows)
         with self._changing_state():
             stepped = [row for row in rows if row not in self._ended] if self._ended else rows
             if len(stepped) < len(rows):
@@ -374,8 +395,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._changing = True
         try:
             yield
-        except (*_ARGUMENT_ERRORS, *recoverable):
-            self._changing = force
+        except (*_ARGUMENT_ERRORS, *recoverable) as error:
+            self._changing = force and not self.closed
+            name_rows(error, self.places)
             raise
         self._changing = False
 
@@ -397,6 +419,10 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             in_flight := set(self.in_flight.tolist()) & set(rows)
         ):
             raise still_in_flight_error(method, sorted(in_flight))
+
+    def _require_not_failed(self, rows: Sequence[int]) -> None:
+        if failed := self._failed_rows.intersection(rows):
+            raise EnvFailed(f"env {min(failed)} failed earlier; reset() rebuilds it")
 
     # -- episodes -----------------------------------------------------------------------------------------------------------
 
@@ -444,7 +470,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
             try:
                 self.envs.recv(count=waiting)
             except StepTimeout as error:
-                self._name_rows(error)
+                self._name_late_rows(error)
                 raise
             except Exception:
                 if len(self.envs.in_flight) == waiting:  # the call failed, not an environment
@@ -493,7 +519,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         try:
             observations, *columns, infos, env_ids = self._by_row.recv(timeout, count=count)
         except StepTimeout as error:
-            self._name_rows(error)
+            self._name_late_rows(error)
             self._changing = False
             raise
         except Exception as error:
@@ -515,10 +541,16 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Return the places with recorded failures. A death may have been recorded before the ``recv`` that raises it."""
         return {record.worker if record.env is None else record.env for record in self.envs.errors}
 
-    def _name_rows(self, error: StepTimeout) -> None:
+    def _name_late_rows(self, error: StepTimeout) -> None:
         """Replace the places without a reply by their rows; spares have none."""
         error.envs = tuple(row for row, place in enumerate(self.places) if place in error.envs)
         error.add_note(f"these are places; the envs without a reply are {list(error.envs)}")
+
+    def row_of_place(self, place: int) -> int | None:
+        """Return the row with an episode at a place, also with one that has begun ahead of time."""
+        if place in self.places:
+            return self.places.index(place)
+        return next((row for (row, *_), spare in self._prefetched.items() if spare == place), None)
 
     def _record_failures(self, places: set[int], error: Exception) -> Exception | None:
         """Record failures of rows and of spares; return ``error`` if a row failed."""
@@ -529,7 +561,7 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         self._failed_rows |= rows
         for row in rows:
             self._final_results.pop(row, None)
-            error.add_note(f"it was running an episode of env {row}, at place {self.places[row]} of {self.envs.num_envs}")
+        name_rows(error, self.places)
         return error if rows else None
 
     def _apply_results(self, places: list[int], observations: Any, columns: list[Any], infos: list[Any]) -> None:
@@ -599,7 +631,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         chosen = [indices] if isinstance(indices, (int, np.integer)) else indices
         rows = parse_rows(chosen if chosen is None else list(chosen), self.num_envs)
         self._wait_until_idle()
-        results = self.envs.exec_func(func, [self.places[row] for row in rows], *args, **kwargs)
+        self._require_not_failed(rows)
+        with naming_rows(self.places):
+            results = self.envs.exec_func(func, [self.places[row] for row in rows], *args, **kwargs)
         return tuple(results[self.places[row]] if row in rows else None for row in range(self.num_envs))
 
     def call(self, name: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -638,6 +672,12 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     thaw = freeze
 
+    def call_async(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise ``NotImplementedError``, because calls wait until no spare is resetting."""
+        _raise_unsupported("begin calls without waiting", "they wait until no spare is resetting: use call() or exec_func()")
+
+    call_wait = exec_func_send = exec_func_fetch = call_async
+
     def record(self, env_id: int, path: Any) -> Any:
         """Write a file about the environment of a row; see ``AsyncVectorEnv.record``."""
         (row,) = parse_env_ids([env_id], self.num_envs).tolist()
@@ -647,7 +687,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
         """Return the state of all rows, or of some; see ``AsyncVectorEnv.save``."""
         rows = parse_rows(env_id, self.num_envs)
         self._wait_until_idle()
-        snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
+        self._require_not_failed(rows)
+        with naming_rows(self.places):
+            snapshots = self.envs.save([self.places[row] for row in rows], verify=verify)
         return Snapshots(self._with_episode(one, row) for one, row in zip(snapshots, rows, strict=True))
 
     def _with_episode(self, snapshot: Snapshot, row: int) -> Snapshot:
@@ -685,7 +727,8 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the whole state in one dict; see ``AsyncVectorEnv.state_dict``."""
         self._wait_until_idle()
-        state = self.envs.state_dict(verify=verify)
+        with naming_rows(self.places):
+            state = self.envs.state_dict(verify=verify)
         rows = [self._with_episode(state["snapshots"][place], row) for row, place in enumerate(self.places)]
         return StateDict(
             {**state, "num_envs": self.num_envs, "snapshots": Snapshots(rows), "autoreset_mode": self._mode_name}

@@ -12,6 +12,7 @@ import pytest
 from failing import COUNT, DIES, LATE, RAISES, SECONDS, Faulty, assert_continues, engine, one_fails
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from sampling import each_once
+from without_spares import Walk
 
 import vecenv
 from vecenv.adapters import as_envpool
@@ -184,3 +185,14 @@ def test_failed_reset_is_repeated_with_its_seed(tmp_path: Path, closes: Any) -> 
     assert observations[np.argsort(infos["env_id"]), 1].tolist() == [10, 11, 12, 13]
     observations, _ = pool.reset()
     assert observations[:, 1].tolist() == [-1] * 4
+
+
+def test_spares_that_are_resetting_are_not_in_flight(closes: Any) -> None:
+    env_fn = functools.partial(Walk, 0.3)
+    envs = closes(vecenv.make_vec(env_fn, 2, context="fork", spare_workers=1))
+    pool = as_envpool(envs)
+    pool.reset()
+    envs.set_attr("level", 2.0)
+    assert envs.envs.in_flight.size == 1  # the spare resets again
+    observations, infos = pool.reset(np.array([1]))
+    assert (observations[:, 2].tolist(), infos["env_id"].tolist()) == ([2.0], [1])

@@ -134,7 +134,7 @@ class EnvPoolLike:
         self._starts_episode[rows] = True
 
     def _in_flight(self) -> int:
-        return int(self.vector_env.stats()["in_flight"])
+        return len(self.vector_env.in_flight)  # not that of stats(), which counts spares that are resetting
 
     def _receive(self, count: int) -> Step:
         try:

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import full_env_fns, make_cartpole
+from dying_agents import agent_rows
 from gymnasium import spaces
 
 pytest.importorskip("torchrl", reason="needs TorchRL: pip install 'vecenv[clients]'")
@@ -122,6 +123,32 @@ def test_data_equal_those_of_gym_wrapper_in_every_mode(nested: bool) -> None:
             assert torch.equal(found[key], wanted[key]), (mode, key)
         env.close()
     theirs.close()
+
+
+@pytest.mark.parametrize("frame_skip", [1, 2])
+def test_agents_that_die_apart_give_true_successors_in_every_mode(frame_skip: int) -> None:
+    data = {}
+    for mode in MODES:
+        env = as_torchrl(agent_rows(mode), frame_skip=frame_skip, infos=["life"])
+        data[mode] = random_rollout(env, 30)
+        for options in ({"break_when_all_done": True}, {}):  # in the first, rows of ended agents are not stepped
+            random_rollout(env, 20, **options)
+        env.reset(env.rand_step(env.reset()).set("_reset", torch.arange(9) < 3))  # all agents of one environment
+        with pytest.raises(ValueError, match=r"some rows of envs \[1\]"):
+            env.reset(env.reset().set("_reset", torch.arange(9) == 4))
+        env.close()
+    for found in data.values():
+        before, after, agents = found["observation"], found["next", "observation"], torch.arange(9) % 3 + 1
+        acts = found["next", "life"].ne(0)
+        ended = found["next", "done"][..., 0]
+        assert (ended & acts).sum() > 20
+        time = before[..., 1] + torch.where(ended, (found["next", "life"] - before[..., 1]).clip(max=frame_skip), frame_skip)
+        assert torch.equal(after[..., 0][acts], agents[:, None].expand(-1, 30)[acts].float())
+        assert torch.equal(after[..., 1][acts], time[acts])
+        assert not after[~acts].any()
+        if frame_skip == 1:
+            for key in ("observation", ("next", "observation"), ("next", "done"), ("next", "life"), ("next", "reward")):
+                assert torch.equal(found[key], data["SameStep"][key])
 
 
 @pytest.mark.parametrize(("backend", "mode"), [("serial", "NextStep"), ("serial", "Disabled"), ("envpool", None)])
@@ -376,6 +403,8 @@ def test_invalid_arguments_are_refused() -> None:
         as_torchrl(envs, num_workers=2)
     with pytest.raises(ValueError, match="frame_skip"):
         as_torchrl(envs, frame_skip=0)
+    with pytest.raises(ValueError, match="padding_done=False"):
+        as_torchrl(agent_rows("NextStep", padding_done=False))
     envs.close()
     with pytest.raises(TypeError, match="pass num_envs for a function"):
         as_torchrl(make_cartpole)

@@ -9,6 +9,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from client_envs import Plain, assert_equal, full_env_fns, make_cartpole
+from dying_agents import agent_rows
 
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
@@ -252,6 +253,28 @@ def test_gymnasiums_vector_wrappers_can_be_wrapped() -> None:
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding_done", [True, False])
+@pytest.mark.parametrize("mode", ["NextStep", "Disabled"])
+def test_agents_that_die_apart_give_the_same_rows_in_every_mode(mode: str, padding_done: bool) -> None:
+    envs, reference = (as_sb3(agent_rows(each, padding_done=padding_done)) for each in (mode, "SameStep"))
+    for each in (envs, reference):
+        each.seed(3)
+    assert_equal(envs.reset(), reference.reset())
+    ends: dict[bool, int] = {True: 0, False: 0}
+    for _ in range(30):
+        found, wanted = envs.step(np.ones(9, np.int64)), reference.step(np.ones(9, np.int64))
+        assert_equal(found[:3], wanted[:3])
+        for row, (info, same) in enumerate(zip(found[3], wanted[3], strict=True)):
+            if found[2][row] or not info["env_done"]:
+                assert_equal(info, same)
+            if found[2][row] and info["transition_mask"]:  # an agent's own end, not that of padding
+                ends[info["env_done"]] += 1
+                assert info["terminal_observation"].tolist() == [row % 3 + 1, info["life"]]
+    assert ends[True] > 10 < ends[False]
+    for each in (envs, reference):
+        each.close()
 
 
 def test_unsupported_spaces_are_refused() -> None:

@@ -21,6 +21,7 @@ from plain_loop import agents_view, identical
 import vecenv
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import HAS_MAX_CONCURRENCY
+from vecenv.front.infos import info_rows
 from vecenv.multi_agent import FlattenAgents, MultiAgentVecEnv, list_of_dicts
 from vecenv.testing import VectorEnvContract, assert_identical
 
@@ -445,6 +446,29 @@ def test_rows_are_the_same_memory_in_another_shape() -> None:
     assert obs in rows.observation_space
     rows.close()
     assert envs.closed
+
+
+def test_infos_of_an_end_are_the_same_in_same_step_mode() -> None:
+    """An agent that dies before the others has a ``final_info`` too, with its masks."""
+    game = functools.partial(RandomGame, infos=True)
+    plain, same = (flat([game] * 2, num_workers=0, autoreset_mode=mode) for mode in ("Disabled", "SameStep"))
+    for rows in (plain, same):
+        rows.reset(seed=1)
+    ends = []
+    for _ in range(30):
+        *_, terminations, truncations, wanted = plain.step(np.zeros(6, np.int64))
+        infos = same.step(np.zeros(6, np.int64))[-1]
+        ended, final = terminations | truncations, infos.get("final_info", {})
+        assert_identical(infos.get("_final_info", ended), ended)
+        wanted_rows, rows_now = info_rows(wanted, 6), info_rows(final, 6)
+        for row in np.flatnonzero(ended):
+            assert_identical(rows_now[row], wanted_rows[row])
+            ends.append((wanted_rows[row]["env_done"], wanted_rows[row]["transition_mask"]))
+        if wanted["env_done"].any():
+            plain.reset(options={"reset_mask": wanted["env_done"]})
+    assert set(ends) == {(True, True), (True, False), (False, True)}
+    for rows in (plain, same):
+        rows.close()
 
 
 def test_rows_equal_the_axis_of_agents() -> None:

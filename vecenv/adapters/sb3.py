@@ -22,7 +22,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
 from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize
 
-from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, require_settings, reset_all
+from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, agents_per_env, require_settings, reset_all
 from vecenv.evaluating import evaluate
 from vecenv.evaluating.episodes import EpisodeList, EpisodeResult
 from vecenv.evaluating.policies import map_leaves
@@ -70,6 +70,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self._actions: Any = None
         self._begin: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
         self._by_row = infos_by_row(envs)
+        self._rows_are_agents = agents_per_env(envs) > 1
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
         self._structured = isinstance(envs.single_action_space, (spaces.Dict, spaces.Tuple))
         self._added_info_keys = added_keys(envs)
@@ -125,12 +126,16 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         last: dict[int, Any] = {}
         if ended and not self._same_step:
             last = {row: _copy_row(observations, row) for row in ended}
-            observations, infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=dones.copy()))
-            for row in ended:
+            over = np.array([info["env_done"] for info in rows]) if self._rows_are_agents else dones.copy()
+            if over.any():
+                observations, infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=over))
+            for row in np.flatnonzero(over).tolist():
                 self.reset_infos[row] = infos[row]
         elif ended:
             for row in ended:
-                rows[row], last[row], self.reset_infos[row] = _split_info(rows[row], self._added_info_keys)
+                rows[row], last[row], begun = _split_info(rows[row], self._added_info_keys)
+                if not self._rows_are_agents or begun["env_done"]:
+                    self.reset_infos[row] = begun
         for info, truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
             info["TimeLimit.truncated"] = truncated
         for row, observation in last.items():

@@ -15,6 +15,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.multi_agent.adapter import class_name, has_wrapper
+from vecenv.multi_agent.views import FlattenAgents
 
 AnyEnv = Env[Any, Any]
 AnyVectorEnv = VectorEnv[Any, Any, Any]
@@ -63,6 +64,16 @@ def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, An
     """
     result: tuple[Any, Any] = drop_pending_and_retry(envs, lambda: envs.reset(seed=seed, options=options))
     return result
+
+
+def agents_per_env(envs: AnyVectorEnv) -> int:
+    """Return the number of rows that are agents of one environment, which ends for all of them at once; usually 1.
+
+    With several, ``infos["env_done"]`` marks the rows of environments that have ended. An agent that ended before them has
+    rows of padding, and cannot be reset.
+    """
+    inner = envs.unwrapped
+    return inner.num_agents if isinstance(inner, FlattenAgents) else 1
 
 
 def _wrappers(envs: Any) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from tensordict import TensorDict
 from torchrl.data import Binary, Bounded, Categorical, Composite, MultiCategorical, MultiOneHot, OneHot, Unbounded
 from torchrl.envs import EnvBase
 
-from vecenv.adapters.single import require_settings, reset_all
+from vecenv.adapters.single import agents_per_env, require_settings, reset_all
 from vecenv.evaluating.policies import map_leaves
 from vecenv.front.capabilities import capabilities_of
 from vecenv.front.infos import own_keys
@@ -460,6 +460,8 @@ class _Rows:
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._all_rows = np.arange(n)
         self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._by_row
+        self._num_agents = agents_per_env(envs)
+        self._env_is_over = np.ones(n, np.bool_)  # False for agents of an environment that goes on
         self._unsteppable = np.zeros(n, np.bool_)  # the engine refuses to step these rows, or returns undefined results
         # first observations and infos of episodes that began before TorchRL's reset, valid where `_has_start` is true
         self._starts: Tensors = None
@@ -482,6 +484,12 @@ class _Rows:
         """Begin an episode in the rows that ``mask`` selects; the others stay unchanged."""
         begun = mask & self._has_start if options is None else np.zeros_like(mask)
         to_reset = mask & ~begun
+        if self._num_agents > 1:
+            whole = self._rows_of_envs(mask, np.all)
+            # an agent that ended before its environment has rows of padding, without a reset
+            to_reset &= whole | self._env_is_over | ~self.ended
+            to_reset |= whole & self._rows_of_envs(to_reset, np.any)
+            begun &= ~to_reset
         if begun.any():
             self._write_rows(begun, self._starts, begun)
         if to_reset.any():
@@ -491,6 +499,11 @@ class _Rows:
         self._has_start, self.terminated, self.truncated = (
             flags & ~mask for flags in (self._has_start, self.terminated, self.truncated)
         )
+
+    def _rows_of_envs(self, rows: Mask, reduce: Callable[..., Any]) -> Mask:
+        """Return all rows of the environments that ``reduce`` chooses by those rows of their agents."""
+        chosen: Mask = np.repeat(reduce(rows.reshape(-1, self._num_agents), axis=1), self._num_agents)
+        return chosen
 
     def all_begun(self) -> bool:
         """True if all ended rows have already begun their next episode, so that a reset costs nothing."""
@@ -534,8 +547,12 @@ class _Rows:
             ids = np.asarray(results[4]["env_id"])
         batch = self._encode(results[0], results[4], ids)
         terminated, truncated = (_flags(flags) for flags in results[2:4])
+        over = terminated | truncated
+        if self._num_agents > 1:
+            over = results[4]["env_done"]
+            self._env_is_over = np.where(live, over, self._env_is_over)
         if self._needs_hidden_resets:
-            self._unsteppable = terminated | truncated
+            self._unsteppable = over
         if self._same_step and (ended := (terminated | truncated) & live[ids]).any():
             self._store_starts(batch, np.flatnonzero(ended), ids, results[4])
         rewards = to_tensor(results[1]).to("cpu", torch.float32, copy=True)
@@ -686,6 +703,11 @@ def require_rows(envs: Any) -> AutoresetMode:
         raise ValueError(
             f"TorchRL resets environments as their episodes end, and {type(envs).__name__} cannot reset some of them: "
             "it needs autoreset_mode='SameStep', and EnvPool batch_size=None"
+        )
+    if agents_per_env(envs) > 1 and not envs.unwrapped.padding_done:
+        raise ValueError(
+            "TorchRL resets rows that are done, and with padding_done=False some rows of an ended environment are not: "
+            "write as_torchrl(envs.flatten_agents())"
         )
     if getattr(envs, "batch_size", envs.num_envs) not in (None, envs.num_envs):
         raise ValueError(f"TorchRL steps all environments together: build them without batch_size={envs.batch_size}")

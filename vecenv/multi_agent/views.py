@@ -30,7 +30,7 @@ from vecenv.engine.vector_env import AsyncVectorEnv
 from vecenv.errors import StepTimeout
 from vecenv.front.arguments import NoCloseOnCollect, split_reset_mask
 from vecenv.front.driver import drop_pending_and_retry
-from vecenv.front.infos import InfoMerger, own_keys
+from vecenv.front.infos import InfoMerger, info_rows, own_keys
 from vecenv.multi_agent.adapter import MASK_KEYS, AgentsEnv, class_name, has_wrapper
 from vecenv.multi_agent.roster import AgentGroup, Roster, build_tree, map_checked, map_space
 from vecenv.shm.layout import Array, Leaf
@@ -292,6 +292,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         self._tree = build_tree(self.single_observation_space, "observation")
         self._action_tree = build_tree(self.single_action_space, "actions")
         self._same_step = envs.autoreset_mode is AutoresetMode.SAME_STEP
+        self._merger = InfoMerger()
 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
@@ -364,11 +365,22 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         for row in np.flatnonzero(final):
             source = self._rows(last if whole[row] else obs)
             values[row] = self._tree.map(lambda leaf, row=row: leaf[row].copy(), source)  # type: ignore[misc]
-        out["final_obs"], out["_final_obs"] = values, final.copy()
         if self._same_step:
-            out["final_info"] = {} if final_info is None else self._flatten_infos(final_info, rows)
-            out["_final_info"] = final.copy()
+            ended_infos = {} if final_info is None else self._flatten_infos(final_info, rows)
+            out["final_info"], out["_final_info"] = self._final_infos(out, ended_infos, final, whole), final.copy()
+        out["final_obs"], out["_final_obs"] = values, final.copy()
         return out
+
+    def _final_infos(self, infos: dict[str, Any], of_ended: dict[str, Any], final: Bools, whole: Bools) -> dict[str, Any]:
+        """Return the infos of the rows ``final`` in this step; ``infos`` of the rows ``whole`` are of the next episode."""
+        found: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
+        now, ended = info_rows(infos, self.num_envs), info_rows(of_ended, self.num_envs)
+        for row in np.flatnonzero(final).tolist():
+            found[row] = now[row]
+            if whole[row]:
+                flags = {key: now[row][key] for key in ("transition_mask", "env_done", "env_terminated")}
+                found[row] = {**ended[row], "agent_mask": False, **flags}
+        return self._merger.merge(found, range(self.num_envs))
 
     def _flatten_infos(self, infos: Mapping[Any, Any], rows: Bools) -> dict[str, Any]:
         out: dict[str, Any] = {}

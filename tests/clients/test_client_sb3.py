@@ -299,4 +299,8 @@ def test_each_environment_has_its_own_options() -> None:
     venv.set_options([{"start": 3}, {"start": 3}])
     venv.reset()
     assert [info["start"] for info in venv.reset_infos] == [3, 3]
+    goals = [np.zeros(2), np.ones(2)]
+    venv.set_options([{"start": 4, "goal": goal} for goal in goals])
+    venv.reset()
+    assert [info["start"] for info in venv.reset_infos] == [4, 4]
     venv.close()

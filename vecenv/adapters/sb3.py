@@ -82,7 +82,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     def reset(self) -> Any:
         """Reset all environments with the seeds and options that were set last, and drop a pending step."""
         options: Any = self._options
-        if all(each == options[0] for each in options):
+        if _are_equal(options):
             options = options[0] or None
         observations, self.reset_infos = reset_all(self._by_row, self._seeds, options)
         self._reset_seeds()
@@ -172,6 +172,13 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     def close(self) -> None:
         """Close the vector environment."""
         self.vector_env.close()
+
+
+def _are_equal(options: Sequence[dict[str, Any]]) -> bool:
+    try:
+        return all(each == options[0] for each in options)
+    except ValueError:  # different arrays
+        return False
 
 
 def _split_info(merged: dict[str, Any], added: Collection[str]) -> tuple[dict[str, Any], Any, dict[str, Any]]:

@@ -185,3 +185,10 @@ def test_other_spaces_are_named_and_the_environment_is_closed() -> None:
         env.reset(options={"env": "wide"})
     assert Wide.closed == [True]
     assert env.reset(seed=1)[0].tolist() == [0, 0, 1, 1]
+
+
+def test_seed_is_that_of_the_current_environment() -> None:
+    env = vecenv.EnvChoice({"a": CounterEnv, "b": CounterEnv})()
+    for seed, name in enumerate("aba"):
+        env.reset(seed=seed, options={"env": name})
+        assert env.np_random_seed == env.current.np_random_seed == seed

@@ -158,6 +158,10 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     def np_random(self, generator: Any) -> None:
         self.current.np_random = generator
 
+    @property
+    def np_random_seed(self) -> Any:
+        return self.current.np_random_seed
+
     # -- snapshots ----------------------------------------------------------------------------------------------------
 
     def take_snapshot(self) -> Any:

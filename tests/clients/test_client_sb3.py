@@ -273,6 +273,8 @@ def test_agents_that_die_apart_give_the_same_rows_in_every_mode(mode: str, paddi
                 ends[info["env_done"]] += 1
                 assert info["terminal_observation"].tolist() == [row % 3 + 1, info["life"]]
     assert ends[True] > 10 < ends[False]
+    with pytest.raises(AttributeError, match=r"use call\(\).* of the MultiAgentVecEnv"):
+        envs.env_method("observation_space", 1)
     for each in (envs, reference):
         each.close()
 

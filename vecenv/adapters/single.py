@@ -148,6 +148,11 @@ class SingleEnvs:
 
     def _run(self, name: str, function: Callable[..., Any], rows: Iterable[int], *args: Any) -> list[Any]:
         """Run a function on some environments; ``name`` is the attribute that it uses, for the error text."""
+        if isinstance(self._inner, FlattenAgents):
+            raise AttributeError(
+                f"rows are agents and have no attribute {name!r}: use call(), get_attr() or set_attr() of the "
+                "MultiAgentVecEnv, which reach its environments"
+            )
         if not self._are_python:
             raise AttributeError(
                 f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"

@@ -270,6 +270,21 @@ def test_list_of_dicts_has_the_same_infos() -> None:
                 assert np.array_equal(info["_time"], infos["_time"][row])
 
 
+def test_list_of_dicts_keeps_masks_of_agents_only() -> None:
+    class Nested(RandomGame):
+        def _infos(self, agents: list[str]) -> dict[str, Any]:
+            common = {"pose": {"x": 1, "joint": {"y": 2.0}}} if self.options else {}
+            return {"common": common, "agent_0": {"pose": {"x": self.options["x"]}} if self.options else {}}
+
+    with MultiAgentVecEnv([Nested] * 2, num_workers=0) as envs:
+        _, infos = envs.reset(seed=1, options=[{"x": 5}, None])
+        first, second = list_of_dicts(infos)
+    assert first["common"] == {"pose": {"x": 1, "joint": {"y": 2.0}}}
+    assert first["pose"]["x"].tolist() == [5, 0, 0]
+    assert first["pose"]["_x"].tolist() == first["_pose"].tolist() == [True, False, False]
+    assert second.keys() == {"agent_mask", "transition_mask"}
+
+
 # --- Observations and actions in dicts and tuples, in every layout, and their errors --------------
 
 LAYOUTS = pytest.mark.parametrize("layout", ["stack", "agents", {"one": ["c", "a"], "two": ["b"]}], ids=str)

@@ -127,13 +127,11 @@ def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[di
     out: list[dict[Any, Any]] = [{} for _ in range(rows)]
     for key in own_keys(infos):
         value, mask = infos[key], infos.get(f"_{key}")
-        nested = list_of_dicts(value, rows) if isinstance(value, dict) and key in ("common", "final_info") else None
+        if isinstance(value, dict):
+            value = list_of_dicts(value, rows)
+            mask = np.array(list(map(bool, value))) if mask is None or key == "final_info" else mask
         for row in range(rows):
             if mask is not None and not np.any(mask[row]):
-                continue
-            if nested is not None:
-                if nested[row]:
-                    out[row][key] = nested[row]
                 continue
             out[row][key] = _take_row(value, row)
             if mask is not None and mask.ndim == 2:

@@ -133,6 +133,7 @@ def test_some_games_restart_and_are_received_in_any_number(tic_tac_toe: Any, bat
         assert infos["env_id"].dtype == np.intp
         assert infos["_env_id"].all()
         assert len(infos["env_id"]) == count
+        assert envs.last_received.tolist() == infos["env_id"].tolist()
         boards |= dict(zip(infos["env_id"].tolist(), (infos["board"] >= 0).sum(axis=(1, 2)).tolist(), strict=True))
     assert boards == {0: 2, 1: 0, 2: 2, 3: 2}
     assert envs.stats()["in_flight"] == 0

@@ -20,7 +20,6 @@ from vecenv.backends.envpool.drivers import FirstReadyDriver, Seeding
 from vecenv.backends.envpool.rows import Latest, PoolRows, States
 from vecenv.backends.envpool.task import Task, check_options, spread_seeds
 from vecenv.backends.envpool.vector_env import PoolVectorEnv
-from vecenv.front.arguments import parse_env_ids
 from vecenv.front.capabilities import raise_unsupported
 from vecenv.front.driver import Stepped
 from vecenv.multi_agent.roster import FLAGS, AgentGroup, Roster
@@ -74,9 +73,10 @@ class PlayerPool(PoolVectorEnv):
         seeding = Seeding(spread_seeds(None, num_envs, self.np_random), self.np_random)
         self._open(FirstReadyDriver(task, batch_size, seeding, self.autoreset_mode, rows))
 
-    def parse_rows(self, env_id: Any) -> npt.NDArray[np.intp]:
-        """Return the environments that a ``send`` steps."""
-        return self._driver.latest.astype(np.intp) if env_id is None else parse_env_ids(env_id, self.num_envs)
+    @property
+    def last_received(self) -> npt.NDArray[np.intp]:
+        """The environments of the latest :meth:`recv`, in its order."""
+        return self._driver.latest.astype(np.intp)
 
     def render(self) -> Any:
         """Raise ``NotImplementedError``, because EnvPool cannot render these tasks."""

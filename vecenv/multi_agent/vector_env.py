@@ -67,10 +67,6 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
         own = replace(options.get("worker_options") or WorkerOptions(), dummy_env=example)
         return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": own})
 
-    def parse_rows(self, env_id: Any) -> npt.NDArray[np.intp]:
-        """Return the rows that ``send(actions, env_id)`` steps."""
-        return self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
-
 
 AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's messages
 
@@ -332,7 +328,7 @@ class MultiAgentVecEnv:
 
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some environments without waiting; ``actions`` are as in :meth:`step`, with one row per ``env_id``."""
-        rows = self._rows.parse_rows(env_id)
+        rows = self._rows.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         self._require_begun(rows)
         self._rows.send(self._actions.convert(actions, rows, self._alive), rows)
 

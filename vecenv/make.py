@@ -12,7 +12,6 @@ import difflib
 import functools
 import importlib.util
 import inspect
-import logging
 import multiprocessing
 import re
 import sys
@@ -39,7 +38,6 @@ __all__ = [
     "engine_options",
     "find_spec",
     "make_vec",
-    "newest_version",
     "only_vector",
     "parameters_of",
     "register",
@@ -61,17 +59,6 @@ def find_spec(env_id: str) -> EnvSpec:
     except gymnasium.error.Error as error:
         kind = type(error) if isinstance(error, gymnasium.error.UnregisteredEnv) else gymnasium.error.UnregisteredEnv
         raise kind(f"{error} {_suggest_places(env_id)}".rstrip()) from None
-
-
-def newest_version(env_id: str) -> str | None:
-    """Return the newest registered id for an id without a version; ``None`` if there is none."""
-    level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR  # no warning about the missing version
-    try:
-        return str(_find_spec(env_id).id)
-    except (gymnasium.error.Error, ImportError):
-        return None
-    finally:
-        gymnasium.logger.min_level = level
 
 
 def _suggest_places(env_id: str) -> str:

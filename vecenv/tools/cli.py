@@ -18,14 +18,14 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from vecenv import tools
 from vecenv._version import __version__
 from vecenv.planning.plan import plan as make_plan
 from vecenv.system.cores import usable_cores
 from vecenv.system.spawning import explain_missing_processes
-from vecenv.tools import benchmark, conform, limits, replay, run, runners, top
+from vecenv.tools import benchmark, conform, replay, run, runners, top
 
 _ENV_ID = (
     "a registered id; module:Env-v0, if importing the module registers it; or module:name, a class or function that builds "
@@ -35,42 +35,15 @@ Command = Callable[[argparse.Namespace], "int | Callable[[], None]"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that suggests close matches for mistyped options and commands, and accepts no abbreviated options."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
+    """A parser of commands that report their own unrecognized arguments, with their own usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse like :class:`argparse.ArgumentParser`, but let each subparser report its own unrecognized arguments."""
         found, rest = super().parse_known_args(args, namespace)
         if rest:
-            self.error(f"unrecognized arguments: {' '.join(rest)}")
+            in_run = self.prog.endswith(" run")
+            hint = "; the program's own options follow its name: vecenv run train.py --seed 1" if in_run else ""
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return found, rest
-
-    def error(self, message: str) -> NoReturn:
-        known = self._known()
-        for word in re.findall(r"(?:arguments|choice):\s*'?([\w-]+)", message):
-            message += tools.did_you_mean(word, [name for name in known if name.startswith("-") == word.startswith("-")])
-        if self.prog.endswith(" run") and message.startswith("unrecognized"):
-            message += "; the program's own options follow its name: vecenv run train.py --seed 1"
-        super().error(message)
-
-    def _known(self) -> list[str]:
-        """Return all options and commands."""
-        known: list[str] = []
-        for action in self._actions:
-            known += action.option_strings
-            if isinstance(action, argparse._SubParsersAction):
-                known += action.choices
-        return known
-
-
-class _Formatter(argparse.HelpFormatter):
-    """A formatter that puts the example at the end of a help text on its own line."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = re.split(r"\s+(?=Try: )", text)
-        return "\n".join(super(_Formatter, self)._fill_text(part, width, indent) for part in parts)
 
 
 def _positive(kind: type[Any]) -> Callable[[str], Any]:
@@ -113,16 +86,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _build_parser() -> _Parser:
     parser = _Parser(
         prog="vecenv",
+        allow_abbrev=False,
         description="A fast, fault-tolerant vector environment engine for Gymnasium.",
         epilog="Try: vecenv bench CartPole-v1 --num-envs 64",
     )
     parser.add_argument("--version", action="version", version=f"vecenv {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, command: Command, usage: str | None = None) -> Callable[..., Any]:
         text, description, epilog = (inspect.getdoc(command) or "").split("\n\n")
         subparser = commands.add_parser(
-            name, help=text, description=description, epilog=epilog, usage=usage, formatter_class=_Formatter
+            name, help=text, description=description, epilog=epilog, usage=usage, allow_abbrev=False
         )
         subparser.set_defaults(run=command)
         return subparser.add_argument
@@ -185,10 +159,8 @@ def _plan(arguments: argparse.Namespace) -> int:
     try:
         plan = make_plan(env_fn, arguments.num_envs)
     except Exception as error:
-        text = tools.one_line(error)
-        raise tools.CliError(f"{arguments.env_id} cannot be measured: {text}{tools.missing_arguments_hint(text)}") from None
-    as_json = json.dumps(dataclasses.asdict(plan), indent=1, default=str)
-    print(as_json if arguments.json else tools.wrap_to_terminal(str(plan)))
+        raise tools.CliError(f"{arguments.env_id} cannot be measured: {tools.one_line(error)}") from None
+    print(json.dumps(dataclasses.asdict(plan), indent=1, default=str) if arguments.json else plan)
     return 0
 
 
@@ -220,7 +192,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     Exit codes: 0 success; 1 an engine's trajectories differ from SyncVectorEnv's; 2 wrong usage, or a library is missing;
     3 an engine died while it was measured. Try: vecenv bench CartPole-v1 --num-envs 64
     """
-    tools.require("bench", "rich", "matplotlib")
+    tools.require("vecenv bench", "rich", "matplotlib")
     if (reason := explain_missing_processes()) is not None:
         raise tools.CliError(f"vecenv bench compares engines in processes of their own: {reason}")
     env_fn = runners.resolve(arguments.env_id)
@@ -244,21 +216,15 @@ def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[bench
     pace: dict[str, Any] = {"seconds": arguments.seconds or seconds, "repeats": arguments.repeats or repeats}
     reports = []
     with tools.progress_bar() as bar:
-        for index, size in enumerate(sizes):
+        for size in sizes:
             rows = [row for row in make_candidates(num_envs=size) if row.name in names]
-            progress = partial(_with_size, bar, size, index, len(sizes)) if arguments.scale else bar
-            reports.append(benchmark.compare(arguments.env_id, env_fn, size, rows, progress=progress, **pace))
+            reports.append(benchmark.compare(arguments.env_id, env_fn, size, rows, progress=bar, **pace))
     return reports
 
 
 def _powers_of_two(top: int) -> list[int]:
     """Return 1, 2, 4 and so on, up to and including ``top``."""
     return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
-
-
-def _with_size(progress: tools.Progress, size: int, index: int, count: int, stage: str, done: int, total: int) -> None:
-    """Show the progress of all sizes in one bar, which fills once."""
-    progress(f"{size} environments ({index + 1} of {count}): {stage}", index * total + done, count * total)
 
 
 def _show(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> None:
@@ -268,36 +234,27 @@ def _show(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> Non
     values = [report.to_dict() for report in reports]
     text = json.dumps(values if arguments.scale else values[0], indent=1)
     table.write_text(text + "\n")
-    drawn = benchmark.draw_scale(reports, picture) if arguments.scale else benchmark.draw_bars(reports[0], picture)
+    benchmark.draw_scale(reports, picture) if arguments.scale else benchmark.draw_bars(reports[0], picture)
     if arguments.json:
         print(text)
         return
-    if arguments.scale:
-        benchmark.print_scale(reports)
-    else:
-        benchmark.print_report(reports[0])
-    print(f"Written: {table}{f', {picture}' if drawn else ''}")
+    benchmark.print_scale(reports) if arguments.scale else benchmark.print_report(reports[0])
+    print(f"Written: {table}, {picture}")
 
 
 def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
     """Return the names of the engines to measure. Raise before anything is started if this machine cannot hold them."""
+    from vecenv.tools.limits import shortage  # here, because it cannot be imported on Windows
+
     if arguments.engines is not None:
-        known = {candidate.name: candidate for candidate in candidates}
-        selected = [name.strip() for name in arguments.engines.split(",") if name.strip()]
-        for name in selected:
-            if name not in known:
-                close = tools.did_you_mean(name, list(known)) or "."
-                raise tools.CliError(f"no engine {name!r}{close} The engines are: {', '.join(known)}")
-        if not selected:
-            raise tools.CliError(f"--engines names no engine. The engines are: {', '.join(known)}")
+        known = [candidate.name for candidate in candidates]
+        selected = {name.strip() for name in arguments.engines.split(",")}
+        if unknown := selected - set(known):
+            raise tools.CliError(f"no engine {min(unknown)!r}. The engines are: {', '.join(known)}")
         candidates = [candidate for candidate in candidates if candidate.name in selected]
-    crowds = [candidate for candidate in candidates if candidate.is_crowd]
-    others = [candidate for candidate in candidates if not candidate.is_crowd]
-    alive = sum(candidate.processes + 1 for candidate in others) + max((crowd.processes + 1 for crowd in crowds), default=0)
-    reason = limits.shortage(alive, max((candidate.processes for candidate in candidates), default=0))
-    if reason is not None:
-        left_out, kept = (",".join(candidate.name for candidate in some) for some in (crowds, others))
-        advice = f", or leave out {left_out.replace(',', ', ')} (--engines {kept})" if left_out and kept else ""
-        raise tools.CliError(f"{reason}; use fewer environments or workers{advice}")
+    largest_crowd = max((each.processes + 1 for each in candidates if each.is_crowd), default=0)
+    others = sum(each.processes + 1 for each in candidates if not each.is_crowd)
+    if (reason := shortage(others + largest_crowd)) is not None:
+        raise tools.CliError(f"{reason}; use fewer environments or workers, or only some --engines")
     arguments.out.mkdir(parents=True, exist_ok=True)
     return {candidate.name for candidate in candidates}

@@ -22,7 +22,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from vecenv.front.arguments import parse_autoreset_mode
 from vecenv.system.shared_generators import describe_draws, find_draws, read_states
 from vecenv.testing.conformity import CHECKS, COUNT, Check, as_gymnasium, makers, program
-from vecenv.tools import WRONG, CliError, did_you_mean, import_module_or_exit
+from vecenv.tools import WRONG, CliError, import_module_or_exit
 from vecenv.tools.benchmark import started
 from vecenv.tools.runners import Candidate
 
@@ -242,7 +242,7 @@ def engine_named(name: str) -> Any:
         raise CliError(f"{name!r} is not of the form MODULE:NAME, such as gymnasium.vector:AsyncVectorEnv")
     found = import_module_or_exit(module)
     if not callable(engine := getattr(found, attribute, None)):
-        raise CliError(f"{module!r} has no {attribute!r} that can be called{did_you_mean(attribute, list(vars(found)))}")
+        raise CliError(f"{module!r} has no {attribute!r} that can be called")
     return engine
 
 

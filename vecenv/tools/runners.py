@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.util
 import itertools
 import logging
 import math
@@ -15,7 +14,6 @@ import multiprocessing
 import os
 import select
 import struct
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +24,8 @@ import gymnasium
 import numpy as np
 from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 
-from vecenv.errors import how_to_install
 from vecenv.system.cores import usable_cores
-from vecenv.tools import CliError, did_you_mean, import_module_or_exit
+from vecenv.tools import CliError, import_module_or_exit, require
 
 EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
@@ -73,36 +70,26 @@ def make_env(env_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
 
 
 def resolve(env_id: str) -> EnvFn:
-    """Return the function that builds this environment; the error for an unknown id names close matches.
+    """Return the function that builds this environment.
 
     Raises:
         CliError: There is no such environment or module.
     """
-    from vecenv.make import newest_version  # here, because processes that measure other engines do not need it
+    from vecenv.make import find_spec  # here, because processes that measure other engines do not need it
 
     module, _, name = env_id.rpartition(":")
-    public: list[str] = []
     if module:
-        found = import_module_or_exit(module, f", the module of {env_id!r}")
-        if name in gymnasium.registry or callable(getattr(found, name, None)):
+        found = getattr(import_module_or_exit(module), name, None)
+        if callable(found) and name not in gymnasium.registry:
             return partial(make_env, env_id)
-        if hasattr(found, name):
-            description = textwrap.shorten(repr(getattr(found, name)), 60)
-            raise CliError(f"{env_id!r} is {description}, which cannot be called to build an environment")
-        public = [key for key, value in vars(found).items() if callable(value) and not key.startswith("_")]
-    elif name.startswith("ALE/"):
-        if importlib.util.find_spec("ale_py") is None:
-            raise CliError(f"{env_id} needs ale-py: {how_to_install('bench')}")
-        importlib.import_module("ale_py")
-    newest = newest_version(name)
-    if newest is not None:
-        name, env_id = newest, f"{module}:{newest}" if module else newest
-    if name not in gymnasium.registry:
-        hint = did_you_mean(name, [*public, *gymnasium.registry])
-        if module:
-            raise CliError(f"{module!r} has no {name!r} and registers no environment of that name{hint}")
-        raise CliError(f"no environment {env_id!r} is registered{hint or '; other packages: module:Env-v0'}")
-    return partial(make_env, env_id)
+    elif env_id.startswith("ALE/"):
+        require(env_id, "ale_py")
+        importlib.import_module("ale_py")  # registers these ids
+    try:
+        newest = find_spec(name).id
+    except gymnasium.error.Error as error:
+        raise CliError(f"{env_id!r}: {error}") from None
+    return partial(make_env, f"{module}:{newest}" if module else newest)
 
 
 def run_for(step: Callable[[], float], seconds: float) -> float:

@@ -296,7 +296,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise CliError("vecenv top needs Linux; envs.stats() returns the statistics in the program itself")
     watcher = Watcher(arguments.pid)
     if not arguments.json:
-        require("top", "rich")
+        require("vecenv top", "rich")
         if not arguments.once:
             return _show(watcher, arguments.interval)
     watcher.read()

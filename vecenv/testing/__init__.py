@@ -18,26 +18,25 @@ if TYPE_CHECKING:
 __all__ = ["VectorEnvContract", "assert_identical", "assert_isolated", "assert_restorable", "assert_same_trajectory"]
 
 
-_MODULES = {"assert_isolated": "vecenv.testing.isolated", "assert_restorable": "vecenv.state.proof"}
-"""Public name -> the module that defines it; all others are defined in the contract."""
+_MODULES = {
+    "VectorEnvContract": "contract", "assert_identical": "contract", "assert_same_trajectory": "contract",
+    "assert_isolated": "isolated",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name on first use (PEP 562), including the names of ``faulty``."""
+    if name == "assert_restorable":
+        return importlib.import_module("vecenv.state.proof").prove
     if name.startswith("__"):
         raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
-    if name in __all__ and name not in _MODULES:
+    if _MODULES.get(name) == "contract":
         import pytest
 
         # Failed assertions then show their values, as in a test module.
         pytest.register_assert_rewrite("vecenv.trajectories", "vecenv.testing.contract")
-    if name in __all__:
-        module = importlib.import_module(_MODULES.get(name, "vecenv.testing.contract"))
-        return getattr(module, "prove" if name == "assert_restorable" else name)
-    faulty = importlib.import_module("vecenv.testing.faulty")
-    if name in ("faulty", *faulty.__all__):
-        return faulty if name == "faulty" else getattr(faulty, name)
-    raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
+    module = importlib.import_module(f"vecenv.testing.{_MODULES.get(name, 'faulty')}")
+    return module if name == "faulty" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -462,13 +462,7 @@ def as_gymnasium(envs: Any) -> Any:
 
 
 class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
-    """A vector environment of another library, with Gymnasium's interface.
-
-    Attributes:
-        seed_error: The error text for a list of seeds.
-    """
-
-    seed_error = "reset() accepts one seed"
+    """A vector environment of another library, with Gymnasium's interface."""
 
     def __init__(self, envs: Any, num_envs: int, observation_space: Any, action_space: Any, mode: AutoresetMode) -> None:
         self.inner, self.num_envs = envs, num_envs
@@ -482,7 +476,7 @@ class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
         others = dict(options or {})
         mask = others.pop("reset_mask", None)
         if isinstance(seed, list):
-            raise NotImplementedError(self.seed_error)
+            raise NotImplementedError("it accepts one seed")
         return self._reset(seed, mask, others)
 
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
@@ -505,8 +499,6 @@ class _Sb3Envs(_OtherLibraryEnvs):
     ``info["TimeLimit.truncated"]`` marks a truncation.
     """
 
-    seed_error = "seed() accepts one number"
-
     def __init__(self, envs: Any) -> None:
         super().__init__(envs, envs.num_envs, envs.observation_space, envs.action_space, AutoresetMode.SAME_STEP)
 
@@ -521,13 +513,12 @@ class _Sb3Envs(_OtherLibraryEnvs):
 
     def step(self, actions: Any) -> Any:
         observations, rewards, over, infos = self.inner.step(actions)
-        cut = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos])
+        cut = np.array([bool(info.pop("TimeLimit.truncated", False)) for info in infos])
         final = [info.pop("terminal_observation", None) for info in infos]
-        infos_by_row = []
-        for env, info in enumerate(infos):
-            info = {key: value for key, value in info.items() if key != "TimeLimit.truncated"}
-            begun = {**self.inner.reset_infos[env], "final_obs": final[env], "final_info": info}
-            infos_by_row.append(info if final[env] is None else begun)
+        infos_by_row = [
+            info if last is None else {**begin, "final_obs": last, "final_info": info}
+            for info, last, begin in zip(infos, final, self.inner.reset_infos, strict=True)
+        ]
         return observations, np.asarray(rewards), over & ~cut, over & cut, self._merge_infos(infos_by_row)
 
     def get_attr(self, name: str) -> Any:
@@ -570,8 +561,6 @@ class _TorchRLEnvs(_OtherLibraryEnvs):
     Observations must be a single array, and actions categorical.
     """
 
-    seed_error = "set_seed() accepts one seed, and reset() no options"
-
     def __init__(self, envs: Any) -> None:
         shape, choices = envs.observation_spec["observation"].shape[1:], envs.action_spec.space.n
         dtype: Any = str(envs.observation_spec["observation"].dtype).removeprefix("torch.")
@@ -583,7 +572,7 @@ class _TorchRLEnvs(_OtherLibraryEnvs):
         import torch
 
         if options:
-            raise NotImplementedError(self.seed_error)
+            raise NotImplementedError("reset() accepts no options")
         if seed is not None:
             self.inner.set_seed(seed)
         if mask is None:

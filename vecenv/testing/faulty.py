@@ -20,10 +20,10 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Container, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Container
 from typing import Any, Final, NoReturn, TypeVar
 
 import gymnasium as gym
@@ -39,16 +39,15 @@ __all__ = [
 Fault = Callable[[Any], Any]
 """A fault: a function of the result of a call, which returns something else, raises, or never returns."""
 
-_F = TypeVar("_F", bound=Fault)
-_faults: dict[str, Fault] = {}
-
-FAULTS: Final[Mapping[str, Fault]] = MappingProxyType(_faults)
+FAULTS: Final[dict[str, Fault]] = {}
 """Every fault by name."""
+
+_F = TypeVar("_F", bound=Fault)
 
 
 def fault(function: _F) -> _F:
     """Add a fault to :data:`FAULTS`, under its own name."""
-    _faults[function.__name__] = function
+    FAULTS[function.__name__] = function
     return function
 
 
@@ -103,13 +102,11 @@ def abort(result: Any) -> NoReturn:
 def bus_error(result: Any) -> NoReturn:
     """Write to a page of a mapped file after the file was truncated, which raises SIGBUS."""
     _disable_core_dump()
-    if not hasattr(os, "memfd_create"):
-        _signal_self("SIGBUS")
-    fd = os.memfd_create("bus-error")
-    os.ftruncate(fd, mmap.PAGESIZE)
-    view = mmap.mmap(fd, mmap.PAGESIZE)
-    os.ftruncate(fd, 0)
-    view[0] = 1
+    with tempfile.TemporaryFile() as file:
+        file.truncate(mmap.PAGESIZE)
+        view = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        file.truncate(0)
+        view[0] = 1
     raise AssertionError("a page past the end of the file could be written")
 
 

@@ -101,7 +101,7 @@ def _build_parser() -> _Parser:
         subparser.set_defaults(run=command)
         return subparser.add_argument
 
-    run.add_options(add("run", _run, "%(prog)s [options] PROGRAM ...\n       %(prog)s [options] -m MODULE ..."))
+    run.add_options(add("run", run.main, "%(prog)s [options] PROGRAM ...\n       %(prog)s [options] -m MODULE ..."))
     _add_bench_options(add("bench", _bench))
     option = add("plan", _plan)
     option("env_id", metavar="ENV_ID", help=_ENV_ID)
@@ -132,19 +132,6 @@ def _build_parser() -> _Parser:
     option("--once", action="store_true", help="print one table and exit")
     option("--json", action="store_true", help="print one table as JSON and exit")
     return parser
-
-
-def _run(arguments: argparse.Namespace) -> Callable[[], None]:
-    """run an unmodified program with vecenv in place of Gymnasium's AsyncVectorEnv
-
-    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, even where gymnasium.make_vec(...,
-    vectorization_mode="async") builds it. The options set arguments that the program does not pass itself. The exit code and
-    tracebacks are the program's own.
-
-    Exit codes: those of the program; 2 wrong usage, or there is no such program.
-    Try: vecenv run --on-failure restart train.py --seed 1
-    """
-    return run.prepare(arguments)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.front.arguments import parse_autoreset_mode
 from vecenv.system.shared_generators import describe_draws, find_draws, read_states
-from vecenv.testing.conformity import CHECKS, COUNT, Check, as_gymnasium, makers, program
+from vecenv.testing.conformity import CHECKS, COUNT, as_gymnasium, makers, program
 from vecenv.tools import WRONG, CliError, import_module_or_exit
 from vecenv.tools.benchmark import started
 from vecenv.tools.runners import Candidate
@@ -118,38 +118,31 @@ class CheckRunner:
         The engines of the previous check are closed first.
         """
         self.close()
-        drawn: list[str] = []
-        return *_run_check(CHECKS[number], self._engine, mode, self._built, drawn), drawn
+        check = CHECKS[number]
+        try:
+            engine = engine_named(self._engine)
+            if check.needs_inputs and not _takes_functions(engine):
+                return REFUSED, "it builds its own environments", []
+            while len(self._built) < check.engines:
+                self._built.append(_build(engine, mode))
+        except (NotImplementedError, TypeError, ValueError) as error:
+            return REFUSED, _describe_error(error), []
+        except BaseException as error:
+            return BROKEN, _describe_error(error), []
+        if (only_mode := self._built[0].metadata.get("autoreset_mode", mode)) != mode:
+            return REFUSED, f"{_ONLY_MODE_PREFIX}{only_mode}", []
+        states, state, why = read_states(), KEPT, ""
+        try:
+            check.run(*self._built)
+        except BaseException as error:
+            state = REFUSED if isinstance(error, NotImplementedError) else BROKEN
+            why = _describe_error(error)
+        return state, why, find_draws(states)
 
     def close(self) -> None:
         while self._built:
             with contextlib.suppress(BaseException):
                 self._built.pop().close()
-
-
-def _run_check(check: Check, name: str, mode: AutoresetMode, built: list[Any], drawn: list[str]) -> tuple[str, str]:
-    """Run a check; return its state and reason. Append its engines to ``built``, and generators drawn from to ``drawn``."""
-    states = None
-    try:
-        engine = engine_named(name)
-        if check.needs_inputs and not _takes_functions(engine):
-            return REFUSED, "it builds its own environments"
-        try:
-            while len(built) < check.engines:
-                built.append(_build(engine, mode))
-        except (NotImplementedError, TypeError, ValueError) as error:
-            return REFUSED, _describe_error(error)
-        if built[0].metadata.get("autoreset_mode", mode) != mode:
-            return REFUSED, f"{_ONLY_MODE_PREFIX}{built[0].metadata['autoreset_mode']}"
-        states = read_states()
-        check.run(*built)
-    except NotImplementedError as error:
-        return REFUSED, _describe_error(error)
-    except BaseException as error:
-        return BROKEN, _describe_error(error)
-    finally:
-        drawn += find_draws(states or {})
-    return KEPT, ""
 
 
 def _build(engine: Any, mode: AutoresetMode) -> Any:

@@ -23,21 +23,22 @@ from vecenv.tools import CliError, one_line
 _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "generators")
 
 
-def prepare(arguments: argparse.Namespace) -> Callable[[], None]:
-    """Check the command line, install vecenv, and return a function that runs the program.
+def main(arguments: argparse.Namespace) -> Callable[[], None]:
+    """run an unmodified program with vecenv in place of Gymnasium's AsyncVectorEnv
 
-    The function raises the program's own exceptions, including ``SystemExit``, with tracebacks that begin in the program.
+    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, even where gymnasium.make_vec(...,
+    vectorization_mode="async") builds it. The options set arguments that the program does not pass itself. The exit code and
+    tracebacks are the program's own.
 
-    Raises:
-        CliError: There is no such program, or an option has an invalid value.
+    Exit codes: those of the program; 2 wrong usage, or there is no such program.
+    Try: vecenv run --on-failure restart train.py --seed 1
     """
+    # returns a function that raises the program's own exceptions, with tracebacks that begin in the program
     program_arguments = arguments.program if arguments.module is None else arguments.module
     if not program_arguments:
         raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
     start = _prepare_file(program_arguments[0]) if arguments.module is None else _prepare_module(program_arguments[0])
     defaults = {name: value for name in _DEFAULTS if (value := getattr(arguments, name)) is not None}
-    if defaults["num_workers"] == "each":
-        del defaults["num_workers"]
     install(sync=arguments.sync, **defaults)
     if not arguments.quiet:
         replaced = "AsyncVectorEnv and SyncVectorEnv are" if arguments.sync else "AsyncVectorEnv is"
@@ -56,9 +57,9 @@ def _report(pid: int) -> None:
         print(f"vecenv run: {REPORT}", file=sys.stderr)
 
 
-def _parse_num_workers(text: str) -> int | str:
+def _parse_num_workers(text: str) -> int | str | None:
     if text in ("auto", "each"):
-        return text
+        return text if text == "auto" else None
     try:
         number = int(text)
     except ValueError:

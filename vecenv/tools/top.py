@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -104,7 +105,7 @@ class Watcher:
         self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the two latest distinct states
 
     def read(self) -> list[ProgramRow]:
-        """Return the running programs, sorted by process id and age.
+        """Return the running programs.
 
         If a program was not in the previous reading, its rates cover the time since it began to publish.
         """
@@ -123,13 +124,10 @@ class Watcher:
                 before, latest = self._latest.get(path, (None, None))
                 now[path] = (before if latest is not None and latest.at == stats.at else latest), stats
         self._latest = now
-        rows = [(stats.pid, stats.began, _program(before, stats)) for before, stats in now.values()]
-        return [row for *_, row in sorted(rows, key=lambda entry: entry[:2])]
+        return [_program(before, stats) for before, stats in now.values()]
 
 
 def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
-    if before is not None and (before.began != now.began or len(before.workers) != len(now.workers)):
-        before = None
     seconds_since_result = max(time.monotonic() - now.at, 0.0)
     if seconds_since_result > _LATE_SECONDS:  # no progress since that result: rates of 0
         before = now
@@ -181,8 +179,8 @@ _ORDERS: Final[dict[str, Callable[[WorkerRow], Any]]] = {
     "restarts": lambda worker: -worker.restarts,
     "state": lambda worker: worker.state,
 }
-_ROW_MOVES: Final = {b"\x1b[A": -1, b"k": -1, b"\x1b[B": 1, b"j": 1}
-_PAGE_MOVES: Final = {b"\x1b[5~": -1, b"\x1b[6~": 1, b" ": 1}
+_MOVES: Final = {b"\x1b[A": (-1, 0), b"\x1b[B": (1, 0), b"\x1b[5~": (0, -1), b"\x1b[6~": (0, 1)}
+"""Arrow and page keys -> the number of rows and pages to move."""
 
 
 @dataclass
@@ -196,10 +194,9 @@ class View:
 
     def press(self, keys: bytes) -> None:
         """Process keys: ``s`` sorts by the next column, arrow and page keys move, ``q`` ends."""
-        while keys:
-            key = next((known for known in (*_ROW_MOVES, *_PAGE_MOVES) if keys.startswith(known)), keys[:1])
-            keys = keys[len(key) :]
-            self.first += _ROW_MOVES.get(key, 0) + _PAGE_MOVES.get(key, 0) * self.num_visible
+        for key in re.findall(rb"\x1b\[\d?.|.", keys, re.DOTALL):
+            rows, pages = _MOVES.get(key, (0, 0))
+            self.first += rows + pages * self.num_visible
             if key == b"s":
                 names = list(_ORDERS)
                 self.order, self.first = names[(names.index(self.order) + 1) % len(names)], 0
@@ -311,10 +308,7 @@ def main(arguments: argparse.Namespace) -> int:
 
         Console(highlight=False).print(draw(programs, ()))
     else:
-        process_text = "" if arguments.pid is None else f" of process {arguments.pid}"
-        others = sorted({row.pid for row in Watcher().read()}) if process_text else []
-        publishers = f"; processes that publish: {', '.join(map(str, others))}" if others else ""
-        print(f"vecenv: nothing to show{process_text}: {_HOW_TO_PUBLISH}{publishers}", file=sys.stderr)
+        print(f"vecenv: nothing to show: {_HOW_TO_PUBLISH}", file=sys.stderr)
     return 0 if programs else WRONG
 
 

@@ -13,7 +13,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -104,22 +104,21 @@ def evaluate(
     with_frames = _parse_frames(frames, len(todo.episodes))
     journal = _open_journal(folder, name, todo, with_frames)
     act = PolicyCaller(policy, envs, arrays=arrays, device=device, batch=batch, initial_state=initial_state)
-    bar = ProgressBar(len(todo.episodes)) if progress else None
 
     def report(result: EpisodeResult) -> None:
         if journal is not None:
             result = todo.results[result.index] = journal.append(result)
-        if bar is not None:
-            bar.update(len(todo.results))
+        if show is not None:
+            show(len(todo.results))
         if on_episode is not None:
             on_episode(result)
 
     runner = _make_runner(envs, todo, act, report, parse_timeout(timeout), with_frames)
-    with journal or contextlib.nullcontext():
+    bar = _progress_bar(len(todo.episodes)) if progress else contextlib.nullcontext()
+    with bar as show, journal or contextlib.nullcontext(), watched_handlers():
         if journal is not None:
             todo.results.update(journal.results)
-        with bar or contextlib.nullcontext(), watched_handlers():
-            runner.run()
+        runner.run()
     if getattr(envs.unwrapped, "_draws_shared", False):
         warn(
             "the results of evaluate depend on the row of each episode and on the other environments of its process, which "
@@ -154,6 +153,7 @@ def _make_runner(
     envs: Any, todo: Episodes, act: PolicyCaller, report: Report, limit: float | None, with_frames: frozenset[int]
 ) -> FirstReadyRunner | LockstepRunner:
     """Return the runner for this engine; raise ``NotImplementedError`` if it lacks something that the episodes need."""
+    runner: FirstReadyRunner | LockstepRunner
     capabilities = capabilities_of(envs)
     if isinstance(envs, VectorWrapper) and not hasattr(type(envs), "recv"):
         capabilities = None  # the engine would step single rows without calling the wrapper
@@ -170,17 +170,16 @@ def _make_runner(
             raise AlreadyPendingCallError(text, "send")
         if limit is None and not capabilities.in_this_process:
             limit = envs.step_timeout
-        require_offered(envs, capabilities, todo.episodes)
-        _require_loadable(envs, snapshots)
-        return FirstReadyRunner(envs, todo, act, report, limit, with_frames)
-    if with_frames:
-        raise_unsupported(envs, "render single environments", "they step together")
-    if limit is not None:
-        raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
-    in_waves = _needs_waves(envs, capabilities, todo)
+        runner = FirstReadyRunner(envs, todo, act, report, limit, with_frames)
+    else:
+        if with_frames:
+            raise_unsupported(envs, "render single environments", "they step together")
+        if limit is not None:
+            raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
+        runner = LockstepRunner(envs, todo, act, report, in_waves=_needs_waves(envs, capabilities, todo))
     require_offered(envs, capabilities, todo.episodes)
     _require_loadable(envs, snapshots)
-    return LockstepRunner(envs, todo, act, report, in_waves=in_waves)
+    return runner
 
 
 def _first_snapshot_per_kind(todo: Episodes) -> dict[int, Snapshot]:
@@ -231,37 +230,30 @@ def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
     return frozenset(int(index) for index in indices)
 
 
-class ProgressBar:
-    """A progress bar on standard error, without a thread, which would interfere with forking workers.
+@contextlib.contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error, without a thread, which would interfere with forking workers.
 
-    Raises:
-        ImportError: rich is not installed.
+    Yields a function of the number of episodes that have a result; the bar shows it at most ten times per second.
     """
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError as error:
+        raise ImportError(f"progress=True needs rich: {how_to_install('bench')}") from error
+    columns = TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    console, next_refresh = Console(stderr=True), 0.0
 
-    def __init__(self, total: int) -> None:
-        try:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-        except ImportError as error:
-            raise ImportError(f"progress=True needs rich: {how_to_install('bench')}") from error
-        columns = TextColumn("episodes"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        console = Console(stderr=True)
-        self._bar = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._task = self._bar.add_task("", total=total)
-        self._last_refresh = 0.0
+    def update(completed: int) -> None:
+        nonlocal next_refresh
+        is_due = time.monotonic() > next_refresh
+        bar.update(task, completed=completed, refresh=is_due)
+        if is_due:
+            next_refresh = time.monotonic() + 0.1
 
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, completed: int) -> None:
-        """Show the number of episodes that have a result, at most ten times per second."""
-        self._bar.update(self._task, completed=completed)
-        if (now := time.monotonic()) > self._last_refresh + 0.1:
-            self._last_refresh = now
-            self._bar.refresh()
+    with Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task("", total=total)
+        yield update
 
 
 class EpisodeRunner:

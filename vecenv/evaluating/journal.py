@@ -31,6 +31,7 @@ with contextlib.suppress(ImportError):  # missing on Windows: there, two program
 _FORMAT: Final = 1
 _FILE: Final = "episodes.jsonl"
 _JSON_TYPES: Final = (type(None), bool, int, str)
+_PLAIN_FIELDS: Final = ("index", "env", "seed", "length", "terminated", "truncated", "seconds", "attempts")
 
 
 class Journal:
@@ -78,21 +79,11 @@ class Journal:
 
     def append(self, result: EpisodeResult) -> EpisodeResult:
         """Append a result, and return it as the file would restore it."""
-        line = {
-            "index": result.index,
-            "env": result.env,
-            "seed": result.seed,
-            "return": _encode(result.episode_return),
-            "length": result.length,
-            "terminated": result.terminated,
-            "truncated": result.truncated,
-            "seconds": result.seconds,
-            "attempts": result.attempts,
-            "error": None if result.error is None else f"{type(result.error).__name__}: {result.error}",
-            "info": _encode(result.info),
-        }
+        line = {name: getattr(result, name) for name in _PLAIN_FIELDS}
+        line["return"], line["info"] = _encode(result.episode_return), _encode(result.info)
+        line["error"] = None if result.error is None else f"{type(result.error).__name__}: {result.error}"
         self._write(line)
-        return replace(result, info=_decode(json.loads(json.dumps(line["info"]))))
+        return replace(result, info=_decode(line["info"]))
 
     def _write(self, line: dict[str, Any]) -> None:
         data = f"{json.dumps(line, allow_nan=False)}\n".encode()
@@ -134,11 +125,10 @@ class Journal:
                 )
 
     def _parse_result(self, line: dict[str, Any]) -> EpisodeResult:
-        episode = self._episodes[line["index"]]
+        options, plain = self._episodes[line["index"]].options, {name: line[name] for name in _PLAIN_FIELDS}
         return EpisodeResult(
-            line["index"], line["seed"], episode.options, _decode(line["return"]), line["length"], line["terminated"],
-            line["truncated"], _decode(line["info"]), None, line["seconds"], line["attempts"], env=episode.env,
-        )  # fmt: skip
+            options=options, episode_return=_decode(line["return"]), info=_decode(line["info"]), error=None, **plain
+        )
 
 
 def stored_seed(folder: str | os.PathLike[str]) -> int | None:

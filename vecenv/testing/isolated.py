@@ -42,25 +42,17 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
     reference_results = runs.results()
     if (difference := runs.find_difference(reference_results, runs.results())) is not None:
         when = "in a second run, alone, with the same seed and actions"
-        raise AssertionError(runs.message(difference, _find_causes(runs), when))
+        raise AssertionError(runs.message(difference, runs.find_causes(), when))
     all_disturbances = ("others", *GENERATORS)
     if (difference := runs.find_difference(reference_results, runs.results(all_disturbances))) is None:
         return
-    for disturbance in (*GENERATORS, "others"):
-        if (found := runs.find_difference(reference_results, runs.results((disturbance,)))) is not None:
-            if disturbance == "others":
-                raise AssertionError(runs.message(found, runs.changed_attributes(), "with other environments of its kind"))
+    for name, description in GENERATORS.items():
+        if (found := runs.find_difference(reference_results, runs.results((name,)))) is not None:
             when = "after other code has drawn from that generator (draw from self.np_random, or use generators='own')"
-            raise AssertionError(runs.message(found, [GENERATORS[disturbance]], when))
-    when = "with other environments, and the shared generators reseeded"
-    raise AssertionError(runs.message(difference, runs.changed_attributes(), when))
-
-
-def _find_causes(runs: _Comparison) -> list[str]:
-    """Return the causes of a difference between two runs of an environment alone."""
-    equal_if_seeded = runs.find_difference(runs.results(seeded=True), runs.results(seeded=True)) is None
-    drawn = [GENERATORS[name] for name in runs.drawn_generators()]
-    return drawn if equal_if_seeded and drawn else runs.changed_attributes()
+            raise AssertionError(runs.message(found, [description], when))
+    found = runs.find_difference(reference_results, runs.results(("others",)))
+    when = "with other environments of its kind" if found else "with other environments, and the shared generators reseeded"
+    raise AssertionError(runs.message(found or difference, runs.changed_attributes(), when))
 
 
 class _Comparison:
@@ -122,20 +114,18 @@ class _Comparison:
 
     def find_difference(self, expected: dict[str, Any], actual: dict[str, Any]) -> str | None:
         """Describe the first difference; return ``None`` if there is none."""
-        try:
-            assert_identical(list(actual.items()), list(expected.items()), "it")
-        except AssertionError:
-            for (name, value), (expected_name, expected_value) in zip(actual.items(), expected.items(), strict=False):
-                try:
-                    assert_identical((name, value), (expected_name, expected_value), name)
-                except AssertionError as error:
-                    return to_one_line(str(error))
-            return "the number of resets is different"
-        return None
+        for (name, value), expected_item in zip(actual.items(), expected.items(), strict=False):
+            try:
+                assert_identical((name, value), expected_item, name)
+            except AssertionError as error:
+                return to_one_line(str(error))
+        return None if len(actual) == len(expected) else "the number of resets is different"
 
-    def drawn_generators(self) -> list[str]:
-        """Return the shared generators that were drawn from or seeded."""
-        return [name for name in GENERATORS if name in self._drawn]
+    def find_causes(self) -> list[str]:
+        """Return the causes of a difference between two runs of an environment alone."""
+        equal_if_seeded = self.find_difference(self.results(seeded=True), self.results(seeded=True)) is None
+        drawn = [description for name, description in GENERATORS.items() if name in self._drawn]
+        return drawn if equal_if_seeded and drawn else self.changed_attributes()
 
     def changed_attributes(self) -> list[str]:
         """Return the attributes of classes and modules that the environments change in a run with others."""

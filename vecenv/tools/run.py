@@ -12,7 +12,7 @@ import os
 import sys
 import zipfile
 from collections.abc import Callable
-from importlib.machinery import BYTECODE_SUFFIXES, ModuleSpec, PathFinder, SourceFileLoader, SourcelessFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any, Final
 
@@ -70,38 +70,33 @@ def _parse_num_workers(text: str) -> int | str | None:
 
 
 def _prepare_file(name: str) -> Callable[[], None]:
-    """Return a function that runs source, bytecode, or a folder or zip with ``__main__``, as ``python NAME`` does."""
+    """Return a function that runs a source file, or a folder or zip with ``__main__``, as ``python NAME`` does."""
     path = os.path.join(os.getcwd(), name)  # Python keeps symbolic links in `__file__`, and resolves them in `sys.path[0]`
     if os.path.isdir(path) or zipfile.is_zipfile(path):
         return _prepare_container(name, path)
     if not os.path.isfile(path):
         raise CliError(f"no such program: {name}")
-    kind = SourcelessFileLoader if path.endswith(tuple(BYTECODE_SUFFIXES)) else SourceFileLoader
     try:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
         raise CliError(f"cannot read {name}: {one_line(error)}") from None
 
-    def code() -> CodeType:
-        if kind is SourcelessFileLoader:
-            return loader.get_code("__main__")  # type: ignore[no-any-return]
-        # `dont_inherit`: this module's __future__ imports must not apply to the program
-        return compile(source, path, "exec", dont_inherit=True)
-
     def run() -> None:
         _replace_first_path_entry(os.path.dirname(os.path.realpath(path)))
-        _execute(code, __file__=path, __loader__=loader, __package__=None, __spec__=None, __cached__=None)
+        _execute(
+            # `dont_inherit`: this module's __future__ imports must not apply to the program
+            lambda: compile(source, path, "exec", dont_inherit=True),
+            __file__=path, __loader__=SourceFileLoader("__main__", path), __package__=None, __spec__=None, __cached__=None,
+        )  # fmt: skip
 
-    loader: Any = kind("__main__", path)
     return run
 
 
 def _prepare_container(name: str, path: str) -> Callable[[], None]:
     found = PathFinder.find_spec("__main__", [path])
     if found is None:
-        kind = "a folder" if os.path.isdir(path) else "an archive"
-        raise CliError(f"no such program: {name} is {kind} without __main__.py")
+        raise CliError(f"no such program: {name} has no __main__.py")
 
     def run() -> None:
         if sys.flags.safe_path:  # even under -P, Python searches the folder or archive that it runs
@@ -118,12 +113,12 @@ def _prepare_module(name: str) -> Callable[[], None]:
     try:
         found = importlib.util.find_spec(name)
         if found is not None and found.submodule_search_locations is not None:
-            found = importlib.util.find_spec(f"{name}.__main__")
+            name = f"{name}.__main__"
+            found = importlib.util.find_spec(name)
     except (ImportError, ValueError) as error:
         raise CliError(f"no module {name!r}: {one_line(error)}") from None
     if found is None:
-        package = name in sys.modules
-        raise CliError(f"no module {name!r}" + (": it is a package without a __main__ module" if package else ""))
+        raise CliError(f"no module {name!r}")
     spec = found
 
     def run() -> None:

@@ -277,6 +277,13 @@ def test_missing_features_of_an_engine_are_refused_by_name(closes: Any) -> None:
         vecenv.evaluate(native, lambda seen: np.zeros(len(seen), int), 3)
 
 
+def test_engine_without_an_autoreset_mode_is_refused(closes: Any) -> None:
+    envs = closes(SyncVectorEnv(walks(2)))
+    envs.metadata = {}
+    with pytest.raises(NotImplementedError, match="SyncVectorEnv cannot be evaluated: its metadata has no autoreset mode"):
+        vecenv.evaluate(envs, choose, 3)
+
+
 def test_games_of_several_agents_are_refused(closes: Any) -> None:
     class Agents(SyncVectorEnv):
         possible_agents = ("a", "b")

@@ -210,7 +210,7 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
     Raise ``NotImplementedError`` if seeds per row, or options per episode, are not supported.
     """
     if capabilities is None:
-        if envs.metadata.get("autoreset_mode") not in AutoresetMode:
+        if not isinstance(envs.metadata.get("autoreset_mode"), AutoresetMode):
             raise_unsupported(envs, "be evaluated", "its metadata has no autoreset mode")
         return False
     if not capabilities.row_seeds:

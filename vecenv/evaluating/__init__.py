@@ -556,11 +556,9 @@ class FirstReadyRunner(EpisodeRunner):
     def _handle_exception(self, error: Exception) -> None:
         """Record the failure of the attempts that an environment's exception ended."""
         for row in self._failed_rows(error):
-            del self._in_flight[row]
-            self._broken.add(row)
             record = next((each for each in reversed(self._envs.errors) if each.env == row), None)
             cause = record.error if record is not None and isinstance(record.error, Exception) else error
-            self._record_failure(self._running[row], cause)
+            self._fail_or_requeue(row, cause)
 
     def _handle_restart(self, row: int) -> None:
         """Fail or requeue the attempt in an environment that the engine rebuilt."""

@@ -33,21 +33,15 @@ def make_table(by: str, groups: Mapping[Any, Sequence[Any]]) -> Any:
 
 def _cells(results: Sequence[Any]) -> list[str]:
     completed = [result for result in results if result.error is None]
-    returns = [result.episode_return for result in completed]
-    low, high = mean_interval(returns)
     statistics = ("-", "-", "-")
     if completed:
-        length = mean(result.length for result in completed)
-        statistics = f"{mean(returns):.4g}", f"{low:.4g} to {high:.4g}" if len(completed) > 1 else "-", f"{length:.4g}"
+        returns = [result.episode_return for result in completed]
+        average, interval = mean(returns), "-"
+        if len(returns) > 1:
+            half_width = _t_quantile(len(returns) - 1) * stdev(returns) / math.sqrt(len(returns))
+            interval = f"{average - half_width:.4g} to {average + half_width:.4g}"
+        statistics = f"{average:.4g}", interval, f"{mean(result.length for result in completed):.4g}"
     return [str(len(results)), *statistics, str(len(results) - len(completed))]
-
-
-def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% confidence interval of a mean, from Student's t-distribution; NaN for fewer than two values."""
-    if len(values) < 2:
-        return math.nan, math.nan
-    half_width = _t_quantile(len(values) - 1) * stdev(values) / math.sqrt(len(values))
-    return mean(values) - half_width, mean(values) + half_width
 
 
 def _t_quantile(degrees_of_freedom: int) -> float:

@@ -31,7 +31,6 @@ _ENV_ID = (
     "a registered id; module:Env-v0, if importing the module registers it; or module:name, a class or function that builds "
     "an environment without arguments"
 )
-Command = Callable[[argparse.Namespace], "int | Callable[[], None]"]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -93,7 +92,7 @@ def _build_parser() -> _Parser:
     parser.add_argument("--version", action="version", version=f"vecenv {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, command: Command, usage: str | None = None) -> Callable[..., Any]:
+    def add(name: str, command: Callable[[argparse.Namespace], Any], usage: str | None = None) -> Callable[..., Any]:
         text, description, epilog = (inspect.getdoc(command) or "").split("\n\n")
         subparser = commands.add_parser(
             name, help=text, description=description, epilog=epilog, usage=usage, allow_abbrev=False

@@ -47,24 +47,18 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-def make_env(env_id: str, **options: Any) -> gymnasium.Env[Any, Any]:
-    """Build an environment with ``gymnasium.make`` or from ``module:Class``; import the package that registers ``ALE/`` ids.
+def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
+    """Build an environment with ``gymnasium.make``; import the package that registers ``ALE/`` ids.
 
     Gymnasium's own warnings are silenced: 64 workers would each print them over the progress bar.
     """
     level, gymnasium.logger.min_level = gymnasium.logger.min_level, logging.ERROR
     try:
-        module, _, name = env_id.rpartition(":")
         if env_id.startswith("ALE/"):
             import ale_py
 
             gymnasium.register_envs(ale_py)
-        if module:
-            found = getattr(__import__(module, fromlist=["_"]), name, None)
-            if callable(found) and name not in gymnasium.registry:
-                env: gymnasium.Env[Any, Any] = found(**options)
-                return env
-        return gymnasium.make(env_id, **options)
+        return gymnasium.make(env_id)
     finally:
         gymnasium.logger.min_level = level
 
@@ -79,9 +73,9 @@ def resolve(env_id: str) -> EnvFn:
 
     module, _, name = env_id.rpartition(":")
     if module:
-        found = getattr(import_module_or_exit(module), name, None)
+        found: Any = getattr(import_module_or_exit(module), name, None)
         if callable(found) and name not in gymnasium.registry:
-            return partial(make_env, env_id)
+            return found  # type: ignore[no-any-return]
     elif env_id.startswith("ALE/"):
         require(env_id, "ale_py")
         importlib.import_module("ale_py")  # registers these ids

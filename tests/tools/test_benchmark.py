@@ -116,19 +116,18 @@ def test_bare_loop_uses_each_environment_once() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("kind", "shares", "text"),
+    ("kind", "shares"),
     [
-        (BarePipes, [range(1), range(1, 2), range(2, 3)], "bare pipes to 3 processes"),
-        (BareLoops, [range(2), range(2, 3)], "bare loop in 2 processes"),
-        (BareLockstep, [range(3)], "bare lock-step of 1 processes"),
-        (BareLockstep, [range(1), range(1, 3)], "bare lock-step of 2 processes"),
+        (BarePipes, [range(1), range(1, 2), range(2, 3)]),
+        (BareLoops, [range(2), range(2, 3)]),
+        (BareLockstep, [range(3)]),
+        (BareLockstep, [range(1), range(1, 3)]),
     ],
 )
-def test_upper_bounds_step_each_environment_once_and_release_cores(kind: Any, shares: Any, text: str) -> None:
+def test_upper_bounds_step_each_environment_once_and_release_cores(kind: Any, shares: Any) -> None:
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     runner = kind(CARTPOLE, 3, shares)
     try:
-        assert runner.describe() == text
         assert runner._step() == 3
         time.sleep(0.05)  # longer than lock-step polls: then it sleeps, and wakes up for the next step
         assert runner.run(0.05) > 0
@@ -308,7 +307,6 @@ def test_host_that_ends_ends_its_helpers(killed: bool) -> None:
 def test_large_candidate_exists_only_while_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runners, "usable_cores", lambda: 2)
     with benchmark.started([replace(runners.bound_candidate("bare-pipes", CARTPOLE, 2, 2), processes=17)]) as (host,):
-        assert host.description == "bare pipes to 2 processes"
         assert not host.running
         assert host.rate(0.05) > 0
         assert host.running

@@ -313,7 +313,6 @@ class BarePipes:
     """
 
     _polls = False
-    _title = "bare pipes to"
 
     def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range]) -> None:
         context = multiprocessing.get_context()
@@ -334,9 +333,6 @@ class BarePipes:
         self._writers = [writer.fileno() for _, writer in self._ends]
         for reader in self._readers:
             _unpack_number(os.read(reader, 8))
-
-    def describe(self) -> str:
-        return f"{self._title} {len(self._processes) + self._polls} processes"
 
     def _step(self) -> int:
         for writer in self._writers:
@@ -359,8 +355,6 @@ class BarePipes:
 class BareLoops(BarePipes):
     """An upper bound on the speed: a bare loop per share, in processes that share no data and never wait for each other."""
 
-    _title = "bare loop in"
-
     def run(self, seconds: float) -> float:
         for writer in self._writers:
             os.write(writer, struct.pack("d", seconds))
@@ -375,7 +369,6 @@ class BareLockstep(BarePipes):
     """
 
     _polls = True  # the caller polls too, as one of the processes
-    _title = "bare lock-step of"
 
     def __init__(self, env_fn: EnvFn, num_envs: int, shares: Sequence[range]) -> None:
         own, *others = shares

@@ -135,6 +135,58 @@ def test_large_pickled_reply_does_not_block_others() -> None:
         assert (envs.step([0] * 4)[0] == 1).all()
 
 
+# What the limit holds back has not begun, so it cannot be late.
+
+
+@pytest.mark.parametrize(("on_failure", "by_row"), [("raise", False), ("restart", True)])
+def test_time_limits_leave_out_the_time_of_held_steps(on_failure: str, by_row: bool) -> None:
+    with ready_engine([SleepingEnv] * 4, max_concurrency=1, step_timeout=1.0, on_failure=on_failure) as envs:
+        if by_row:
+            envs.send([0.3] * 4, range(4))
+        assert (envs.recv(count=4) if by_row else envs.step([0.3] * 4))[1].shape == (4,)
+        assert not envs.errors
+        assert envs.stats()["restarts"] == 0
+
+
+def test_an_environment_that_hangs_is_found_although_others_are_held() -> None:
+    with ready_engine([SleepingEnv] * 3, max_concurrency=1, step_timeout=0.5) as envs:
+        envs.step_async([0.1, 100.0, 0.0])
+        with pytest.raises(StepTimeout, match="env") as caught:
+            envs.step_wait()
+        assert caught.value.envs == (1,)
+        envs.abandon([1, 2])  # the step of env 2 is held, and so continues
+        with pytest.raises(WorkerDied) as died:
+            envs.step_wait()
+        assert died.value.envs == (1,)
+        envs.reset(options={"reset_mask": np.array([False, True, False])})
+        assert envs.get_attr("steps") == (1, 0, 1)
+
+
+class DiesInStep(SleepingEnv):
+    """An environment that a step ends, and that takes long to be reset from then on."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        self.flag = flag
+
+    def reset(self, **kwargs: Any) -> Any:
+        time.sleep(0.6 if self.flag.exists() else 0.0)
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self.flag.touch()
+        os._exit(1)
+
+
+@pytest.mark.long
+def test_time_limits_leave_out_the_time_of_held_rebuilds(tmp_path: Path) -> None:
+    fns = [functools.partial(DiesInStep, tmp_path / str(env)) for env in range(4)]
+    options: Options = {"step_timeout": 1.0, "worker_options": vecenv.WorkerOptions(start_timeout=1.0)}
+    with ready_engine(fns, max_concurrency=1, on_failure="restart", **options) as envs:
+        assert envs.step([0.0] * 4)[3].all()
+        assert envs.stats()["restarts"] == 4
+
+
 # --- several environments in one worker: the same results, and texts about environments, not workers
 
 

@@ -313,8 +313,7 @@ class Exchange:
         deadline = deadline_after(limit)
         while any(worker.pending for worker in self.pool.workers):
             if not self._wait_for_any(deadline):
-                self._kill_hanging("recv", limit)
-                deadline = deadline_after(limit)
+                deadline = self._kill_hanging("recv", limit)
 
     def convert_for_recv(self, request: Request) -> None:
         """Convert the pending reset into one with rows that ``recv`` returns one by one.
@@ -391,8 +390,7 @@ class Exchange:
                     continue
                 if limit is None:
                     return False
-                self._kill_hanging("recv", limit)
-                deadline = deadline_after(limit)
+                deadline = self._kill_hanging("recv", limit)
 
     def _raise_next(self) -> None:
         self.state.changing = True
@@ -468,8 +466,7 @@ class Exchange:
                 return True
             if limit is None:
                 return False
-            self._kill_hanging(wait_method(request.command), limit)
-            deadline = None  # only restarts are left, which have their own limit
+            deadline = self._kill_hanging(wait_method(request.command), limit)
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
@@ -767,20 +764,23 @@ class Exchange:
 
     # -- late replies ------------------------------------------------------------------------------------------------
 
-    def _kill_hanging(self, method: str, limit: float | None) -> None:
-        """Kill the workers that exceeded ``step_timeout``; raise ``StepTimeout`` instead if failures are not restarted."""
-        late = [worker for worker in self.pool.processes if worker.pending]
-        if not self.policy.restart:
+    def _kill_hanging(self, method: str, limit: float | None) -> float:
+        """Kill workers that exceeded ``step_timeout`` (without restarts: raise); return the time of the next check."""
+        late = self.pool.find_late(limit)
+        if late and not self.policy.restart:
             error = self.pool.timeout_error(method, limit)
             self.failures.record_late(error, late)
             raise error
         hanging = [worker for worker in late if not worker.rebuild_deadline]
         self._kill(hanging, f"it hung for more than {limit} seconds", limit)
+        return self.pool.next_check(limit)
 
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments."""
         seconds = (self.policy.start_timeout or 0.0) + (self.policy.step_timeout or 0.0)
-        self._kill([worker], f"it hung for more than {seconds} seconds", seconds)
+        if worker.ready and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held
+            return self._limit_rebuild(worker)
+        return self._kill([worker], f"it hung for more than {seconds} seconds", seconds)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         for worker in workers:
@@ -795,6 +795,6 @@ class Exchange:
             self.state.changing = False
 
     def kill_pending(self, rows: Collection[int]) -> None:
-        """Kill the workers that have pending messages and some of these rows."""
-        late = [worker for worker in self.pool.processes if worker.pending and not set(rows).isdisjoint(worker.rows)]
+        """Kill the workers that have some of these rows, and a message without a reply."""
+        late = [worker for worker in self.pool.find_late() if not set(rows).isdisjoint(worker.rows)]
         self._kill(late, "its reply was no longer needed")

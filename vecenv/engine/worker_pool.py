@@ -384,6 +384,7 @@ class WorkerPool:
         while self.held and (not self.held[0][2] or busy < (self.max_concurrency or 0)):
             worker, data, makes_busy = self.held.popleft()
             busy += makes_busy
+            worker.sent_at = time.monotonic()
             worker.channel.queue(data)
             self.unsent.add(worker)
 
@@ -445,7 +446,7 @@ class WorkerPool:
         if spun:
             return False
         if not events:
-            self.watchdog.check(self.processes)
+            self.watchdog.check(self.find_late())
             return None if deadline is not None and time.monotonic() >= deadline else False
         return worker.channel.fd not in dict(events)
 
@@ -469,7 +470,7 @@ class WorkerPool:
         if self.closing:
             raise closed_during_call()
         if now > self.watchdog.next_check:
-            self.watchdog.check(self.processes)
+            self.watchdog.check(self.find_late())
         if not events:
             alive = [worker for worker in self.processes if worker.death is None]
             if must_poll and (ended := [(worker, True) for worker in alive if worker.has_ended()]):
@@ -506,6 +507,16 @@ class WorkerPool:
         self.held = deque(message for message in self.held if message[0] is not worker)
         self._poll = None
 
+    def find_late(self, seconds: float | None = 0.0) -> list[WorkerProcess]:
+        """Return the workers without a reply to a message that was sent ``seconds`` ago. Held messages do not count."""
+        held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - (seconds or 0.0)
+        return [worker for worker in self.processes if len(worker.pending) > held[worker] and worker.sent_at <= latest]
+
+    def next_check(self, limit: float | None) -> float:
+        """Return the time at which :meth:`find_late` may find another worker."""
+        now, seconds = time.monotonic(), limit or 0.0
+        return min((worker.sent_at for worker in self.processes if worker.sent_at + seconds > now), default=now) + seconds
+
     def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
         """Return the exception of a call that got no reply in time."""
         return step_timeout_error(method, timeout, self.describe_late)
@@ -513,7 +524,7 @@ class WorkerPool:
     def describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
         """Describe the first few workers that have not replied within ``seconds``; return that text and the rows of all."""
         text, asks_for_stacks = "", (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
-        late = [worker for worker in self.processes if worker.pending]
+        late = self.find_late(seconds) or self.find_late()
         for worker in late[:_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]

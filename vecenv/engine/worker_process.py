@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import select
@@ -123,6 +124,7 @@ class WorkerProcess:
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
+        sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
         rebuild_deadline: The ``time.monotonic()`` by which it must reply to its first message after a restart; 0.0: none.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
@@ -132,6 +134,7 @@ class WorkerProcess:
     """
 
     local = False
+    sent_at = -math.inf
     timeout: float | None = None
     kill_reason = ""
 

@@ -774,8 +774,8 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
         """Stop waiting for some environments: kill the workers with pending requests about them.
 
         All environments of such a worker then raise :class:`~vecenv.errors.WorkerDied`, or are rebuilt with
-        ``on_failure="restart"``. Workers without pending requests, and the calling process, are left alone. On other
-        machines, a host ends as a whole.
+        ``on_failure="restart"``. Workers without pending requests, and the calling process, are left alone; so are
+        requests that ``max_concurrency`` still holds back. On other machines, a host ends as a whole.
 
         Args:
             env_id: Distinct indices of environments.

@@ -399,6 +399,44 @@ def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
         assert (infos["env_id"].tolist(), truncations.tolist(), infos["restarted"].tolist()) == ([0], [True], [True])
 
 
+# --- A call beside a step of `send` that hangs in the same worker ---------------------------------
+
+
+@pytest.mark.parametrize("call", ["exec_func", "save"])
+def test_call_behind_a_hanging_step_ends_at_step_timeout(call: str) -> None:
+    with killable_engine([HANGS(0), healthy_env_fn(1)], num_workers=1, step_timeout=0.5) as envs:
+        envs.reset(seed=1)
+        envs.send([1], [0])
+        with pytest.raises(StepTimeout, match=rf"(?s)The call to `{call}` has timed out.*envs \[0\], worker 0") as caught:
+            envs.exec_func(id, [1]) if call == "exec_func" else envs.save([1])
+        assert caught.value.envs == (0, 1)
+        assert [record.env for record in envs.errors] == [0]
+        assert envs.in_flight.tolist() == [0]
+        envs.abandon([0])
+        with pytest.raises(WorkerDied):
+            envs.recv(count=1)
+
+
+def test_call_behind_a_hanging_step_ends_with_its_worker_if_it_is_restarted() -> None:
+    with killable_engine([HANGS(0), healthy_env_fn(1)], num_workers=1, step_timeout=0.5, on_failure="restart") as envs:
+        envs.reset(seed=1)
+        envs.send([1], [0])
+        with pytest.raises(WorkerDied, match="during step: it hung for more than"):
+            envs.exec_func(id, [1])
+        *_, truncations, infos = envs.recv(count=1)
+        assert (infos["env_id"].tolist(), truncations.tolist()) == ([0], [True])
+
+
+def test_step_timeout_limits_no_call_and_no_step_of_another_worker_beside_it() -> None:
+    with killable_engine([HANGS(0), healthy_env_fn(1)], step_timeout=0.3) as envs:
+        envs.reset(seed=1)
+        envs.send([1], [0])
+        assert envs.exec_func(lambda env: time.sleep(0.7), [1]) == (None, None)
+        assert not envs.errors
+        with pytest.raises(StepTimeout):
+            envs.recv(count=1)
+
+
 # --- Clocks jump: row 49 of the table in ``FAULTS.md`` ------------------------------------------
 
 SOURCES = sorted(Path(vecenv.__file__).parent.rglob("*.py"))

@@ -452,21 +452,19 @@ class Exchange:
         Raises:
             StepTimeout: There is no deadline, replies are missing after ``step_timeout``, and failures are not restarted.
         """
-        limit = self.policy.step_timeout if deadline is None and request.command in ("step", "reset") else None
+        beside = bool(self.in_flight)  # a call beside rows of `send`; their steps come first and may hang
+        limit = self.policy.step_timeout if deadline is None and (beside or request.command in ("step", "reset")) else None
         if limit is not None:
             deadline = time.monotonic() + limit
-        if self.in_flight:  # rows of `send`, beside a call about other rows
-            while request.remaining:
-                if not self._wait_for_any(deadline):
-                    return False
-            return True
-        while not self._wait_for_all(deadline):
+        wait = self._wait_for_any if beside else self._wait_for_all
+        while request.remaining:
+            if wait(deadline):
+                continue
             self._apply_arrived_replies()
-            if not request.remaining:
-                return True
             if limit is None:
-                return False
-            deadline = self._kill_hanging(wait_method(request.command), limit)
+                return not request.remaining
+            method = request.command if request.droppable else wait_method(request.command)
+            deadline = self._kill_hanging(method, limit, request if beside else None)
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
@@ -764,11 +762,13 @@ class Exchange:
 
     # -- late replies ------------------------------------------------------------------------------------------------
 
-    def _kill_hanging(self, method: str, limit: float | None) -> float:
+    def _kill_hanging(self, method: str, limit: float | None, call: Request | None = None) -> float:
         """Kill workers that exceeded ``step_timeout`` (without restarts: raise); return the time of the next check."""
         late = self.pool.find_late(limit)
+        if call is not None:  # only the workers that have to finish a step before this call
+            late = [worker for worker in late if call in [part[2] for part in worker.pending][1:]]
         if late and not self.policy.restart:
-            error = self.pool.timeout_error(method, limit)
+            error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
             raise error
         hanging = [worker for worker in late if not worker.rebuild_deadline]

@@ -517,14 +517,13 @@ class WorkerPool:
         now, seconds = time.monotonic(), limit or 0.0
         return min((worker.sent_at for worker in self.processes if worker.sent_at + seconds > now), default=now) + seconds
 
-    def timeout_error(self, method: str, timeout: Any) -> StepTimeout:
-        """Return the exception of a call that got no reply in time."""
-        return step_timeout_error(method, timeout, self.describe_late)
+    def timeout_error(self, method: str, timeout: Any, late: Sequence[WorkerProcess] = ()) -> StepTimeout:
+        """Return the exception of a call that got no reply in time; ``late``: the workers to name, if not all."""
+        return step_timeout_error(method, timeout, lambda seconds: self.describe_late(seconds, late or self.find_late()))
 
-    def describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
+    def describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> tuple[str, list[int]]:
         """Describe the first few workers that have not replied within ``seconds``; return that text and the rows of all."""
         text, asks_for_stacks = "", (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
-        late = self.find_late(seconds) or self.find_late()
         for worker in late[:_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]

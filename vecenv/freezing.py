@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from gymnasium.utils import seeding
@@ -64,14 +64,18 @@ _waiting: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.Weak
 """Engine -> its frozen copies."""
 
 
+CallersFile: TypeAlias = tuple[int, int, int]
+"""A file that the caller has open: its number, device and inode. The number may belong to another file later."""
+
+
 @dataclass(slots=True)
 class CopyPlan:
     """The arguments of a copy. The caller holds its files open, and the copy reopens them.
 
     Attributes:
         caller: The caller's pid.
-        reader, writer: Numbers of the caller's descriptors for the copy's ends of its channel.
-        stack_file: Number of the caller's descriptor for the copy's stack file.
+        reader, writer: The caller's files for the copy's ends of its channel.
+        stack_file: The caller's file for the copy's stack.
         token: The mark of the copy, see :mod:`vecenv.system.descendants`.
         row: The row that the copy serves; ``None`` for a copy that waits.
         placement: The cores for the copy.
@@ -79,9 +83,9 @@ class CopyPlan:
     """
 
     caller: int
-    reader: int
-    writer: int
-    stack_file: int
+    reader: CallersFile
+    writer: CallersFile
+    stack_file: CallersFile
     token: int
     row: int | None = None
     placement: Placement | None = None
@@ -157,18 +161,33 @@ def _reseed(env: Any, seed: int) -> None:
 
 
 def _connect(process: WorkerState, plan: CopyPlan) -> WorkerEnd:
-    """Open the channel and the stack file of a copy."""
+    """Open the channel and the stack file of a copy.
+
+    Raises:
+        FileNotFoundError: The caller has closed them, because the copy is no longer needed.
+    """
     assert process.rows is not None
     process.rows.forked.clear()
     owner = DescriptorOwner(None)  # the descriptors stay open until the process ends
 
-    def opened(number: int, flags: int) -> Descriptor:
-        return owner.open(os.open, f"/proc/{plan.caller}/fd/{number}", flags | os.O_CLOEXEC)
+    def opened(file: CallersFile, flags: int) -> Descriptor:
+        found = os.open(f"/proc/{plan.caller}/fd/{file[0]}", os.O_PATH | os.O_CLOEXEC)  # without any effect on the file
+        try:
+            if _identify(found)[1:] != file[1:]:
+                raise FileNotFoundError(f"descriptor {file[0]} of process {plan.caller} is another file by now")
+            return owner.open(os.open, f"/proc/self/fd/{found}", flags | os.O_CLOEXEC)
+        finally:
+            os.close(found)
 
     reader, writer = opened(plan.reader, os.O_RDONLY), opened(plan.writer, os.O_WRONLY)
     process.start.stack_file = StackFile.from_descriptor(opened(plan.stack_file, os.O_RDWR | os.O_APPEND))
     process.start.stack_file.install_handlers(env_threads=False)
     return WorkerEnd((reader, writer), blocks=plan.placement is None or not plan.placement.spin)
+
+
+def _identify(number: int) -> CallersFile:
+    about = os.fstat(number)
+    return number, about.st_dev, about.st_ino
 
 
 def _report_ready(channel: WorkerEnd) -> None:
@@ -391,8 +410,8 @@ class _Copy:
 
     def plan(self, row: int | None = None, placement: Placement | None = None, seed: int | None = None) -> CopyPlan:
         """Return the arguments of the copy."""
-        reader, writer = (end.number for end in self.channel.worker_ends)
-        return CopyPlan(self.owner, reader, writer, self.stack_file.fd, self.token, row, placement, seed)
+        reader, writer = (_identify(end.number) for end in self.channel.worker_ends)
+        return CopyPlan(self.owner, reader, writer, _identify(self.stack_file.fd), self.token, row, placement, seed)
 
     def await_ready(self, method: str, name: str, maker: ProcessWatch) -> CopiedProcess:
         """Wait until the process is ready, and return it.

@@ -19,7 +19,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +263,34 @@ def test_uncopyable_resources_are_named(what: str, why: str | None, tmp_path: Pa
         assert "env 1" in "".join(getattr(caught.value, "__notes__", []))
         assert envs.stats().get("frozen", 0.0) == 0.0
         envs.step(np.zeros(2, np.int64))
+
+
+class SlowlyCopied(Hidden):
+    """An environment with copies that take half a second to begin; ``refuses``: it cannot be copied."""
+
+    def __init__(self, refuses: bool) -> None:
+        worker = os.getpid()
+        if refuses:
+            self.kept = os.pipe()
+        else:  # the worker waits for its own child, which has forked the copy
+            os.register_at_fork(after_in_child=lambda: time.sleep(0.5 * (os.getppid() != worker)))
+
+
+def test_copies_of_a_failed_freeze_leave_the_files_of_the_program_alone(tmp_path: Path) -> None:
+    """By the time that a copy opens its pipes, their numbers may belong to other files."""
+    fns = [functools.partial(SlowlyCopied, refuses) for refuses in (False, True)]
+    with closing(vecenv.AsyncVectorEnv(fns, num_workers=None)) as envs:
+        envs.reset(seed=1)
+        with suppress(NotRestorable):
+            envs.freeze()
+        gc.collect()
+        files = [(tmp_path / str(number)).open("w") for number in range(32)]
+        deadline = time.monotonic() + 1.0
+        while time.monotonic() < deadline:
+            assert not any(os.fstat(file.fileno()).st_size for file in files)
+            time.sleep(0.05)
+        for file in files:
+            file.close()
 
 
 class Market(gym.Env):

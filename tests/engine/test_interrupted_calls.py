@@ -19,6 +19,7 @@ from gymnasium.vector import SyncVectorEnv
 from signals import handled
 
 import vecenv
+from vecenv.engine.exchange import Exchange
 from vecenv.errors import WorkerDied
 from vecenv.testing import assert_identical
 
@@ -135,6 +136,25 @@ def test_interrupted_change_of_state_needs_a_reset(
 
 
 # --- an exception in a wait -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_infos_are_complete_after_a_reply_was_lost(num_workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker describes the columns of its infos once, and again after a reset."""
+
+    def interrupt(*_: Any) -> Any:
+        raise TimeoutError
+
+    with open_engine(num_workers=num_workers) as envs:
+        envs.reset(seed=0)
+        monkeypatch.setattr(Exchange, "_apply", interrupt)
+        with pytest.raises(TimeoutError):
+            envs.step(ACTIONS)
+        monkeypatch.undo()
+        with pytest.raises(ResetNeeded):
+            envs.step(ACTIONS)
+        assert envs.reset(seed=0)[1]["began"].tolist() == [0, 1, 2, 3]
+        assert envs.step(ACTIONS)[4]["total"].tolist() == [1, 3, 5, 7]
 
 
 def test_an_interrupted_wait_for_a_step_can_be_repeated() -> None:

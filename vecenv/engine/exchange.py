@@ -611,7 +611,7 @@ class Exchange:
         ``has_infos``: infos or final observations lie in shared memory, or in ``outcome``, the pickled part of the reply.
         """
         if outcome is not None:
-            self.infos.learn(outcome.schemas)  # even for a dropped request, because each is sent only once
+            self.infos.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
             for field, text in outcome.warnings:
                 if field not in self.warned:
                     self.warned.add(field)

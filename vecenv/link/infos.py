@@ -2,10 +2,10 @@
 
 Infos with the same keys, types and shapes share a schema. The worker writes the schema's number, and packs the values into
 the environment's record with one ``struct.pack_into``. The caller copies each key's values from the records of all
-environments at once. A worker sends each schema's definition once, with its first use. The number is a hash of
-the definition, so workers need not coordinate. An info without a schema (strings, objects, ever-changing keys, more values
-than fit into a record) is pickled. Steps with such an info are merged value by value, by
-:class:`vecenv.front.infos.InfoMerger`.
+environments at once. A worker sends each schema's definition with its first use, and again after a reset of all its
+environments. The number is a hash of the definition, so workers need not coordinate. An info without a schema (strings,
+objects, ever-changing keys, more values than fit into a record) is pickled. Steps with such an info are merged value by
+value, by :class:`vecenv.front.infos.InfoMerger`.
 """
 
 from __future__ import annotations
@@ -190,6 +190,11 @@ class InfoWriter:
                 self._unsent[schema.number] = definition
         return schema
 
+    def repeat_definitions(self) -> None:
+        """Treat all definitions as new: an interrupted caller may have lost the reply with one of them."""
+        sendable = [schema for schema in self._schemas.values() if schema.size <= INFO_BYTES]
+        self._unsent.update((schema.number, schema.definition) for schema in sendable)
+
     def add_new_definitions(self, schemas: dict[int, Definition]) -> None:
         """Add to ``schemas`` the definitions that came into use since the last call."""
         schemas.update(self._unsent)
@@ -203,7 +208,7 @@ _Plan: TypeAlias = dict[Any, tuple[str, Any, "_Plan", Any, dict[int, Any]]]
 class InfoReader:
     """The caller's side, which builds Gymnasium's dict of arrays from records and pickled infos.
 
-    Schemas are kept, because a worker sends each only once and has a limited number of them. Plans can be rebuilt, so all
+    Schemas are kept, because a worker rarely repeats them and has a limited number of them. Plans can be rebuilt, so all
     are discarded when there are too many.
 
     Args:

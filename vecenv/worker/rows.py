@@ -437,6 +437,8 @@ class EnvRows:
             reset_due: True if the next step is an automatic reset (after a restart in next-step mode).
         """
         self._begin(ks)
+        if ks is None:
+            self._infos.repeat_definitions()
         out = self._out
         options_by_row = options if isinstance(options, list) else [options] * len(seeds)
         for k, seed, env_options in zip(range(self.count) if ks is None else ks, seeds, options_by_row, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import multiprocessing.connection
 import os
 import re
@@ -628,6 +629,30 @@ class HangsInOneReset(EchoEnv):
             self._file.unlink()
             time.sleep(3600)
         return super().reset(seed=seed, options=options)
+
+
+class SlowToBuildAgain(EchoEnv):
+    """An environment that takes more than a second to build if a file exists."""
+
+    def __init__(self, file: Path) -> None:
+        time.sleep(1.2 if file.exists() else 0.0)
+        super().__init__(0)
+
+
+@pytest.mark.parametrize("by_recv", [False, True])
+def test_an_infinite_time_limit_of_starts_is_none(launch: Launch, by_recv: bool, tmp_path: Path) -> None:
+    """Nor does ``step_timeout`` limit the start of a process."""
+    options = {"step_timeout": 0.5, "worker_options": WorkerOptions(start_timeout=math.inf)}
+    envs = launch([functools.partial(SlowToBuildAgain, tmp_path / "slow")], batch_size=1, on_failure="restart", **options)
+    assert envs.start_timeout == math.inf
+    envs.reset(seed=7)
+    (tmp_path / "slow").touch()
+    kill_worker(envs, 0)
+    if by_recv:
+        envs.send([1], [0])
+    *_, truncations, _ = envs.recv() if by_recv else envs.step([1])
+    assert truncations.all()
+    assert envs.stats()["restarts"] == 1
 
 
 @pytest.mark.linux

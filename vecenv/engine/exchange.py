@@ -713,7 +713,7 @@ class Exchange:
     def _limit_rebuild(self, worker: WorkerProcess) -> None:
         """Limit the time of a worker to start, or to build environments and reset them; resets need ``step_timeout``."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
-        if start is not None and (step is not None or not worker.ready):
+        if step is not None or not worker.ready:
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:
@@ -777,7 +777,7 @@ class Exchange:
 
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments."""
-        seconds = (self.policy.start_timeout or 0.0) + (self.policy.step_timeout or 0.0)
+        seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         if worker.ready and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held
             return self._limit_rebuild(worker)
         return self._kill([worker], f"it hung for more than {seconds} seconds", seconds)

@@ -10,6 +10,7 @@ good observation. Then the row continues as the autoreset mode requires.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import traceback
 from collections import deque
@@ -216,7 +217,7 @@ class Policy:
         restart: Rebuild environments that failed, and continue; otherwise raise.
         restart_limit, restart_period: See :class:`~vecenv.system.restart_budget.RestartBudget`.
         step_timeout: Seconds after which a reset or a step counts as hanging; ``None`` for no limit.
-        start_timeout: Seconds that a worker has for building its environments; ``None`` for no limit.
+        start_timeout: Seconds that a worker has for building its environments; infinite for no limit.
         logs_like_gymnasium: Log exceptions of environments as Gymnasium's class does, before they are raised: programs
             written for that class, and its own tests, count these lines. No worker is shut down here, although a line
             reports it.
@@ -226,7 +227,7 @@ class Policy:
     restart_limit: int | None = None
     restart_period: float = 60.0
     step_timeout: float | None = None
-    start_timeout: float | None = 60.0
+    start_timeout: float = 60.0
     logs_like_gymnasium: bool = False
 
     @classmethod
@@ -237,7 +238,7 @@ class Policy:
         budget = Restart.of(on_failure)
         return cls(
             on_failure != "raise", budget.limit, budget.period, parse_timeout(step_timeout, "step_timeout"),
-            parse_timeout(start_timeout, "start_timeout"), logs_like_gymnasium,
+            math.inf if (start := parse_timeout(start_timeout, "start_timeout")) is None else start, logs_like_gymnasium,
         )  # fmt: skip
 
 

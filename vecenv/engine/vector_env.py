@@ -199,6 +199,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         policy = Policy.from_options(
             on_failure, step_timeout, workers.start_timeout, logs_like_gymnasium=num_workers is None and not use_caller
         )
+        self.start_timeout = policy.start_timeout
         if use_caller is None and (policy.restart or step_timeout is not None or workers.env):
             use_caller = False
         dummy_env, example = workers.dummy_env, None

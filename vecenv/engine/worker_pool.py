@@ -74,7 +74,7 @@ class PoolOptions:
         context: A ``multiprocessing`` context.
         daemon: ``Process.daemon`` of every worker.
         name: Process names are ``Worker<name>-index``.
-        start_timeout: Seconds within which a worker must build its environments; ``None``: no limit.
+        start_timeout: Seconds within which a worker must build its environments; infinite: no limit.
         max_concurrency: The largest number of workers that are busy at a time; ``None``: all of them.
         caller_spin: Seconds for which the caller may poll before it sleeps.
         placements: The cores of each worker.
@@ -84,7 +84,7 @@ class PoolOptions:
     context: Any
     daemon: bool
     name: str
-    start_timeout: float | None
+    start_timeout: float
     max_concurrency: int | None = None
     caller_spin: float = 0.0
     placements: list[Placement] = field(default_factory=list)

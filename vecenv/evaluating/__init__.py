@@ -29,7 +29,6 @@ from vecenv.front.arguments import parse_timeout
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsupported
 from vecenv.front.infos import RowInfos
-from vecenv.planning.options import WorkerOptions
 from vecenv.state.snapshots import Kind, Snapshot
 from vecenv.system.reporting import warn
 from vecenv.system.signals import raised_by_handler, watched_handlers
@@ -513,7 +512,7 @@ class FirstReadyRunner(EpisodeRunner):
         if self._timeout is None:
             return math.inf
         limit = self._timeout * sum(other in self._running for other in self._group_of[row])
-        return limit + (_start_limit(self._envs) if row in self._starting else 0.0)
+        return limit + (self._envs.start_timeout if row in self._starting else 0.0)
 
     def _mark_starting(self, rows: Iterable[int]) -> set[int]:
         """Allow time to start a process in the next limits of the workers of these rows; return all their rows."""
@@ -726,12 +725,6 @@ def _latest_failure(envs: Any, row: int) -> ErrorRecord | None:
         if record.env == row or (isinstance(record.error, WorkerDied) and row in record.error.envs):
             return record
     return None
-
-
-def _start_limit(envs: Any) -> float:
-    """Return the seconds that the engine allows for the start of a worker."""
-    policy = getattr(getattr(envs.unwrapped, "_driver", None), "policy", None)
-    return float(getattr(policy, "start_timeout", None) or WorkerOptions().start_timeout)
 
 
 def _render(env: Any) -> Any:

@@ -6,6 +6,7 @@ all backends. Only the drivers differ.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -583,6 +584,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
 
     num_workers: int = 0
     """Number of worker processes."""
+    start_timeout: float = math.inf
+    """Seconds until a worker that has not built its environments is considered to hang; infinite: never."""
     plan: Any = None
     """The plan with the reasons for the choice of workers, if there was a choice."""
 

@@ -124,7 +124,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             "max_concurrency": None, "generators": "shared", **engine_options,
         }  # fmt: skip
         check_options(self.num_envs, batch_size, num_workers=workers_per_host, on_failure=on_failure, **options)
-        start_timeout = (options.get("worker_options") or WorkerOptions()).start_timeout
+        start_timeout = self.start_timeout = (options.get("worker_options") or WorkerOptions()).start_timeout
         budget = Restart.of(on_failure)
         self._check_gymnasium_options(options)
         self.observation_mode, self.generators = options["observation_mode"], options["generators"]

@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from test_engine_concurrency import CannotBeUnpickled
 from test_interrupted_calls import KILL, Counting
 
 from vecenv.engine.vector_env import AsyncVectorEnv
@@ -188,5 +189,25 @@ def test_replies_of_environments_in_threads_may_come_in_another_order() -> None:
             assert time.monotonic() - started < 30
             os.kill(envs.processes[0].pid, 9)
             assert isinstance(wait_for_results(submissions, 1)[0], WorkerDied)
+    finally:
+        envs.close(terminate=True)
+
+
+@pytest.mark.parametrize("env_threads", [1, 3])
+def test_what_a_worker_cannot_unpickle_is_an_error_of_one_row(env_threads: int) -> None:
+    envs = build(1, env_threads=env_threads)
+    try:
+        with closing(envs.submissions()) as submissions:
+            reset(submissions, 0, 1, 2)
+            submissions.submit(1, "call", ("single_value", (CannotBeUnpickled(),), {}))
+            submissions.submit(2, "step", CannotBeUnpickled())
+            found = wait_for_results(submissions, 2)
+            assert str(found[1]).startswith("env 1: what was sent cannot be unpickled in the worker: ValueError")
+            assert isinstance(found[2], EnvFailed)
+            assert [record.env for record in envs.errors] == [1, 2]
+            submissions.submit(0, "step", 4)
+            assert wait_for_results(submissions, 1)[0][0].tolist() == [0, 1, 4]
+            reset(submissions, 2)
+            assert not submissions.deaths
     finally:
         envs.close(terminate=True)

@@ -160,7 +160,7 @@ def _serve(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy:
         elif op == Op.CLOSE:
             return close_rows(channel, rows, seq)
         elif op & OVERLAPS and isinstance(rows, ThreadedRows):
-            rows.submit(execute_in_thread, channel, rows, op & ~OVERLAPS, seq, _unpickle(payload))
+            rows.submit(execute_in_thread, channel, rows, op, seq, payload)
             continue
         elif op == Op.RUN:
             function, argument = pickle.loads(payload or b"")
@@ -169,31 +169,34 @@ def _serve(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy:
                 return None
         else:
             rows.note_running(-1)  # unpickling the payload may kill this worker, and then no environment is to blame
-            outcome = _execute_payload(rows, op & ~OVERLAPS, seq, payload)
+            arguments, refusal = _unpickle(rows, op, seq, payload)
+            outcome = refusal or execute(rows, op & ~OVERLAPS, seq, arguments)
         if os.getpid() != pid:  # a child that an environment forked has returned from step(): it is not the worker
             os._exit(0)
         reply(channel, seq, outcome)
 
 
-def _execute_payload(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> Outcome:
-    """Execute one request on ``rows``. A payload that cannot be unpickled is a failure of its rows, which are not called."""
+def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> tuple[Any, Outcome | None]:
+    """Return the payload, unpickled, and ``None``. If that fails, return the reply: a failure of the request's rows."""
     try:
-        arguments = _unpickle(payload)
+        return None if payload is None else pickle.loads(payload), None
     except Exception as error:
-        is_about_some = op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
+        is_about_some = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
         text = f"what was sent cannot be unpickled in the worker: {summary(error)}"
         envs = rows.first + (rows.requested_rows(seq) if is_about_some else np.arange(rows.count))
-        fatal = op <= Op.REBUILD_SOME  # then it has no result
-        return Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
-    return execute(rows, op, seq, arguments)
+        fatal = op & ~OVERLAPS <= Op.REBUILD_SOME  # then it has no result
+        return None, Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
 
 
-def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: Any) -> None:
-    """Execute a request in a thread and reply, while other environments are still running."""
+def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: bytes | None) -> None:
+    """Execute an overlapping request in a thread and reply, while other environments are still running."""
     try:
-        rows.run(op, seq, payload)
+        arguments, refusal = _unpickle(rows, op, seq, payload)
+        op &= ~OVERLAPS
+        if refusal is None:
+            rows.run(op, seq, arguments)
         with rows.request_lock:
-            reply(channel, seq, execute(rows, op, seq, payload))
+            reply(channel, seq, refusal or execute(rows, op, seq, arguments))
     except ChannelClosed:  # the main thread gets that exception too
         pass
     except BaseException:  # without a reply the caller would wait forever
@@ -229,10 +232,6 @@ def describe_leftovers() -> str:
     names = [f"thread {thread.name!r}" for thread in threads if thread.is_alive()]
     names += [f"process {process.pid}" for process in multiprocessing.active_children() if not process.daemon]
     return ", ".join(names)
-
-
-def _unpickle(payload: bytes | None) -> Any:
-    return None if payload is None else pickle.loads(payload)
 
 
 def main(start: Start) -> None:

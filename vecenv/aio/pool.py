@@ -284,10 +284,7 @@ class Pool:
             names = ()
         finally:
             self._slots.release(slot)
-        # in the form of a vector environment, with the class name for messages
-        answers = {"has_wrapper_attr": [bool(names)], "env_choices": [names]}
-        envs = type("Pool", (), {"call": lambda _, name, *__: answers[name]})()
-        require_offered(envs, None, todo.episodes)
+        require_offered(names, type(self).__name__, todo.episodes)
 
     async def _attempt(
         self, todo: Episodes, index: int, policy: Callable[[Any], Awaitable[Any]], suspects: set[int] | None

@@ -24,7 +24,7 @@ from vecenv.errors import EnvFailed, ErrorRecord, SnapshotMismatch, StepTimeout,
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
 from vecenv.evaluating.journal import Journal, stored_seed
 from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
-from vecenv.evaluating.tasks import WaitingEpisodes, require_offered
+from vecenv.evaluating.tasks import WaitingEpisodes, find_offered, require_offered
 from vecenv.front.arguments import parse_timeout
 from vecenv.front.by_row import infos_by_row
 from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsupported
@@ -176,7 +176,7 @@ def _make_runner(
         if limit is not None:
             raise_unsupported(envs, "end environments that hang", "vecenv does not run them in processes")
         runner = LockstepRunner(envs, todo, act, report, in_waves=_needs_waves(envs, capabilities, todo))
-    require_offered(envs, capabilities, todo.episodes)
+    require_offered(find_offered(envs, capabilities), type(envs).__name__, todo.episodes)
     _require_loadable(envs, snapshots)
     return runner
 

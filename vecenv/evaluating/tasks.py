@@ -70,13 +70,17 @@ class WaitingEpisodes:
         return sum(len(self._by_env.get(env, ())) for env in {self._env_of_row.get(row) for row in rows} - {None})
 
 
-def require_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequence[Episode]) -> None:
-    """Check that ``envs`` offers the environments that episodes name.
+def require_offered(offered: Sequence[str], owner: str, episodes: Sequence[Episode]) -> None:
+    """Check that the environments that episodes name are offered.
+
+    Args:
+        offered: The names of the offered environments; empty if there is no choice.
+        owner: The class that offers them, for error texts.
+        episodes: The episodes.
 
     Raises:
         ValueError: An episode names an environment that is not offered, or names none although several are offered.
     """
-    offered = _offered_names(envs, capabilities)
     for index, episode in enumerate(episodes):
         name = episode.env
         if name is None:
@@ -87,14 +91,14 @@ def require_offered(envs: Any, capabilities: Capabilities | None, episodes: Sequ
                 )
         elif not offered:
             raise ValueError(
-                f"episodes[{index}] names the environment {name!r}, but {type(envs).__name__} has none to choose from: "
+                f"episodes[{index}] names the environment {name!r}, but {owner} has none to choose from: "
                 "build it from vecenv.EnvChoice"
             )
         elif name not in offered:
             raise ValueError(f"episodes[{index}]: there is no environment {name!r}{suggest_names(name, offered)}")
 
 
-def _offered_names(envs: Any, capabilities: Capabilities | None) -> tuple[str, ...]:
+def find_offered(envs: Any, capabilities: Capabilities | None) -> tuple[str, ...]:
     """Return the names that all rows offer through :class:`vecenv.EnvChoice`; empty if there is no choice."""
     call = getattr(envs, "call", None)
     if call is None or (capabilities is not None and not capabilities.attributes):

@@ -82,6 +82,17 @@ def test_end_of_an_episode_does_not_shorten_the_limit_of_other_requests() -> Non
     assert [(each.error, each.attempts) for each in results] == [(None, 1)] * 3
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_time_of_held_requests_is_not_part_of_their_limit(on_failure: Any) -> None:
+    """Each step takes 0.3 seconds, and the four one at a time 1.2 seconds; an episode that hangs is still found."""
+    slow = functools.partial(Slow, pause=0.3, longest=1, faults={SEED + 3: "hang"})
+    with open_engine([slow] * 4, max_concurrency=1, on_failure=on_failure) as envs:
+        results = vecenv.evaluate(envs, choose, 6, seed=SEED, retries=0, timeout=1.0)
+    assert [each.index for each in results if each.error is not None] == [3]
+    assert [each.attempts for each in results] == [1] * 6
+
+
 @pytest.mark.parametrize(
     ("env_fn", "error"),
     [

@@ -495,6 +495,9 @@ class FirstReadyRunner(EpisodeRunner):
             if expired and self._restarts:  # the engine rebuilds these rows, which stay in flight
                 self._begin_limits(self._mark_starting(expired) & self._in_flight.keys())
                 hanging = []
+            if expired and self._envs.max_concurrency:  # a hang may have held back all other requests
+                self._begin_limits(self._in_flight.keys())
+                hanging = []
             try:
                 timeout = None if hanging else min(deadline for _, deadline in self._in_flight.values()) - now
                 return self._by_row.results("recv", timeout, count=len(self._in_flight), at_least=1)
@@ -508,10 +511,11 @@ class FirstReadyRunner(EpisodeRunner):
         self._in_flight.update({row: (now, now + self._request_limit(row)) for row in rows})
 
     def _request_limit(self, row: int) -> float:
-        """Return the time limit of a row's request: that of one environment, times the active rows of its worker."""
+        """Return the time limit of a row's request: that of one environment, times the rows that may come before it."""
         if self._timeout is None:
             return math.inf
-        limit = self._timeout * sum(other in self._running for other in self._group_of[row])
+        before = self._running if self._envs.max_concurrency else self._group_of[row]
+        limit = self._timeout * sum(other in self._running for other in before)
         return limit + (self._envs.start_timeout if row in self._starting else 0.0)
 
     def _mark_starting(self, rows: Iterable[int]) -> set[int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import zlib
 from typing import Any
 
 import gymnasium as gym
@@ -70,3 +73,47 @@ class Textual(HistoryEnv):
 
     def step(self, action: Any) -> Any:
         return super().step(len(action))
+
+
+class Witness(gym.Env[Any, Any]):
+    """An environment with a checksum of all that it received, on which its rewards, ends and failures depend.
+
+    Args:
+        forgets: Begin a new checksum with each reset that has a seed.
+    """
+
+    observation_space = gym.spaces.Box(-1e9, 1e9, (1,), np.float32)
+    action_space = gym.spaces.Discrete(10)
+    UNPICKLABLE, DIES, RAISES = 7, 8, 9
+    """Actions after which its info cannot be pickled, its process ends, or it raises."""
+
+    def __init__(self, forgets: bool = False) -> None:
+        self.forgets, self.knob, self.checksum = forgets, 0, 0
+
+    def note(self, *received: Any) -> int:
+        self.checksum = zlib.crc32(repr((self.checksum, *received)).encode())
+        return self.checksum
+
+    def raise_after(self, number: int) -> None:
+        raise KeyError(self.note("raise_after", number))
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        if self.forgets and seed is not None:
+            self.checksum = 0
+        self.note("reset", sorted((options or {}).items()), self.np_random.random())
+        if options and "breaks" in options:
+            raise ValueError(f"the reset broke at {self.checksum}")
+        return self._observed(), {}
+
+    def step(self, action: Any) -> Any:
+        self.note("step", int(action), self.knob, self.np_random.random())
+        if action == self.RAISES:
+            raise ValueError(f"the step broke at {self.checksum}")
+        if action == self.DIES:
+            os._exit(3)
+        info = {"lock": threading.Lock()} if action == self.UNPICKLABLE else {}
+        return self._observed(), self.checksum % 1000, self.checksum % 9 == 0, self.checksum % 11 == 0, info
+
+    def _observed(self) -> Any:
+        return np.array([self.checksum % 997], np.float32)

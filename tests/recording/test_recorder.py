@@ -14,7 +14,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from history_envs import Drawing, HistoryEnv, Textual, Vectorial
+from history_envs import Drawing, HistoryEnv, Textual, Vectorial, Witness
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling import each_once
@@ -484,3 +484,40 @@ def test_record_of_a_dead_worker_has_one_path(tmp_path: Path) -> None:
     (note,) = caught.value.__notes__
     assert note == f"recorded: {record.recorded}\nand 2 more in {tmp_path}"
     assert Path(record.recorded).is_file()
+
+
+# -- requests that fail, are refused, or are dropped ----------------------------------------------------------------------
+
+
+FIRST = np.array([True, False])
+
+
+def start_witnesses(folder: Path, **options: Any) -> contextlib.AbstractContextManager[Any]:
+    return start_recorded(Witness, folder, 2, **{"num_workers": 1, "autoreset_mode": "SameStep"} | options)
+
+
+def require_failure_repeats(envs: Any) -> None:
+    """Let all environments raise, and require that they raise again."""
+    with pytest.raises(ValueError, match="the step broke"):
+        envs.step([Witness.RAISES] * envs.num_envs)
+    for record in list(envs.errors)[-envs.num_envs :]:
+        found = [replay_file(Path(record.recorded), begin)[0] for begin in ("latest", "first")]
+        assert AGAIN in [result.status for result in found], found
+
+
+def test_replay_starts_at_a_loaded_state(tmp_path: Path) -> None:
+    with contextlib.closing(vecenv.AsyncVectorEnv([Witness] * 2, num_workers=0)) as envs:
+        envs.reset(seed=1)
+        saved = envs.save(verify=False)
+
+    def run(**options: Any) -> list[float]:
+        with contextlib.closing(vecenv.AsyncVectorEnv([Witness] * 2, num_workers=0, **options)) as envs:
+            envs.load(saved)
+            envs.step([1, 2])
+            envs.reset()  # continues with the loaded generator
+            rewards = envs.step([3, 4])[1].tolist()
+            if options:
+                require_failure_repeats(envs)
+            return rewards  # type: ignore[no-any-return]
+
+    assert run() == run(record_failures=tmp_path)

@@ -179,7 +179,7 @@ class Recorder:
         self._history_start = np.full(n, -1)  # the tick before its history
         self._first_message = np.zeros(n, np.int64)  # number of the first message of its history
         self._failed_in = np.full(n, -1)  # the tick in which it failed last
-        self._seeded = np.full(n, -1)  # the tick of the latest reset with a seed
+        self._seeded = np.full(n, -1)  # the tick of the latest reset with a seed, or loaded state
         self._failed: set[int] = set()  # rows to be rebuilt by their next reset
         self._saved: _SavedSnapshots | None = None
         self._no_snapshot_reason = "" if options.snapshot_every else "snapshot_every is None"
@@ -325,6 +325,9 @@ class Recorder:
         elif name == "set_attr":
             self._add_message(rows, name, [(arguments[0], value) for value in arguments[1]])
         elif name == "load":
+            used = [row for row, snapshot in zip(rows, arguments[0], strict=True) if snapshot.row.used]
+            self._seeded[used] = self._position
+            self._failed.difference_update(rows)
             self._add_message(rows, name, [(snapshot,) for snapshot in arguments[0]])
         else:
             self._add_message(rows, name, arguments[0] if name == "set_next_options" else arguments)

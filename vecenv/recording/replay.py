@@ -129,8 +129,10 @@ class Replay:
         return starts[0 if begin == "first" else -1]
 
     def _start_at(self, messages: list[Message], number: int) -> tuple[list[Message], list[Message], int] | None:
-        """Return the start at a message, like :meth:`_find_start`; ``None`` if the message does not reset with a seed."""
+        """Return the start at a message that resets with a seed or loads a state, like :meth:`_find_start`, or ``None``."""
         place, name, arguments = messages[number]
+        if name == "load" and arguments is not None and arguments[0].row.used:
+            return [], messages[number:], place
         if name not in ("reset", "set_next_options") or arguments is None or arguments[0] is None:
             return None
         begin, follows, first = messages[number], messages[number + 1 :], place
@@ -206,9 +208,7 @@ class Replay:
             return
         if self._snapshot is not None:
             yield self._announce("load")
-            if failures := self._load(self._snapshot):
-                text = failures[0].text
-                raise UnreadableRecord(f"cannot be replayed from its snapshot, because that does not fit here: {text}")
+            self._load(self._snapshot)
         for message in self._setup_messages:
             yield self._announce(message.name)
             self._repeat(message)
@@ -254,8 +254,9 @@ class Replay:
         return ReplayResult(STOPPED, f"{before}: all as recorded")
 
     def _load(self, snapshot: Snapshot) -> list[Failure]:
-        rows = self._rows
-        return rows.check([(0, snapshot)]).failures or rows.load([0]).failures
+        if failures := self._rows.check([(0, snapshot)]).failures:
+            raise UnreadableRecord(f"cannot be replayed, because its snapshot does not fit here: {failures[0].text}")
+        return self._rows.load([0]).failures
 
     def _repeat(self, message: Message) -> list[Failure]:
         rows, name, arguments = self._rows, message.name, message.arguments

@@ -571,11 +571,11 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
     """
     watch = frozen._require_usable(engine)
     seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
-    engine.calls.announce(rows, "thaw", (frozen,))
     copies: list[_Copy] = []  # those that are not in the pool
     try:
         with deferred_signals():
             _fork_copies(engine, frozen, watch, rows, seeds, copies)
+        engine.calls.announce(rows, "thaw", (frozen,))
         engine.state.changing = True
         with deferred_signals():
             for row in rows:

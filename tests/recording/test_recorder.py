@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -21,7 +22,7 @@ from sampling import each_once
 from signals import handled
 
 import vecenv
-from vecenv.errors import NotRestorable, WorkerDied
+from vecenv.errors import EnvFailed, EpisodeOver, NotRestorable, RestartsExhausted, SnapshotMismatch, WorkerDied
 from vecenv.recording import recorder as recorder_module
 from vecenv.recording.file import read, read_header
 from vecenv.recording.replay import AGAIN, Replay, ReplayResult
@@ -521,3 +522,138 @@ def test_replay_starts_at_a_loaded_state(tmp_path: Path) -> None:
             return rewards  # type: ignore[no-any-return]
 
     assert run() == run(record_failures=tmp_path)
+
+
+def test_a_step_that_raises_is_recorded_although_the_environments_go_on(tmp_path: Path) -> None:
+    with start_witnesses(tmp_path / "pickle") as envs:
+        envs.reset(seed=1)
+        with pytest.raises(TypeError, match="cannot pickle"):
+            envs.step([Witness.UNPICKLABLE, 1])
+        envs.step([2, 3])
+        require_failure_repeats(envs)
+    with start_witnesses(tmp_path / "over", num_workers=0, autoreset_mode="Disabled") as envs:
+        envs.reset(seed=1)
+        over = np.zeros(2, np.bool_)
+        while not over.any():
+            _, _, terminated, truncated, _ = envs.step([1, 2])
+            over = terminated | truncated
+        with pytest.raises(EpisodeOver):
+            envs.step([3, 4])
+        envs.reset(options={"reset_mask": np.array([True, True])})
+        require_failure_repeats(envs)
+
+
+def test_an_info_that_cannot_be_pickled_repeats_after_a_restart(tmp_path: Path) -> None:
+    with start_witnesses(tmp_path, on_failure="restart") as envs:
+        envs.reset(seed=1)
+        envs.step([1, 1])
+        envs.step([Witness.UNPICKLABLE, 2])
+        result, _ = replay_file(Path(envs.errors[0].recorded))
+        assert result.status == AGAIN, result.text
+        require_all_repeat(envs, tmp_path)
+
+
+def test_refused_calls_are_not_recorded(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    with contextlib.closing(vecenv.AsyncVectorEnv([HistoryEnv], num_workers=0)) as others:
+        others.reset(seed=1)
+        other = others.save(verify=False)[0]
+    with start_witnesses(tmp_path) as envs:
+        for refused in (
+            lambda: envs.reset(seed=7, options={"lock": lock}),
+            lambda: envs.reset(options={"lock": lock, "reset_mask": FIRST}),
+            lambda: envs.step([1, 2, 3]),
+            lambda: envs.step([lock, lock]),
+            lambda: envs.send([lock, lock], [0, 1]),
+            lambda: envs.send([1], [2]),
+            lambda: envs.call("note", lock),
+            lambda: envs.set_attr("knob", lock),
+            lambda: envs.exec_func(lambda env, it: None, [1], lock),
+            lambda: envs.set_next_options({"lock": lock}),
+            lambda: envs.load([other], env_id=[0]),
+        ):
+            envs.reset()
+            envs.step([1, 2])
+            with pytest.raises((TypeError, ValueError, SnapshotMismatch)):
+                refused()
+        require_all_repeat(envs, tmp_path)
+        require_failure_repeats(envs)
+
+
+def test_calls_that_did_not_reach_an_environment_are_not_repeated(tmp_path: Path) -> None:
+    with start_witnesses(tmp_path, num_workers=2) as envs:
+        envs.reset(seed=1)
+        envs.processes[0].kill()
+        with pytest.raises(WorkerDied):
+            envs.step([1, 2])
+        with pytest.raises(EnvFailed):
+            envs.call("note", 3)  # reaches none of them
+        envs.reset(options={"reset_mask": FIRST})
+        with pytest.raises(ValueError, match="the step broke"):
+            envs.step([Witness.RAISES, 2])
+        with pytest.raises(EnvFailed):
+            envs.call("note", 4)  # reaches one of them
+        envs.reset(options={"reset_mask": FIRST})
+        require_failure_repeats(envs)
+
+
+def test_a_step_refused_after_too_many_restarts_is_not_recorded(tmp_path: Path) -> None:
+    with start_witnesses(tmp_path, on_failure=vecenv.Restart(limit=1)) as envs:
+        envs.reset(seed=1)
+        envs.step([Witness.RAISES, 1])
+        with pytest.raises(RestartsExhausted):
+            envs.step([Witness.RAISES, 1])
+        with pytest.raises(RestartsExhausted):
+            envs.step([2, 3])
+        envs.reset()
+        envs.step([4, 5])
+        require_all_repeat(envs, tmp_path)
+
+
+def test_steps_dropped_by_a_reset_of_others_are_recorded(tmp_path: Path) -> None:
+    with start_witnesses(tmp_path) as envs:
+        envs.reset(seed=1)
+        envs.send([1, 2], [0, 1])
+        envs.reset(options={"reset_mask": ~FIRST})
+        envs.send([3, 4], [0, 1])
+        envs.recv(count=2)
+        require_failure_repeats(envs)
+
+
+def test_a_failure_in_a_dropped_step_keeps_the_reset(tmp_path: Path) -> None:
+    with start_witnesses(tmp_path) as envs:
+        envs.reset(seed=1)
+        envs.send([Witness.RAISES, 2], [0, 1])
+        envs.reset(seed=3)
+        require_failure_repeats(envs)
+
+
+def test_the_last_result_of_a_worker_that_dies_is_not_a_restart(tmp_path: Path) -> None:
+    with start_recorded(lambda: gym.wrappers.TimeLimit(Endless(), 1), tmp_path, 1) as envs:
+        envs.reset(seed=1)
+        envs.step_async([1])
+        time.sleep(0.3)  # it replies
+        envs.abandon([0])
+        assert envs.step_wait()[3].all()
+        with pytest.raises(EnvFailed):
+            envs.step([1])
+        envs.reset(seed=2)
+        for _ in range(3):
+            envs.step([2])
+        require_all_repeat(envs, tmp_path)
+
+
+def test_calls_before_an_automatic_reset_with_a_seed_stay_before_it(tmp_path: Path) -> None:
+    with start_recorded(functools.partial(Witness, forgets=True), tmp_path, 2, num_workers=0) as envs:
+        envs.reset(seed=1)
+        over = np.zeros(2, np.bool_)
+        while not over[0]:
+            _, _, terminated, truncated, _ = envs.step([1, 2])
+            over = terminated | truncated
+        envs.set_next_options(seed=5, env_id=[0])
+        envs.call("note", 6)
+        envs.step([1, 2])
+        envs.step([3, 4])
+        for begin in ("latest", "first"):
+            result, _ = replay_file(envs.record(0, tmp_path / "0.vecenv"), begin)
+            assert result.status == AGAIN, result.text

@@ -7,9 +7,9 @@ If a call is interrupted while it waits, the next call drops it, and late replie
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
-import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
@@ -41,50 +41,47 @@ class Calls:
     def begin_call(self, name: str, args: Any, kwargs: Any) -> None:
         """Begin to call a method, or read an attribute, of every environment."""
         payload = (name, args, kwargs)
-        self._require_picklable(payload)
-        self.announce(range(self._exchange.num_envs), "call", payload)
-        self._exchange.begin_call("call", Op.CALL, lambda worker: payload)
+        self._begin("call", Op.CALL, lambda worker: payload, range(self._exchange.num_envs), payload)
 
     def begin_exec(self, func: Callable[..., Any], rows: Collection[int], args: Any, kwargs: Any) -> None:
         """Begin to call a function with each of some environments."""
-        self._require_picklable((func, args, kwargs))
         positions = _select_positions(rows)
 
         def build_payload(worker: Worker) -> Any:
             mine = positions(worker)
             return (mine, func, args, kwargs) if mine else None
 
-        self.announce(list(rows), "exec_func", (func, args, kwargs))
-        self._exchange.begin_call("exec_func", Op.EXEC, build_payload)
+        self._begin("exec_func", Op.EXEC, build_payload, list(rows), (func, args, kwargs))
 
     def begin_set_attr(self, name: str, values: Sequence[Any]) -> None:
         """Begin to set an attribute of every environment. Earlier verifications become invalid."""
-        self._require_picklable(values)
         self.verified.clear()
-        self.announce(range(self._exchange.num_envs), "set_attr", (name, values))
-        self._exchange.begin_call("set_attr", Op.SET_ATTR, lambda worker: (name, [values[row] for row in worker.rows]))
+
+        def build_payload(worker: Worker) -> Any:
+            return name, [values[row] for row in worker.rows]
+
+        self._begin("set_attr", Op.SET_ATTR, build_payload, range(self._exchange.num_envs), (name, values))
 
     def begin_set_next(self, rows: Collection[int], pairs: Sequence[Any]) -> None:
         """Begin to set the seed and options of the next episode of some environments; ``pairs`` has one per environment."""
-        self._require_picklable(pairs)
         selected = set(rows)
 
         def build_payload(worker: Worker) -> Any:
             mine = [pairs[row] if row in selected else None for row in worker.rows]
             return mine if any(pair is not None for pair in mine) else None
 
-        self.announce(list(rows), "set_next_options", ([pairs[row] for row in rows],))
-        self._exchange.begin_call("set_next_options", Op.SET_NEXT, build_payload)
+        self._begin("set_next_options", Op.SET_NEXT, build_payload, list(rows), ([pairs[row] for row in rows],))
+
+    def _begin(
+        self, command: str, op: Op, build_payload: Callable[[Worker], Any], rows: Sequence[int], arguments: tuple[Any, ...]
+    ) -> None:
+        """Begin a call that may change environments, and announce it if nothing refuses it."""
+        self._exchange.begin_call(command, op, build_payload, partial(self.announce, rows, command, arguments))
 
     def announce(self, rows: Sequence[int], name: str, arguments: tuple[Any, ...]) -> None:
         """Notify the observers of a call that may change environments."""
         for observer in self._observers:
             observer.on_call(rows, name, arguments)
-
-    def _require_picklable(self, payload: Any) -> None:
-        """Raise for arguments that cannot be pickled, before anything is sent."""
-        if self._exchange.pool.processes:
-            cloudpickle.dumps(payload)
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
@@ -112,9 +109,14 @@ class Calls:
         Raises:
             NotRestorable: An environment cannot be saved, or its worker has died.
         """
-        rows = range(self._exchange.num_envs)
-        self._exchange.begin_call("save", Op.SAVE, _select_positions(rows))
-        request = self._exchange.finish_quietly()
+        exchange = self._exchange
+        rows = range(exchange.num_envs)
+        exchange.begin_call("save", Op.SAVE, _select_positions(rows))
+        request = exchange.request
+        assert request is not None
+        if request.remaining:
+            exchange.wait_for(request, None)
+        exchange.request = None
         if request.deaths or request.failures:
             raise NotRestorable(request.deaths[0].text if request.deaths else request.failures[0][0].text)
         return [self.with_observation(row, request.results[row]) for row in rows]
@@ -134,8 +136,8 @@ class Calls:
             first = worker.rows[0]
             return [(row - first, snapshot_by_row[row]) for row in worker.rows if row in snapshot_by_row] or None
 
-        self.announce(rows, "load", (list(snapshots),))
         self._call("load", Op.CHECK, build_payload)
+        self.announce(rows, "load", (list(snapshots),))
         for row in rows:  # an interrupted load may have changed any of these environments
             failed[row] = _INTERRUPTED_LOAD
         try:

@@ -164,10 +164,7 @@ class Exchange:
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
-        pool = self.pool
-        payloads = [  # may raise
-            pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in pool.split(rows)
-        ]
+        payloads = self.pickled_reset(rows, seeds, options)  # may raise
         self.state.changing = True
         if not for_recv:
             self.drop_pending()
@@ -191,6 +188,10 @@ class Exchange:
             self.request = request
         self.state.changing = False
         self.flush()
+
+    def pickled_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
+        """Return the payload of a reset for each worker of these rows."""
+        return [self.pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in self.pool.split(rows)]
 
     def next_number(self) -> None:
         """Advance the sequence number, which is never 0, for the messages that are queued next."""
@@ -240,12 +241,16 @@ class Exchange:
         self.state.changing = False
         return True
 
-    def begin_call(self, command: str, op: Op, build_payload: Callable[[Worker], Any]) -> None:
-        """Submit a request to each worker for which ``build_payload`` returns a payload."""
+    def begin_call(
+        self, command: str, op: Op, build_payload: Callable[[Worker], Any], announce: Callable[[], None] | None = None
+    ) -> None:
+        """Submit a request to each worker for which ``build_payload`` returns a payload, and ``announce`` it before."""
         parts = [(worker, payload) for worker in self.pool.workers if (payload := build_payload(worker)) is not None]
         payloads = [self.pool.pickled(worker, payload) for worker, payload in parts]  # may raise
         if dead := [row for worker, _ in parts if worker.death is not None for row in worker.rows]:
             raise failed_earlier_error({row: self.failures.failed.get(row, "its worker died") for row in dead})
+        if announce is not None:
+            announce()
         self.state.changing = True
         request = Request(command, 0, for_recv=False)
         request.droppable = True
@@ -278,15 +283,6 @@ class Exchange:
         self.state.changing = not request.droppable  # until the guard has returned the results
         self.request = None
         return request.results
-
-    def finish_quietly(self) -> Request:
-        """Wait for the pending call and return it, without recording its failures."""
-        request = self.request
-        assert request is not None
-        if request.remaining:
-            self.wait_for(request, None)
-        self.request = None
-        return request
 
     def count_results(self, request: Request) -> None:
         if request.command == "step":

@@ -95,7 +95,8 @@ class FailureLog:
             note = f"env {row}, {worker.label}, during {command}"
             error = to_exception(failure.error, note)
             packed = failure.error if isinstance(failure.error, PackedError) else pack_error(error)
-            if mark == "all" or (failure.fatal and mark == "fatal"):
+            is_marked = mark == "all" or (failure.fatal and mark == "fatal")
+            if is_marked:
                 place = location_in_traceback(packed.text)
                 self.failed[row] = f"{failure.text}, at {place}" if place else failure.text
                 self.deaths.pop(row, None)
@@ -104,8 +105,8 @@ class FailureLog:
                 note_once(error, "environments that start processes of their own need AsyncVectorEnv(..., daemon=False)")
             # a copy for the record, because a raised exception keeps the program's frames and their objects alive
             recorded = unpack_error(packed, note)
-            if failure.fatal:
-                self._notify((row,), (error, recorded), worker_died=False)
+            if is_marked or (command == "step" and mark != "none"):
+                self._notify((row,) if is_marked else (), (error, recorded), worker_died=False)
             raised.append((row, error))
             index = -1 if worker.local else worker.index
             self.errors.append(ErrorRecord(row, index, worker.pid, command, recorded, packed.text, time.monotonic()))

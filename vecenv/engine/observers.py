@@ -77,6 +77,7 @@ class Observer(Protocol):
 
         Args:
             rows: Indices of the environments: one that raised, or all of a worker that died, beginning with the running one.
+                Empty if a step raised and every environment can continue, as when an info could not be pickled.
             error: The exception. A :class:`~vecenv.errors.StepTimeout` means that they hang and may still reply.
             worker_died: True if ``error`` is a :class:`~vecenv.errors.WorkerDied`.
         """

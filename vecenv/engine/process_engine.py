@@ -153,7 +153,9 @@ class Engine(WorkerDriver):
             self.exchange.drain()
         elif not self.state.changing:
             self.exchange.execute_own_messages()  # workers execute theirs, too, although the reset drops the results
-        seeds = self.announce_reset(rows, seeds, options)
+        if self.observers and options is not None:
+            self.exchange.pickled_reset(rows, seeds, options)  # raises before the reset is announced
+        seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if ids is None and isinstance(seeds[0], (int, np.integer)):
             new_seeds = np.random.SeedSequence(abs(int(seeds[0])))
         else:

@@ -547,11 +547,17 @@ class WorkerDriver(Driver):
         self.recorder = recorder
         self.observers.append(recorder)
 
-    def announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions) -> list[Any]:
-        """Notify the observers of a reset. Return all seeds, including those that observers filled in."""
+    def announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, drops: bool) -> list[Any]:
+        """Notify the observers of a reset. Return all seeds, including those that observers filled in.
+
+        ``drops``: the reset drops all pending results.
+        """
         if not self.observers:
             return seeds
         mine = [seeds[row] for row in rows]
+        if self.recorder is not None:
+            is_pending = self.exchange.request is not None
+            self.recorder.prepare_reset(self.exchange.in_flight, step_is_pending=is_pending, drops=drops)
         for observer in self.observers:
             observer.on_reset(rows, mine, select_options(options, rows))
         completed = dict(zip(rows, mine, strict=True))

@@ -4,11 +4,11 @@ A *tick* is a step of all or some environments. Its actions are copied into a ri
 rewards and flags when the result is returned. A *message* is any other request, such as a reset or a call that may change
 environments; it is pickled when it is submitted. Positions are numbers of ticks.
 
-A step of all environments is *open* from its announcement to its result. If another step is announced while one is open, the
-open one was never submitted, because a signal handler raised before that; but if a failure or a reset is recorded while a
-step is open, the step was submitted and keeps its tick.
+A step of all environments is *open* from its announcement to its result. An open step was submitted, and keeps its tick, if
+a failure in it is recorded, or if it is pending when a reset is announced. Otherwise the next announcement replaces it: it
+was refused, or a signal handler raised first. The same holds for the steps of rows in flight.
 
-The *history* of a row begins after the tick in which its previous environment failed.
+The *history* of a row begins after the tick in which its previous environment failed. Calls do not reach a failed row.
 
 The *log* is the fast path: a list of bytes that stores steps of all environments, with actions of the space's own dtype, in
 very few instructions. Any other event first moves the log into the ring.
@@ -22,7 +22,7 @@ import pickle
 import re
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -179,6 +179,7 @@ class Recorder:
         self._history_start = np.full(n, -1)  # the tick before its history
         self._first_message = np.zeros(n, np.int64)  # number of the first message of its history
         self._failed_in = np.full(n, -1)  # the tick in which it failed last
+        self._restart = np.full(n, -1)  # number of the reset with which its history begins in place of a step
         self._seeded = np.full(n, -1)  # the tick of the latest reset with a seed, or loaded state
         self._failed: set[int] = set()  # rows to be rebuilt by their next reset
         self._saved: _SavedSnapshots | None = None
@@ -246,8 +247,7 @@ class Recorder:
 
     def _begin_step_of_all(self) -> int:
         """Begin a step of all environments, and return its tick."""
-        if self._open_is_submitted:
-            self._next, self._open, self._open_is_submitted = self._next + 1, False, False
+        self._close_step()
         if self._next >= self._save_at:
             self._take_snapshot()
         tick = self._next
@@ -258,39 +258,58 @@ class Recorder:
         if self._pickled:
             self._pickled.pop(tick, None)
         if self._has_sent_steps:
-            self._in_flight[:] = -1
+            self._withdraw(range(self._num_envs))
             self._has_sent_steps = False
-        if self._failed:
-            self._restart_histories(tick, self._failed)
         return tick
 
     def _begin_step_of_some(self, rows: Sequence[int]) -> int:
         """Begin a step of some environments, which are in flight from now on, and return its tick."""
-        if self._open_is_submitted:
-            self._next, self._open, self._open_is_submitted = self._next + 1, False, False
+        self._close_step()
         tick, slot = self._next, self._next % self._capacity
         if tick % _BLOCK_TICKS == 0:
             self._drop_old(tick)
+        self._pickled.pop(tick, None)
         if self._stepped is None:
             self._stepped = np.ones((self._capacity, self._num_envs), np.bool_)
-        for row in rows:
-            before = self._in_flight[row]
-            if before >= self._first and before > self._history_start[row]:  # that step was announced, but not submitted
-                self._stepped[before % self._capacity, row] = False
+        self._withdraw(rows)
         self._stepped[slot] = False
         self._stepped[slot, rows] = True
         self._rewards[slot], self._terminations[slot], self._truncations[slot] = np.nan, False, False
         self._in_flight[rows] = tick
         self._has_sent_steps = True
-        if self._failed and (failed := self._failed.intersection(rows)):
-            self._restart_histories(tick, failed)
         self._next, self._open = tick + 1, False
         return tick
 
-    def _restart_histories(self, tick: int, rows: Iterable[int]) -> None:
-        """Begin a new history for rows that failed before and will be rebuilt within this tick."""
+    def prepare_reset(self, in_flight: Collection[int], *, step_is_pending: bool, drops: bool) -> None:
+        """Forget the steps that were announced, but never submitted: they were refused or interrupted.
+
+        Args:
+            in_flight: The rows that are in flight.
+            step_is_pending: True if a step of all rows is pending.
+            drops: True if the reset drops all pending results.
+        """
+        self._move_log()
+        if step_is_pending:
+            self._mark_submitted()
+        self._close_step()
+        if self._has_sent_steps:
+            self._withdraw([row for row in range(self._num_envs) if row not in in_flight])
+            if drops:
+                self._in_flight[:] = -1
+
+    def _withdraw(self, rows: Iterable[int]) -> None:
+        """Forget the steps of rows that were announced for ``recv``, but not submitted."""
+        assert self._stepped is not None
         for row in rows:
-            self._history_start[row] = self._failed_in[row] = tick
+            tick = self._in_flight[row]
+            if tick >= self._first and tick > self._history_start[row]:
+                self._stepped[tick % self._capacity, row] = False
+            self._in_flight[row] = -1
+
+    def _close_step(self) -> None:
+        """End the open step, which keeps its tick if it was submitted."""
+        self._next += self._open_is_submitted
+        self._open = self._open_is_submitted = False
 
     def _mark_submitted(self) -> None:
         """Mark the open step as submitted, although it has no result."""
@@ -309,8 +328,10 @@ class Recorder:
                 seeds[at] = random_seed()
             if seeds[at] is not None:
                 self._seeded[row] = self._position
-            if self._failed_in[row] != self._in_flight[row]:  # the reset drops the step in flight
-                self._in_flight[row] = -1
+            tick = self._next if self._open else self._in_flight[row]
+            if row in self._failed and tick >= 0:  # it is rebuilt within this step
+                self._history_start[row] = self._failed_in[row] = tick
+                self._restart[row] = self._next_message
         self._failed.difference_update(rows)
         each = options if isinstance(options, list) else [options] * len(rows)
         self._add_message(rows, "reset", list(zip(seeds, each, strict=True)))
@@ -318,19 +339,26 @@ class Recorder:
     def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
         """Record a call. A thaw begins new histories, because the state from which its rows continue is not recorded."""
         self._move_log()
+        self._close_step()
         rows = list(rows)
+        if name in ("thaw", "load"):
+            self._failed.difference_update(rows)
         if name == "thaw":
             self._begin_history(rows)
             self._failed_in[rows] = -1
-        elif name == "set_attr":
-            self._add_message(rows, name, [(arguments[0], value) for value in arguments[1]])
-        elif name == "load":
+            return
+        if name == "load":
             used = [row for row, snapshot in zip(rows, arguments[0], strict=True) if snapshot.row.used]
             self._seeded[used] = self._position
-            self._failed.difference_update(rows)
-            self._add_message(rows, name, [(snapshot,) for snapshot in arguments[0]])
-        else:
-            self._add_message(rows, name, arguments[0] if name == "set_next_options" else arguments)
+        each: Sequence[Any] = [arguments] * len(rows)
+        if name == "set_attr":
+            each = [(arguments[0], value) for value in arguments[1]]
+        elif name == "load":
+            each = [(snapshot,) for snapshot in arguments[0]]
+        elif name == "set_next_options":
+            each = arguments[0]
+        reached = {row: one for row, one in zip(rows, each, strict=True) if row not in self._failed}
+        self._add_message(list(reached), name, list(reached.values()))
 
     @property
     def _position(self) -> int:
@@ -372,9 +400,11 @@ class Recorder:
             self._in_flight[rows] = -1
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
-        """Write a file about each of the rows."""
+        """Write a file about each of the rows. Without rows, only record that the step was submitted."""
         self._move_log()
         self._mark_submitted()
+        if not rows:
+            return ""
         seconds = error.timeout if isinstance(error, (StepTimeout, WorkerDied)) else None
         hung, text = isinstance(error, StepTimeout) or seconds is not None, original_summary(error)
         if hung and seconds is not None:
@@ -551,7 +581,7 @@ class Recorder:
 
     def _build_record(self, copied: _CopiedRows, row: int, failed: Failed | None, step: int) -> Record:
         """Return the record of a row. ``step`` is the number of the latest step in its episode."""
-        at, failed_in = copied.rows.index(row), int(self._failed_in[row])
+        at = copied.rows.index(row)
         history = copied.stepped[at] & (copied.ticks > self._history_start[row])
         if failed is None and (in_flight := self._in_flight[row]) >= 0:
             history &= copied.ticks != in_flight
@@ -575,8 +605,8 @@ class Recorder:
             row=row, plan=self._plan, env_fn=_dump_env_fn(self._env_fns[row]),
             requests=cloudpickle.dumps(([message for _, message in own_messages], actions)), columns=columns, failed=failed,
             steps_before=step - len(ticks), snapshot=snapshot, why_no_snapshot=self._no_snapshot_reason,
-            restarted=self._plan.autoreset_mode is AutoresetMode.NEXT_STEP and failed_in >= self._first
-            and bool(self._truncations[failed_in % self._capacity, row]),
+            restarted=self._plan.autoreset_mode is AutoresetMode.NEXT_STEP
+            and [self._restart[row]] == [number for number, _ in own_messages[:1]],
         )  # fmt: skip
 
 
@@ -608,7 +638,7 @@ def _row_arguments(message: _RecordedMessage, arguments: Any, row: int) -> tuple
     """Return the arguments of a message for one row, or ``None`` if they cannot be pickled."""
     if arguments is None:
         return None
-    return tuple(arguments if message.name in ("call", "exec_func") else arguments[list(message.rows).index(row)])
+    return tuple(arguments[list(message.rows).index(row)])
 
 
 def _pickle(value: Any) -> bytes:

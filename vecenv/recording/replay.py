@@ -10,7 +10,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.link.messages import Failure, PackedError, original_summary, pack_error, unpack_error
+from vecenv.link.messages import (
+    Failure,
+    PackedError,
+    decode_outcome,
+    encode_outcome,
+    original_summary,
+    pack_error,
+    unpack_error,
+)  # fmt: skip
 from vecenv.recording.file import LASTING, Failed, Header, Message, Record, UnreadableRecord
 from vecenv.shm.layout import Layout
 from vecenv.state.snapshots import Snapshot
@@ -55,7 +63,7 @@ class Replay:
 
     Args:
         header, record: The content of a file.
-        begin: The start: the ``"latest"`` or the ``"first"`` reset with a seed, or the ``"snapshot"``.
+        begin: The start: the ``"latest"`` or the ``"first"`` reset with a seed, or loaded state; or the ``"snapshot"``.
         change: A function that receives the built environment and returns its replacement, such as a wrapper.
 
     Attributes:
@@ -135,17 +143,19 @@ class Replay:
             return [], messages[number:], place
         if name not in ("reset", "set_next_options") or arguments is None or arguments[0] is None:
             return None
-        begin, follows, first = messages[number], messages[number + 1 :], place
-        if name == "set_next_options":
-            if not self._is_autoreset(messages, place):
+        begin, first, earlier, later = messages[number], place, messages[:number], messages[number + 1 :]
+        if name == "set_next_options":  # step `place` is the automatic reset, if no other call replaces the seed
+            between = [message for message in later if message.place == place]
+            if any(message.name == name for message in between) or not self._is_autoreset(messages, place):
                 return None
-            begin, first = Message(place, "reset", arguments), place + 1  # step `place` is the automatic reset
+            begin, first = Message(place, "reset", arguments), place + 1
+            earlier, later = earlier + between, later[len(between) :]
         before = [
             message
-            for message in messages[:number]
+            for message in earlier
             if message.name in LASTING or self._applies_to_pending_reset(messages, message, place)
         ]
-        return before, [begin, *follows], first
+        return before, [begin, *later], first
 
     def _is_autoreset(self, messages: list[Message], place: int) -> bool:
         """True if the step at ``place`` is an automatic reset."""
@@ -218,18 +228,25 @@ class Replay:
                 message = messages.pop(0)
                 yield self._announce(message.name, last=not messages and self.place == record.steps)
                 failures = self._repeat(message)
-                if failures and (self.is_last or any(failure.fatal for failure in failures)):
+                if self._is_end(failures):
                     self._end_with_failure(failures)
                     return
             if self.place == record.steps:
                 break
             yield self._announce("", last=not messages and self.place == record.steps - 1)
             failures = self._step()
-            if failures:
+            dropped = np.isnan(record.columns["rewards"][self.place])
+            is_reset = bool(messages) and messages[0].place == self.place + 1 and messages[0].name == "reset"
+            if self._is_end(failures) and not (dropped and is_reset):
                 self._end_with_failure(failures)
                 return
             self.place += 1
         self._end_without_failure()
+
+    def _is_end(self, failures: list[Failure]) -> bool:
+        """True if the replay ends with these failures: the environment is gone, or they may be the recorded one."""
+        may_be_recorded = self.is_last and self.record.failed is not None
+        return any(failure.fatal or may_be_recorded for failure in failures)
 
     def _announce(self, name: str, *, last: bool = False) -> int:
         """Set the attributes that describe the next request, a step if ``name`` is empty. Return its step number, or 0."""
@@ -276,6 +293,8 @@ class Replay:
         record, row, place = self.record, self.record.row, self.place
         out = self._rows.step(None, [self.action])
         fails_here = place == record.steps - 1 and record.failed is not None and record.failed.in_step
+        if fails_here and not out.failures and out.has_payload():  # a worker process sends it, unlike this one
+            out = decode_outcome(encode_outcome(out))
         if out.failures or fails_here or np.isnan(record.columns["rewards"][place]):
             return out.failures
         for name in _NUMBERS:

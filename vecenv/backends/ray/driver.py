@@ -134,7 +134,7 @@ class HostsDriver(WorkerDriver):
             advance(exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
-        seeds = self.announce_reset(rows, seeds, options)
+        seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
         if (error := exchange.replace_hosts(rows, count=False)) is not None:
             raise error
         request = HostRequest("reset", rows, seeds, options)

@@ -657,3 +657,32 @@ def test_calls_before_an_automatic_reset_with_a_seed_stay_before_it(tmp_path: Pa
         for begin in ("latest", "first"):
             result, _ = replay_file(envs.record(0, tmp_path / "0.vecenv"), begin)
             assert result.status == AGAIN, result.text
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_replay_after_many_resets_starts_at_a_snapshot_or_says_what_is_missing(
+    every: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder_module, "_MAX_MESSAGES", 40)
+    monkeypatch.setattr(recorder_module, "_LONG_REPLAY_SECONDS", 1e9)
+    with start_witnesses(tmp_path, num_workers=0, snapshot_every=every) as envs:
+        envs.set_attr("knob", 5)
+        envs.reset(seed=1)
+        for number in range(100):
+            envs._driver.recorder._next_snapshot_time = 0.0
+            envs.step([1, 2])
+            envs.reset(options={"start": number})
+        if every:
+            require_all_repeat(envs, tmp_path)
+        else:
+            header, body = read_header(envs.record(0))
+            with pytest.raises(ValueError, match="holds no reset with a seed any more, and no snapshot"):
+                Replay(header, read(header, body))
+        envs.reset(seed=2)
+        require_all_repeat(envs, tmp_path)  # `set_attr` is still known
+        for number in range(100):
+            envs.call("note", number)
+        envs.reset(seed=3)
+        envs.step([1, 2])
+        result, _ = replay_file(envs.record(0))
+        assert "earlier calls, which may have changed the environment, are no longer in the record" in result.text

@@ -37,7 +37,7 @@ SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
 """Calls with an effect that may last longer than an episode."""
 _MAGIC: Final = b"vecenv flight record\n"
-_FORMAT: Final = 3
+_FORMAT: Final = 4
 _MAX_HEADER_BYTES: Final = 2**20
 _RUNNING: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
 
@@ -50,7 +50,7 @@ class Message(NamedTuple):
     """A request to the environment other than a step.
 
     Attributes:
-        place: Index of the step that follows.
+        place: Index of the step that follows; -1: steps or messages between the two are no longer recorded.
         name: ``"reset"``, or the ``name`` passed to :meth:`vecenv.Observer.on_call`.
         arguments: Arguments for this environment; ``None``: they cannot be pickled.
     """
@@ -94,6 +94,7 @@ class Record:
         steps_before: The number of a step in the latest episode minus its number in this record.
         snapshot: (index of the next step, index of the next message, state); ``None``: there is none.
         why_no_snapshot: The reason why environments cannot be saved; empty if they can.
+        lacks_calls: True if calls with a lasting effect are no longer recorded.
         restarted: True if the environment replaced a failed one within a step, so that its first step begins with a reset.
         path: ``sys.path`` of the program.
         spec: The registration of the environment, if it has one.
@@ -108,6 +109,7 @@ class Record:
     steps_before: int
     snapshot: tuple[int, int, Snapshot] | None
     why_no_snapshot: str
+    lacks_calls: bool
     restarted: bool
     path: list[str] = field(default_factory=lambda: [os.path.abspath(entry) for entry in sys.path])
     spec: Any = None

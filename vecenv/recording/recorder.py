@@ -173,6 +173,8 @@ class Recorder:
         self._pickled: dict[int, tuple[Sequence[int], bytes]] = {}  # by tick, actions that are not in the ring
         self._messages: list[_RecordedMessage] = []
         self._next_message = 0  # the next message's number
+        self._first_complete = 0  # number of the first message after all that were dropped
+        self._lasting_lost = 0  # number of the first message after all that were dropped with a lasting effect
         # the arrays have one entry per row
         self._in_flight = np.full(n, -1)  # the tick of its step by `send` that has no result yet
         self._has_sent_steps = False  # some row's step was sent and is in flight
@@ -180,7 +182,7 @@ class Recorder:
         self._first_message = np.zeros(n, np.int64)  # number of the first message of its history
         self._failed_in = np.full(n, -1)  # the tick in which it failed last
         self._restart = np.full(n, -1)  # number of the reset with which its history begins in place of a step
-        self._seeded = np.full(n, -1)  # the tick of the latest reset with a seed, or loaded state
+        self._seeded = np.full((2, n), -1)  # the tick and the message of the latest reset with a seed, or loaded state
         self._failed: set[int] = set()  # rows to be rebuilt by their next reset
         self._saved: _SavedSnapshots | None = None
         self._no_snapshot_reason = "" if options.snapshot_every else "snapshot_every is None"
@@ -324,10 +326,10 @@ class Recorder:
         self._mark_submitted()
         rows = list(rows)
         for at, row in enumerate(rows):
-            if seeds[at] is None and self._seeded[row] < 0:
+            if seeds[at] is None and self._seeded[0, row] < 0:
                 seeds[at] = random_seed()
             if seeds[at] is not None:
-                self._seeded[row] = self._position
+                self._seeded[:, row] = self._position, self._next_message
             tick = self._next if self._open else self._in_flight[row]
             if row in self._failed and tick >= 0:  # it is rebuilt within this step
                 self._history_start[row] = self._failed_in[row] = tick
@@ -348,8 +350,9 @@ class Recorder:
             self._failed_in[rows] = -1
             return
         if name == "load":
-            used = [row for row, snapshot in zip(rows, arguments[0], strict=True) if snapshot.row.used]
-            self._seeded[used] = self._position
+            for row, snapshot in zip(rows, arguments[0], strict=True):
+                if snapshot.row.used:
+                    self._seeded[:, row] = self._position, self._next_message
         each: Sequence[Any] = [arguments] * len(rows)
         if name == "set_attr":
             each = [(arguments[0], value) for value in arguments[1]]
@@ -369,7 +372,16 @@ class Recorder:
         self._messages.append(_RecordedMessage(self._next_message, self._position, rows, name, _pickle(arguments)))
         self._next_message += 1
         if len(self._messages) > _MAX_MESSAGES:
-            self._messages = self._messages[_MAX_MESSAGES // 2 :]
+            self._drop_messages()
+
+    def _drop_messages(self) -> None:
+        """Drop the older half of the messages, if possible without those that have a lasting effect."""
+        old, new = self._messages[: _MAX_MESSAGES // 2], self._messages[_MAX_MESSAGES // 2 :]
+        lasting = [message for message in old if message.name in LASTING]
+        self._first_complete = new[0].number
+        if len(lasting) > len(old) // 2:
+            self._lasting_lost, lasting = self._first_complete, []
+        self._messages = lasting + new
 
     # -- results and failures -------------------------------------------------------------------------------------------
 
@@ -433,7 +445,7 @@ class Recorder:
         for row in rows:
             self._history_start[row] = max(self._next - (not self._open), int(self._in_flight[row]))
             self._first_message[row] = self._next_message
-            self._seeded[row] = -1
+            self._seeded[:, row] = -1
 
     # -- snapshots ------------------------------------------------------------------------------------------------------
 
@@ -457,11 +469,12 @@ class Recorder:
         self._next_snapshot_time = now + (now - began) / _SNAPSHOT_TIME_SHARE
 
     def _needs_snapshot(self) -> bool:
-        since = max(int(self._seeded.min()), 0 if self._saved is None else self._saved.tick)
+        tick, message = np.maximum(self._seeded.min(axis=1), 0 if self._saved is None else self._saved[:2]).tolist()
         stats = self._stats()
         assert stats is not None
-        seconds = (self._next - since) * stats()["step_time_mean"]
-        return seconds > _LONG_REPLAY_SECONDS or self._next - since > self._capacity // 2
+        seconds = (self._next - tick) * stats()["step_time_mean"]
+        will_be_dropped = self._next - tick > self._capacity // 2 or self._next_message - message > _MAX_MESSAGES // 4
+        return bool(seconds > _LONG_REPLAY_SECONDS or will_be_dropped)
 
     # -- numbers of episodes and steps ----------------------------------------------------------------------------------
 
@@ -588,7 +601,7 @@ class Recorder:
         ticks = copied.ticks[history]
         columns = {name: _compact(values[at][history]) for name, values in copied.columns.items()}
         own_messages = [
-            (each.number, Message(int(np.searchsorted(ticks, each.tick)), each.name, _row_arguments(each, arguments, row)))
+            (each.number, Message(self._place(ticks, each), each.name, _row_arguments(each, arguments, row)))
             for each, arguments in copied.messages
             if each.number >= self._first_message[row] and row in each.rows
         ]
@@ -598,7 +611,11 @@ class Recorder:
             if place < len(ticks) and ticks[place] == tick:
                 actions[place] = None if (listed := _unpickle(blob)) is None else listed[rows.index(row)]
         saved, snapshot = self._saved, None
-        if saved is not None and saved.message >= self._first_message[row] and saved.tick > self._history_start[row]:
+        if (
+            saved is not None
+            and saved.message >= max(self._first_message[row], self._first_complete)
+            and saved.tick >= max(self._history_start[row] + 1, self._first)
+        ):
             place = int(np.searchsorted(ticks, saved.tick))
             snapshot = place, sum(number < saved.message for number, _ in own_messages), saved.snapshots[row]
         return Record(
@@ -607,7 +624,14 @@ class Recorder:
             steps_before=step - len(ticks), snapshot=snapshot, why_no_snapshot=self._no_snapshot_reason,
             restarted=self._plan.autoreset_mode is AutoresetMode.NEXT_STEP
             and [self._restart[row]] == [number for number, _ in own_messages[:1]],
+            lacks_calls=bool(self._first_message[row] < self._lasting_lost),
         )  # fmt: skip
+
+
+    def _place(self, ticks: Array, message: _RecordedMessage) -> int:
+        """Return the index of the step after a message; -1 if steps or messages after it were dropped."""
+        is_complete = message.tick >= self._first and message.number >= self._first_complete
+        return int(np.searchsorted(ticks, message.tick)) if is_complete else -1
 
 
 def recorder_for_hosts(

@@ -91,6 +91,7 @@ class Replay:
         env_fn = self._load_env_fn()
         messages, self._pickled_actions = self._load_requests()
         record.columns["rewards"] = record.columns["rewards"].astype(np.float64)
+        self._missing = ""  # what the record lacks, if that may be the reason for a difference
         self._restart = messages[0] if messages and record.restarted else None
         self._snapshot: Snapshot | None = None
         self._setup_messages, self._messages, self.place = self._find_start(messages, begin)
@@ -123,7 +124,7 @@ class Replay:
         """Return the messages to repeat before the start, those from the start on, and the index of the first step."""
         record = self.record
         starts = [start for number in range(len(messages)) if (start := self._start_at(messages, number)) is not None]
-        if begin == "snapshot" or not starts:
+        if begin == "snapshot" or not starts or (record.lacks_calls and record.snapshot is not None):
             if record.snapshot is not None:
                 place, number, self._snapshot = record.snapshot
                 return [], messages[number:], place
@@ -134,11 +135,16 @@ class Replay:
                 )
             why = record.why_no_snapshot or "a replay from the reset takes less than five seconds"
             raise UnreadableRecord(f"cannot be replayed from a snapshot, because there is none: {why}")
-        return starts[0 if begin == "first" else -1]
+        setup, later, place = starts[0 if begin == "first" else -1]
+        if record.lacks_calls and later[0].name == "reset":
+            self._missing = "; earlier calls, which may have changed the environment, are no longer in the record"
+        return setup, later, place
 
     def _start_at(self, messages: list[Message], number: int) -> tuple[list[Message], list[Message], int] | None:
         """Return the start at a message that resets with a seed or loads a state, like :meth:`_find_start`, or ``None``."""
         place, name, arguments = messages[number]
+        if place < 0:
+            return None
         if name == "load" and arguments is not None and arguments[0].row.used:
             return [], messages[number:], place
         if name not in ("reset", "set_next_options") or arguments is None or arguments[0] is None:
@@ -313,24 +319,25 @@ class Replay:
     def _end_with_failure(self, failures: list[Failure]) -> None:
         failed, text, error = self.record.failed, failures[0].text, failures[0].error
         self.failure = error if isinstance(error, BaseException) else None
-        first = f"; {self._difference_text}" if self._first_difference else ""
+        more = f"; {self._difference_text}" if self._first_difference else ""
         packed = error if isinstance(error, PackedError) else pack_error(error)
         texts = text, original_summary(unpack_error(packed, ""))
         same = failed is not None and failed.how == "raised" and failed.text in texts
         self.result = ReplayResult.from_failure(
-            failed, self.where, text, same=same, more=first,
+            failed, self.where, text, same=same, more=more if same else more + self._missing,
             step=self.step, location=location_in_traceback(packed.text), stack=packed.text,
         )  # fmt: skip
 
     def _end_without_failure(self) -> None:
         record, status = self.record, DIFFERENT
         if self._first_difference:
-            text = f"did not happen again; {self._difference_text}"
+            text = f"did not happen again; {self._difference_text}{self._missing}"
         elif record.failed is None:
             steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
             status, text = AGAIN, f"nothing had failed, and {steps} matched the record"
         else:
-            text = f"did not happen again: {self._matched_steps_text}{self._latest_request} returned, where the record fails"
+            matched, last = self._matched_steps_text, self._latest_request
+            text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing}"
         self.result = ReplayResult(status, text)
 
     @property

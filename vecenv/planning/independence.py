@@ -18,6 +18,7 @@ returned value. If two functions other than those tried return the same object, 
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import sys
 import time
@@ -152,8 +153,11 @@ class IndependenceCheck:
             self._verdict if checked else NOT_CHECKED, reason, tuple(self._changes), self.steps, self.builds
         )
 
-    def try_first(self, describe: Callable[[Any], None] | None, seconds: float) -> Run | PackedError | ChildEnd:
-        """Run the first environment alone and time its steps. Call ``describe(env)`` before its first reset."""
+    def try_first(self, describe: Callable[[Any], None]) -> Run | PackedError | ChildEnd:
+        """Run the first environment alone and time its steps. Call ``describe(env)`` before its first reset.
+
+        The time is not limited here: the caller ends this process after its time limit.
+        """
         opened: list[Any] = []
 
         def close() -> None:
@@ -162,7 +166,7 @@ class IndependenceCheck:
         function = partial(_run_alone, self._env_fns[0], self._indices[0], 0, describe=describe, opened=opened)
         started = time.monotonic()
         run: Run | PackedError | ChildEnd
-        run = run_in_child(function, seconds=seconds, close=close, close_seconds=self._close_seconds)
+        run = run_in_child(function, seconds=math.inf, close=close, close_seconds=self._close_seconds)
         self._deadline = time.monotonic() + _MIN_SECONDS + 10 * (time.monotonic() - started)
         if isinstance(run, Run):
             self.steps, self.builds = run.steps, 1

@@ -10,17 +10,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import signal
 import statistics
 import time
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from types import CellType, FunctionType, MethodType
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from gymnasium import Space
 
@@ -29,7 +27,7 @@ from vecenv.link.envs import build_env, id_of
 from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
 from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
-from vecenv.planning.trial import ChildEnd, StepTimes, run_in_child, try_to_time
+from vecenv.planning.trial import ChildEnd, StepTimes, try_to_time
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_processes, missing_guard
 from vecenv.system.supervision import describe_exit
@@ -42,7 +40,6 @@ _BENCHMARK_RUNS: Final = 100
 _REFERENCE_SECONDS: Final = 40e-6
 _CLOSE_SECONDS: Final = 5.0  # for env.close()
 _READY: Final = b"?"  # sent by the process when it is ready to receive the functions
-_DESCRIPTION_SENT: Final = "described"
 _POLL_WITHOUT_SLEEP: Final = b"!"  # sent by the process: the caller must poll for the next message without sleeping
 
 
@@ -63,29 +60,6 @@ class EnvDescription:
     action_space: Space[Any]
     observation_spaces: list[Space[Any]]
     env_id: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """The task of the probe's process.
-
-    Attributes:
-        all_envs: Describe the observation spaces of all environments.
-        step: Try the first environment, and time its steps.
-        check: Check whether environments may share a process.
-        positions: Positions of the environments to try, among those that were sent.
-        indices: The indices of the environments that were sent.
-        own_generators: Each environment has generators of its own.
-        timeout: Seconds that the first environment may take.
-    """
-
-    all_envs: bool
-    step: bool
-    check: bool
-    positions: list[int]
-    indices: list[int]
-    own_generators: bool
-    timeout: float
 
 
 @dataclass(eq=False)
@@ -133,17 +107,21 @@ class EnvProbe:
             ValueError: Two functions returned the same environment.
             Exception: An error of ``env_fn``; or of sending the description, if ``in_this_process`` is ``False``.
         """
+        env_fns = self.env_fns if all_envs else self.env_fns[:1]
         if self.example is not None:
-            found = _describe(self.example, (), False)
-            return replace(found, observation_spaces=found.observation_spaces * (len(self.env_fns) if all_envs else 1))
+            found = _describe(self.example)
+            return replace(found, observation_spaces=found.observation_spaces * len(env_fns))
         if not (self.in_this_process or (self.in_this_process is None and not self.step) or explain_missing_processes()):
-            description = self._probe_in_process(all_envs, self.step and not find_process_object(self.env_fns))
+            if self.step and not all_envs and not find_process_object(self.env_fns):
+                description = self._try_envs()
+            else:
+                description = self._run_in_process(env_fns, range(len(env_fns)), step=False)
             if isinstance(description, EnvDescription):
                 return description
             if self.in_this_process is not None:
                 raise description
-        with closing(build_env(self.env_fns[0], 0)) as env:
-            return _describe(env, self.env_fns, all_envs)
+        with closing(build_env(env_fns[0], 0)) as env:
+            return _describe(env, env_fns[1:])
 
     def measure(self) -> tuple[StepTimes, Independence]:
         """Return the times of random steps, and the verdict on whether environments may share a process.
@@ -162,7 +140,7 @@ class EnvProbe:
             reason = f"they were not tried, because their functions use a {found}, which other processes share"
             self._measured = StepTimes.failed(reason), Independence(CANNOT_TELL, reason)
         elif self._measured is None:
-            self._probe_in_process(all_envs=False, step=True)
+            self._try_envs()
         assert self._measured is not None
         return self._measured
 
@@ -171,20 +149,22 @@ class EnvProbe:
         """The shared generators that the environment drew from, if it was stepped."""
         return () if self._measured is None else self._measured[0].draws
 
-    def _probe_in_process(self, all_envs: bool, step: bool) -> EnvDescription | Exception:
-        """Return the description, or the error raised while it was sent; with ``step`` also try the environments."""
-        to_try = [0, *(choose_pairs(self.env_fns) if self.check else [])]
-        indices = list(range(len(self.env_fns))) if all_envs else to_try if step else [0]
-        env_fns = [self.env_fns[index] for index in indices]
+    def _try_envs(self) -> EnvDescription | Exception:
+        """Try environments, and return the description of the first one, or the error raised while it was sent."""
+        indices = [0, *(choose_pairs(self.env_fns) if self.check else [])]
+        return self._run_in_process([self.env_fns[index] for index in indices], indices, step=True)
+
+    def _run_in_process(
+        self, env_fns: Sequence[Callable[[], Any]], indices: Sequence[int], *, step: bool
+    ) -> EnvDescription | Exception:
         if self.own_generators:
             env_fns = with_own_generators(env_fns)
-        positions = [indices.index(index) for index in to_try] if step else [0]
-        job = _Job(all_envs, step, self.check, positions, indices, self.own_generators, self.timeout)
         sent: Any = env_fns
         if self.context.get_start_method() != "fork":
             sent = EnvFnsToStart(indices, env_fns, "the process that inspects it needs", separately=True)
+        trial = (indices, self.check, self.own_generators) if step else None
         helper = HelperProcess(
-            self.context, _run_probe, (sent, job), name="vecenv-probe", daemon=self.daemon, abrupt=True,
+            self.context, _run_probe, (sent, trial), name="vecenv-probe", daemon=self.daemon, abrupt=True,
             variables=self.variables,
         )  # fmt: skip
         try:
@@ -277,10 +257,10 @@ def find_process_object(functions: Iterable[Any], depth: int = 3) -> str:
     return ""
 
 
-def _describe(env: Any, env_fns: Sequence[Callable[[], Any]], all_envs: bool) -> EnvDescription:
-    """Describe ``env``; with ``all_envs`` also build each environment for its observation space, one at a time."""
-    spaces = [] if all_envs else [env.observation_space]
-    for index, env_fn in enumerate(env_fns if all_envs else ()):
+def _describe(env: Any, others: Sequence[Callable[[], Any]] = ()) -> EnvDescription:
+    """Describe ``env``, and build each of the others for its observation space, one at a time."""
+    spaces = [env.observation_space]
+    for index, env_fn in enumerate(others, start=1):
         with closing(build_env(env_fn, index)) as other:
             spaces.append(other.observation_space)
     return EnvDescription({**env.metadata}, env.render_mode, env.action_space, spaces, id_of(env))
@@ -289,80 +269,63 @@ def _describe(env: Any, env_fns: Sequence[Callable[[], Any]], all_envs: bool) ->
 # -- in the process ----------------------------------------------------------------------------------------------------
 
 
-def _run_probe(connection: Connection[Any, Any], env_fns: Any, job: _Job) -> None:
+def _run_probe(
+    connection: Connection[Any, Any], env_fns: Any, trial: tuple[Sequence[int], bool, bool] | None
+) -> None:
+    """Try the environments, with these arguments of :func:`_try_envs`; with ``None``, only describe them."""
     pid = os.getpid()
-
-    def send(message: Any) -> None:
-        connection.send_bytes(pickle.dumps(message))
-
+    env: Any = None
+    result: Any
     try:
         if isinstance(env_fns, PackedEnvFns):
             connection.send_bytes(_READY)
             env_fns.functions = pickle.loads(connection.recv_bytes())
             env_fns = env_fns.load(0, "in the process that inspects it")
-        result = _try_envs(env_fns, job, connection, send) if job.step else _describe_only(env_fns, job, send)
+        if trial is None:
+            env = build_env(env_fns[0], 0)
+            result = (_pack_description(_describe(env, env_fns[1:])),)
+        else:
+            result = _try_envs(connection, env_fns, *trial)
     except BaseException as error:
         result = pack_error(error)
     if os.getpid() != pid:  # a child that the environment forked has returned into this code
         os._exit(0)
-    if result is not _DESCRIPTION_SENT:
-        send(result)
-
-
-def _describe_only(env_fns: Sequence[Callable[[], Any]], job: _Job, send: Callable[[Any], None]) -> Any:
-    """Build an environment, send its description and close it; return ``_DESCRIPTION_SENT``."""
-    pid, env = os.getpid(), build_env(env_fns[0], 0)
-    packed = _pack_description(_describe(env, env_fns, job.all_envs))
-    if os.getpid() != pid:
-        os._exit(0)
-    send((packed,))
-    try:
+    connection.send_bytes(pickle.dumps(result))
+    if env is not None:  # an error of close() only ends this process: the caller gets it from a worker's environment
         env.close()
-    except BaseException:  # the description has been sent; the caller gets this error from a worker's environment
-        traceback.print_exc()
-    return _DESCRIPTION_SENT
 
 
 def _try_envs(
-    env_fns: Sequence[Callable[[], Any]], job: _Job, connection: Connection[Any, Any], send: Callable[[Any], None]
-) -> PackedError | tuple[StepTimes, Independence | PackedError]:
+    connection: Connection[Any, Any], env_fns: Sequence[Callable[[], Any]], indices: Sequence[int], check: bool,
+    own_generators: bool,
+) -> PackedError | tuple[StepTimes, Independence | PackedError]:  # fmt: skip
     """Try the environments in child processes, the first of which sends the description."""
-    to_try = [env_fns[position] for position in job.positions]
-    indices = [job.indices[position] for position in job.positions]
-    check = IndependenceCheck(to_try, indices, job.own_generators, _CLOSE_SECONDS)
+    pid = os.getpid()
 
     def describe(env: Any) -> None:
-        pid, packed = os.getpid(), _pack_description(_describe(env, env_fns, False))
-        if os.getpid() == pid:
-            send((packed,))
+        packed = _pack_description(_describe(env))
+        if os.getppid() == pid:  # otherwise this is a child that the environment forked and that returned into this code
+            connection.send_bytes(pickle.dumps((packed,)))
 
-    if job.all_envs:  # in another child: the first environment must run alone
-        run = run_in_child(_describe_only, env_fns, job, send, seconds=job.timeout)
-    if not job.all_envs or run == _DESCRIPTION_SENT:
-        run = check.try_first(None if job.all_envs else describe, job.timeout)
+    independence = IndependenceCheck(env_fns, indices, own_generators, _CLOSE_SECONDS)
+    run = independence.try_first(describe)
     if isinstance(run, PackedError):
         return run
-    if not isinstance(run, Run):
-        _exit_like(run)
+    if isinstance(run, ChildEnd) and run.exitcode is not None:  # end the same way, for the caller to see
+        if run.exitcode < 0:
+            os.kill(os.getpid(), -run.exitcode)
+        os._exit(run.exitcode & 255)
+    assert isinstance(run, Run)
     times = run.times
     assert times is not None
-    checked = job.check and not times.slow
-    if checked and (error := check.compare(run)) is not None:
+    checked = check and not times.slow
+    if checked and (error := independence.compare(run)) is not None:
         return times, error
     alone_seconds = _time_benchmark()
     connection.send_bytes(_POLL_WITHOUT_SLEEP)
     crowding = max(_time_benchmark() / alone_seconds, 1.0)
-    return replace(times, pace=alone_seconds / _REFERENCE_SECONDS, crowding=crowding), check.result(checked=checked)
-
-
-def _exit_like(child: ChildEnd) -> NoReturn:
-    """End this process the way the first child ended. If the child hung, hang until the caller's timeout."""
-    if child.exitcode is not None and child.exitcode >= 0:
-        os._exit(child.exitcode)
-    if child.exitcode is not None:
-        os.kill(os.getpid(), -child.exitcode)
-    while True:
-        signal.pause()
+    times = replace(times, pace=alone_seconds / _REFERENCE_SECONDS, crowding=crowding)
+    return times, independence.result(checked=checked)
 
 
 def _pack_description(description: EnvDescription) -> bytes | PackedError:

@@ -27,8 +27,7 @@ from observe import FAULTS, METHODS, PACKAGE, PATIENCE, still_running, wait_for
 import vecenv
 from vecenv import Restart, WorkerOptions
 from vecenv.errors import StartupTimeout, WorkerDied
-from vecenv.planning import probe
-from vecenv.planning import probe as probing
+from vecenv.planning import probe, trial
 from vecenv.planning.probe import EnvDescription, EnvProbe
 from vecenv.planning.trial import time_steps
 from vecenv.system.cores import usable_cores
@@ -100,7 +99,7 @@ def test_engines_close_the_probed_environment(tmp_path: Path, options: dict[str,
 
 
 def test_close_that_hangs_is_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "_CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(trial, "CLOSE_SECONDS", 0.3)
     started_at = time.monotonic()
     assert EnvProbe([functools.partial(WritesOnClose, tmp_path / "closed", 60.0)]).measure()[0].steps > 0
     assert time.monotonic() - started_at < 30
@@ -408,12 +407,11 @@ class AllowsOneAction(gym.Env[Any, Any]):
 @pytest.mark.parametrize("where", ["observation", "action_mask", "action_masks"])
 @pytest.mark.parametrize("start", [0, 3])
 def test_masks_are_respected(where: str, start: int) -> None:
-    found = time_steps(AllowsOneAction(where, start), 3)
+    found = time_steps(AllowsOneAction(where, start))
     assert found.steps == 10
     assert not found.failure
 
 
-def test_failed_probe_without_processes_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_tried_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "explain_missing_processes", lambda: "for this test")
-    assert "illegal" in probe.EnvProbe([lambda: AllowsOneAction("hidden", 0)]).measure()[0].failure
-
+    assert probe.EnvProbe([fail]).measure()[0].failure == "for this test"

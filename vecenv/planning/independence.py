@@ -22,8 +22,8 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -36,7 +36,6 @@ from vecenv.planning.trial import (
     TriedEnv,
     play,
     run_in_child,
-    try_to_time,
 )
 from vecenv.system.process_settings import ONE_PER_PROCESS, Settings, read_settings
 from vecenv.system.shared_generators import GENERATORS, find_draws, read_states
@@ -49,7 +48,7 @@ NOT_CHECKED: Final = "not checked"
 
 MAX_STEPS: Final = 64
 PHASE_STEPS: Final = 3
-_PHASE_SECONDS: Final = 0.02
+_FIRST_PLAN: Final = (PHASE_STEPS, PHASE_STEPS // 2, 0.02)  # arguments of TriedEnv.phase(); the last is in seconds
 _MIN_SECONDS: Final = 5.0  # all further runs together may take this, plus ten times the duration of the first run
 _DELAYS: Final = (0.002, 0.003)  # in two runs, because the values of one may agree by chance
 
@@ -96,29 +95,20 @@ class Run:
         record: The calls, with digests of the values that they returned.
         plan: The arguments of :meth:`TriedEnv.phase` that repeat them.
         end: The number of the first call after the first phase.
-        settings: Settings of the process after the run.
+        settings: Settings of the process after the run; of an environment that was built first, those before the other one
+            was built.
         modules: Modules imported during the run.
-        steps, builds: The numbers of steps and of environments in that child.
+        steps: The number of steps.
         times: The step times, if they were measured.
-        other_record: In a shared process: the record of the other environment.
-        other_plan: In a shared process: the arguments that repeat the other environment's calls.
-        before, during: The other environment's calls before and after the first was built.
-        other_settings: Settings of the process before the first was built.
     """
 
     record: Record
-    plan: tuple[int, int]
+    plan: tuple[int, int, float]
     end: int
     settings: Settings
     modules: list[str]
     steps: int
-    builds: int = 1
     times: StepTimes | None = None
-    other_record: Record = field(default_factory=list)
-    other_plan: tuple[int, int] = (0, 0)
-    before: Record = field(default_factory=list)
-    during: Record = field(default_factory=list)
-    other_settings: Settings = field(default_factory=dict)
 
 
 class _Undecided(Exception):
@@ -132,15 +122,11 @@ class IndependenceCheck:
         env_fns: Functions that build the first environment and those to try together with it.
         indices: The environments' indices.
         own_generators: True if each environment has random generators of its own.
-        close_seconds: Time limit for the first environment's ``close()``.
     """
 
-    def __init__(
-        self, env_fns: Sequence[Callable[[], Any]], indices: Sequence[int], own_generators: bool, close_seconds: float
-    ) -> None:
+    def __init__(self, env_fns: Sequence[Callable[[], Any]], indices: Sequence[int], own_generators: bool) -> None:
         self.steps = self.builds = 0
-        self._env_fns, self._indices = env_fns, indices
-        self._own_generators, self._close_seconds = own_generators, close_seconds
+        self._env_fns, self._indices, self._own_generators = env_fns, indices, own_generators
         self._start = read_settings()
         self._verdict, self._reasons, self._changes = INDEPENDENT, list[str](), list[str]()
         self._deadline = 0.0
@@ -158,19 +144,11 @@ class IndependenceCheck:
 
         The time is not limited here: the caller ends this process after its time limit.
         """
-        opened: list[Any] = []
-
-        def close() -> None:
-            opened[0].close()
-
-        function = partial(_run_alone, self._env_fns[0], self._indices[0], 0, describe=describe, opened=opened)
         started = time.monotonic()
-        run: Run | PackedError | ChildEnd
-        run = run_in_child(function, seconds=math.inf, close=close, close_seconds=self._close_seconds)
+        self._deadline = math.inf
+        runs = self._run(partial(_run_alone, self._env_fns[0], self._indices[0], 0, describe=describe), 0)
         self._deadline = time.monotonic() + _MIN_SECONDS + 10 * (time.monotonic() - started)
-        if isinstance(run, Run):
-            self.steps, self.builds = run.steps, 1
-        return run
+        return runs[0] if isinstance(runs, list) else runs
 
     def compare(self, alone: Run) -> PackedError | None:
         """Determine whether the first environment may share a process with the others, for :meth:`result` to return.
@@ -179,7 +157,7 @@ class IndependenceCheck:
             An error if two functions returned the same object, else ``None``.
         """
         if len(self._env_fns) == 1:
-            self._compare_settings(alone, alone, alone.settings, alone.settings)
+            self._compare_settings(alone, alone, alone)
         for place in range(1, len(self._env_fns)):
             if self._verdict == INDEPENDENT:
                 try:
@@ -194,47 +172,48 @@ class IndependenceCheck:
         self._verdict = SHARES_STATE if SHARES_STATE in (verdict, self._verdict) else verdict
         self._reasons.append(reason)
 
-    def _run(self, function: Callable[..., Run], steps: int) -> Run | PackedError | ChildEnd:
+    def _run(self, function: Callable[[], Iterator[list[Run]]], steps: int) -> list[Run] | PackedError | ChildEnd:
         if self.steps + steps > MAX_STEPS:
             raise _Undecided(f"{MAX_STEPS} steps were not enough to decide")
-        run: Run | PackedError | ChildEnd = run_in_child(function, seconds=self._deadline - time.monotonic())
-        if isinstance(run, Run):
-            self.steps, self.builds = self.steps + run.steps, self.builds + run.builds
-        return run
+        runs: list[Run] | PackedError | ChildEnd = run_in_child(function, seconds=self._deadline - time.monotonic())
+        if isinstance(runs, list):
+            self.steps, self.builds = self.steps + sum(run.steps for run in runs), self.builds + len(runs)
+        return runs
 
-    def _run_alone(self, place: int, name: int, plan: tuple[int, int], delay: float = 0.0) -> Run:
-        """Run one environment alone again, under the process name of environment ``name``."""
-        function = partial(_run_alone, self._env_fns[place], self._indices[name], min(place, 1), plan, delay)
-        run = self._run(function, 2 * plan[0])
-        if not isinstance(run, Run):
-            raise _Undecided(_describe_failure(run))
-        return run
+    def _run_alone(self, place: int, plan: tuple[int, int, float], delay: float = 0.0) -> Run:
+        """Run one environment alone again."""
+        function = partial(_run_alone, self._env_fns[place], self._indices[place], min(place, 1), plan, delay)
+        runs = self._run(function, 2 * plan[0])
+        if not isinstance(runs, list):
+            raise _Undecided(_describe_failure(runs))
+        return runs[0]
 
     def _compare_pair(self, alone: Run, place: int) -> PackedError | None:
         env_fns, indices = (self._env_fns[0], self._env_fns[place]), (self._indices[0], self._indices[place])
         both = self._run(partial(_run_together, env_fns, indices, alone.plan), 4 * PHASE_STEPS)
         if isinstance(both, PackedError) and _SAME_OBJECT in both.summary:
             return both
-        if not isinstance(both, Run):
+        if not isinstance(both, list):
             died = isinstance(both, ChildEnd) and both.exitcode is not None
             shares = died or (isinstance(both, PackedError) and _CANNOT_COEXIST in both.summary)
             self._add_reason(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
             return None
-        if _find_difference(both.before, both.during):  # due to the first, or only to its own earlier resets: run it alone
-            first = self._run_alone(place, place, both.other_plan)
-            self._compare_records(place, 0, first, both.other_record)
+        first, other = both
+        before, during = other.record[1 : other.end], other.record[other.end :]
+        if _find_difference(before, during):  # due to the first, or only to its own earlier resets: run it alone
+            self._compare_records(place, self._run_alone(place, other.plan), other.record)
         if self._verdict != SHARES_STATE:
-            self._compare_records(0, place, alone, both.record)
-        self._compare_settings(alone, both, both.other_settings, both.settings)
+            self._compare_records(0, alone, first.record)
+        self._compare_settings(alone, other, first)
         return None
 
-    def _compare_records(self, place: int, other: int, alone: Run, record: Record) -> None:
+    def _compare_records(self, place: int, alone: Run, record: Record) -> None:
         """Compare the values that an environment returned alone and together with another one."""
         if not _find_difference(alone.record, record):
             return
         ignored: set[str] = set()
         for delay in _DELAYS:
-            again = self._run_alone(place, place, alone.plan, delay).record
+            again = self._run_alone(place, alone.plan, delay).record
             while difference := _find_difference(alone.record, again, ignored):
                 ignored.add(difference[2])
         name, difference = f"environment {self._indices[place]}", _find_difference(alone.record, record, ignored)
@@ -244,25 +223,25 @@ class IndependenceCheck:
             return
         number, call, value = difference
         where = f"(first: {value} of {call}, call {number})"
-        if not place:
-            renamed = self._run_alone(0, other, alone.plan).record
-            if not _find_difference(record, renamed, ignored):
-                self._add_reason(SHARES_STATE, f"{name} depends on the name of its process {where}")
-                return
         cause = "closing another environment" if not place and number >= alone.end else "another environment"
         self._add_reason(SHARES_STATE, f"{cause} in its process changes what {name} returns {where}")
 
-    def _compare_settings(self, alone: Run, both: Run, other: Settings, shared: Settings) -> None:
+    def _compare_settings(self, alone: Run, other: Run, both: Run) -> None:
         """Compare the settings left by the first environment alone, by the other alone, and by both in a shared process."""
         start, own = self._start, alone.settings
-        names = sorted(name for name in {**start, **other, **own} if not start.get(name) == other.get(name) == own.get(name))
+        names = sorted(
+            name for name in {**start, **other.settings, **own}
+            if not start.get(name) == other.settings.get(name) == own.get(name)
+        )  # fmt: skip
         imported = start
         if names and not isinstance(found := run_in_child(
-            read_settings, both.modules + alone.modules, seconds=self._deadline - time.monotonic()
+            _read_settings, both.modules + alone.modules, seconds=self._deadline - time.monotonic()
         ), PackedError | ChildEnd):  # fmt: skip
             imported = found
         for name in names:
-            old, other_value, first_value, shared_value = (each.get(name, (None,)) for each in (start, other, own, shared))
+            old, other_value, first_value, shared_value = (
+                each.get(name, (None,)) for each in (start, other.settings, own, both.settings)
+            )
             if imported.get(name, (None,)) != old or (self._own_generators and name in GENERATORS.values()):
                 continue  # changed by an import, once per process; or each environment has its own
             if name in GENERATORS.values():
@@ -311,47 +290,44 @@ def _name_process(index: int) -> set[str]:
     return set(sys.modules)
 
 
+def _read_settings(modules: list[str]) -> Iterator[Settings]:
+    yield read_settings(modules)
+
+
 def _run_alone(
-    env_fn: Callable[[], Any], index: int, place: int, plan: tuple[int, int] | None = None, delay: float = 0.0,
-    *, describe: Callable[[Any], None] | None = None, opened: list[Any] | None = None,
-) -> Run:  # fmt: skip
-    """Run an environment alone. In the first run, ``plan`` is ``None`` and steps are timed."""
+    env_fn: Callable[[], Any], index: int, place: int, plan: tuple[int, int, float] = _FIRST_PLAN,
+    delay: float = 0.0, *, describe: Callable[[Any], None] | None = None,
+) -> Iterator[list[Run]]:  # fmt: skip
+    """Run an environment alone. In the first run, which has ``describe``, steps are timed."""
     modules = _name_process(index)
     tried = TriedEnv(env_fn, index, place, padding=int(delay * 2e6))
     states = read_states()
-    if opened is not None:
-        opened.append(tried.env)
     if describe is not None:
         describe(tried.env)
-    if plan is not None:
-        play(tried.phase(*plan, delay=delay))
-    else:
-        play(tried.phase(PHASE_STEPS, PHASE_STEPS // 2, _PHASE_SECONDS))
-    end, slow = len(tried.record), plan is None and tried.is_slow
+    play(tried.phase(*plan, delay=delay))
+    end, slow = len(tried.record), describe is not None and tried.is_slow
     if not slow:
         play(tried.phase(*tried.plan, delay=delay))
-    record, settings, steps = tried.record, read_settings(), len(tried.step_seconds)
-    times = None
-    if plan is None and slow:
-        times = tried.slow_times()
-    elif plan is None:
-        times = StepTimes.failed(tried.failure) if tried.failure else try_to_time(tried.env)
-        steps += times.steps
-    else:
-        tried.call("close", tried.env.close)
-    if times is not None:
-        times = replace(times, draws=tuple(find_draws(states)))
+    record, settings, steps, times = tried.record[:], read_settings(), len(tried.step_seconds), None
+    if describe is not None:
+        times = replace(tried.times(), draws=tuple(find_draws(states)))
+        steps += 0 if slow else times.steps
     loaded = [name for name in sys.modules if name not in modules]
-    return Run(record, tried.plan, end, settings, loaded, steps, times=times)
+    yield [Run(record, tried.plan, end, settings, loaded, steps, times)]
+    tried.env.close()
 
 
 def _run_together(
-    env_fns: tuple[Callable[[], Any], Callable[[], Any]], indices: tuple[int, int], plan: tuple[int, int]
-) -> Run:
-    """Run the second environment alone, then both together, then the first alone after the second is closed."""
+    env_fns: tuple[Callable[[], Any], Callable[[], Any]], indices: tuple[int, int], plan: tuple[int, int, float]
+) -> Iterator[list[Run]]:
+    """Run the second environment alone, then both together, then the first alone after the second is closed.
+
+    Yields:
+        The runs of the first and of the second environment.
+    """
     modules = _name_process(indices[1])
     other = TriedEnv(env_fns[1], indices[1], 1)
-    play(other.phase(PHASE_STEPS, PHASE_STEPS // 2, _PHASE_SECONDS))
+    play(other.phase(*_FIRST_PLAN))
     other_plan, end, other_settings = other.plan, len(other.record), read_settings()
     try:
         first = TriedEnv(env_fns[0], indices[0], 0)
@@ -360,13 +336,12 @@ def _run_together(
     if getattr(first.env, "unwrapped", first.env) is getattr(other.env, "unwrapped", other.env):
         raise same_object_error(indices, first.env)
     play(other.phase(*other_plan), first.phase(*plan))
-    settings, during = read_settings(), other.record[end:]
+    settings = read_settings()
     other.call("close", other.env.close)
     play(first.phase(*plan))
-    first.call("close", first.env.close)
     loaded = [name for name in sys.modules if name not in modules]
-    steps = len(first.step_seconds) + len(other.step_seconds)
-    return Run(
-        first.record, plan, 0, settings, loaded, steps, 2, other_record=other.record, other_plan=other_plan,
-        before=other.record[1:end], during=during, other_settings=other_settings,
-    )  # fmt: skip
+    yield [
+        Run(first.record, plan, 0, settings, loaded, len(first.step_seconds)),
+        Run(other.record, other_plan, end, other_settings, [], len(other.step_seconds)),
+    ]
+    first.env.close()

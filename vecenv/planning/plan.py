@@ -289,7 +289,7 @@ def plan(
 ) -> Plan:
     """Try environments, with at most 64 steps in all, and choose the workers for ``num_envs`` of them.
 
-    Where worker processes are not possible, as on Windows, the environment is measured in this process.
+    Where worker processes are not possible, as on Windows, nothing is tried: the calling process steps all of them.
 
     Args:
         env_fn: A function that builds the environment, called in a temporary process, or an id in Gymnasium's registry.

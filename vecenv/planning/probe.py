@@ -27,18 +27,16 @@ from vecenv.link.envs import build_env, id_of
 from vecenv.link.messages import EnvFnsToStart, PackedEnvFns, PackedError, dumps, pack_error, unpack_error
 from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
-from vecenv.planning.trial import ChildEnd, StepTimes, try_to_time
+from vecenv.planning.trial import CLOSE_SECONDS, ChildEnd, StepTimes
 from vecenv.system.helper_process import HelperProcess
 from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_processes, missing_guard
 from vecenv.system.supervision import describe_exit
 
 __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
 
-_WARM_UP_STEPS: Final = 3
 _BENCHMARK_RUNS: Final = 100
 # Per benchmark run, on the machine where plan.py's constants were measured. A step of CartPole-v1 takes 6 us there.
 _REFERENCE_SECONDS: Final = 40e-6
-_CLOSE_SECONDS: Final = 5.0  # for env.close()
 _READY: Final = b"?"  # sent by the process when it is ready to receive the functions
 _POLL_WITHOUT_SLEEP: Final = b"!"  # sent by the process: the caller must poll for the next message without sleeping
 
@@ -126,16 +124,14 @@ class EnvProbe:
     def measure(self) -> tuple[StepTimes, Independence]:
         """Return the times of random steps, and the verdict on whether environments may share a process.
 
-        If stepping an environment raises, the exception is returned as a ``failure``. Environments are not tried if their
-        functions use an object of ``multiprocessing``, such as a counter.
+        If stepping an environment raises, the exception is returned as a ``failure``. Environments are not tried where
+        worker processes are not possible, or if their functions use an object of ``multiprocessing``, such as a counter.
 
         Raises:
             Exception: The errors of :meth:`describe`.
         """
-        if self._measured is None and explain_missing_processes():
-            with closing(build_env(self.env_fns[0], 0)) as env:
-                times = replace(try_to_time(env, _WARM_UP_STEPS), pace=_time_benchmark() / _REFERENCE_SECONDS)
-            self._measured = times, Independence(steps=_WARM_UP_STEPS + times.steps, builds=1)
+        if self._measured is None and (obstacle := explain_missing_processes()):
+            self._measured = StepTimes.failed(obstacle), Independence()
         elif self._measured is None and (found := find_process_object(self.env_fns)):
             reason = f"they were not tried, because their functions use a {found}, which other processes share"
             self._measured = StepTimes.failed(reason), Independence(CANNOT_TELL, reason)
@@ -174,12 +170,12 @@ class EnvProbe:
             reply: PackedError | tuple[bytes | PackedError] = self._receive(helper, blob, deadline)
             where = f"the environment of the probe, pid {helper.pid}"
             if isinstance(reply, PackedError):
-                helper.has_ended(_CLOSE_SECONDS)
+                helper.has_ended(CLOSE_SECONDS)
                 raise unpack_error(reply, where)
             if step:
                 self._measured = self._receive_result(helper, deadline)
             if time.monotonic() < deadline:  # until closed, its environment may hold a resource that the first worker needs
-                helper.has_ended(_CLOSE_SECONDS)
+                helper.has_ended(CLOSE_SECONDS)
         finally:
             helper.end()
         if isinstance(reply[0], PackedError):
@@ -221,7 +217,7 @@ class EnvProbe:
             return pickle.loads(message)
         if time.monotonic() >= deadline and not helper.has_ended():
             raise StartupTimeout(f"an environment could not be built, reset and stepped within {self.timeout} seconds")
-        code = helper.exit_code() if helper.has_ended(_CLOSE_SECONDS) else None
+        code = helper.exit_code() if helper.has_ended(CLOSE_SECONDS) else None
         end = "closed its pipe" if code is None else describe_exit(code)
         text = missing_guard(helper.method) if code == NO_GUARD else f"the process that tried an environment {end}"
         raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")
@@ -307,7 +303,7 @@ def _try_envs(
         if os.getppid() == pid:  # otherwise this is a child that the environment forked and that returned into this code
             connection.send_bytes(pickle.dumps((packed,)))
 
-    independence = IndependenceCheck(env_fns, indices, own_generators, _CLOSE_SECONDS)
+    independence = IndependenceCheck(env_fns, indices, own_generators)
     run = independence.try_first(describe)
     if isinstance(run, PackedError):
         return run

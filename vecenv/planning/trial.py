@@ -19,7 +19,7 @@ import signal
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -34,12 +34,13 @@ from vecenv.system.cores import seconds_waited
 Record: TypeAlias = list[tuple[str, dict[str, bytes]]]
 
 SLOW_STEP_SECONDS: Final = 0.01
-TIMED_STEPS: Final = 10
+_TIMED_STEPS: Final = 10
 _TIMED_SECONDS: Final = 0.03
 _SHORT_SECONDS: Final = 1e-3  # in shorter runs, a single interruption by the scheduler would dominate the mean
 _MAX_RESETS: Final = 4  # per phase
 _SLOW_RESET_SECONDS: Final = 0.1  # after a slower first reset, a phase makes none at step `middle`
 _POLL_SECONDS: Final = 0.005
+CLOSE_SECONDS: Final = 5.0  # for env.close()
 _MASK_KEYS: Final = ("action_mask", "action_masks")
 _VALUE_NAMES: Final = {
     "reset": ("observation", "info"),
@@ -87,17 +88,15 @@ class StepTimes:
         return cls(0, 0.0, 0.0, failure=reason)
 
 
-def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
-    """Reset ``env`` and time some random steps, after ``warm_up`` untimed ones, which may compile, allocate and load."""
+def time_steps(env: Any) -> StepTimes:
+    """Reset ``env`` and time some random steps. The first ones, which may compile, allocate and load, come before."""
     env.action_space.seed(0)
     latest = env.reset(seed=0)
-    actions = [env.action_space.sample() for _ in range(warm_up + TIMED_STEPS)]
+    actions = [env.action_space.sample() for _ in range(_TIMED_STEPS)]
     seconds: list[float] = []
-    for number, action in enumerate(actions):
-        if number == warm_up:
-            cpu, queued = time.process_time(), seconds_waited() or 0.0
-            seconds.clear()
-        if sum(seconds) > _TIMED_SECONDS and number > warm_up + 1:
+    cpu, queued = time.process_time(), seconds_waited() or 0.0
+    for action in actions:
+        if sum(seconds) > _TIMED_SECONDS and len(seconds) > 1:
             break
         started = time.perf_counter()
         observation, _, terminated, truncated, info = env.step(allow_action(env.action_space, action, *latest))
@@ -109,14 +108,6 @@ def time_steps(env: Any, warm_up: int = 0) -> StepTimes:
     else:  # time in which other processes had the core is not part of a step
         elapsed = (sum(seconds) - ((seconds_waited() or 0.0) - queued)) / len(seconds)
     return StepTimes(len(seconds), max(elapsed, computing), computing)
-
-
-def try_to_time(env: Any, warm_up: int = 0) -> StepTimes:
-    """Call :func:`time_steps`; if a step raises, return times with a ``failure``."""
-    try:
-        return time_steps(env, warm_up)
-    except Exception as error:
-        return StepTimes.failed(summary(error))
 
 
 def allow_action(space: Any, action: Any, observation: Any, info: Any) -> Any:
@@ -157,7 +148,7 @@ class TriedEnv:
         self.step_seconds: list[float] = []
         self._cpu_seconds = 0.0
         self._space: Any = None
-        self.plan = (0, 0)
+        self.plan = (0, 0, math.inf)
         self._entropy = random.Random(place)
 
         def build() -> Any:  # the padding is allocated last: an address freed after it could be reused by the environment
@@ -190,13 +181,13 @@ class TriedEnv:
         latest = self.call("reset", self.env.reset, seed=1000 + self.place)
         if time.perf_counter() - started > _SLOW_RESET_SECONDS and seconds < math.inf:
             middle = -1
-        self.plan = (0, middle)
+        self.plan = (0, middle, math.inf)
         for number in range(steps):
             yield
             time.sleep(delay)
             if stepping > seconds and number > 1:
                 break
-            self.plan = (number + 1, middle)
+            self.plan = (number + 1, middle, math.inf)
             if self.error is None and (ended or number == middle) and resets < _MAX_RESETS:
                 latest, resets, ended = self.call("reset", self.env.reset), resets + 1, False
                 yield
@@ -220,10 +211,13 @@ class TriedEnv:
         """True if even the fastest step was slow; a first step may compile."""
         return bool(self.step_seconds) and min(self.step_seconds) > SLOW_STEP_SECONDS
 
-    def slow_times(self) -> StepTimes:
-        """Return the times of the recorded steps, which are precise enough for slow steps."""
-        count = len(self.step_seconds)
-        return StepTimes(count, sum(self.step_seconds) / count, self._cpu_seconds / count)
+    def times(self) -> StepTimes:
+        """Return the times of the recorded steps if they are slow, which is precise enough; otherwise time further steps."""
+        if self.is_slow:
+            count = len(self.step_seconds)
+            return StepTimes(count, sum(self.step_seconds) / count, self._cpu_seconds / count)
+        times = None if self.failure else self.call("time", time_steps, self.env)
+        return times or StepTimes.failed(self.failure)
 
     def _sample(self, latest: Any) -> Any:
         """Return a random action that the latest observation and info allow; the sequence is the same in each phase."""
@@ -269,27 +263,25 @@ class ChildEnd:
     exitcode: int | None
 
 
-def run_in_child(
-    function: Callable[..., Any], *args: Any, seconds: float, close: Callable[[], object] = bool, close_seconds: float = 0.0
-) -> Any:
-    """Call ``function`` in a fork of this process, and return its value, a
-    :class:`~vecenv.link.messages.PackedError` or a :class:`ChildEnd`.
+def run_in_child(function: Callable[..., Iterator[Any]], *args: Any, seconds: float) -> Any:
+    """Run ``function``, which yields one value, in a fork of this process.
 
     The child's output is discarded.
 
     Args:
-        function: A function with a result that can be pickled.
+        function: A generator. What follows its ``yield`` may take :data:`CLOSE_SECONDS`, and its errors are ignored.
         args: Its arguments.
-        seconds: Time limit for the call.
-        close: A function that the child calls after it has sent the value.
-        close_seconds: Time limit for ``close``.
+        seconds: Time limit for the value.
+
+    Returns:
+        The value, a :class:`~vecenv.link.messages.PackedError` or a :class:`ChildEnd`.
     """
     (receiver, sender), state = multiprocessing.Pipe(False), random.getstate()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork() in a process with threads
         pid = os.fork()
     if pid == 0:
-        _run_and_exit(function, args, sender, state, close)
+        _run_and_exit(function, args, sender, state)
     sender.close()
     value, closed, deadline = None, False, time.monotonic() + seconds
     try:
@@ -298,7 +290,7 @@ def run_in_child(
                 time.sleep(_POLL_SECONDS)
             elif receiver.poll(_POLL_SECONDS):
                 value, closed = _receive(receiver), True
-                deadline = deadline if value is None else time.monotonic() + close_seconds
+                deadline = deadline if value is None else time.monotonic() + CLOSE_SECONDS
         if value is None and receiver.poll(0):  # the child ended right after sending
             value = _receive(receiver)
     finally:
@@ -325,20 +317,21 @@ def _poll_exit(pid: int, options: int | None = None) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended_pid else None
 
 
-def _run_and_exit(function: Callable[..., Any], args: tuple[Any, ...], sender: Any, state: Any, close: Any) -> None:
-    """Run the child: call the function, send its value, call ``close`` and exit."""
+def _run_and_exit(function: Callable[..., Iterator[Any]], args: tuple[Any, ...], sender: Any, state: Any) -> None:
+    """Run the child: send what the generator yields, run the rest of it, and exit."""
     pid = os.getpid()
     try:
         random.setstate(state)  # fork() reseeds the generator
         null = os.open(os.devnull, os.O_WRONLY)
         for number in (1, 2):
             os.dup2(null, number)
-        value: Any = function(*args)
+        running = function(*args)
+        value: Any = next(running)
     except BaseException as error:
-        value = pack_error(error)
+        running, value = iter(()), pack_error(error)
     try:
         if os.getpid() == pid:  # otherwise this is a child that the environment forked and that returned into this code
             sender.send_bytes(pickle.dumps(value))
-            close()
+            next(running, None)
     finally:
         os._exit(0)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import mmap
-import os
 import sys
 import time
 import weakref
@@ -30,7 +28,7 @@ DEFAULTS: dict[str, Any] = {}
 
 
 class PatchReport:
-    """Counts of the vector environments that were built in place of Gymnasium's.
+    """Counts of the vector environments that were built in place of Gymnasium's, in this process.
 
     Attributes:
         engines, environments: The numbers of vector environments and of environments that were built.
@@ -41,12 +39,7 @@ class PatchReport:
         refused: The error of the latest construction that failed, in one line.
     """
 
-    _SLOTS: Final = 512
-
     def __init__(self) -> None:
-        self._pid = os.getpid()
-        # Forked children count their vector environments and environments here, each in the slot of its pid.
-        self._children = np.frombuffer(mmap.mmap(-1, self._SLOTS * 16), np.int64).reshape(self._SLOTS, 2)
         self.engines = self.environments = 0
         self.steps = self.restarts = self.failures = 0.0
         self.began: float | None = None
@@ -56,9 +49,6 @@ class PatchReport:
 
     def opened(self, envs: _AsyncReplacement) -> None:
         """Count a new vector environment."""
-        if os.getpid() != self._pid:
-            self._children[os.getpid() % self._SLOTS] += (1, envs.num_envs)
-            return
         if self.began is None:
             self.began = time.monotonic()
         self.engines += 1
@@ -82,40 +72,17 @@ class PatchReport:
         more = ""
         if self.kept:
             more = f"; these still derive from Gymnasium's class, as they use its internals: {', '.join(self.kept)}"
-        if self._was_reloaded():
-            more += "; the program reloaded gymnasium.vector, and its new classes are Gymnasium's"
-        engines, environments = self._children.sum(axis=0).tolist()
-        if engines:
-            built = f"{_vector_environments(engines, environments)} in child processes, which do not report their steps"
-            more = f"; and {built}{more}" if self.engines else f"{built}{more}"
+        if self.began is None and self.refused:
+            return f"no vector environment could be built: {self.refused}{more}"
         if self.began is None:
-            return more if engines else f"no vector environment was built by vecenv{more}" if more else self._why_unused()
+            sync = "" if GymnasiumSync in _REPLACED else "; --sync replaces SyncVectorEnv too"
+            return f"no vector environment was built by vecenv in this process{sync}{more}"
         seconds = max(time.monotonic() - self.began, 1e-9)
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
         rate = f"{self.steps:,.0f} steps in {seconds:.1f} s, {self.steps / seconds:,.0f} per second"
-        return f"{_vector_environments(self.engines, self.environments)}: {rate}; {failed}{restarts}{more}"
-
-    def _why_unused(self) -> str:
-        if self.refused:
-            return f"no vector environment could be built: {self.refused}"
-        text = "no vector environment was replaced: the program never called gymnasium.vector.AsyncVectorEnv"
-        if GymnasiumSync not in _REPLACED:
-            text += "; --sync replaces SyncVectorEnv too"
-        if os.times().children_user:
-            text += "; processes that it started (spawn, forkserver, subprocess) have Gymnasium's, whatever they called"
-        return text
-
-    @staticmethod
-    def _was_reloaded() -> bool:
-        """True if the name ``AsyncVectorEnv`` now refers to a class that is neither ours nor the one that was replaced."""
-        modules = (sys.modules.get(name) for name in ("gymnasium.vector", GymnasiumAsync.__module__))
-        found = [vars(module).get("AsyncVectorEnv") for module in modules if module is not None]
-        return any(kind not in (None, _AsyncReplacement, GymnasiumAsync) for kind in found)
-
-
-def _vector_environments(engines: int, environments: int) -> str:
-    return f"{engines} vector environment{'s' if engines > 1 else ''} of {environments} environments"
+        built = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
+        return f"{built}: {rate}; {failed}{restarts}{more}"
 
 
 REPORT = PatchReport()

@@ -333,10 +333,9 @@ def takes_more_than_it_wraps(*args: Any, num_worker: int = 0, **kwargs: Any) -> 
 
 
 @pytest.mark.long
-def test_an_option_like_one_of_the_engine_is_suggested_only_if_the_environment_rejects_it(closes: Any) -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_worker'") as caught:
+def test_an_option_like_one_of_the_engine_is_left_to_functions_that_take_any(closes: Any) -> None:
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'num_worker'"):
         make_vec(forwards, 2, num_worker=2)
-    assert "Did you mean 'num_workers', an option of the vector environment?" in caught.value.__notes__
     closes(make_vec(forwards, 2, "serial", num_worker_threads=2))
     closes(make_vec(takes_more_than_it_wraps, 2, "serial", num_worker=2))
 

@@ -33,15 +33,7 @@ from vecenv.wrappers.prefetch import EpisodePrefetcher
 if TYPE_CHECKING:
     from vecenv.backends import EnvPoolVectorEnv, JaxVectorEnv, NativeVectorEnv, RayVectorEnv
 
-__all__ = [
-    "check_env_options",
-    "engine_options",
-    "find_spec",
-    "make_vec",
-    "only_vector",
-    "parameters_of",
-    "register",
-]  # fmt: skip
+__all__ = ["find_spec", "make_vec", "register"]
 
 
 # -- ids and the names of options --------------------------------------------------------------------------------------
@@ -104,15 +96,20 @@ def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: b
     if entry_point is None:
         hint = ": its library steps them, backend='native'" if spec.vector_entry_point is not None else ""
         raise gymnasium.error.Error(f"{spec.id!r} has no entry point, so there is no single environment to build{hint}")
-    parameters = parameters_of(entry_point)
-    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
     if vector:
-        accepted = {*parameters, *_NATIVE_OPTIONS} - {"num_envs"}
-        check_option_names(env_kwargs, sorted(accepted), f"{spec.id!r}, backend 'native',")
-        return
-    accepted = {*parameters, "render_mode", "max_episode_steps", "disable_env_checker"}
-    check_option_names(env_kwargs, sorted(accepted), repr(spec.id), vector_options=engine_options())
+        _check_names(env_kwargs, entry_point, _NATIVE_OPTIONS, f"{spec.id!r}, backend 'native',")
+    else:
+        extra = "render_mode", "max_episode_steps", "disable_env_checker"
+        _check_names(env_kwargs, entry_point, extra, repr(spec.id), engine_options())
+
+
+def _check_names(
+    names: Iterable[str], entry_point: Any, extra: Sequence[str], owner: str, vector_options: Sequence[str] = ()
+) -> None:
+    """Raise for options that are neither parameters of an entry point nor ``extra``, if it does not take all keywords."""
+    parameters = parameters_of(entry_point)
+    if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        check_option_names(names, sorted({*parameters, *extra}), owner, vector_options=vector_options)
 
 
 _NATIVE_OPTIONS = ("autoreset_mode", "copy")
@@ -122,7 +119,8 @@ def parameters_of(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
     """Return the parameters of the function behind an entry point; ``None`` if it has no signature."""
     creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     try:
-        return inspect.signature(creator).parameters
+        # a decorator's own function may take more arguments than the function that it wraps
+        return inspect.signature(creator, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return None
 
@@ -463,7 +461,6 @@ def _build_serial(request: MakeRequest) -> AnyVectorEnv:
 def _engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
     spares = options.pop("spare_workers", 0)
     check_option("spare_workers", spares)
-    check_option_names(options, engine_options(), "AsyncVectorEnv")
     env_fns = [_env_fn(request)] * request.num_envs
     return EpisodePrefetcher.from_env_fns(env_fns, spares, **options) if spares else AsyncVectorEnv(env_fns, **options)
 
@@ -483,43 +480,15 @@ def _env_fn(request: MakeRequest) -> EnvFn:
             + ("a list: write vecenv.AsyncVectorEnv(env_fns)" if isinstance(env_fn, list) else repr(env_fn))
         )
     if env_fn is request.id_or_env_fn:
-        _check_function_options(env_fn, kwargs)
+        _check_names(kwargs, env_fn, (), getattr(env_fn, "__qualname__", repr(env_fn)), engine_options())
     return functools.partial(_build, env_fn, request.wrappers, kwargs)
 
 
-def _check_function_options(function: EnvFn, kwargs: Mapping[str, Any]) -> None:
-    """Raise for options that a function or class does not take."""
-    try:  # a decorator's own function may take more arguments than the function that it wraps
-        parameters = inspect.signature(function, follow_wrapped=False).parameters
-    except (TypeError, ValueError):
-        return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    wrapped: Any = function
-    while isinstance(wrapped, functools.partial):
-        wrapped = wrapped.func
-    kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    accepted = [name for name, parameter in parameters.items() if parameter.kind in kinds]
-    check_option_names(kwargs, accepted, getattr(wrapped, "__qualname__", repr(wrapped)), vector_options=engine_options())
-
-
 def _build(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
-    try:
-        env = env_fn(**kwargs)
-    except TypeError as error:
-        _suggest_vector_options(error, kwargs)
-        raise
+    env = env_fn(**kwargs)
     for wrapper in wrappers:
         env = wrapper(env)
     return env
-
-
-def _suggest_vector_options(error: TypeError, kwargs: Mapping[str, Any]) -> None:
-    """Add a note to the error of a constructor that rejected an option similar to one of the vector environment."""
-    for name in kwargs:
-        close = difflib.get_close_matches(name, engine_options(), n=1, cutoff=0.8)
-        if close and f"unexpected keyword argument {name!r}" in str(error):
-            error.add_note(f"Did you mean {close[0]!r}, an option of the vector environment?")
 
 
 def _ray_options() -> tuple[str, ...]:

@@ -511,7 +511,7 @@ def test_classes_over_the_engine_have_its_options() -> None:
 
 def test_spaces_in_openrls_places_are_refused_by_name(closes: Any) -> None:
     space = spaces.Discrete(2)
-    with pytest.raises(TypeError, match=r"`shared_memory` must be True or False, got Discrete\(2\).*make_openrl"):
+    with pytest.raises(TypeError, match=r"`shared_memory` must be True or False, got Discrete\(2\)"):
         vecenv.AsyncVectorEnv(counters(1), space, space, num_workers=0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"`copy` must be True or False, got None"):
         vecenv.AsyncVectorEnv(counters(1), True, None, num_workers=0)  # type: ignore[arg-type]

@@ -240,7 +240,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         end_if_importing_main()
         self.closed = True  # until there is something to close
         check_env_fns(env_fns, type(self).__name__)
-        check_flags(type(self).__name__, shared_memory=shared_memory, copy=copy)
+        check_flags(shared_memory=shared_memory, copy=copy)
         check_start_method(context)
         self.env_fns = env_fns
         self.shared_memory = shared_memory

@@ -211,7 +211,7 @@ def check_start_method(context: Any) -> None:
         raise ValueError(f"cannot find context for {context!r}: expected None or one of {', '.join(map(repr, accepted))}.")
 
 
-def check_flags(class_name: str, **flags: Any) -> None:
+def check_flags(**flags: Any) -> None:
     """Raise for an option that must be True or False and is neither.
 
     A truthy value is not enough: OpenRL's class of the same name takes ``(env_fns, observation_space, action_space)``, so
@@ -222,13 +222,7 @@ def check_flags(class_name: str, **flags: Any) -> None:
     """
     for option, value in flags.items():
         if not (isinstance(value, (bool, np.bool_, int)) and value in (0, 1)):
-            hint = ""
-            if isinstance(value, gymnasium.Space):
-                hint = (
-                    f"; {class_name} reads spaces from the environments, and its second and third argument are "
-                    "`shared_memory` and `copy`. vecenv.multi_agent.make_openrl takes OpenRL's arguments in OpenRL's order"
-                )
-            raise TypeError(f"`{option}` must be True or False, got {value!r}{hint}")
+            raise TypeError(f"`{option}` must be True or False, got {value!r}")
 
 
 def parse_autoreset_mode(mode: str | AutoresetMode) -> AutoresetMode:

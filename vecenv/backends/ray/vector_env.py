@@ -157,7 +157,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
     def _check_gymnasium_options(self, options: dict[str, Any]) -> None:
         """Raise for invalid values of Gymnasium's own options."""
-        check_flags(type(self).__name__, shared_memory=options["shared_memory"], copy=options["copy"])
+        check_flags(shared_memory=options["shared_memory"], copy=options["copy"])
         check_start_method(options["context"])
         mode, most = options["observation_mode"], options["max_concurrency"]
         if isinstance(mode, str) and mode not in ("same", "different"):

@@ -182,16 +182,8 @@ class _Trap(np.random.MT19937):
         self._held_locks: list[Any] = []
         self._is_being_set = False  # True while numpy sets a bit generator, for which it takes the lock
 
-    def set(self) -> None:
-        """Install the trap."""
-        self._is_being_set = True
-        try:
-            _NUMPY.set_bit_generator(self)
-        finally:
-            self._is_being_set = False
-
-    def replace(self, bit_generator: Any, gauss: float | None) -> None:
-        """Put a bit generator in place of the trap; if ``gauss`` is given, make it the next normal number."""
+    def put(self, bit_generator: Any, gauss: float | None = None) -> None:
+        """Put the trap, or a bit generator in place of it; if ``gauss`` is given, make it the next normal number."""
         self._is_being_set = True
         try:
             _NUMPY.set_bit_generator(bit_generator)
@@ -312,7 +304,7 @@ class _Switch:
         if self.trap is not None and self.numpy_owner is None:
             self.in_use = True
             self.numpy_owner = self.active
-            self.trap.replace(self.active.make_numpy(), self.active.gauss)
+            self.trap.put(self.active.make_numpy(), self.active.gauss)
         return _NUMPY.get_bit_generator()
 
     def python(self) -> Any:
@@ -328,7 +320,7 @@ class _Switch:
                     self._store_numpy()
                     if row.numpy is not None and row is not self.outside:  # it has drawn before, and probably will again
                         self.numpy_owner = row
-                        self.trap.replace(row.numpy, row.gauss)
+                        self.trap.put(row.numpy, row.gauss)
                 if (generator := torch_generator()) is not None and self.torch_owner is not row:
                     self._store_torch(generator)
                     row.put_torch(generator)
@@ -350,7 +342,7 @@ class _Switch:
             now = _NUMPY.get_bit_generator()
             if now is not self.trap:
                 self.numpy_owner.gauss, self.numpy_owner.numpy = _exchange_gauss(), now
-            self.trap.set()
+            self.trap.put(self.trap)
             self.numpy_owner = None
 
     def _store_torch(self, generator: Any) -> None:
@@ -378,7 +370,7 @@ class _Switch:
             self.outside.numpy = _BitGenerator(0)
             self.outside.numpy.state = state
         self.outside.gauss = state["gauss"] if state["has_gauss"] else None
-        self.trap.set()
+        self.trap.put(self.trap)
 
     def _replace_references(self) -> None:
         """Replace the functions written in C in all modules that have imported them."""
@@ -416,7 +408,7 @@ class _Switch:
             if isinstance(outside.numpy, _BitGenerator):
                 self.original.state = outside.numpy.state
                 outside.numpy = self.original
-            self.trap.replace(outside.numpy, outside.gauss)
+            self.trap.put(outside.numpy, outside.gauss)
         self.trap = None
         generator = torch_generator()
         if self.torch_owner is not outside and generator is not None and outside.torch is not None:

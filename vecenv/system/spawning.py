@@ -22,7 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from vecenv.system.descendants import end_group, forkserver_pid, mark
 from vecenv.system.descriptors import Descriptor, DescriptorOwner
-from vecenv.system.supervision import close_process
+from vecenv.system.supervision import close_process, was_reaped
 
 if sys.platform != "win32":
     import fcntl
@@ -422,25 +422,16 @@ def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
     if os.getpid() != owner or not processes:
         return
     lifeline.close()  # the kernel kills the process at the other end
-    started = []
+    deadline = time.monotonic() + 1.0
+    unusual = ValueError, OSError, AttributeError, AssertionError  # for example, the process object is closed
     for process in processes:
-        with contextlib.suppress(ValueError):  # the process object is closed
-            if process.pid is not None:
-                started.append(process)
-    for process in started:
-        with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
-            if process.exitcode is None:  # not reaped yet, so its pid cannot be another process's
+        with contextlib.suppress(*unusual):
+            if process.pid is not None and process.exitcode is None:  # not reaped yet, so its pid cannot be another's
                 end_group([process.pid])
                 os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 1.0
-    for process in started:
-        with contextlib.suppress(ValueError, OSError, AttributeError, AssertionError):
-            while process.exitcode is None and time.monotonic() < deadline and _may_exist(process.pid):
+    for process in processes:
+        with contextlib.suppress(*unusual):
+            while process.exitcode is None and not was_reaped(process.pid) and time.monotonic() < deadline:
                 time.sleep(0.001)
         close_process(process)
     processes.clear()
-
-
-def _may_exist(pid: int) -> bool:
-    """True if the process may still exist, so that its exit code may arrive; always True without ``/proc``."""
-    return os.path.exists(f"/proc/{pid}") or not os.path.exists("/proc/self")

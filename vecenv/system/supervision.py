@@ -98,7 +98,7 @@ class ProcessWatch:
         left = math.inf if timeout_ms is None else timeout_ms
         while True:
             events = poller.poll(min(left, EXIT_POLL_INTERVAL_MS))
-            if not events and (self.exit_code(0.0) is not None or _was_reaped(self._pid)):
+            if not events and (self.exit_code(0.0) is not None or was_reaped(self._pid)):
                 return [(self.descriptor, select.POLLIN)]
             if events or left <= EXIT_POLL_INTERVAL_MS:
                 return events
@@ -118,7 +118,7 @@ class ProcessWatch:
         deadline = time.monotonic() + seconds
         with contextlib.suppress(ValueError):  # the process object is closed
             while (code := self._process.exitcode) is None and time.monotonic() < deadline:
-                if _was_reaped(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                if was_reaped(self._pid) and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
                     return None  # the kernel reaped it and discarded the code
                 time.sleep(0.001)
             return None if code is None or code == EXIT_CODE_UNKNOWN else int(code)
@@ -287,14 +287,16 @@ def close_process(process: Any) -> None:
     """Close the descriptors that ``multiprocessing`` holds for a process that has ended."""
     # an exception inside its finalizer would leak two descriptors
     with deferred_signals(), contextlib.suppress(ValueError, AttributeError, AssertionError):
-        if process.exitcode is None and _was_reaped(process.pid):
+        if process.exitcode is None and was_reaped(process.pid):
             # close() requires an exit code, which is lost if SIGCHLD is ignored or an exception followed waitpid()
             process._popen.returncode = 255
         process.close()
 
 
-def _was_reaped(pid: int) -> bool:
-    """True if the process has ended and was reaped."""
+def was_reaped(pid: int | None) -> bool:
+    """True if the process has ended and was reaped, or never started (``None``)."""
+    if pid is None:
+        return True
     if os.path.exists("/proc/self"):
         return not os.path.exists(f"/proc/{pid}")
     try:

@@ -10,6 +10,7 @@ import time
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -85,10 +86,11 @@ def test_explicit_limit_applies_to_all_and_is_named() -> None:
     assert text in str(error)
 
 
-def test_steps_earn_restarts() -> None:
+def test_steps_earn_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget is five, plus one for every 1,000 steps of these environments since the oldest restart in the period."""
     now, steps = 0.0, 0
-    budget = RestartBudget(None, 60.0, lambda: steps, lambda: now)
+    monkeypatch.setattr("vecenv.system.restart_budget.time", SimpleNamespace(monotonic=lambda: now))
+    budget = RestartBudget(None, 60.0, lambda: steps)
     assert [budget.spend("env 3", [3]) for _ in range(6)] == [True] * 5 + [False]
     assert budget.spend("env 4", [4])
     steps = 999
@@ -113,9 +115,12 @@ def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFix
     assert text == [f"vecenv restarts failed environments: {cause}"] * 2
 
 
-def test_a_thousand_restarts_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_thousand_restarts_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
-    log = RestartLog(clock=lambda: now)
+    monkeypatch.setattr("vecenv.system.reporting.time", SimpleNamespace(monotonic=lambda: now))
+    log = RestartLog()
     for index in range(1000):
         log.log(f"env {index}")
     now = 10.0

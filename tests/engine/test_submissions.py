@@ -114,7 +114,7 @@ def test_a_death_finishes_its_request_and_a_worker_is_started_without_waiting(en
         submissions.submit(0, "reset", (7, None))
     with pytest.raises(ValueError, match="is alive"):
         submissions.start(1)
-    budget = RestartBudget(1, 60.0)
+    budget = RestartBudget(1, 60.0, lambda: 0.0)
     submissions.start(0, budget=budget)
     submissions.submit(0, "reset", (7, None))
     assert wait_for_results(submissions, 1)[0][0].tolist() == [0, 0, 7]

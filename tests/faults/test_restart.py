@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium
@@ -186,9 +187,10 @@ def test_restart_limit_zero_raises_the_first_failure(launch: Launch) -> None:
         envs.step([1, 1])
 
 
-def test_restart_budget_allows_limit_per_period() -> None:
+def test_restart_budget_allows_limit_per_period(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    budget = RestartBudget(limit=3, period=10.0, clock=lambda: now)
+    monkeypatch.setattr("vecenv.system.restart_budget.time", SimpleNamespace(monotonic=lambda: now))
+    budget = RestartBudget(3, 10.0, lambda: 0.0)
     assert [budget.spend(f"cause {index}") for index in range(4)] == [True, True, True, False]
     now = 109.0
     assert not budget.spend("cause 4")

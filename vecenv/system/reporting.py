@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Final
 
 import gymnasium
@@ -41,13 +40,9 @@ class RestartLog:
     """A log of restarts and their causes, in the logger ``vecenv``, with a limited number of lines per period.
 
     Further restarts are counted; the next line gives their number.
-
-    Args:
-        clock: Returns the time; tests replace it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._began = -float("inf")
         self._lines = 0
         self._num_suppressed = 0
@@ -55,7 +50,7 @@ class RestartLog:
 
     def log(self, cause: str) -> None:
         """Log a restart that is about to happen, or count it if the limit is reached."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._began >= _PERIOD_SECONDS:
             self._began, self._lines = now, 0
         if self._lines >= _MAX_LINES:

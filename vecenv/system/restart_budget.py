@@ -26,23 +26,18 @@ class RestartBudget:
         limit: Restarts of all environments together within ``period``; ``None``: as above.
         period: Seconds.
         steps: Returns the mean number of steps per environment.
-        clock: For tests.
     """
 
-    def __init__(
-        self, limit: int | None, period: float, steps: Callable[[], float] = lambda: 0.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    def __init__(self, limit: int | None, period: float, steps: Callable[[], float]) -> None:
         self.limit = limit
         self.period = period
         self.causes: deque[str] = deque(maxlen=5)
         self._steps = steps
-        self._clock = clock
         self._spent: deque[tuple[float, tuple[int, ...], float]] = deque()  # time, rows, result of `steps`
 
     def spend(self, cause: str, rows: Sequence[int] = ()) -> bool:
         """Spend one restart of these rows; return ``False`` if the budget is used up."""
-        now, mine = self._clock(), tuple(rows)
+        now, mine = time.monotonic(), tuple(rows)
         while self._spent and now - self._spent[0][0] > self.period:
             self._spent.popleft()
         self.causes.append(cause)

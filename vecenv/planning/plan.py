@@ -115,8 +115,7 @@ def caller_share(num_envs: int, workers: int, step: float) -> int:
 
 
 def choose(
-    times: StepTimes, num_envs: int, cores: int, *, use_caller: bool | None = None, independence: Independence | None = None,
-    in_thread: bool = False,
+    times: StepTimes, num_envs: int, cores: int, *, use_caller: bool | None = None, independence: Independence | None = None
 ) -> Plan:  # fmt: skip
     """Choose the fastest way to step ``num_envs`` such environments, or one that is safer and nearly as fast.
 
@@ -128,9 +127,8 @@ def choose(
         cores: Number of usable cores.
         use_caller: ``False``: only worker processes, because restarts and timeouts must be able to kill a process. ``None``:
             worker processes if they are less than a tenth slower, because the program then survives a crash of an
-            environment. ``True``: the fastest choice.
+            environment. ``True``: the fastest choice. Outside of the main thread of a process: like ``False``.
         independence: The verdict on whether environments may share a process; ``None``: assume that they may.
-        in_thread: True if the calling thread is not the main thread of its process.
     """
     independence = independence or Independence()
     make_plan = partial(Plan, num_envs, probe=times, cores=cores, independence=independence)
@@ -147,7 +145,7 @@ def choose(
         reason = "the environment failed while it was tried, so it is kept out of your program's process"
         return make_plan(num_workers=min(cores, num_envs), caller_share=0, reason=reason)
     exclusion = ""
-    if independence.changes or in_thread:
+    if independence.changes or threading.current_thread() is not threading.main_thread():
         thread = "this is not the main thread, which environments may need for signal handlers and event loops"
         cause = independence.changes[0] if independence.changes else thread
         use_caller, exclusion = False, f"; no environment runs in your program's process, because {cause}"
@@ -250,38 +248,30 @@ def workers_and_share(
     ``measure`` probes environments; it is called only if the result depends on it. With ``num_workers="auto"`` the caller
     steps environments only in its main thread, and only if they are independent.
     """
-    cores = usable_cores()
-    if batch_size == "auto":
-        processes, share, lockstep_plan = workers_and_share(num_envs, num_workers, use_caller, measure)
-        if lockstep_plan is None:
-            times, independence = measure()
-            lockstep_plan = Plan(
-                num_envs, processes, share if processes else 0, "as requested", times, cores, independence=independence
-            )  # fmt: skip
-        elif lockstep_plan.use_caller:  # while it steps environments, the caller cannot receive a batch
-            independence = lockstep_plan.independence
-            halves = plan_batches(
-                choose(lockstep_plan.probe, num_envs, cores, use_caller=False, independence=independence)
-            )
-            if halves.batch_size != num_envs:
-                return halves.num_workers, 0, replace(halves, reason="first-ready batches need the caller to be free")
-        return processes, share, plan_batches(lockstep_plan)
-    in_thread = threading.current_thread() is not threading.main_thread()
+    cores, share = usable_cores(), 0
+    found: Plan | None = None
     if num_workers == "auto":
         times, independence = measure()
-        best = choose(times, num_envs, cores, use_caller=use_caller, independence=independence, in_thread=in_thread)
-        return best.num_workers, best.caller_share if best.num_workers else num_envs, best
-    if num_workers is None:
-        processes = max(cores - 1, 1) if use_caller else num_envs
+        found = choose(times, num_envs, cores, use_caller=use_caller, independence=independence)
+        processes, share = found.num_workers, found.caller_share
     else:
-        processes = int(num_workers)
-    processes = min(processes, num_envs - 1 if use_caller else num_envs)
-    if not processes or not use_caller:
-        return processes, 0 if processes else num_envs, None
-    times, _ = measure()
-    if times.failure:
-        return processes, max(num_envs // (processes + 1), 1), None
-    return processes, caller_share(num_envs, processes, times.step), None
+        if num_workers is None:
+            num_workers = max(cores - 1, 1) if use_caller else num_envs
+        processes = min(int(num_workers), num_envs - 1 if use_caller else num_envs)
+        if processes and use_caller:
+            times, _ = measure()
+            even = max(num_envs // (processes + 1), 1)
+            share = even if times.failure else caller_share(num_envs, processes, times.step)
+    if batch_size == "auto":
+        times, independence = measure()
+        if found is None:
+            found = Plan(num_envs, processes, share, "as requested", times, cores, independence=independence)
+        elif found.use_caller:  # while it steps environments, the caller cannot receive a batch
+            halves = plan_batches(choose(times, num_envs, cores, use_caller=False, independence=independence))
+            if halves.batch_size != num_envs:
+                return halves.num_workers, 0, replace(halves, reason="first-ready batches need the caller to be free")
+        found = plan_batches(found)
+    return processes, share if processes else num_envs, found
 
 
 def plan(

@@ -208,7 +208,7 @@ def test_invalid_arguments_are_refused() -> None:
         make_openrl([Identity], spaces.Discrete(3), num_workers=0)
     with pytest.raises(TypeError, match="`worker` must be None"):
         make_openrl([Identity], worker=print)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="make_openrl"):
+    with pytest.raises(TypeError, match="`shared_memory` must be True or False"):
         vecenv.AsyncVectorEnv([Identity], spaces.Discrete(2))  # type: ignore[arg-type, list-item]
 
 

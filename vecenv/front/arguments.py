@@ -148,7 +148,7 @@ def check_env_fns(env_fns: Any, class_name: str, example: str = "") -> None:
         raise ValueError(f"{class_name} needs at least one env_fn, got {env_fns!r}")
 
 
-_REMOVED_OPTIONS: Final = {
+_ADVICE: Final = {
     "ragged_infos": "It was removed: values that differ in type or shape become object arrays by themselves, and "
     "vecenv.infos_by_row(envs) merges nothing.",
     "strict": "It was removed: numbers that become infinite in the cast to the space's dtype cause one warning.",
@@ -163,8 +163,11 @@ _REMOVED_OPTIONS: Final = {
     "preload": "Write worker_options=vecenv.WorkerOptions(preload=...).",
     "start_timeout": "Write worker_options=vecenv.WorkerOptions(start_timeout=...).",
     "dummy_env": "Write worker_options=vecenv.WorkerOptions(dummy_env=...).",
+    "num_envs": "Give as many functions: [env_fn] * num_envs.",
+    "n_envs": "Did you mean 'num_envs'?",
+    "vectorization_mode": "Pass backend='process' for 'async', or backend='serial' for 'sync'.",
 }
-"""Removed option -> the advice in its error message."""
+"""Removed option, or another library's -> the advice in its error message."""
 
 
 def check_option_names(
@@ -185,19 +188,13 @@ def check_option_names(
     for name in names:
         if name in accepted:
             continue
-        similar = difflib.get_close_matches(name, accepted, n=1)
-        hint = f" Did you mean {similar[0]!r}?" if similar else ""
-        misplaced = difflib.get_close_matches(name, vector_options, n=1, cutoff=0.8)
-        if misplaced:
+        hint = ""
+        if name in _ADVICE:
+            hint = f" {_ADVICE[name]}"
+        elif misplaced := difflib.get_close_matches(name, vector_options, n=1, cutoff=0.8):
             hint = f" Did you mean {misplaced[0]!r}, an option of the vector environment?"
-        if name in _REMOVED_OPTIONS:
-            hint = f" {_REMOVED_OPTIONS[name]}"
-        if name == "num_envs":
-            hint = " Give as many functions: [env_fn] * num_envs."
-        if name == "n_envs":
-            hint = " Did you mean 'num_envs'?"
-        if name == "vectorization_mode":
-            hint = " Pass backend='process' for 'async', or backend='serial' for 'sync'."
+        elif similar := difflib.get_close_matches(name, accepted, n=1):
+            hint = f" Did you mean {similar[0]!r}?"
         raise TypeError(f"{owner} has no option {name!r}.{hint} Options: {', '.join(accepted) or 'none'}")
 
 

@@ -132,12 +132,10 @@ class IndependenceCheck:
         self._deadline = 0.0
 
     def result(self, *, checked: bool = True) -> Independence:
-        """Return the verdict so far."""
-        advice_first = [reason for reason in self._reasons if "generators='own'" in reason] + self._reasons
-        reason = next(iter(advice_first), "")
-        return Independence(
-            self._verdict if checked else NOT_CHECKED, reason, tuple(self._changes), self.steps, self.builds
-        )
+        """Return the verdict so far, with the first reason that has advice, or else the first."""
+        reason = min(self._reasons, key=lambda reason: "generators='own'" not in reason, default="")
+        verdict = self._verdict if checked else NOT_CHECKED
+        return Independence(verdict, reason, tuple(self._changes), self.steps, self.builds)
 
     def try_first(self, describe: Callable[[Any], None]) -> Run | PackedError | ChildEnd:
         """Run the first environment alone and time its steps. Call ``describe(env)`` before its first reset.

@@ -198,15 +198,6 @@ _CHECKS: Final[dict[str, tuple[_Check, str]]] = {
 }
 """Option -> (check, accepted values). Checks that depend on other options are in :func:`check_options`."""
 
-_NEED_PROCESSES: Final[dict[str, tuple[_Check, str]]] = {
-    "step_timeout": (lambda value: value is not None, "can be killed"),
-    "worker_options": (
-        lambda value: value is not None and bool(value.env), "can have the environment variables of WorkerOptions(env)"
-    ),
-    "env_threads": (lambda value: value != 1, "can run these threads"),
-}
-"""Option -> (check for values that need worker processes, the reason for the error text)."""
-
 
 def check_option(name: str, value: Any, check: tuple[_Check, str] | None = None) -> None:
     """Raise if the value of an option is invalid.
@@ -235,20 +226,24 @@ def check_options(num_envs: int, batch_size: Any, **options: Any) -> None:
     Raises:
         TypeError, ValueError: An option is invalid. Nothing has been built.
     """
-    for name in ("use_caller", "worker_options"):
-        check_option(name, options.get(name))
+    for name, value in options.items():
+        if name in _CHECKS:
+            check_option(name, value)
+    sizes = choice_check(None, "auto", or_=int_check(1, num_envs)), f"None, 'auto' or an int within 1..{num_envs}"
+    check_option("batch_size", batch_size, sizes)
     if options.get("use_caller") or options.get("num_workers") == 0:
-        for name, (needs_processes, reason) in _NEED_PROCESSES.items():
-            if name in options and needs_processes(options[name]):
+        workers = options.get("worker_options")
+        needs_processes = {
+            "step_timeout": (options.get("step_timeout") is not None, "can be killed"),
+            "worker_options": (workers and workers.env, "can have the environment variables of WorkerOptions(env)"),
+            "env_threads": (options.get("env_threads", 1) != 1, "can run these threads"),
+        }
+        for name, (is_used, reason) in needs_processes.items():
+            if is_used:
                 raise ValueError(
                     f"`{name}` needs worker processes, which {reason}: it cannot be combined with `use_caller=True` "
                     "or `num_workers=0`"
                 )
-    sizes = choice_check(None, "auto", or_=int_check(1, num_envs)), f"None, 'auto' or an int within 1..{num_envs}"
-    check_option("batch_size", batch_size, sizes)
-    for name, value in options.items():
-        if name in _CHECKS:
-            check_option(name, value)
     if options.get("env_threads", 1) != 1:
         shared = "'shared' with env_threads, because threads of one process share its generators"
         check_option("generators", options.get("generators", "shared"), (choice_check("shared"), shared))

@@ -68,7 +68,7 @@ class EnvProbe:
 
     Args:
         env_fns: Functions that build the environments.
-        context: A ``multiprocessing`` context; ``None``: the default one.
+        context: A ``multiprocessing`` context, by default that of Python.
         timeout: Seconds to build and step the environment in another process.
         example: An object with the spaces and metadata of all environments; no environment is then built to read them.
         in_this_process: Describe an environment built in this process; ``None``: only without ``step``, or if a description
@@ -81,7 +81,7 @@ class EnvProbe:
     """
 
     env_fns: Sequence[Callable[[], Any]]
-    context: Any = None
+    context: Any = field(default_factory=multiprocessing.get_context)
     timeout: float = 60.0
     _: KW_ONLY
     example: Any = None
@@ -92,9 +92,6 @@ class EnvProbe:
     daemon: bool = True
     variables: Variables | None = None
     _measured: tuple[StepTimes, Independence] | None = field(default=None, init=False)
-
-    def __post_init__(self) -> None:
-        self.context = self.context or multiprocessing.get_context()
 
     def describe(self, all_envs: bool = False) -> EnvDescription:
         """Return metadata and spaces of the first environment; with ``all_envs`` the observation spaces of all.
@@ -130,13 +127,14 @@ class EnvProbe:
         Raises:
             Exception: The errors of :meth:`describe`.
         """
-        if self._measured is None and (obstacle := explain_missing_processes()):
-            self._measured = StepTimes.failed(obstacle), Independence()
-        elif self._measured is None and (found := find_process_object(self.env_fns)):
-            reason = f"they were not tried, because their functions use a {found}, which other processes share"
-            self._measured = StepTimes.failed(reason), Independence(CANNOT_TELL, reason)
-        elif self._measured is None:
-            self._try_envs()
+        if self._measured is None:
+            if obstacle := explain_missing_processes():
+                self._measured = StepTimes.failed(obstacle), Independence()
+            elif found := find_process_object(self.env_fns):
+                reason = f"they were not tried, because their functions use a {found}, which other processes share"
+                self._measured = StepTimes.failed(reason), Independence(CANNOT_TELL, reason)
+            else:
+                self._try_envs()
         assert self._measured is not None
         return self._measured
 
@@ -218,8 +216,9 @@ class EnvProbe:
         if time.monotonic() >= deadline and not helper.has_ended():
             raise StartupTimeout(f"an environment could not be built, reset and stepped within {self.timeout} seconds")
         code = helper.exit_code() if helper.has_ended(CLOSE_SECONDS) else None
-        end = "closed its pipe" if code is None else describe_exit(code)
-        text = missing_guard(helper.method) if code == NO_GUARD else f"the process that tried an environment {end}"
+        text = f"the process that tried an environment {'closed its pipe' if code is None else describe_exit(code)}"
+        if code == NO_GUARD:
+            text = missing_guard(self.context.get_start_method())
         raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")
 
 

@@ -51,12 +51,12 @@ class HelperProcess:
         variables: Variables | None = None,
     ) -> None:
         self.pipe: Any = None
-        self.method = str(context.get_start_method())
         self._processes: list[Any] = []
         self._token = new_token()
         self._arguments = abrupt, target, args
-        options: dict[str, Any] = {"name": name, "daemon": daemon, "variables": variables}
-        self._spawn = partial(spawn, context, _serve, token=self._token, into=self._processes, **options)
+        self._spawn = partial(
+            spawn, context, _serve, name=name, daemon=daemon, token=self._token, variables=variables, into=self._processes
+        )
         self._descriptors = DescriptorOwner(self)
         self._watch: ProcessWatch | None = None
         self._owner_pid = os.getpid()

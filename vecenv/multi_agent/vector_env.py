@@ -76,8 +76,8 @@ AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's messages
     "capabilities", "close", "closed", "context", "copy", "daemon", "error_queue", "errors", "exec_func_fetch",
     "generators", "get_attr", "in_flight", "last_received", "local_envs", "max_concurrency", "metadata", "num_workers",
     "observation_mode", "observations", "parent_pipes", "plan", "processes", "publish_stats", "record", "render",
-    "render_mode", "set_attr", "set_next_options", "shared_memory", "spec", "stats", "step_timeout", "worker", "worker_rows",
-    "worker_stats", call_send="call_async", call_fetch="call_wait",
+    "render_mode", "set_attr", "set_next_options", "shared_memory", "spec", "start_timeout", "stats", "step_timeout",
+    "worker", "worker_rows", "worker_stats", call_send="call_async", call_fetch="call_wait",
 )  # fmt: skip
 class MultiAgentVecEnv:
     """A vector of PettingZoo parallel environments: arrays ``[num_envs, num_agents, ...]`` with masks.

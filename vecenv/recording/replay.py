@@ -123,7 +123,7 @@ class Replay:
     def _find_start(self, messages: list[Message], begin: str) -> tuple[list[Message], list[Message], int]:
         """Return the messages to repeat before the start, those from the start on, and the index of the first step."""
         record = self.record
-        starts = [start for number in range(len(messages)) if (start := self._start_at(messages, number)) is not None]
+        starts = [number for number in range(len(messages)) if self._is_start(messages, number)]
         if begin == "snapshot" or not starts or (record.lacks_calls and record.snapshot is not None):
             if record.snapshot is not None:
                 place, number, self._snapshot = record.snapshot
@@ -135,50 +135,27 @@ class Replay:
                 )
             why = record.why_no_snapshot or "a replay from the reset takes less than five seconds"
             raise UnreadableRecord(f"cannot be replayed from a snapshot, because there is none: {why}")
-        setup, later, place = starts[0 if begin == "first" else -1]
-        if record.lacks_calls and later[0].name == "reset":
-            self._missing = "; earlier calls, which may have changed the environment, are no longer in the record"
-        return setup, later, place
-
-    def _start_at(self, messages: list[Message], number: int) -> tuple[list[Message], list[Message], int] | None:
-        """Return the start at a message that resets with a seed or loads a state, like :meth:`_find_start`, or ``None``."""
-        place, name, arguments = messages[number]
-        if place < 0:
-            return None
-        if name == "load" and arguments is not None and arguments[0].row.used:
+        number = starts[0 if begin == "first" else -1]
+        place, name, _ = messages[number]
+        if name == "load":
             return [], messages[number:], place
-        if name not in ("reset", "set_next_options") or arguments is None or arguments[0] is None:
-            return None
-        begin, first, earlier, later = messages[number], place, messages[:number], messages[number + 1 :]
-        if name == "set_next_options":  # step `place` is the automatic reset, if no other call replaces the seed
-            between = [message for message in later if message.place == place]
-            if any(message.name == name for message in between) or not self._is_autoreset(messages, place):
-                return None
-            begin, first = Message(place, "reset", arguments), place + 1
-            earlier, later = earlier + between, later[len(between) :]
-        before = [
-            message
-            for message in earlier
-            if message.name in LASTING or self._applies_to_pending_reset(messages, message, place)
-        ]
-        return before, [begin, *later], first
+        if record.lacks_calls:
+            self._missing = "; earlier calls, which may have changed the environment, are no longer in the record"
+        lasting = [message for message in messages[:number] if message.name in (*LASTING, "set_next_options")]
+        return lasting, messages[number:], place
 
-    def _is_autoreset(self, messages: list[Message], place: int) -> bool:
-        """True if the step at ``place`` is an automatic reset."""
-        if any(message.place == place and message.name in ("reset", "load") for message in messages):
-            return False
-        ends = self.record.columns["terminations"] | self.record.columns["truncations"]
-        return self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP and 0 < place < len(ends) and bool(ends[place - 1])
+    def _is_start(self, messages: list[Message], number: int) -> bool:
+        """True if a replay can begin with a message: it loads a state, or resets with a seed.
 
-    def _applies_to_pending_reset(self, messages: list[Message], message: Message, until: int) -> bool:
-        """True if a message applies to an automatic reset that has not happened before step ``until``."""
-        if message.name != "set_next_options":
+        It cannot begin with a reset after ``set_next_options`` and a step, which may have used these options or not.
+        """
+        place, name, arguments = messages[number]
+        if place < 0 or arguments is None:
             return False
-        delay = int(self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP)
-        ends = self.record.columns["terminations"] | self.record.columns["truncations"]
-        by_caller = {other.place for other in messages if other.name == "reset"}
-        steps = range(max(message.place - delay, 0), until - delay)
-        return not any(ends[step] and step + delay not in by_caller for step in steps)
+        if name == "load":
+            return bool(arguments[0].row.used)
+        earlier = [message.place for message in messages[:number] if message.name == "set_next_options"]
+        return name == "reset" and arguments[0] is not None and all(other == place for other in earlier)
 
     # -- the environment ----------------------------------------------------------------------------------------------
 

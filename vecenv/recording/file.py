@@ -67,14 +67,12 @@ class Failed:
     Attributes:
         how: ``"raised"``, ``"died"`` or ``"hung"``.
         text: The exception, or how the process ended, in one line.
-        in_step: True if it occurred in the last step, not in a reset or another call.
         exitcode: Exit code of the process, if it died; negative: the signal.
         seconds: The time limit, if it hung.
     """
 
     how: str
     text: str
-    in_step: bool
     exitcode: int | None = None
     seconds: float | None = None
 

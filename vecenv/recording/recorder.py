@@ -180,7 +180,6 @@ class Recorder:
         self._has_sent_steps = False  # some row's step was sent and is in flight
         self._history_start = np.full(n, -1)  # the tick before its history
         self._first_message = np.zeros(n, np.int64)  # number of the first message of its history
-        self._failed_in = np.full(n, -1)  # the tick in which it failed last
         self._restart = np.full(n, -1)  # number of the reset with which its history begins in place of a step
         self._seeded = np.full((2, n), -1)  # the tick and the message of the latest reset with a seed, or loaded state
         self._failed: set[int] = set()  # rows to be rebuilt by their next reset
@@ -332,7 +331,7 @@ class Recorder:
                 self._seeded[:, row] = self._position, self._next_message
             tick = self._next if self._open else self._in_flight[row]
             if row in self._failed and tick >= 0:  # it is rebuilt within this step
-                self._history_start[row] = self._failed_in[row] = tick
+                self._history_start[row] = tick
                 self._restart[row] = self._next_message
         self._failed.difference_update(rows)
         each = options if isinstance(options, list) else [options] * len(rows)
@@ -347,7 +346,6 @@ class Recorder:
             self._failed.difference_update(rows)
         if name == "thaw":
             self._begin_history(rows)
-            self._failed_in[rows] = -1
             return
         if name == "load":
             for row, snapshot in zip(rows, arguments[0], strict=True):
@@ -423,22 +421,14 @@ class Recorder:
             text = f"it hung for more than {seconds:g} seconds"
         elif worker_died:
             text = str(error).partition("\n")[0]
-        failed = Failed(
-            "hung" if hung else "died" if worker_died else "raised", text, False, getattr(error, "exitcode", None), seconds
-        )
+        how = "hung" if hung else "died" if worker_died else "raised"
+        failed = Failed(how, text, getattr(error, "exitcode", None), seconds)
         try:
             return self._write_files(rows, failed, str(error) if hung else "")
         finally:
             if not isinstance(error, StepTimeout):  # after a timeout, the environments may continue
-                for row in rows:
-                    self._failed_in[row] = self._current_step(row)
                 self._begin_history(rows)
                 self._failed.update(rows)
-
-    def _current_step(self, row: int) -> int:
-        """Return the tick of the step that a row is in; -1: none."""
-        tick = self._next if self._open else int(self._in_flight[row])
-        return tick if tick != self._failed_in[row] else -1
 
     def _begin_history(self, rows: Sequence[int]) -> None:
         """Begin a new history for some rows, without earlier records."""
@@ -543,8 +533,7 @@ class Recorder:
                 text = failed.text
                 if failed.how == "hung" and (found := running_env(message, row)) is not None and found[0] != row:
                     text += f" in env {found[0]}, of envs {span_text(found[1])}"
-                row_failure = replace(failed, text=text, in_step=self._current_step(row) >= 0)
-                written.append(self._write(copied, row, None, row_failure))
+                written.append(self._write(copied, row, None, replace(failed, text=text)))
             except Exception as error:
                 problems.append(f"not recorded: {original_summary(error)}")
         tick, latest = self._latest_files

@@ -275,10 +275,11 @@ class Replay:
     def _step(self) -> list[Failure]:
         record, row, place = self.record, self.record.row, self.place
         out = self._rows.step(None, [self.action])
-        fails_here = place == record.steps - 1 and record.failed is not None and record.failed.in_step
-        if fails_here and not out.failures and out.has_payload():  # a worker process sends it, unlike this one
-            out = decode_outcome(encode_outcome(out))
-        if out.failures or fails_here or np.isnan(record.columns["rewards"][place]):
+        if np.isnan(record.columns["rewards"][place]):
+            if place == record.steps - 1 and not out.failures and out.has_payload():
+                return decode_outcome(encode_outcome(out)).failures  # a worker process sends it, unlike this one
+            return out.failures
+        if out.failures:
             return out.failures
         for name in _NUMBERS:
             actual, expected = getattr(self._batch, name), record.columns[name][place]

@@ -111,11 +111,14 @@ class FlightRecorder:
 
 
 class _RecordedMessage(NamedTuple):
-    """A message: its number, the tick that follows, its rows and name, and its pickled arguments (empty if that failed)."""
+    """A message: its number, the tick that follows, its rows and name, and a pickled dict from rows to arguments.
+
+    ``arguments`` is empty if they cannot be pickled.
+    """
 
     number: int
     tick: int
-    rows: Sequence[int]
+    rows: list[int]
     name: str
     arguments: bytes
 
@@ -335,7 +338,7 @@ class Recorder:
                 self._restart[row] = self._next_message
         self._failed.difference_update(rows)
         each = options if isinstance(options, list) else [options] * len(rows)
-        self._add_message(rows, "reset", list(zip(seeds, each, strict=True)))
+        self._add_message("reset", dict(zip(rows, zip(seeds, each, strict=True), strict=True)))
 
     def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
         """Record a call. A thaw begins new histories, because the state from which its rows continue is not recorded."""
@@ -358,16 +361,16 @@ class Recorder:
             each = [(snapshot,) for snapshot in arguments[0]]
         elif name == "set_next_options":
             each = arguments[0]
-        reached = {row: one for row, one in zip(rows, each, strict=True) if row not in self._failed}
-        self._add_message(list(reached), name, list(reached.values()))
+        self._add_message(name, {row: one for row, one in zip(rows, each, strict=True) if row not in self._failed})
 
     @property
     def _position(self) -> int:
         """The tick after the message that is being submitted."""
         return self._next + self._open_is_submitted
 
-    def _add_message(self, rows: list[int], name: str, arguments: Sequence[Any]) -> None:
-        self._messages.append(_RecordedMessage(self._next_message, self._position, rows, name, _pickle(arguments)))
+    def _add_message(self, name: str, arguments: dict[int, tuple[Any, ...]]) -> None:
+        message = _RecordedMessage(self._next_message, self._position, list(arguments), name, _pickle(arguments))
+        self._messages.append(message)
         self._next_message += 1
         if len(self._messages) > _MAX_MESSAGES:
             self._drop_messages()
@@ -590,7 +593,7 @@ class Recorder:
         ticks = copied.ticks[history]
         columns = {name: _compact(values[at][history]) for name, values in copied.columns.items()}
         own_messages = [
-            (each.number, Message(self._place(ticks, each), each.name, _row_arguments(each, arguments, row)))
+            (each.number, Message(self._place(ticks, each), each.name, arguments and arguments[row]))
             for each, arguments in copied.messages
             if each.number >= self._first_message[row] and row in each.rows
         ]
@@ -615,7 +618,6 @@ class Recorder:
             and [self._restart[row]] == [number for number, _ in own_messages[:1]],
             lacks_calls=bool(self._first_message[row] < self._lasting_lost),
         )  # fmt: skip
-
 
     def _place(self, ticks: Array, message: _RecordedMessage) -> int:
         """Return the index of the step after a message; -1 if steps or messages after it were dropped."""
@@ -645,13 +647,6 @@ def _compact(values: Array) -> Array:
             single = values.astype(np.float32)
         return single if np.array_equal(single, values, equal_nan=True) else values
     return values
-
-
-def _row_arguments(message: _RecordedMessage, arguments: Any, row: int) -> tuple[Any, ...] | None:
-    """Return the arguments of a message for one row, or ``None`` if they cannot be pickled."""
-    if arguments is None:
-        return None
-    return tuple(arguments[list(message.rows).index(row)])
 
 
 def _pickle(value: Any) -> bytes:

@@ -88,8 +88,10 @@ class Replay:
         self.result: ReplayResult | None = None
         self.where, self.is_last = "while it was built", False
         self.step: int | None = None
-        env_fn = self._load_env_fn()
-        messages, self._pickled_actions = self._load_requests()
+        if isinstance(record.env_fn, str):
+            raise UnreadableRecord(f"cannot be replayed, because {record.env_fn}")
+        env_fn = _unpickle(record.env_fn, f"the function that builds {header.env_id}")
+        messages, self._pickled_actions = _unpickle(record.requests, f"the requests to {header.env_id}")
         record.columns["rewards"] = record.columns["rewards"].astype(np.float64)
         self._missing = ""  # what the record lacks, if that may be the reason for a difference
         self._restart = messages[0] if messages and record.restarted else None
@@ -98,25 +100,6 @@ class Replay:
         self._first_step = max(self.step_number, 1)
         self._first_difference = ""
         self._build(env_fn if change is None else lambda: change(env_fn()))
-
-    def _load_env_fn(self) -> Callable[[], Any]:
-        blob = self.record.env_fn
-        if isinstance(blob, str):
-            raise UnreadableRecord(f"cannot be replayed, because {blob}")
-        try:
-            env_fn: Callable[[], Any] = pickle.loads(blob)
-        except Exception as error:
-            text = f"the function that builds {self.header.env_id} cannot be loaded: {type(error).__name__}: {error}"
-            raise UnreadableRecord(f"cannot be replayed, because {text}") from error
-        return env_fn
-
-    def _load_requests(self) -> tuple[list[Message], dict[int, Any]]:
-        try:
-            messages, actions = pickle.loads(self.record.requests)
-        except Exception as error:
-            text = f"the requests to {self.header.env_id} cannot be loaded: {type(error).__name__}: {error}"
-            raise UnreadableRecord(f"cannot be replayed, because {text}") from error
-        return messages, actions
 
     # -- where to begin -----------------------------------------------------------------------------------------------
 
@@ -333,3 +316,11 @@ class Replay:
     def close(self) -> None:
         """Close the environment."""
         self._rows.close()
+
+
+def _unpickle(blob: bytes, name: str) -> Any:
+    try:
+        return pickle.loads(blob)
+    except Exception as error:
+        text = f"{name} cannot be loaded: {type(error).__name__}: {error}"
+        raise UnreadableRecord(f"cannot be replayed, because {text}") from error

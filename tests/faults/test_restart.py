@@ -658,11 +658,12 @@ def test_an_infinite_time_limit_of_starts_is_none(launch: Launch, by_recv: bool,
 
 
 @pytest.mark.linux
+@pytest.mark.long
 @pytest.mark.parametrize("hanging", [0, 1])
 def test_each_of_two_rebuilds_of_a_worker_has_a_limit(launch: Launch, hanging: int, tmp_path: Path) -> None:
     """A worker that dies with messages of two requests gets two rebuild messages; either of them may hang."""
     env_fns = [functools.partial(HangsInOneReset, index, tmp_path / f"{index}") for index in range(2)]
-    options = {"step_timeout": 1.0, "worker_options": WorkerOptions(start_timeout=1.5)}
+    options = {"step_timeout": 1.0, "worker_options": WorkerOptions(start_timeout=5.0)}
     envs = launch(env_fns, num_workers=1, batch_size=1, on_failure="restart", **options)
     envs.reset(seed=7)
     (tmp_path / f"{hanging}").touch()
@@ -674,7 +675,7 @@ def test_each_of_two_rebuilds_of_a_worker_has_a_limit(launch: Launch, hanging: i
     received = [envs.recv(timeout=60) for _ in range(2)]
     assert sorted(infos["env_id"].item() for *_, infos in received) == [0, 1]
     assert all(truncations.all() and infos["restarted"].all() for *_, truncations, infos in received)
-    assert [str(record.error) for record in envs.errors if "it hung for more than 2.5 seconds" in str(record.error)]
+    assert [str(record.error) for record in envs.errors if "it hung for more than 6.0 seconds" in str(record.error)]
 
 
 @pytest.mark.parametrize("call", ["reset one, then all", "reset one, one by one", "raise, then all"])

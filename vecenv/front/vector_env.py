@@ -129,10 +129,10 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         ids = None if env_id is None else parse_env_ids(env_id, self.num_envs)
         rows = None if ids is None else ids.tolist()
         seeds = parse_seeds(seed, self.num_envs, rows)
-        mask, others = split_reset_mask(options, self.num_envs, rows)
-        of_all = ids is None and mask is None
+        of_all = ids is None and not (isinstance(options, Mapping) and "reset_mask" in options)
         if not (of_all and self._driver.is_interrupted):
             self._require_phase("reset_async")
+        mask, others = split_reset_mask(options, self.num_envs, rows)
         if others is not None:
             capabilities = self.capabilities
             if not (capabilities.row_options if isinstance(others, list) else capabilities.reset_options):

@@ -154,7 +154,7 @@ class _Events(Observer):
         self.events.append(Rebuilt(self.move(rows), list(seeds), options))
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> None:
-        if not isinstance(error, StepTimeout):
+        if rows and not isinstance(error, StepTimeout):  # failures without rows are among the records of errors
             named = self.with_callers_indices(error)
             reason = str(named).partition("\n")[0] if worker_died else summary(named)
             self.failed.update(dict.fromkeys(self.move(rows), reason))

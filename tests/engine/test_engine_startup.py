@@ -377,6 +377,32 @@ def test_fork_server_preloads_modules_for_workers(tmp_path: Any) -> None:
     assert "WorkerOptions(preload) has no effect: the fork server" in done.stderr
 
 
+TORCH = """
+import os
+with open(os.path.join(os.path.dirname(__file__), "pids"), "a") as file:
+    print(os.getpid(), file=file)
+class Module: ...
+def set_num_threads(number): ...
+"""
+TRAINING = """
+import gymnasium, torch, vecenv
+{}
+if __name__ == "__main__":
+    vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, num_workers="auto", context="forkserver").close()
+    vecenv.AsyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * 2, context="forkserver").close()
+"""
+
+
+@pytest.mark.parametrize("line", ["class Agent(torch.Module): ...", "del torch"])
+def test_fork_server_imports_torch_for_workers_whose_main_file_needs_it(line: str, tmp_path: Any) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
+    (tmp_path / "training.py").write_text(TRAINING.format(line))
+    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])  # for the server too
+    python(tmp_path / "training.py", PYTHONPATH=path)
+    pids = (tmp_path / "pids").read_text().split()
+    assert (len(pids) == 2) == (line != "del torch"), "in the program and in the server, or also in the workers"
+
+
 # --- ``WorkerOptions(cores=)``: workers stay on their cores; the number of usable cores
 
 

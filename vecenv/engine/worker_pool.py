@@ -56,7 +56,6 @@ from vecenv.system.spawning import (
     advice_for_fork,
     end_unclosed,
     missing_guard,
-    preload,
     spawn,
 )
 from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_process
@@ -171,7 +170,6 @@ class WorkerPool:
         """
         require_descriptors(len(shares))
         self._main = definitions_of_main()
-        preload(self._options.context)
         started: list[WorkerProcess] = []
         deadline = deadline_after(self._options.start_timeout)
         try:

@@ -165,6 +165,8 @@ _ADVICE: Final = {
     "dummy_env": "Write worker_options=vecenv.WorkerOptions(dummy_env=...).",
     "num_envs": "Give as many functions: [env_fn] * num_envs.",
     "n_envs": "Did you mean 'num_envs'?",
+    "start_method": "Write context=...",
+    "vec_env_cls": "Write backend='process', or backend='serial' for DummyVecEnv.",
     "vectorization_mode": "Pass backend='process' for 'async', or backend='serial' for 'sync'.",
 }
 """Removed option, or another library's -> the advice in its error message."""

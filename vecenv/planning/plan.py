@@ -92,8 +92,8 @@ class Plan:
         else:
             waiting = f"{times.waits:.0%} of it waiting ({times.steps} steps measured)"
             lines.append(f"  a step takes {times.step * 1e6:.1f} us, {waiting}")
-            both = f"{times.pace:.1f} times the cost model's, {times.pace * times.crowding:.1f} times beside another process"
-            lines.append(f"  time that Python takes on this machine: {both}")
+            slower = f"{times.pace:.1f} times the reference machine's, {times.pace * times.crowding:.1f} times with all cores busy"
+            lines.append(f"  time that Python takes here: {slower}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""

@@ -166,7 +166,7 @@ class EnvProbe:
             helper.start()
             blob = pickle.dumps(sent.functions) if isinstance(sent, EnvFnsToStart) else b""
             reply: PackedError | tuple[bytes | PackedError] = self._receive(helper, blob, deadline)
-            where = f"the environment of the probe, pid {helper.pid}"
+            where = f"an environment tried in a process of its own, pid {helper.pid}"
             if isinstance(reply, PackedError):
                 helper.has_ended(CLOSE_SECONDS)
                 raise unpack_error(reply, where)

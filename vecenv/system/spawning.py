@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import process as this_process
+from types import ModuleType
 from typing import Any, Final, TypeAlias
 
 from vecenv.system.descendants import end_group, forkserver_pid, mark
@@ -32,6 +33,7 @@ NO_GUARD: Final = 113
 
 _NO_GUARD_TEXT: Final = "the main guard is missing"
 _NO_FILE_TEXT: Final = "the main file is missing"
+_TORCH_LIBRARIES: Final = {"torch", "sb3_contrib", "stable_baselines3", "tianshou", "torchrl"}  # they import torch
 
 # -- support for worker processes ---------------------------------------------------------------------------------------
 
@@ -334,6 +336,8 @@ def spawn(
     )  # fmt: skip
     into.append(process)
     end_if_importing_main()
+    if method == "forkserver":
+        _preload()
     file = _find_main_file()
     if method != "fork" and file and not os.path.exists(file):
         raise RuntimeError(
@@ -395,16 +399,22 @@ def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callabl
     target(*args)
 
 
-def preload(context: Any) -> None:
-    """Make the fork server import the engine once for all workers, unless it is running already."""
-    if context.get_start_method() != "forkserver":
-        return
+def _preload() -> None:
+    """Make the fork server import the engine, and torch, once for all workers, unless it is running already."""
     from multiprocessing import forkserver
 
     server: Any = forkserver._forkserver
     with contextlib.suppress(AttributeError):  # private names; without them, workers only start more slowly
         if server._forkserver_pid is None and server._preload_modules == ["__main__"]:
-            context.set_forkserver_preload(["__main__", "vecenv.worker.main"])
+            server.set_forkserver_preload(["__main__", "vecenv.worker.main", *(["torch"] if _main_needs_torch() else [])])
+
+
+def _main_needs_torch() -> bool:
+    """True if the main file imports torch at its top level, and so does each worker that imports the file."""
+    values = vars(sys.modules["__main__"]).values() if "torch" in sys.modules else ()
+    names = {value.__name__ for value in values if isinstance(value, ModuleType)}
+    names.update(str(base.__module__) for value in values if isinstance(value, type) for base in value.__mro__)
+    return any(name.partition(".")[0] in _TORCH_LIBRARIES for name in names)
 
 
 def advice_for_fork(context: Any) -> str:

@@ -2,26 +2,30 @@
 
 :class:`VectorEnvContract` is a mixin for pytest: inherit, override one factory, and every promise of Gymnasium's vector
 interface is checked. :mod:`vecenv.testing.faulty` has environments that fail on purpose. Each name loads on first use, so
-that faulty environments work without pytest.
+that everything but the mixin works without pytest.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vecenv.state.proof import prove as assert_restorable
-    from vecenv.testing.contract import VectorEnvContract, assert_identical, assert_same_trajectory
+    from vecenv.testing.contract import VectorEnvContract
     from vecenv.testing.isolated import assert_isolated
+    from vecenv.trajectories import assert_identical, assert_same_trajectory
 
 __all__ = ["VectorEnvContract", "assert_identical", "assert_isolated", "assert_restorable", "assert_same_trajectory"]
 
 
 _MODULES = {
-    "VectorEnvContract": "contract", "assert_identical": "contract", "assert_same_trajectory": "contract",
-    "assert_isolated": "isolated",
-}  # fmt: skip
+    "VectorEnvContract": "vecenv.testing.contract",
+    "assert_identical": "vecenv.trajectories",
+    "assert_isolated": "vecenv.testing.isolated",
+    "assert_same_trajectory": "vecenv.trajectories",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -30,12 +34,16 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("vecenv.state.proof").prove
     if name.startswith("__"):
         raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
-    if _MODULES.get(name) == "contract":
-        import pytest
-
+    home = _MODULES.get(name, "vecenv.testing.faulty")
+    if home in ("vecenv.testing.contract", "vecenv.trajectories") and (pytest := sys.modules.get("pytest")) is not None:
         # Failed assertions then show their values, as in a test module.
         pytest.register_assert_rewrite("vecenv.trajectories", "vecenv.testing.contract")
-    module = importlib.import_module(f"vecenv.testing.{_MODULES.get(name, 'faulty')}")
+    try:
+        module = importlib.import_module(home)
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise ImportError(f"vecenv.testing.{name} needs pytest, not installed here: pip install pytest") from error
     return module if name == "faulty" else getattr(module, name)
 
 

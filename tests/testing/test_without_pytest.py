@@ -1,0 +1,33 @@
+"""``vecenv.testing`` without pytest, which is no requirement of vecenv: all but the mixin works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from programs import python
+
+WITHOUT = Path(__file__).parents[1] / "without.py"
+ASSERTIONS = """
+from vecenv.testing import assert_identical, assert_isolated, assert_restorable, assert_same_trajectory
+import sys
+assert "pytest" not in sys.modules
+assert_identical(1, 2)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "last_line"),
+    [
+        (ASSERTIONS, "AssertionError: value: 1, expected 2"),
+        (
+            "from vecenv.testing import VectorEnvContract",
+            "ImportError: vecenv.testing.VectorEnvContract needs pytest, not installed here: pip install pytest",
+        ),
+    ],
+)
+def test_names_load_or_name_the_install_command(program: str, last_line: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(program)
+    done = python(WITHOUT, "pytest", script)
+    assert done.stderr.splitlines()[-1] == last_line

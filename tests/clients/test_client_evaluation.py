@@ -129,3 +129,15 @@ def test_a_model_of_other_spaces_is_refused() -> None:
     with pytest.raises(ValueError, match=r"the model's observations are .*, the environments' "):
         evaluate_sb3(Recurrent(), envs, 3)
     envs.close()
+
+
+@pytest.mark.parametrize("adapted", [True, False])
+def test_swapped_or_wrong_arguments_are_named_in_the_order_of_evaluate_sb3(adapted: bool) -> None:
+    envs = engine(1)
+    given = as_sb3(envs) if adapted else envs
+    order = r"evaluate_sb3\(model, envs, episodes\): got model="
+    with pytest.raises(TypeError, match=order + ".*AsyncVectorEnv.* and envs=.*Recurrent.*: are the first two swapped"):
+        evaluate_sb3(given, Recurrent(), episodes=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=order + ".*Recurrent.* and envs=3: needs a model"):
+        evaluate_sb3(Recurrent(), 3, episodes=3)  # type: ignore[arg-type]
+    envs.close()

@@ -100,11 +100,23 @@ def test_single_environments_are_reached_by_index(num_workers: int) -> None:
     assert not venv.has_attr("levle")
     with pytest.raises(AttributeError, match="levle"):
         venv.get_attr("levle")
-    with pytest.raises(IndexError):
-        venv.get_attr("level", 3)
+    for reach in (
+        lambda: venv.get_attr("level", 3),
+        lambda: venv.set_attr("level", 1, indices=[0, 3]),
+        lambda: venv.env_method("add", 1, indices=[-4]),
+    ):
+        with pytest.raises(IndexError, match=r"indices must be from -3 to 2, got \[.*(3|-4)\]"):
+            reach()
     with pytest.raises(ValueError, match="asked to fail"):
         venv.env_method("fail", indices=0)
     venv.step(np.zeros(3, int))  # and no environment was affected
+    venv.close()
+
+
+def test_repr_shows_the_vector_environment_below() -> None:
+    venv = engine(full_env_fns(2), num_workers=0)
+    assert repr(venv) == f"SB3VecEnv({venv.vector_env!r})"
+    assert "SB3VecEnv(AsyncVectorEnv(num_envs=2" in repr(venv)
     venv.close()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode
+from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.preprocessing import check_for_nested_spaces
@@ -160,7 +160,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """Return a list that is True for each environment with a wrapper of this class."""
         return self._single_envs.is_wrapped(wrapper_class, self._get_indices(indices))
 
-    # -- frames and close() -----------------------------------------------------------------------------------------
+    # -- frames, close() and repr() -----------------------------------------------------------------------------------------
 
     def get_images(self) -> Sequence[npt.NDArray[np.uint8] | None]:
         """Return one frame per environment; unless ``render_mode`` is ``"rgb_array"``, warn and return ``None`` for each."""
@@ -172,6 +172,9 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
     def close(self) -> None:
         """Close the vector environment."""
         self.vector_env.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.vector_env!r})"
 
 
 def _are_equal(options: Sequence[dict[str, Any]]) -> bool:
@@ -218,7 +221,8 @@ def evaluate_sb3(
         options: Further arguments of :func:`vecenv.evaluate`.
 
     Raises:
-        TypeError: ``envs`` has another wrapper of Stable-Baselines3.
+        TypeError: ``model`` has no ``predict``, ``envs`` is no vector environment, or has another wrapper of
+            Stable-Baselines3.
         ValueError: The model's observation or action space differs from that of the environments.
         Exception: The errors of :func:`vecenv.evaluate`.
     """
@@ -230,6 +234,10 @@ def evaluate_sb3(
             raise TypeError(f"evaluate_sb3 does not apply {type(envs).__name__}: wrap the single environments instead")
         envs = envs.venv
     inner = envs.vector_env if isinstance(envs, SB3VecEnv) else envs
+    if not hasattr(model, "predict") or not (isinstance(inner, VectorEnv) or hasattr(inner, "possible_agents")):
+        swapped = hasattr(envs, "predict")
+        problem = "are the first two swapped?" if swapped else "needs a model with predict() and a vector environment"
+        raise TypeError(f"evaluate_sb3(model, envs, episodes): got model={model!r} and envs={envs!r}: {problem}")
     for name in ("observation", "action"):
         env_space, model_space = getattr(inner, f"single_{name}_space", None), getattr(model, f"{name}_space")
         if env_space is not None and env_space.shape != model_space.shape:

@@ -157,7 +157,11 @@ class SingleEnvs:
             raise AttributeError(
                 f"the environments of {type(self._inner).__name__} are not Python objects: they have no attribute {name!r}"
             )
-        indices = [range(self._num_envs)[row] for row in rows]  # as in a list, negative indices count from the end
+        rows, valid = list(rows), range(self._num_envs)
+        try:
+            indices = [valid[row] for row in rows]  # as in a list, negative indices count from the end
+        except IndexError:
+            raise IndexError(f"indices must be from {-len(valid)} to {len(valid) - 1}, got {rows}") from None
         if not indices:
             return []
         results = self._inner.exec_func(function, sorted(set(indices)), *args)

@@ -25,7 +25,7 @@ try:
     from torch import nn
     from torch.distributions import Categorical
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"cleanrl_ppo: {missing}: pip install -e '.[clients]'") from None
+    raise SystemExit(f"cleanrl_ppo: {missing}: pip install torch (CPU build: pytorch.org)") from None
 
 from vecenv import AsyncVectorEnv
 

@@ -22,7 +22,8 @@ try:
     from torch import nn
     from torch.distributions import Categorical
 except ModuleNotFoundError as missing:
-    needed = "mpe2" if missing.name == "mpe2" else "-e '.[clients,multi-agent]'"
+    commands = {"mpe2": "mpe2", "torch": "torch (CPU build: pytorch.org)"}
+    needed = commands.get(missing.name or "", "-e '.[clients,multi-agent]'")
     raise SystemExit(f"openrl_spread: {missing}: pip install {needed}") from None
 
 from vecenv.multi_agent import make_openrl  # was: from openrl.envs.vec_env.async_venv import AsyncVectorEnv

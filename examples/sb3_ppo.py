@@ -19,7 +19,8 @@ try:
     from stable_baselines3.common.evaluation import evaluate_policy
     from stable_baselines3.common.vec_env import VecMonitor
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"sb3_ppo: {missing}: pip install -e '.[sb3]'") from None
+    needed = "torch (CPU build: pytorch.org)" if missing.name == "torch" else "-e '.[sb3]'"
+    raise SystemExit(f"sb3_ppo: {missing}: pip install {needed}") from None
 
 import vecenv
 from vecenv.adapters import as_sb3

@@ -24,7 +24,8 @@ try:
     from tianshou.utils.net.common import Net
     from tianshou.utils.net.discrete import DiscreteActor, DiscreteCritic
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"tianshou_ppo: {missing}: pip install -e '.[clients]'") from None
+    needed = "torch (CPU build: pytorch.org)" if missing.name == "torch" else "-e '.[clients]'"
+    raise SystemExit(f"tianshou_ppo: {missing}: pip install {needed}") from None
 
 import vecenv
 from vecenv.adapters import as_tianshou

@@ -20,7 +20,8 @@ try:
     from torchrl.collectors import Collector
     from torchrl.modules import OneHotCategorical, ProbabilisticActor
 except ModuleNotFoundError as missing:
-    raise SystemExit(f"torchrl_collect: {missing}: pip install -e '.[clients]'") from None
+    needed = "torch (CPU build: pytorch.org)" if missing.name == "torch" else "-e '.[clients]'"
+    raise SystemExit(f"torchrl_collect: {missing}: pip install {needed}") from None
 
 from vecenv.adapters import as_torchrl
 

@@ -25,7 +25,8 @@ try:
 
     from vecenv.torch import TensorDictEnv
 except ImportError as missing:
-    raise SystemExit(f"torchrl_gradient: {missing}: pip install -e '.[clients]'") from None
+    needed = "torch (CPU build: pytorch.org)" if missing.name == "torch" else "-e '.[clients]'"
+    raise SystemExit(f"torchrl_gradient: {missing}: pip install {needed}") from None
 
 LIMIT = 200  # steps of an episode at most
 

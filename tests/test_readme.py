@@ -25,7 +25,8 @@ SHELL, SHOWN = ("sh", "bash", "console"), ("text", "bibtex", "")  # tested in pa
 COMPILES = re.compile(r"JaxVectorEnv|\badapt\(|vecenv\.torch\b|backend=\"(brax|playground)\"")  # takes 20 s and more
 RUNNING, COMPILING = 250.0, 800.0  # seconds, on a busy machine; the second where nothing has been compiled yet
 MISSING = re.compile(
-    r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*vecenv\[([\w-]+)\].*)\s*\Z", re.MULTILINE
+    r"^(?:ModuleNotFoundError: No module named '([\w.]+)'|ImportError: .*(?:vecenv\[|pip install (?=torch))([\w-]+).*)\s*\Z",
+    re.MULTILINE,
 )
 # the module that shows that an extra is installed, where the two have different names
 MODULES = {

@@ -10,6 +10,7 @@ from programs import check_help, check_missing_library, python
     ("adapter", "library", "extra"),
     [
         ("as_sb3", "stable_baselines3", "sb3"),
+        ("as_sb3", "torch", ""),
         ("as_tianshou", "tianshou", "clients"),
         ("as_torchrl", "torchrl", "clients"),
         ("as_rllib", "ray", "rllib"),
@@ -32,7 +33,9 @@ vecenv.adapters.{adapter}
 """
     done = python("-c", program)
     last_line = done.stderr.strip().splitlines()[-1]
-    command = f"pip install -e '.[{extra}]' in a checkout, or pip install 'vecenv[{extra}]' from a release"
+    command = "pip install torch (CPU build: pytorch.org)"  # the extras bring CUDA
+    if library != "torch":
+        command = f"pip install -e '.[{extra}]' in a checkout, or pip install 'vecenv[{extra}]' from a release"
     assert last_line == f"ImportError: vecenv.adapters.{adapter} needs {library}, not installed here: {command}"
 
 

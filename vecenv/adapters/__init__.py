@@ -34,6 +34,7 @@ __getattr__, __dir__ = lazy(
         "ray": _NEEDED_BY % ("ray", how_to_install("rllib")),
         "stable_baselines3": _NEEDED_BY % ("stable_baselines3", how_to_install("sb3")),
         "tianshou": _NEEDED_BY % ("tianshou", how_to_install("clients")),
-        **dict.fromkeys(("torchrl", "torch", "tensordict"), _NEEDED_BY % ("torchrl", how_to_install("clients"))),
+        "torch": _NEEDED_BY % ("torch", "pip install torch (CPU build: pytorch.org)"),
+        **dict.fromkeys(("torchrl", "tensordict"), _NEEDED_BY % ("torchrl", how_to_install("clients"))),
     },
 )

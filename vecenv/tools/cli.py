@@ -160,7 +160,7 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
     option("--num-workers", "--workers", dest="workers", type=_count, default=usable_cores(), metavar="N", help=text)
     option("--seconds", type=_number, metavar="S", help="seconds per sample (default: 1, or 0.4 with --scale)")
     option("--repeats", type=_count, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
-    text = "measure only these engines, separated by commas, such as auto,sync (default: all; a wrong name lists them)"
+    text = "measure only these engines, separated by commas, such as auto,gym-sync (default: all; a wrong name lists them)"
     option("--engines", metavar="NAMES", help=text)
     option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
     text = "folder of the results (default: bench-results)"

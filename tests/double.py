@@ -19,7 +19,7 @@ from gymnasium.vector.utils import batch_space
 
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import LockstepDriver, PendingRequest, Phase, Stepped
+from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.vector_env import VectorEnvBase
 
 _LENGTH: Final = 5  # steps per episode
@@ -68,16 +68,16 @@ class _Memory(LockstepDriver):
         super().__init__(num_envs)
         self._delay = delay
         self._due = 0.0  # when the result is ready
-        self._latest: tuple[PendingRequest, _Result, npt.NDArray[np.bool_]] | None = None  # the call, its result, ended rows
+        self._latest: tuple[RequestSummary, _Result, npt.NDArray[np.bool_]] | None = None  # the call, its result, ended rows
         self.ready = threading.Event()
         self.ready.set()
 
     @property
-    def latest_request(self) -> PendingRequest | None:
+    def latest_request(self) -> RequestSummary | None:
         return self._latest[0] if self._latest is not None else None
 
     def begin_reset(
-        self, call: PendingRequest, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
+        self, call: RequestSummary, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
         count = len(seeds)
         rows = np.ones(count, np.bool_) if mask is None else mask
@@ -93,7 +93,7 @@ class _Memory(LockstepDriver):
         self._due = time.monotonic() + self._delay
         self._latest = call, result, ended & ~rows
 
-    def begin_step(self, call: PendingRequest, actions: Any) -> None:
+    def begin_step(self, call: RequestSummary, actions: Any) -> None:
         if self._latest is None:
             raise ResetNeeded("Call reset first.")
         given, (_, (before, *_), again) = np.asarray(actions), self._latest

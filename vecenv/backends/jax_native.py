@@ -28,7 +28,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.errors import SnapshotMismatch, StaleStateError
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import NO_REQUEST, LockstepDriver, PendingRequest, Phase, Stepped
+from vecenv.front.driver import NO_REQUEST, LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 from vecenv.jax.env import EnvState
@@ -223,7 +223,7 @@ class Latest(NamedTuple):
 
     state: EnvState | None
     seeds: list[int | None]
-    call: PendingRequest | None
+    call: RequestSummary | None
 
 
 class JaxDriver(LockstepDriver):
@@ -262,7 +262,7 @@ class JaxDriver(LockstepDriver):
         self.latest = self.latest._replace(state=state)
 
     @property
-    def latest_request(self) -> PendingRequest | None:
+    def latest_request(self) -> RequestSummary | None:
         return self.latest.call
 
     def current(self) -> EnvState:
@@ -277,7 +277,7 @@ class JaxDriver(LockstepDriver):
 
     # -- starting computations --------------------------------------------------------------------------------------------
 
-    def begin_reset(self, call: PendingRequest, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
+    def begin_reset(self, call: RequestSummary, seeds: Seeds, mask: Mask | None, options: ResetOptions = None) -> None:
         """Begin an episode in each environment of ``mask`` (``None``: all).
 
         An environment without a seed gets an unpredictable one in the first reset; later, it begins the next episode of its
@@ -311,7 +311,7 @@ class JaxDriver(LockstepDriver):
                 state = functional.reset_mask(state, jnp.asarray(mask & ~seeded))
         self.latest = Latest(state, latest, call)
 
-    def begin_step(self, call: PendingRequest, actions: Any) -> None:
+    def begin_step(self, call: RequestSummary, actions: Any) -> None:
         """Begin one step of all environments."""
         with self._donate_state() as state:
             after = self.functional.step_donating(state, from_torch(actions) if self._to == "torch" else actions)

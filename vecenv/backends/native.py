@@ -22,7 +22,7 @@ from gymnasium.vector.utils import iterate
 
 from vecenv.front.arguments import ResetOptions, parse_seeds, shape_error
 from vecenv.front.capabilities import Capabilities
-from vecenv.front.driver import LockstepDriver, PendingRequest, Phase, Stepped
+from vecenv.front.driver import LockstepDriver, Phase, RequestSummary, Stepped
 from vecenv.front.guard import exclusive
 from vecenv.front.vector_env import VectorEnvBase
 
@@ -100,7 +100,7 @@ class _Library(LockstepDriver):
         self.all_or_none_reason = f"{self.title} returns all of them at once"
         self.features = _LIBRARIES.get(self.title, ())
         self.library: Any = library
-        self._call: PendingRequest | None = None
+        self._call: RequestSummary | None = None
         self._run: Callable[[], Any]  # makes the latest call in the library
         self._future: Future[Any]
         self._copy: Any = _to_numpy if copy and "fresh" not in self.features else lambda observations: observations
@@ -108,7 +108,7 @@ class _Library(LockstepDriver):
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.features else None
 
     @property
-    def latest_request(self) -> PendingRequest | None:
+    def latest_request(self) -> RequestSummary | None:
         return self._call
 
     @property
@@ -119,7 +119,7 @@ class _Library(LockstepDriver):
             reset_mask=rows, masked_seeds=rows, reset_options=not rows, row_options=False, in_this_process=True,
         )  # fmt: skip
 
-    def begin_reset(self, call: PendingRequest, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
+    def begin_reset(self, call: RequestSummary, seeds: list[Any], mask: Any, options: ResetOptions) -> None:
         all_rows = mask is None or mask.all()
         if self.latest_request is None and not all_rows:
             raise ResetNeeded("The first reset must be of all environments, without reset_mask.")
@@ -131,13 +131,13 @@ class _Library(LockstepDriver):
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
         self._submit(call, mask, lambda: self.library.reset(seed=seed, options=options or None))
 
-    def begin_step(self, call: PendingRequest, actions: Any) -> None:
+    def begin_step(self, call: RequestSummary, actions: Any) -> None:
         if self.latest_request is None:
             raise ResetNeeded("Call reset first.")
         checked = self._check_actions(actions)
         self._submit(call, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))
 
-    def _submit(self, call: PendingRequest, mask: Any, run: Callable[[], Any]) -> None:
+    def _submit(self, call: RequestSummary, mask: Any, run: Callable[[], Any]) -> None:
         """Store the call. Begin it if the library steps in its own threads; otherwise :meth:`read` runs it."""
         self.state.changing = True
         self._call, self._mask, self._run = call, mask, run

@@ -28,9 +28,9 @@ from vecenv.errors import failed_earlier_error
 from vecenv.front.arguments import ResetOptions, deadline_after, earlier_deadline
 from vecenv.front.driver import (
     Counters,
-    PendingRequest,
-    advance,
+    RequestSummary,
     require_no_step,
+    require_order,
     too_few_in_flight_error,
     wait_method,
 )
@@ -46,7 +46,7 @@ from vecenv.system.supervision import innermost_location
 _STEP, _STEP_SOME, _PLAIN = int(Op.STEP), int(Op.STEP_SOME), int(Reply.PLAIN)  # packing an enum is slower
 _FOR_ALL_ROWS: Final = {_STEP_SOME: _STEP, int(Op.RESET_SOME): int(Op.RESET)}
 _NEVER_PLAIN: Final = 0
-"""Replaces the code of a plain reply in a pending message. No reply has it, so :meth:`Exchange._apply` handles the reply."""
+"""The code of a pending message if its reply ends a rebuild's time limit. No reply has it, so ``_apply`` handles that."""
 
 
 class Exchange:
@@ -198,7 +198,7 @@ class Exchange:
         self._seq = self._seq % 0xFFFFFFFF + 1
 
     def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Queue a message about some rows of a worker as a part of a request, with the latest sequence number."""
+        """Queue a message with the latest number. ``STEP_SOME`` for all rows of a worker becomes ``STEP``; resets too."""
         seq = self._seq
         if len(rows) == len(worker.rows):
             op = _FOR_ALL_ROWS.get(op, op)
@@ -291,7 +291,7 @@ class Exchange:
         elif request.command == "reset":
             self.counters.resets += self.num_envs if request.rows is None else len(request.rows)
 
-    # -- rows that are received one by one ---------------------------------------------------------------------------
+    # -- rows that recv returns --------------------------------------------------------------------------------------
 
     def put_reset_in_flight(self, rows: Sequence[int]) -> None:
         """Put the rows of a reset in flight, so that ``recv`` returns them."""
@@ -301,9 +301,10 @@ class Exchange:
         self.resetting.update(rows)
 
     def drain(self) -> None:
-        """Wait for all pending replies before a reset of some rows, which drops the rows in flight.
+        """Wait for all replies before a reset that drops all results: of some rows, or of all while messages are held.
 
         A worker reads a message's rows from shared memory when it starts on it; a reset before that would overwrite them.
+        ``StepTimeout`` names ``recv``, not the reset that called this.
         """
         limit = self.policy.step_timeout
         deadline = deadline_after(limit)
@@ -312,14 +313,14 @@ class Exchange:
                 deadline = self._kill_hanging("recv", limit)
 
     def convert_for_recv(self, request: Request) -> None:
-        """Convert the pending reset into one with rows that ``recv`` returns one by one.
+        """Convert the pending reset into one with rows that ``recv`` returns as they become ready.
 
         Raises:
-            AlreadyPendingCallError: The pending call is not a reset.
+            AlreadyPendingCallError: The pending request is not a reset.
         """
         if request.command != "reset":
-            require_no_step(PendingRequest(request.phase, self.num_envs, for_recv=False))
-            advance(request.phase, "reset_async", self, name="recv")
+            require_no_step(RequestSummary(request.phase, self.num_envs, for_recv=False))
+            require_order(request.phase, "reset_async", self, name="recv")
         rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         self.state.changing = True
         self.request, request.for_recv = None, True
@@ -337,14 +338,15 @@ class Exchange:
         if request.has_failed:
             if request not in self.unsettled:
                 self.unsettled.append(request)
-            failed = self._find_rows_without_result(request)
+            failed = self._find_rows_to_settle(request)
             rows = [row for row in rows if row not in failed]
         if request.infos or request.finals:
             self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
             self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
         self.ready += rows
 
-    def _find_rows_without_result(self, request: Request) -> set[int]:
+    def _find_rows_to_settle(self, request: Request) -> set[int]:
+        """Return the rows that ``settle`` rebuilds or raises for, so that they do not become ready now."""
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
 
@@ -352,7 +354,7 @@ class Exchange:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
             request = self.unsettled.pop(0)
-            failed = self._find_rows_without_result(request)
+            failed = self._find_rows_to_settle(request)
             if (error := self.settle(request, failed)) is not None:
                 self.unraised.append((error, failed))
 
@@ -422,7 +424,7 @@ class Exchange:
     # -- writing and waiting -----------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Drop the pending call and all references to shared memory, on closing."""
+        """Drop the pending request and all references to shared memory, on closing."""
         self.request = None
         for name in ("batch", "store", "infos", "rebuilder"):
             self.__dict__.pop(name, None)
@@ -430,9 +432,9 @@ class Exchange:
     def flush(self) -> None:
         """Write queued messages, as far as the pipes and ``max_concurrency`` allow. An interrupted flush can be repeated."""
         pool = self.pool
-        if len(pool.accepted) < len(pool.processes) or pool.held:
+        if len(pool.written) < len(pool.processes) or pool.held:
             self.state.changing = True
-            if len(pool.accepted) < len(pool.processes):
+            if len(pool.written) < len(pool.processes):
                 pool.queue_rest()
             pool.release_held()
             self.state.changing = False
@@ -471,11 +473,11 @@ class Exchange:
         pool, workers = self.pool, self.pool.processes
         self.execute_own_messages()
         for position, index in enumerate(pool.wait_order):
-            try_first = position > 0
+            may_have_replied = position > 0
             while (worker := workers[index]).pending:  # a dead worker may be replaced meanwhile
                 ended: bool | None = False
-                if not try_first:
-                    if pool.unsent or pool.held or len(pool.accepted) < len(workers):
+                if not may_have_replied:
+                    if pool.unsent or pool.held or len(pool.written) < len(workers):
                         if not self._wait_for_any(deadline):
                             return False
                         continue
@@ -487,8 +489,8 @@ class Exchange:
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                try_first = self.receive(worker)
-                if ended and not try_first:
+                received = may_have_replied = self.receive(worker)
+                if ended and not received:
                     self.handle_death(worker)
                 if self.unsettled:
                     self.settle_received()
@@ -644,7 +646,7 @@ class Exchange:
             self._make_ready(request, rows)
 
     def _apply_rebuilt(self, request: Request, rows: Sequence[int]) -> None:
-        """End the episodes of rows that were rebuilt. Rows that failed again are rebuilt once more."""
+        """End the episodes of rows that were rebuilt. The next ``settle`` rebuilds those that failed again."""
         failed = {failure.env for failure, _ in request.failures}
         rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
         self.failures.forget(rebuilt)
@@ -681,7 +683,9 @@ class Exchange:
     def _queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
         """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
         request.collect()
-        error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers) or self.replace_dead(rows)
+        error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers)
+        if error is None:
+            error = self.replace_dead(rows)
         if error is None:
             for worker, mine in self.pool.split(rows):
                 self._queue_rebuild(worker, mine, request)
@@ -707,7 +711,7 @@ class Exchange:
         return None
 
     def _limit_rebuild(self, worker: WorkerProcess) -> None:
-        """Limit the time of a worker to start, or to build environments and reset them; resets need ``step_timeout``."""
+        """Limit the time of a worker to start, and with ``step_timeout`` also that to rebuild and reset environments."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
         if step is not None or not worker.ready:
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)

@@ -27,7 +27,7 @@ from vecenv.engine.worker_process import LocalWorker
 from vecenv.errors import StepTimeout, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities, complete_stats
-from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, advance
+from vecenv.front.driver import PHASES, Phase, Stepped, WorkerDriver, abandoned_after_fork, require_order
 from vecenv.front.infos import RowInfos
 from vecenv.link.actions import ActionStage
 from vecenv.link.envs import WorkerPlan
@@ -142,17 +142,17 @@ class Engine(WorkerDriver):
             seeds: A seed or ``None`` for every environment.
             ids: The rows; ``None``: all.
             options: A dict for all, or a list with an entry for every environment.
-            for_recv: True if ``recv`` returns the rows one by one; others may be in flight meanwhile.
+            for_recv: True if ``recv`` returns the rows as they become ready; others may be in flight meanwhile.
         """
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
         if ids is not None and self.exchange.request is not None and not self.exchange.drop_if_droppable():
-            advance(self.exchange.request.phase, "reset_async", self)
+            require_order(self.exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         elif ids is not None or (self.pool.held and not self.state.changing):
             self.exchange.drain()
         elif not self.state.changing:
-            self.exchange.execute_own_messages()  # workers execute theirs, too, although the reset drops the results
+            self.exchange.execute_own_messages()  # workers execute what was written to them, too, for no result
         if self.observers and options is not None:
             self.exchange.pickled_reset(rows, seeds, options)  # raises before the reset is announced
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
@@ -164,10 +164,10 @@ class Engine(WorkerDriver):
         self.rebuilder.seeds = new_seeds
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
-        """Return the result of the pending step or reset. At the deadline, return ``None``; the call stays pending.
+        """Return the result of the pending step or reset. At the deadline, return ``None``; the request stays pending.
 
         Raises:
-            StepTimeout: There was no result within ``step_timeout``; the call stays pending.
+            StepTimeout: There was no result within ``step_timeout``; the request stays pending.
             Exception: The exception of an environment, or the death of a worker.
         """
         exchange = self.exchange

@@ -106,8 +106,8 @@ class WorkerPool:
         workers: ``local`` and ``processes`` together, in the order of their rows.
         wait_order: Indices of ``processes``, in the order in which to wait for their replies.
         unsent: Workers with unsent bytes in their channels.
-        accepted: For each pipe, the number of bytes that it accepted of the latest message to all workers; shorter than
-            ``processes`` until all are written.
+        written: An entry for each process, in order, to which the latest message to all workers was written. Only the length
+            counts: a list that C extends keeps the entries before an exception.
         held: Messages that wait until fewer than ``max_concurrency`` workers are busy: (worker, bytes, True if the message
             makes the worker busy).
         seconds_waited: The total time of all waits.
@@ -138,7 +138,7 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self.wait_order: list[int] = []
         self.unsent: set[WorkerProcess] = set()
-        self.accepted: list[int] = []
+        self.written: list[int] = []
         self.max_concurrency = options.max_concurrency
         self.held: deque[tuple[WorkerProcess, bytes, bool]] = deque()
         self.failures_in_close: list[tuple[Failure, Any]] = []
@@ -201,7 +201,7 @@ class WorkerPool:
             OSError: No process could be started; the worker keeps its place.
         """
         with deferred_signals():
-            if len(self.accepted) < len(self.processes):
+            if len(self.written) < len(self.processes):
                 self.queue_rest()  # the new process gets none of the messages that were written to the old one
             if worker.death is not None:
                 worker.release()
@@ -235,7 +235,7 @@ class WorkerPool:
     def _workers_changed(self) -> None:
         self.workers = [*([] if self.local is None else [self.local]), *self.processes]
         self._write_fds = [worker.channel.out for worker in self.processes]
-        self.accepted = [0] * len(self.processes)
+        self.written = [0] * len(self.processes)
         self._poll = None
 
     def placement_of(self, index: int) -> Placement:
@@ -391,28 +391,28 @@ class WorkerPool:
         if self.local is not None:
             self.local.messages.append((op, seq, None))
         if self.processes:
-            self._message, self.accepted = pack_head(op, seq), []
+            self._message, self.written = pack_head(op, seq), []
 
     def write_to_all(self) -> None:
         """Write the message for every worker in one call into C. A pipe accepts such a short message whole or not at all."""
-        if not self.unsent:
+        if not self.unsent:  # bytes of an earlier message precede it: `flush` queues it behind them
             try:
-                self.accepted.extend(map(write, self._write_fds, repeat(self._message)))
+                self.written.extend(map(write, self._write_fds, repeat(self._message)))
             except OSError:  # a pipe is full, or a worker has ended: `flush` writes to the others
                 return
 
     def queue_rest(self) -> None:
         """Queue the message for every worker in the channels of those to which it was not written."""
-        for worker in self.processes[len(self.accepted) :]:
+        for worker in self.processes[len(self.written) :]:
             if worker.death is None:
                 worker.channel.queue(self._message)
                 self.unsent.add(worker)
-        self.accepted = [0] * len(self.processes)
+        self.written = [0] * len(self.processes)
 
     def drop_unsent(self) -> None:
         """Drop messages that are in no channel yet. Bytes that a channel has queued stay, and precede its next message."""
         self.held.clear()
-        self._workers_changed()  # an interruption of `replace` may have skipped this
+        self._workers_changed()  # drops the rest of a message to all; an interruption of `replace` may have skipped it
         if self.local is not None:
             self.local.messages.clear()
 
@@ -430,9 +430,11 @@ class WorkerPool:
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def wait_for_one(self, worker: WorkerProcess, deadline: float | None) -> bool | None:
-        """Wait for a worker; return ``False`` if it has written, ``True`` if it has ended, ``None`` after the deadline.
+        """Wait for a worker to write or end. Spin before sleeping, if the spin policy allows that.
 
-        Spins before it sleeps, if the spin policy allows that. Also returns ``False`` after a check by the watchdog.
+        Returns:
+            ``False``: read its pipe, which has bytes or is at its end; nothing, if the wait was cut short for the watchdog.
+            ``True``: the process has ended, and nothing has arrived in its pipe. ``None``: the deadline has passed.
         """
         began = time.perf_counter()
         spun = not worker.shares_core and self._spin(worker.channel.poll)
@@ -506,7 +508,11 @@ class WorkerPool:
         self._poll = None
 
     def find_late(self, seconds: float | None = 0.0) -> list[WorkerProcess]:
-        """Return the workers without a reply to a message that was sent ``seconds`` ago. Held messages do not count."""
+        """Return the workers without a reply to a message. Messages that are still held do not count.
+
+        With ``max_concurrency``, only those with a ``sent_at`` at least ``seconds`` ago. Otherwise ``sent_at`` is minus
+        infinity, so ``seconds`` has no effect: the clock is the deadline of the caller's wait.
+        """
         held, latest = Counter(worker for worker, *_ in self.held), time.monotonic() - (seconds or 0.0)
         return [worker for worker in self.processes if len(worker.pending) > held[worker] and worker.sent_at <= latest]
 

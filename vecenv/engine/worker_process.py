@@ -37,8 +37,11 @@ from vecenv.system.supervision import (
 from vecenv.worker.main import execute
 from vecenv.worker.snapshot_rows import SnapshotRows
 
-Pending: TypeAlias = tuple[bytes, Sequence[int], Request]
-"""A pending message: the bytes of a reply that has nothing to report, the message's rows, and its request."""
+PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
+"""A pending message: the head of the reply that ``Exchange.receive`` applies by itself, its rows, and its request.
+
+The head is that of a plain reply, which has nothing to report. Its code is 0, which no reply has, if the message rebuilds
+environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
 
 _STEP: Final = int(Op.STEP)
 LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
@@ -68,7 +71,7 @@ class LocalWorker:
     def __init__(self, index: int, rows: range, env_rows: SnapshotRows) -> None:
         self.index, self.rows, self.env_rows = index, rows, env_rows
         self.pid, self.label = os.getpid(), f"stepped by the caller, pid {os.getpid()}"
-        self.pending: deque[Pending] = deque()
+        self.pending: deque[PendingMessage] = deque()
         self.messages: deque[tuple[int, int, Any]] = deque()
 
     def __repr__(self) -> str:
@@ -125,7 +128,10 @@ class WorkerProcess:
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
         sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
-        rebuild_deadline: The ``time.monotonic()`` by which it must reply to its first message after a restart; 0.0: none.
+        rebuild_deadline: The ``time.monotonic()`` by which it must have started, or have replied to a message of code 0 (see
+            :data:`PendingMessage`); 0.0: no limit. Set when it replaces a dead worker and for each rebuild, also in a live
+            worker; anew after the reply to one of several and when messages are dropped. Without ``step_timeout``, only a
+            start has a limit.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
@@ -148,7 +154,7 @@ class WorkerProcess:
         self.stack_file, self.descriptors = stack_file, descriptors
         self.shares_core = shares_core
         self.forked = process._popen.method == "fork"
-        self.pending: deque[Pending] = deque()
+        self.pending: deque[PendingMessage] = deque()
         self.ready = self.overdue = self._close_requested = False
         self.start_failures: list[Failure] = []
         self.death: Death | None = None

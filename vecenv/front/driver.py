@@ -30,8 +30,8 @@ from vecenv.system.signals import raised_by_handler, watched_handlers
 
 # -- the order of calls ------------------------------------------------------------------------------------------------
 #
-# One table, :data:`TRANSITIONS`: method -> (required phase, next phase). Every other call is illegal:
-# :func:`advance` raises Gymnasium's error for it, with Gymnasium's text.
+# One table: :data:`REQUIRED_PHASES`. In any other phase, the call is illegal, and :func:`require_order` raises Gymnasium's
+# error with Gymnasium's text.
 
 R = TypeVar("R")
 
@@ -46,17 +46,17 @@ class Phase(Enum):
     CLOSED = "closed"
 
 
-TRANSITIONS: Final[dict[str, tuple[Phase, Phase]]] = {
-    "reset_async": (Phase.DEFAULT, Phase.WAITING_RESET),
-    "step_async": (Phase.DEFAULT, Phase.WAITING_STEP),
-    "call_async": (Phase.DEFAULT, Phase.WAITING_CALL),
-    "set_attr": (Phase.DEFAULT, Phase.WAITING_CALL),
-    "set_next_options": (Phase.DEFAULT, Phase.WAITING_CALL),
-    "reset_wait": (Phase.WAITING_RESET, Phase.DEFAULT),
-    "step_wait": (Phase.WAITING_STEP, Phase.DEFAULT),
-    "call_wait": (Phase.WAITING_CALL, Phase.DEFAULT),
+REQUIRED_PHASES: Final[dict[str, Phase]] = {
+    "reset_async": Phase.DEFAULT,
+    "step_async": Phase.DEFAULT,
+    "call_async": Phase.DEFAULT,
+    "set_attr": Phase.DEFAULT,
+    "set_next_options": Phase.DEFAULT,
+    "reset_wait": Phase.WAITING_RESET,
+    "step_wait": Phase.WAITING_STEP,
+    "call_wait": Phase.WAITING_CALL,
 }
-
+"""Method -> the phase that it requires."""
 
 PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 """Command of a request -> the phase while it is pending. For all other commands, it is ``WAITING_CALL``."""
@@ -69,12 +69,12 @@ def wait_method(command: str) -> str:
     return _WAIT_METHODS.get(command, f"{command}_wait")
 
 
-def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
-    """Return the phase after ``method``, or raise Gymnasium's error for a call that is out of order.
+def require_order(phase: Phase, method: str, owner: object, name: str = "") -> None:
+    """Raise Gymnasium's error for a call that is out of order.
 
     Args:
         phase: The current phase.
-        method: One of the names in :data:`TRANSITIONS`.
+        method: One of the names in :data:`REQUIRED_PHASES`.
         owner: The vector environment. The message after ``close()`` names its class.
         name: The name of the called method, if it is not ``method`` (for example ``send``).
 
@@ -83,9 +83,8 @@ def advance(phase: Phase, method: str, owner: object, name: str = "") -> Phase:
         AlreadyPendingCallError: A new request while a call is pending.
         NoAsyncCallError: Waiting for the result of a call that was never made.
     """
-    before, after = TRANSITIONS[method]
-    if phase is before:
-        return after
+    if phase is REQUIRED_PHASES[method]:
+        return
     if phase is Phase.CLOSED:
         raise ClosedEnvironmentError(f"Trying to operate on `{type(owner).__name__}`, after a call to `close()`.")
     verb, _, kind = method.partition("_")
@@ -99,7 +98,7 @@ def pending_call_text(name: str, phase: Phase) -> str:
 
     Gymnasium's methods have Gymnasium's texts; that of ``reset_async`` ends without a full stop.
     """
-    end = "" if name == "reset_async" else "." if name in TRANSITIONS else f": call `{phase.value}_wait()` first."
+    end = "" if name == "reset_async" else "." if name in REQUIRED_PHASES else f": call `{phase.value}_wait()` first."
     return f"Calling `{name}` while waiting for a pending call to `{phase.value}` to complete{end}"
 
 
@@ -134,7 +133,7 @@ Stepped: TypeAlias = tuple[Any, Any, Any, Any, RowInfos | dict[Any, Any]]
 """A driver's result: the five values of ``step``. Infos are still unmerged, or a library's own dict of arrays."""
 
 
-class PendingRequest(NamedTuple):
+class RequestSummary(NamedTuple):
     """A pending reset or step: its phase, its number of rows, and True if only ``recv`` can fetch its results."""
 
     kind: Phase
@@ -142,8 +141,8 @@ class PendingRequest(NamedTuple):
     for_recv: bool
 
 
-NO_REQUEST: Final = PendingRequest(Phase.DEFAULT, 0, for_recv=True)
-"""The absence of a pending call."""
+NO_REQUEST: Final = RequestSummary(Phase.DEFAULT, 0, for_recv=True)
+"""The absence of a pending request."""
 
 
 abandoned_after_fork: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -181,9 +180,10 @@ class Counters:
 class Driver:
     """The interface of backends.
 
-    A call is pending until its result has been returned. A driver changes its state by a single store, or sets
-    ``state.changing`` during several changes that belong together, and never waits while it is set. :meth:`finish` sets it
-    for the change that returns a result, and the guard clears it. See :mod:`vecenv.front.guard`.
+    A request is pending until its result has been returned. A driver changes its state by a single store, or sets
+    ``state.changing`` during several changes that belong together, and never waits for a reply while it is set, although
+    the process engine steps the caller's own environments. For the change that returns a result, :meth:`finish` sets it, or
+    a driver with workers itself; the guard clears it. See :mod:`vecenv.front.guard`.
 
     Attributes:
         capabilities: The backend's capabilities.
@@ -198,9 +198,11 @@ class Driver:
         began: The ``time.monotonic()`` of the start.
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
-        pending_error: The exception that is the result of the current call; any other exception leaves the result pending.
-        is_interrupted: True if an exception interrupted the wait for the pending call; a reset of all environments may drop
-            that call.
+        pending_error: The exception that is the result of the current call and ends its change of state. Any other leaves
+            the result pending, unless the driver has dropped the request, as those with workers do when they raise an
+            environment's error.
+        is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
+            drop it.
     """
 
     missing_reasons: ClassVar[Mapping[str, str]] = {
@@ -246,7 +248,7 @@ class Driver:
         return self._interrupted
 
     def finish(self, returned: Any, steps: int, resets: int) -> None:
-        """Mark the call as returned, and count its steps and resets. The guard ends this change of state."""
+        """Mark the request as returned, and count its steps and resets. The guard ends this change of state."""
         self.state.changing = True
         self.returned = returned
         self._interrupted = False
@@ -266,13 +268,13 @@ class Driver:
         raise NotImplementedError
 
     @property
-    def pending_request(self) -> PendingRequest:
-        """The pending call. Reading it changes nothing, so other threads may read it."""
+    def pending_request(self) -> RequestSummary:
+        """The pending request. Reading it changes nothing, so other threads may read it."""
         raise NotImplementedError
 
     @property
     def phase(self) -> Phase:
-        """The pending operation on all environments, not counting a call with results for :meth:`recv`."""
+        """The pending operation on all environments, not counting a request with results for :meth:`recv`."""
         call = self.pending_request
         return Phase.DEFAULT if call.for_recv or self.state.changing else call.kind
 
@@ -418,7 +420,7 @@ def too_few_in_flight_error(count: int, in_flight: int, ready: int) -> NoAsyncCa
     )
 
 
-def require_idle(pending_request: PendingRequest, method: str) -> None:
+def require_idle(pending_request: RequestSummary, method: str) -> None:
     """Raise for a method of all environments while a call on any of them is pending."""
     if pending_request.rows and pending_request.for_recv:
         raise still_in_flight_error(method, f"0..{pending_request.rows - 1}")
@@ -442,7 +444,7 @@ def some_in_flight_error(method: str, in_flight: int, ready: int) -> AlreadyPend
     )
 
 
-def require_no_step(pending_request: PendingRequest) -> None:
+def require_no_step(pending_request: RequestSummary) -> None:
     """Raise for ``recv`` while a step is pending that only ``step_wait`` can fetch."""
     if pending_request.kind is Phase.WAITING_STEP and not pending_request.for_recv:
         raise AlreadyPendingCallError(
@@ -478,8 +480,8 @@ class WorkerDriver(Driver):
     @property
     def phase(self) -> Phase:
         """The pending operation on all environments, not counting rows that ``recv`` returns."""
-        call = self.exchange.request
-        return Phase.DEFAULT if call is None or call.droppable or self.state.changing else call.phase
+        request = self.exchange.request
+        return Phase.DEFAULT if request is None or request.droppable or self.state.changing else request.phase
 
     @property
     def in_flight(self) -> npt.NDArray[np.intp]:
@@ -498,10 +500,10 @@ class WorkerDriver(Driver):
         self.require_rows_idle(method)
 
     def require_rows_idle(self, method: str, rows: Collection[int] | None = None) -> None:
-        """Require that no call is pending, and that none of ``rows`` (``None``: no row at all) is in flight.
+        """Require that no request is pending, and that none of ``rows`` (``None``: no row at all) is in flight.
 
         Raises:
-            AlreadyPendingCallError: A call is pending, or such rows are in flight.
+            AlreadyPendingCallError: A request is pending, or such rows are in flight.
         """
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
@@ -528,7 +530,7 @@ class WorkerDriver(Driver):
         """Submit a step of some rows, for ``recv``. Errors are raised before anything is sent."""
         exchange = self.exchange
         if exchange.request is not None and not exchange.drop_if_droppable():
-            advance(exchange.request.phase, "step_async", self, name="send")
+            require_order(exchange.request.phase, "step_async", self, name="send")
         rows = self.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
         listed: list[int] = rows.tolist()
         self.require_not_in_flight("send", listed)
@@ -593,23 +595,23 @@ class LockstepDriver(Driver):
 
     def __init__(self, num_envs: int) -> None:
         super().__init__()
-        self.returned: PendingRequest | None = None
+        self.returned: RequestSummary | None = None
         self.num_envs = self.batch_size = num_envs
         self.all_or_none_reason = "they step together"
         self._seconds_waited = 0.0
 
     @property
     @abstractmethod
-    def latest_request(self) -> PendingRequest | None: ...
+    def latest_request(self) -> RequestSummary | None: ...
 
     @abstractmethod
     def begin_reset(
-        self, call: PendingRequest, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
+        self, call: RequestSummary, seeds: list[Any], mask: npt.NDArray[np.bool_] | None, options: ResetOptions
     ) -> None:
         """Begin to reset the rows of ``mask`` (``None``: all). Check first, and raise before any request is submitted."""
 
     @abstractmethod
-    def begin_step(self, call: PendingRequest, actions: Any) -> None:
+    def begin_step(self, call: RequestSummary, actions: Any) -> None:
         """Begin a step. Check first, and raise before any request is submitted."""
 
     @abstractmethod
@@ -625,7 +627,7 @@ class LockstepDriver(Driver):
         return self._seconds_waited
 
     @property
-    def pending_request(self) -> PendingRequest:
+    def pending_request(self) -> RequestSummary:
         call = self.latest_request
         return NO_REQUEST if call is None or call is self.returned or self.state.changing else call
 
@@ -640,18 +642,18 @@ class LockstepDriver(Driver):
         if rows < self.batch_size and not self.capabilities.reset_mask:
             raise_unsupported(self.name, f"reset {rows} of {self.batch_size} environments", self.all_or_none_reason)
         mask = None if ids is None else np.isin(np.arange(self.batch_size), ids)
-        self.begin_reset(PendingRequest(Phase.WAITING_RESET, rows, for_recv), seeds, mask, options)
+        self.begin_reset(RequestSummary(Phase.WAITING_RESET, rows, for_recv), seeds, mask, options)
         self.state.changing = self._interrupted = False  # this reset has replaced a call that an exception interrupted
 
     def submit_step(self, actions: Any) -> None:
         require_idle(self.pending_request, "step_async")
-        self.begin_step(PendingRequest(Phase.WAITING_STEP, self.batch_size, for_recv=False), actions)
+        self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=False), actions)
 
     def send(self, actions: Any, env_id: Any) -> None:
         if env_id is not None:
             self._require_all(parse_env_ids(env_id, self.batch_size), "send")
         require_idle(self.pending_request, "send")
-        self.begin_step(PendingRequest(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
+        self.begin_step(RequestSummary(Phase.WAITING_STEP, self.batch_size, for_recv=True), actions)
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         call = self.pending_request

@@ -132,7 +132,7 @@ def _check_usable(envs: Any, driver: Any, method: str) -> None:
     if state.caller:
         if state.caller != get_ident():
             raise BusyError(f"another thread is in a call on this {kind}; `{method}` was refused")
-        if is_inside_call(envs, 3):
+        if is_inside_call(envs, 3):  # 3: above this function and the refused call
             raise BusyError(f"a call on this {kind} is under way in this thread; `{method}` was refused")
     if state.changing and method not in _RESET_METHODS:
         raise ResetNeeded(
@@ -146,7 +146,7 @@ def is_inside_call(envs: object, depth: int = 1) -> bool:
     The attribute ``caller`` does not suffice: an exception at the first instruction after a failed call leaves it set.
     """
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
+    while frame is not None:  # without "thread", a handler interrupted the frame before its call began
         if frame.f_code is _GUARDED_CODE and frame.f_locals["self"] is envs and "thread" in frame.f_locals:
             return True
         frame = frame.f_back
@@ -154,3 +154,4 @@ def is_inside_call(envs: object, depth: int = 1) -> bool:
 
 
 _GUARDED_CODE: Final = exclusive(is_inside_call).__code__
+"""The code that all decorated methods share."""

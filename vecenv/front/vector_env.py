@@ -38,7 +38,7 @@ from vecenv.front.arguments import (
     split_reset_mask,
 )
 from vecenv.front.capabilities import Capabilities, WorkerOnlyAttribute, overridden_methods, raise_unsupported
-from vecenv.front.driver import Driver, Phase, advance
+from vecenv.front.driver import Driver, Phase, require_order
 from vecenv.front.guard import exclusive
 from vecenv.front.infos import RowInfos
 from vecenv.front.results import as_row_infos, finish_merged, finish_unmerged
@@ -102,7 +102,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def reset_async(
         self, seed: int | Sequence[int | None] | None = None, options: ResetOptions = None, *, env_id: Any = None
     ) -> None:
-        """Begin a reset. Fetch the result with :meth:`reset_wait`, or with :meth:`recv` if ``env_id`` is given.
+        """Begin a reset. Fetch the result with :meth:`reset_wait` or :meth:`recv`; with ``env_id``, only with :meth:`recv`.
 
         Without ``env_id``, results in flight are dropped; EnvPool with ``batch_size=None`` raises instead.
 
@@ -121,7 +121,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
             NotImplementedError: The backend lacks a capability, see :attr:`capabilities`.
             TypeError, ValueError: Seeds, options, mask or indices of the wrong length, type or shape; nothing was sent.
             gymnasium.error.ResetNeeded: EnvPool and JAX: the first reset is not of all environments.
-            gymnasium.error.AlreadyPendingCallError: A call is pending; with ``env_id``, one of these is in flight.
+            gymnasium.error.AlreadyPendingCallError: With ``env_id``, one of these is in flight. Or a call is pending, unless
+                an exception (Ctrl-C) interrupted the wait for its result: a reset of all environments then drops it.
         """
         self._begin_reset(seed, options, env_id)
 
@@ -685,8 +686,8 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         return self._driver.phase  # type: ignore[no-any-return]
 
     def _require_phase(self, method: str) -> None:
-        """Raise Gymnasium's error if ``method``, a key of :data:`vecenv.front.driver.TRANSITIONS`, is out of order."""
-        advance(self._phase, method, self)
+        """Raise Gymnasium's error if ``method``, a key of :data:`vecenv.front.driver.REQUIRED_PHASES`, is out of order."""
+        require_order(self._phase, method, self)
 
 
 class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
@@ -724,7 +725,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     def observations(self) -> ObsType:
         """The latest batch itself, not a copy; zeros before the first reset."""
         if self.closed:
-            advance(Phase.CLOSED, "reset_async", self)
+            require_order(Phase.CLOSED, "reset_async", self)
         return self._driver.store.observations  # type: ignore[no-any-return]
 
     @property

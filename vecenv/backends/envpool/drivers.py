@@ -41,8 +41,8 @@ from vecenv.front.capabilities import Capabilities, raise_unsupported
 from vecenv.front.driver import (
     NO_REQUEST,
     Driver,
-    PendingRequest,
     Phase,
+    RequestSummary,
     Stepped,
     require_idle,
     require_no_step,
@@ -367,10 +367,10 @@ class WholeBatchDriver(PoolDriver):
         self._last: list[Array] = []
 
     @property
-    def pending_request(self) -> PendingRequest:
+    def pending_request(self) -> RequestSummary:
         if self.pool is None or not self.wire or self.returned[0] is self.wire or self.state.changing:
             return NO_REQUEST
-        return PendingRequest(self._kind, len(self._ids), self._for_recv)
+        return RequestSummary(self._kind, len(self._ids), self._for_recv)
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
@@ -574,12 +574,12 @@ class FirstReadyDriver(PoolDriver):
         return ids
 
     @property
-    def pending_request(self) -> PendingRequest:
+    def pending_request(self) -> RequestSummary:
         in_flight = self._count_in_flight()
         if self.pool is None or not in_flight:
             return NO_REQUEST
         on_all = in_flight == self.num_envs and self._call is not Phase.DEFAULT
-        return PendingRequest(self._call, in_flight, for_recv=not on_all)
+        return RequestSummary(self._call, in_flight, for_recv=not on_all)
 
     def _count_in_flight(self) -> int:
         return self.num_envs - len(self.idle) - sum(len(held[0]) for held in self.returned[1])

@@ -18,12 +18,12 @@ from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
     PHASES,
-    PendingRequest,
     Phase,
+    RequestSummary,
     Stepped,
     WorkerDriver,
     abandoned_after_fork,
-    advance,
+    require_order,
 )
 from vecenv.link.actions import ActionStage
 from vecenv.link.infos import NO_INFO, InfoReader, WorkerInfos
@@ -131,7 +131,7 @@ class HostsDriver(WorkerDriver):
         exchange = self.exchange
         rows = list(range(self.num_envs)) if ids is None else sorted(ids.tolist())
         if ids is not None and exchange.request is not None:
-            advance(exchange.request.phase, "reset_async", self)
+            require_order(exchange.request.phase, "reset_async", self)
         if for_recv:
             self.require_not_in_flight("reset_async", rows)
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)
@@ -346,11 +346,11 @@ class HostsDriver(WorkerDriver):
         return self.exchange.seconds_waited
 
     @property
-    def pending_request(self) -> PendingRequest:
+    def pending_request(self) -> RequestSummary:
         call = self.exchange.request
         if call is not None and call.command in PHASES:
-            return PendingRequest(call.phase, len(call.rows), for_recv=False)
-        return PendingRequest(Phase.DEFAULT, len(self.exchange.in_flight), for_recv=True)
+            return RequestSummary(call.phase, len(call.rows), for_recv=False)
+        return RequestSummary(Phase.DEFAULT, len(self.exchange.in_flight), for_recv=True)
 
     @property
     def capabilities(self) -> Capabilities:

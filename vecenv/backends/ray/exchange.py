@@ -28,7 +28,7 @@ from vecenv.backends.ray.host import HostReply, Lost, RemoteFailure, fields, rec
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
-from vecenv.front.driver import PHASES, Counters, Phase, advance, too_few_in_flight_error, wait_method
+from vecenv.front.driver import PHASES, Counters, Phase, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState, closed_during_call
 from vecenv.link.messages import PackedError, decode_outcome, pack_error, unpack_error
 from vecenv.link.observations import PickledStore, SharedStore
@@ -244,7 +244,7 @@ class HostExchange:
         """Let ``recv`` return the rows of a pending ``reset`` one by one; raise for other pending calls."""
         if self.request is not None and not self.drop_if_droppable():
             if self.request.command != "reset":
-                advance(self.request.phase, "reset_async", self)
+                require_order(self.request.phase, "reset_async", self)
             self.request = None
 
     def wait_for_rows(self, count: int, deadline: float | None) -> bool:

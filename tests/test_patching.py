@@ -291,11 +291,11 @@ REPORT = re.compile(
 )
 
 
-@pytest.mark.sampled("--num-workers 2---lr 3")
+@pytest.mark.sampled("--num-workers 2 --record-failures kept---lr 3")
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [
-        (["--num-workers", "2"], ["--lr", "3"]),
+        (["--num-workers", "2", "--record-failures", "kept"], ["--lr", "3"]),
         pytest.param(["--num-workers", "0"], ["exit", "-m", "--help"], marks=pytest.mark.long),
         (["--num-workers", "1", "--generators", "own", "--on-failure", "restart"], ["raise"]),
         pytest.param([], ["--seed=1"], marks=pytest.mark.long),
@@ -317,6 +317,7 @@ def test_program_runs_unchanged(options: list[str], arguments: list[str], progra
     else:
         assert match["own"] == ""
     assert ("generators='own'" in match["given"]) == ("own" in options)
+    assert ("record_failures='kept'" in match["given"]) == ("kept" in options)
     assert (match["tries"] is not None) == ("--num-workers" not in options)
 
 

@@ -20,7 +20,7 @@ from vecenv.patching import REPORT, install
 from vecenv.planning.independence import MAX_STEPS
 from vecenv.tools import CliError, one_line
 
-_DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "context", "generators")
+_DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "record_failures", "context", "generators")
 
 
 def main(arguments: argparse.Namespace) -> Callable[[], None]:
@@ -184,6 +184,8 @@ def add_options(option: Callable[..., Any]) -> None:
     option("--on-failure", choices=("raise", "restart"), help="what to do when an environment fails (default: raise)")
     text = "seconds after which a step counts as hanging (default: no limit)"
     option("--step-timeout", type=float, metavar="S", help=text)
+    text = "folder for a file about each failure, for vecenv replay (default: none are written)"
+    option("--record-failures", metavar="FOLDER", help=text)
     option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes start (default: Python's)")
     text = "whether environments share the global random generators of their process or have their own (default: shared)"
     option("--generators", choices=("shared", "own"), help=text)

@@ -423,11 +423,13 @@ def test_a_step_that_a_reset_drops_is_executed(engine: Options) -> None:
 
 
 @pytest.mark.parametrize("rows", [3, 300])
-def test_duplicate_row_is_refused(rows: int) -> None:
+def test_duplicate_rows_and_masks_are_refused(rows: int) -> None:
     with ready_engine(makers([5] * rows), num_workers=0) as envs:
         for wrong in ([*range(1, rows), 1], [rows, *range(1, rows)]):
             with pytest.raises(ValueError, match="env_id must"):
                 envs.send(np.zeros(rows, np.int64), wrong)
+        with pytest.raises(ValueError, match=r"env_id must .* got a mask: use np\.flatnonzero\(mask\)"):
+            envs.send(np.zeros(rows, np.int64), np.ones(rows, np.bool_))
         envs.send(np.zeros(rows, np.int64), range(rows))
         assert sorted(envs.recv(count=rows)[4]["env_id"].tolist()) == list(range(rows))
 

@@ -172,7 +172,7 @@ class FaultInThirdStep(HasHelper):
 @pytest.mark.parametrize(
     ("end", "text"),
     [
-        ("raises", "ZeroDivisionError"), ("killed", "SIGKILL"),
+        ("raises", "ZeroDivisionError"), ("killed", "the process that tried an environment died: killed by SIGKILL"),
         pytest.param("hangs", "1.0 seconds", marks=pytest.mark.long),
     ],
 )  # fmt: skip

@@ -163,6 +163,8 @@ _ADVICE: Final = {
     "preload": "Write worker_options=vecenv.WorkerOptions(preload=...).",
     "start_timeout": "Write worker_options=vecenv.WorkerOptions(start_timeout=...).",
     "dummy_env": "Write worker_options=vecenv.WorkerOptions(dummy_env=...).",
+    "zero_copy": "Remove it: recv copies the observations.",
+    "seed": "Give it to reset(seed=...).",
     "num_envs": "Give as many functions: [env_fn] * num_envs.",
     "n_envs": "Did you mean 'num_envs'?",
     "start_method": "Write context=...",
@@ -395,7 +397,8 @@ def parse_env_ids(env_id: Any, num_envs: int) -> npt.NDArray[np.intp]:
     """
     ids = np.asarray(env_id)
     if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
-        raise ValueError(f"env_id must be a sequence of int, got {env_id!r}")
+        got = "a mask: use np.flatnonzero(mask)" if ids.dtype == np.bool_ else repr(env_id)
+        raise ValueError(f"env_id must be a sequence of int, got {got}")
     if ids.size == 0:
         raise ValueError("env_id is empty: pass at least one index")
     if len(ids) <= _LIST_CHECK_MAX:

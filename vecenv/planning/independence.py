@@ -266,7 +266,7 @@ def _describe_failure(failure: PackedError | ChildEnd) -> str:
         return failure.summary.removeprefix("RuntimeError: ")
     if failure.exitcode is None:
         return "trying them took too long"
-    return f"a process that tried environments {describe_exit(failure.exitcode)}"
+    return f"a process that tried environments died: {describe_exit(failure.exitcode)}"
 
 
 def _find_difference(first: Record, second: Record, ignored: set[str] | frozenset[str] = frozenset()) -> Any:

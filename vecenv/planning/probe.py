@@ -216,7 +216,8 @@ class EnvProbe:
         if time.monotonic() >= deadline and not helper.has_ended():
             raise StartupTimeout(f"an environment could not be built, reset and stepped within {self.timeout} seconds")
         code = helper.exit_code() if helper.has_ended(CLOSE_SECONDS) else None
-        text = f"the process that tried an environment {'closed its pipe' if code is None else describe_exit(code)}"
+        end = "closed its pipe" if code is None else f"died: {describe_exit(code)}"
+        text = f"the process that tried an environment {end}"
         if code == NO_GUARD:
             text = missing_guard(self.context.get_start_method())
         raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")

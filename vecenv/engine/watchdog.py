@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from vecenv.engine.worker_process import WorkerProcess
+from vecenv.errors import span_text
 from vecenv.system.supervision import innermost_location
 
 REPORT_AFTER_SECONDS: Final = [60.0, 600.0]
@@ -51,10 +52,12 @@ class Watchdog:
             late = logged < len(REPORT_AFTER_SECONDS) and now - began >= REPORT_AFTER_SECONDS[logged]
             self._busy[worker.index, message] = began, logged + late
             if late and request.command not in self.limited_commands:
-                self._report(worker, list(rows), request.command, now - began)
+                self._report(worker, sorted(rows), request.command, now - began)
 
     def _report(self, worker: WorkerProcess, rows: list[int], command: str, seconds: float) -> None:
         rows_text = ", ".join(map(str, rows[:8])) + ", ..." * (len(rows) > 8)
+        if rows[-1] - rows[0] == len(rows) - 1:
+            rows_text = span_text(rows)
         envs = f"env {rows[0]} has" if len(rows) == 1 else f"envs {rows_text} have"
         if len(rows) > 1 and (running := worker.running_row) is not None:
             envs = f"env {running}, of envs {rows_text}, has"

@@ -30,6 +30,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, settings
 from sampling import sample_marked, thin_out
 
 SETTLE_SECONDS = 2.0
@@ -51,6 +52,8 @@ ALL_CASES_IN_CI = ("test_readme.py",)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any load")
     if _LINUX:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts by `pytest &`, and in its children

@@ -97,7 +97,7 @@ _kinds: dict[str, st.SearchStrategy[Any]] = {
     "np.int64": st.integers(-1000, 1000).map(np.int64),
     "np.uint8": st.integers(0, 255).map(np.uint8),
     "np.bool_": st.booleans().map(np.bool_),
-    "str": st.text(max_size=5),
+    "str": st.text("ab_0\0\né漢🙂", max_size=5),  # an alphabet: to list all of Unicode takes seconds
     "none": st.none(),
     "list": st.lists(st.integers(0, 9), max_size=2),
     "tuple": st.tuples(st.integers(0, 9)),

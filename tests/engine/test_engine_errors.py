@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -249,6 +249,46 @@ def test_a_masked_reset_of_the_failed_environment_alone_is_enough(every_engine: 
         observations, _ = envs.reset(seed=1, options={"reset_mask": np.array([False, False, True])})
         assert observations[:, 1:3].tolist() == [[2, 1], [2, 1], [0, 1]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [3, 3, 1]
+
+
+class RebuiltEnv(CounterEnv):
+    """An environment that raises on action 4. Its reset info counts the instances of its process that still exist."""
+
+    built: ClassVar[weakref.WeakSet[RebuiltEnv]] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        gc.disable()  # so that only the last reference to an instance frees it
+        super().__init__(lengths=(1000,))
+        self.earlier = len(self.built)
+        self.built.add(self)
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        if kwargs.get("options") and not self.earlier:
+            raise RuntimeError("no options")
+        return super().reset(**kwargs)[0], {"earlier": self.earlier}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        if action == 4:
+            raise RuntimeError("no fours")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("env_threads", [1, 2])
+def test_a_failed_environment_is_freed_before_the_next_one_is_built(env_threads: int) -> None:
+    with ready_engine([RebuiltEnv], num_workers=1, env_threads=env_threads, on_failure="restart") as envs:
+        for _ in range(3):
+            envs.step(np.array([4]))
+            assert envs.step(np.array([0]))[4]["earlier"].tolist() == [0]
+
+
+def test_a_reset_frees_an_environment_that_failed() -> None:
+    with ready_engine([RebuiltEnv], num_workers=1) as envs:
+        for _ in range(2):
+            with raises_logged(RuntimeError, "no fours"):
+                envs.step(np.array([4]))
+            with raises_logged(RuntimeError, "no options"):
+                envs.reset(options={"a": 1})
+            assert envs.reset()[1]["earlier"].tolist() == [0]
 
 
 def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Options) -> None:

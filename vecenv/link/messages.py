@@ -181,13 +181,11 @@ _VALUE_KINDS: Final = {"results": "result", "observations": "observation", "fina
 
 
 def encode_outcome(outcome: Outcome) -> bytes:
-    """Pickle an outcome. A value that cannot be pickled becomes a failure of its environment."""
-    failures = [
-        failure
-        if isinstance(failure.error, PackedError)
-        else Failure(failure.env, pack_error(failure.error), failure.fatal)
-        for failure in outcome.failures
-    ]
+    """Pickle an outcome, and pack its exceptions in place. A value that cannot be pickled becomes a failure of its row."""
+    for failure in outcome.failures:
+        if not isinstance(failure.error, PackedError):
+            failure.error = pack_error(failure.error)  # breaks a cycle: the exception's frames hold the failure
+    failures = list(outcome.failures)
 
     def add_failure(row: int, error: BaseException, text: str) -> None:
         error.add_note(f"env {row}: its {text}")

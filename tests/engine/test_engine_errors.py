@@ -6,8 +6,10 @@ import copy
 import functools
 import gc
 import multiprocessing
+import re
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ from envs import (
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
 import vecenv
+from vecenv.engine import worker_process
 from vecenv.errors import EnvFailed, StepTimeout
 
 # --- section 1.12: close, twice, late, with terminate, and without a call of it ------------------
@@ -72,6 +75,56 @@ def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environmen
             envs.close(**how)
         assert time.monotonic() - begin < 10
         assert envs.closed is True
+
+
+class SlowToClose(SleepingEnv):
+    """A :class:`SleepingEnv` that writes to ``file`` after 0.6 seconds in ``close``."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def close(self) -> None:
+        if self.steps:
+            time.sleep(0.6)
+            self.file.write_text("closed")
+
+
+@pytest.mark.parametrize("how", ["step_async", "send"])
+def test_close_waits_for_a_pending_step_no_longer_than_step_timeout(how: str) -> None:
+    with ready_engine([SleepingEnv] * 2, num_workers=2, step_timeout=0.2, on_failure="restart") as envs:
+        if how == "send":
+            envs.send(np.array([30.0]), [1])
+        else:
+            envs.step_async([0.0, 30.0])
+        begin = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # a call is pending
+            envs.close()
+        assert 0.15 < time.monotonic() - begin < 10
+        assert envs.closed is True
+
+
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call:UserWarning")
+def test_step_timeout_does_not_limit_the_close_of_an_environment(tmp_path: Path) -> None:
+    file = tmp_path / "closed"
+    with ready_engine([functools.partial(SlowToClose, file)], num_workers=1, step_timeout=0.3) as envs:
+        envs.step_async([0.1])
+        envs.close()
+    assert file.read_text() == "closed"
+
+
+@pytest.mark.filterwarnings("ignore:.*Calling `close` while waiting for a pending call:UserWarning")
+def test_close_logs_the_environment_that_it_waits_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "REPORT_CLOSE_SECONDS", 0.2)
+    with ready_engine([SleepingEnv] * 4, num_workers=2) as envs:
+        envs.step_async([0.0, 1.0, 0.0, 1.0])
+        envs.close()
+    (line,) = caplog.messages
+    pattern = r"close\(\) is waiting for env 1, of envs 0-1, at envs.py:\d+ in step \(worker 0, pid \d+\) and 1 more worker;"
+    assert re.match(pattern, line), line
 
 
 @pytest.mark.parametrize("pending", ["reset", "step", "call"])

@@ -388,9 +388,9 @@ class Engine(WorkerDriver):
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def shut_down(self, timeout: float, *, terminate: bool) -> None:
+    def shut_down(self, timeout: float, *, terminate: bool, step_timeout: float | None = None) -> None:
         """End the workers, and log errors from the environments' ``close()``. Safe to repeat."""
-        self.pool.close(timeout, terminate=terminate)
+        self.pool.close(timeout, terminate=terminate, step_timeout=step_timeout)
         failures = self.pool.failures_in_close
         while failures:
             failure, _ = failures.pop(0)

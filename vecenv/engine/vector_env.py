@@ -511,8 +511,8 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
         Args:
             timeout: Seconds for a pending result and for the environments' own ``close()``; then workers are killed.
-                Default: a minute; or a second if a worker was late before, an earlier ``close()`` was interrupted, or this
-                one interrupts a call of the same thread.
+                Default: a minute, and ``step_timeout`` for a pending step or reset; or a second if a worker was late before,
+                an earlier ``close()`` was interrupted, or this one interrupts a call of the same thread.
             terminate: Kill the workers at once, without calling the environments' ``close()``.
         """
         if self.closed:
@@ -544,12 +544,12 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End the workers; see :meth:`close`."""
-        pool = self._pool
+        pool, limit = self._pool, self.step_timeout if timeout is None else None
         if timeout is None:
             late = any(worker.overdue or (worker.death is None and worker.is_stopped()) for worker in pool.workers)
             timeout = SHORT_CLOSE_TIMEOUT if late else CLOSE_TIMEOUT
         self._warn_about_pending_call()
-        self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate)
+        self._driver.shut_down(0.0 if terminate else timeout, terminate=terminate, step_timeout=limit)
 
     def __del__(self) -> None:
         if self.__dict__.get("closed", True):  # not `self.closed`, which is the class attribute if __init__ did not run

@@ -555,15 +555,17 @@ class WorkerPool:
             worker.release()
             self._forget_process(worker.process)
 
-    def close(self, timeout: float, *, terminate: bool) -> None:
+    def close(self, timeout: float, *, terminate: bool, step_timeout: float | None = None) -> None:
         """End all workers within about ``timeout`` seconds: by a request, then SIGTERM, then SIGKILL for the whole group.
+
+        Each pending step or reset may take ``step_timeout`` seconds of that time.
 
         After an interruption, call it again. :meth:`release` frees the resources of the pool.
         """
         if self.abandoned:
             return
         self.closing = True
-        end_workers(self.processes, timeout, terminate, self.failures_in_close)
+        end_workers(self.processes, timeout, terminate, self.failures_in_close, step_timeout)
         retired, self._retired = self._retired, []
         self.end(retired, timeout, terminate=terminate)
         if self.local is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import pickle
@@ -10,7 +11,7 @@ import select
 import signal
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -43,6 +44,7 @@ PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 The head is that of a plain reply, which has nothing to report. Its code is 0, which no reply has, if the message rebuilds
 environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
 
+_log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
 LAST_STEP_OP: Final = int(Op.REBUILD_SOME)
 """The last operation that steps or resets environments; those with higher numbers are calls."""
@@ -52,6 +54,8 @@ _STACK_END_SECONDS: Final = 0.3  # until the stack is complete, if the worker ha
 _STACK_CPU_SECONDS: Final = 0.02  # of CPU time within which a worker begins to write, if it can
 _TERM_GRACE_SECONDS: Final = 0.25  # between SIGTERM and SIGKILL
 _KILL_SECONDS: Final = 5.0  # for the kernel to end a killed process
+REPORT_CLOSE_SECONDS: Final = 5.0
+"""Seconds after which ``close()`` logs the environment that it is waiting for."""
 CLOSING: Final = 0
 """The sequence number of the last message; all others are above 0."""
 
@@ -159,7 +163,8 @@ class WorkerProcess:
         self.start_failures: list[Failure] = []
         self.death: Death | None = None
         self.exitcode: int | None = None
-        self.rebuild_deadline = 0.0
+        self.rebuild_deadline = self._drained_at = 0.0
+        self._drained = 0  # replies that `drain` has read, the latest at `_drained_at`
         self.watch = ProcessWatch(process, descriptors)
         self._poll = select.poll()
         self._poll.register(channel.fd, select.POLLIN)
@@ -291,7 +296,7 @@ class WorkerProcess:
         Only the first call sends anything, even if it is interrupted.
         """
         if not self._close_requested and not self.channel.closed:
-            self._close_requested = True
+            self._close_requested, self._drained_at = True, time.monotonic()
             self.channel.queue(encode(Op.CLOSE, CLOSING))
             self.flush()
 
@@ -314,7 +319,9 @@ class WorkerProcess:
         try:
             while (message := self.channel.receive()) is not None:
                 kind, seq, payload = decode(message)
-                if kind == Reply.FULL and seq == CLOSING and payload is not None and failures is not None:
+                if seq != CLOSING:
+                    self._drained, self._drained_at = self._drained + 1, time.monotonic()
+                elif kind == Reply.FULL and payload is not None and failures is not None:
                     outcome = decode_outcome(payload)
                     failures += [(failure, self) for failure in outcome.failures]
                     for _, text in outcome.warnings:
@@ -322,6 +329,13 @@ class WorkerProcess:
         except ChannelClosed:
             return False
         return True
+
+    def closing_deadline(self, deadline: float, step_timeout: float | None) -> float:
+        """Return the time at which to kill it: ``deadline``, or earlier if it is still busy with a step or a reset then."""
+        unanswered = list(self.pending)[self._drained :]
+        if step_timeout is None or not unanswered or unanswered[0][2].command not in ("step", "reset"):
+            return deadline
+        return min(deadline, max(self._drained_at + step_timeout, self.rebuild_deadline))
 
     def release(self) -> None:
         """Close every descriptor of an ended process. Idempotent."""
@@ -343,22 +357,25 @@ def _copy_action(action: Any) -> Any:
 
 
 def end_workers(
-    workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[tuple[Failure, Any]] | None = None
-) -> None:
+    workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[tuple[Failure, Any]] | None = None,
+    step_timeout: float | None = None,
+) -> None:  # fmt: skip
     """End workers within about ``timeout`` seconds, and all processes that their environments started.
 
     Args:
         workers: The workers.
-        timeout: Seconds for their environments' own ``close``.
+        timeout: Seconds for pending messages and for their environments' own ``close``.
         terminate: Send SIGTERM at once, without a request to close.
         failures: A list to which failures of environments in ``close`` are added, each with its worker.
+        step_timeout: Seconds, within ``timeout``, for each pending step or reset.
     """
-    deadline = time.monotonic() + timeout
+    began = time.monotonic()
     alive = [worker for worker in workers if not worker.has_ended()]
     if not terminate:
         for worker in alive:
             worker.request_close()
-        _wait_for_exit([worker for worker in alive if not worker.is_stopped()], deadline, failures)
+        running = [worker for worker in alive if not worker.is_stopped()]
+        _wait_for_exit(running, began + timeout, failures, step_timeout, began + REPORT_CLOSE_SECONDS)
     late = [worker for worker in alive if not worker.watch.has_ended()]
     for worker in late:
         worker.signal(signal.SIGTERM)
@@ -375,8 +392,10 @@ def end_workers(
 
 
 def _wait_for_exit(
-    workers: Iterable[WorkerProcess], deadline: float, failures: list[tuple[Failure, Any]] | None
-) -> None:
+    workers: Sequence[WorkerProcess], deadline: float, failures: list[tuple[Failure, Any]] | None,
+    step_timeout: float | None = None, report_at: float = math.inf,
+) -> None:  # fmt: skip
+    """Wait for the end of workers until ``deadline``, and log one line if they are still running at ``report_at``."""
     for worker in workers:
         if worker.watch.descriptor < 0:
             continue
@@ -387,11 +406,28 @@ def _wait_for_exit(
             poll.register(reply_fd, select.POLLIN)
             if not worker.flush():
                 poll.register(worker.channel.out, select.POLLOUT)
-        while not worker.watch.has_ended() and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in worker.watch.poll(poll, left * 1000):
+            worker.drain(failures)  # the wait for another worker may have taken long
+        while not worker.watch.has_ended():
+            now = time.monotonic()
+            if (left := worker.closing_deadline(deadline, step_timeout) - now) <= 0:
+                break
+            if now >= report_at:
+                report_at = math.inf
+                _report_closing([worker for worker in workers if not worker.watch.has_ended()])
+            for descriptor, _ in worker.watch.poll(poll, min(left, report_at - now) * 1000):
                 if descriptor == worker.channel.out and worker.flush():
                     poll.unregister(descriptor)
                 elif descriptor == reply_fd and not worker.drain(failures):
                     poll.unregister(reply_fd)
                     reply_fd = -1
         worker.drain(failures)
+
+
+def _report_closing(workers: Sequence[WorkerProcess]) -> None:
+    """Log the environment that ``close()`` is waiting for, and the number of other workers that have not ended."""
+    for worker in workers[:1]:
+        location = innermost_location(worker.read_stack())
+        where = f", at {location}" if location else ""
+        others = f" and {len(workers) - 1} more worker{'s' * (len(workers) > 2)}" if len(workers) > 1 else ""
+        envs = envs_text(worker.rows, worker.running_row)
+        _log.warning("close() is waiting for %s%s (%s)%s; close(timeout=) limits it", envs, where, worker.label, others)

@@ -265,9 +265,10 @@ class ErrorRecord:
             first = (str(self.error).strip().splitlines() or [""])[0]
         except Exception:  # raised by `__str__` of the environment's own exception class
             first = "it could not be printed"
+        text = f": {first}" if first else ""
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
         is_named = self.env is None and first.startswith(f"worker {self.worker} (pid {self.pid},")  # already in the text
         doing = "" if is_named else f"{source}, {self.command}: "
         recorded = f" (recorded: {self.recorded})" if self.recorded else ""
-        return f"{self.when:%Y-%m-%d %H:%M:%S} {doing}{type(self.error).__name__}: {first}{recorded}"
+        return f"{self.when:%Y-%m-%d %H:%M:%S} {doing}{type(self.error).__name__}{text}{recorded}"

@@ -344,6 +344,13 @@ def test_a_reset_frees_an_environment_that_failed() -> None:
             assert envs.reset()[1]["earlier"].tolist() == [0]
 
 
+def test_an_error_without_text_is_named_without_a_colon(caplog: pytest.LogCaptureFixture) -> None:
+    with ready_engine([functools.partial(RaisingEnv, error=MemoryError())], num_workers=1, on_failure="restart") as envs:
+        envs.step(np.array([0]))
+        assert re.search(r"env 0: MemoryError, at envs.py:\d+ in _maybe_raise$", caplog.text.strip()), caplog.text
+        assert str(envs.errors[0]).endswith("step: MemoryError")
+
+
 def test_restarted_row_reports_nothing_of_its_failed_step(process_engine: Options) -> None:
     """Its reward is not a number, which is found after its observation and its info were read."""
     zeros = np.zeros(4, np.float32)

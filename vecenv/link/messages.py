@@ -388,9 +388,10 @@ class PackedError:
 
 
 def summary(error: BaseException) -> str:
-    """Return ``Type: text``, even if the exception's own ``__str__`` raises."""
+    """Return ``Type: text``, or ``Type`` without a text, even if the exception's own ``__str__`` raises."""
     name = type(error).__name__
-    return call_with_fallback(lambda: f"{name}: {error}", lambda _: f"{name} (it could not be printed)", BaseException)
+    text = call_with_fallback(lambda: f": {error}", lambda _: " (it could not be printed)", BaseException)
+    return name if text == ": " else name + text
 
 
 def original_summary(error: BaseException) -> str:

@@ -283,7 +283,8 @@ class Replay:
         more = f"; {self._difference_text}" if self._first_difference else ""
         packed = error if isinstance(error, PackedError) else pack_error(error)
         texts = text, original_summary(unpack_error(packed, ""))
-        same = failed is not None and failed.how == "raised" and failed.text in texts
+        known = [each.removesuffix(": ") for each in texts]  # version 0.1 recorded an error without text as "Type: "
+        same = failed is not None and failed.how == "raised" and failed.text.removesuffix(": ") in known
         self.result = ReplayResult.from_failure(
             failed, self.where, text, same=same, more=more if same else more + self._missing,
             step=self.step, location=location_in_traceback(packed.text), stack=packed.text,

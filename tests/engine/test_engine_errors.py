@@ -34,7 +34,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
 import vecenv
 from vecenv.engine import worker_process
-from vecenv.errors import EnvFailed, StepTimeout
+from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
 
 # --- section 1.12: close, twice, late, with terminate, and without a call of it ------------------
 
@@ -342,6 +342,17 @@ def test_a_reset_frees_an_environment_that_failed() -> None:
             with raises_logged(RuntimeError, "no options"):
                 envs.reset(options={"a": 1})
             assert envs.reset()[1]["earlier"].tolist() == [0]
+
+
+def test_a_dead_worker_says_how_to_go_on() -> None:
+    with ready_engine(counters(2), num_workers=2) as envs:
+        envs.processes[1].kill()
+        with pytest.raises(WorkerDied) as caught:
+            envs.step([0, 0])
+        assert caught.value.__notes__ == [
+            "reset() rebuilds the environments of dead workers; on_failure='restart' does so by itself"
+        ]
+        envs.reset()
 
 
 def test_an_error_without_text_is_named_without_a_colon(caplog: pytest.LogCaptureFixture) -> None:

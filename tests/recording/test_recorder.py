@@ -482,7 +482,7 @@ def test_record_of_a_dead_worker_has_one_path(tmp_path: Path) -> None:
         with pytest.raises(WorkerDied) as caught:
             envs.step([0, 0, 0])
         (record,) = envs.errors
-    (note,) = caught.value.__notes__
+    (note, _) = caught.value.__notes__
     assert note == f"recorded: {record.recorded}\nand 2 more in {tmp_path}"
     assert Path(record.recorded).is_file()
 

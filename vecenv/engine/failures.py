@@ -157,6 +157,8 @@ class FailureLog:
         for death in deaths:
             for note in self.notes.get(death.envs[0], ()):
                 note_once(error, note)
+        if deaths and request.command in ("step", "reset"):  # which end here only without restarts
+            note_once(error, "reset() rebuilds the environments of dead workers; on_failure='restart' does so by itself")
         if raised and self._like_gymnasium and request.command in ("step", "reset"):
             _log_like_gymnasium(request.failures)
         return error

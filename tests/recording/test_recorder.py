@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import signal
 import threading
 import time
@@ -22,10 +23,20 @@ from sampling import each_once
 from signals import handled
 
 import vecenv
-from vecenv.errors import EnvFailed, EpisodeOver, NotRestorable, RestartsExhausted, SnapshotMismatch, WorkerDied
+from vecenv.errors import (
+    EnvFailed,
+    EpisodeOver,
+    NotRestorable,
+    RestartsExhausted,
+    SnapshotMismatch,
+    StepTimeout,
+    WorkerDied,
+)  # fmt: skip
+from vecenv.recording import file as file_module
 from vecenv.recording import recorder as recorder_module
 from vecenv.recording.file import read, read_header
 from vecenv.recording.replay import AGAIN, Replay, ReplayResult
+from vecenv.testing import FaultyEnv
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -473,6 +484,57 @@ def test_failure_after_a_recovery_repeats_from_the_recovery(how: str, tmp_path: 
                     result, steps = replay_file(kept, begin)
                     assert result.status == AGAIN, (life, begin, result.text)
                     assert steps == 5 + (how == "restart" and life > 0)
+
+
+def test_an_abandoned_worker_that_timed_out_has_one_set_of_files(tmp_path: Path) -> None:
+    fns: list[Any] = [HistoryEnv, functools.partial(FaultyEnv, HistoryEnv(), "sleep", step=2)]
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv(fns, num_workers=1, step_timeout=0.3, record_failures=tmp_path)
+    ) as envs:
+        envs.reset(seed=1)
+        envs.step([0, 0])
+        with pytest.raises(StepTimeout) as timeout:
+            envs.step([0, 0])
+        envs.abandon(timeout.value.envs)
+        with pytest.raises(WorkerDied, match="died during step: it was abandoned and was killed at ") as died:
+            envs.step_wait()
+        assert died.value.__notes__ == timeout.value.__notes__
+    first, second = sorted(tmp_path.glob("*.vecenv"))
+    header, _ = read_header(second)
+    assert header.failure == read_header(first)[0].failure
+    named = r"env 1, of envs \[0, 1\], worker 0, pid \d+, during step, at faulty\.py:\d+ in sleep"
+    assert re.fullmatch(rf"it hung for more than 0\.3 seconds: {named}", header.failed), header.failed
+
+
+def fail_in_pairs(folder: Path, keep: int, steps: int, seed: int = 1) -> list[Path]:
+    """Step two environments of a worker, of which env 1 ends it every five steps; return its files in their order."""
+    fns: list[Any] = [Endless, functools.partial(FaultyEnv, Endless(), "kill", step=5)]
+    recording = vecenv.FlightRecorder(folder, keep=keep)
+    with contextlib.closing(
+        vecenv.AsyncVectorEnv(fns, num_workers=1, on_failure="restart", record_failures=recording)
+    ) as envs:
+        envs.reset(seed=seed)
+        for _ in range(steps):
+            envs.step([0, 0])
+        return [Path(record.recorded) for record in envs.errors]
+
+
+def test_files_of_siblings_are_removed_before_those_that_fail_again(tmp_path: Path) -> None:
+    own = fail_in_pairs(tmp_path, 3, 18)
+    assert len(own) == 3
+    others = set(tmp_path.glob("*.vecenv")) - set(own)
+    assert all(path.is_file() for path in own), "the failed environment's"
+    assert [read_header(path)[0].failure for path in others] == [read_header(own[-1])[0].failure], "the latest sibling"
+
+
+def test_a_line_says_that_files_of_an_earlier_run_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail_in_pairs(tmp_path, 2, 12)
+    assert "earlier run" not in caplog.text
+    monkeypatch.setattr(file_module, "_PROGRAM", "another")
+    fail_in_pairs(tmp_path, 2, 12, seed=2)
+    assert caplog.text.count("the flight recorder removed files of an earlier run from ") == 1
 
 
 def test_record_of_a_dead_worker_has_one_path(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from vecenv.recording.file import read_header
 from vecenv.testing import faulty
 from vecenv.testing.faulty import FaultyEnv
 from vecenv.tools import cli
-from vecenv.tools.replay import replay
+from vecenv.tools.replay import _find_running, replay
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -142,9 +142,9 @@ def test_timeout_names_the_file_of_the_environment_that_hangs(tmp_path: Path) ->
     assert isinstance(error, StepTimeout)
     assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
     assert any(note.startswith(f"recorded: {files[1]}\n") for note in error.__notes__), error.__notes__
-    hung = "it hung for more than 1 seconds"
-    failures = [read_header(file)[0].failed for file in files]
-    assert failures == [f"{hung} in env 1, of envs 0-2", hung, f"{hung} in env 1, of envs 0-2"]
+    headers = [read_header(file)[0] for file in files]
+    assert all(header.failed.startswith("it hung for more than 1 seconds: env 1, of envs [0, 1, 2], ") for header in headers)
+    assert [header.other_running_env for header in headers] == [1, None, 1]
 
 
 def test_a_second_run_keeps_the_file_of_the_first(tmp_path: Path) -> None:
@@ -238,6 +238,20 @@ def test_the_file_of_a_sibling_names_the_one_to_replay(fault: str, tmp_path: Pat
     assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
 
+def test_another_failure_is_not_the_one_to_replay(tmp_path: Path) -> None:
+    files, _ = fails(tmp_path, "kill", num_workers=1)
+    files[1].unlink()
+    again, _ = fails(tmp_path, "kill", num_workers=1)
+    header, _ = read_header(files[0])
+    assert _find_running(files[0], header) == (1, None)
+    headers = {file: read_header(file)[0] for file in again}
+    (newest,) = {each.failure for each in headers.values()} - {header.failure}
+    found = {_find_running(file, each) for file, each in headers.items() if each.failure == newest}
+    assert found == {(1, files[1]), (None, None)}
+    done = run(files[0], "--yes")
+    assert done.stdout.splitlines()[-1].endswith("env 1, which was running when that failed: its file is gone")
+
+
 @pytest.mark.long
 def test_a_restart_names_the_file_in_its_log_line_and_the_next_one_repeats(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -282,7 +296,7 @@ def test_old_files_are_removed_and_the_latest_kept(tmp_path: Path) -> None:
     recording = vecenv.FlightRecorder(tmp_path, keep=2)
     fns = [functools.partial(faulty_short, "kill", step=5)] * 3
     with restarting(fns, recording, 12, num_workers=1) as envs:
-        assert len(list(tmp_path.glob("*.vecenv"))) == 3
+        assert len(list(tmp_path.glob("*.vecenv"))) == 4, "three of the latest failure, which count as one"
         note = next(note for note in envs.errors[-1].error.__notes__ if note.startswith("recorded: "))
         assert note.endswith(f"\nand 2 more in {tmp_path}")
         assert Path(envs.errors[-1].recorded) in tmp_path.glob("*-env0-*.vecenv")
@@ -579,7 +593,7 @@ def with_change(file: Path, to: Path, change: Any) -> Path:
         (lambda blob: blob[:-10], "is truncated: "),
         (lambda blob: blob[:40], "is damaged: its header cannot be read"),
         (lambda blob: blob[:-10] + b"0123456789", "is damaged: its bytes are not those that were written"),
-        (lambda blob: blob.replace(b'"format": 3', b'"format": 9', 1), "has format 9, and this version of vecenv reads 3"),
+        (lambda blob: blob.replace(b'"format": 5', b'"format": 9', 1), "has format 9, and this version of vecenv reads 5"),
     ],
 )
 def test_invalid_files_are_refused_before_unpickling(

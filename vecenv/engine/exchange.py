@@ -797,4 +797,4 @@ class Exchange:
     def kill_pending(self, rows: Collection[int]) -> None:
         """Kill the workers that have some of these rows, and a message without a reply."""
         late = [worker for worker in self.pool.find_late() if not set(rows).isdisjoint(worker.rows)]
-        self._kill(late, "its reply was no longer needed")
+        self._kill(late, "it was abandoned")

@@ -15,13 +15,14 @@ import os
 import pickle
 import platform
 import re
+import secrets
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import cloudpickle
 import gymnasium
@@ -37,8 +38,10 @@ SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
 """Calls with an effect that may last longer than an episode."""
 _MAGIC: Final = b"vecenv flight record\n"
-_FORMAT: Final = 4
+_FORMAT: Final = 5
 _MAX_HEADER_BYTES: Final = 2**20
+_PROGRAM: Final = secrets.token_hex(8)
+"""The name of this program's run in the names of failures: process ids repeat, as in containers."""
 _RUNNING: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
 
 
@@ -125,6 +128,7 @@ class Header:
     Attributes:
         env_id, env, episode, step: The environment, and the episode and step of its failure.
         failed: The failure in one line.
+        failure: The name of the failure, common to all files about it; empty if the file was written on request.
         written: The time of writing, in the time zone of the machine that wrote it.
         versions: Package -> version.
         length, checksum: Length and checksum of the rest.
@@ -135,11 +139,18 @@ class Header:
     episode: int
     step: int
     failed: str
+    failure: str
     written: str
     versions: dict[str, str]
     length: int
     checksum: str
     format: int = _FORMAT
+
+    @property
+    def other_running_env(self) -> int | None:
+        """The environment that was running when the worker failed; ``None`` if that is unknown or the recorded one."""
+        found = running_env(self.failed, self.env)
+        return None if found is None or found[0] == self.env else found[0]
 
     def differences(self) -> list[str]:
         """List the packages that have another version here, or are missing."""
@@ -162,14 +173,19 @@ def _versions(env_id: str) -> dict[str, str]:
     return found
 
 
-def pack(record: Record, env_id: str, episode: int, step: int) -> bytes:
-    """Return the content of the file for a record."""
+def new_failure_name() -> str:
+    """Return a name for a failure that no other failure has. Names of this run of the program share their beginning."""
+    return f"{_PROGRAM}-{secrets.token_hex(8)}"
+
+
+def pack(record: Record, env_id: str, episode: int, step: int, failure: str) -> bytes:
+    """Return the content of the file for a record. ``failure`` is the name of the failure."""
     record.spec = gymnasium.registry.get(env_id)
     body: bytes = cloudpickle.dumps(record)
     failed = "nothing: it was written on request" if record.failed is None else record.failed.text
     written = datetime.now().astimezone().isoformat(timespec="seconds")
     checksum = hashlib.sha256(body).hexdigest()
-    header = Header(env_id, record.row, episode, step, failed, written, _versions(env_id), len(body), checksum)
+    header = Header(env_id, record.row, episode, step, failed, failure, written, _versions(env_id), len(body), checksum)
     return _MAGIC + json.dumps(asdict(header)).encode() + b"\n" + body
 
 
@@ -195,17 +211,36 @@ def write(path: Path, content: bytes) -> None:
         raise
 
 
-def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> None:
-    """Remove a folder's oldest files until ``keep`` are left, but none of ``latest``. Files that cannot be removed stay."""
-    found: list[tuple[int, str]] = []
+def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> int:
+    """Remove a folder's oldest files until ``keep`` are left. Files that cannot be removed stay.
+
+    Files about environments that only shared a worker with the failed one are removed first, because they do not fail again.
+
+    Args:
+        folder: The folder.
+        keep: Maximum number of files, where ``latest`` count as one.
+        latest: Files about the latest failure, which stay.
+
+    Returns:
+        The number of removed files that another run of the program wrote.
+    """
+    found: list[tuple[bool, int, str, bool]] = []
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             with contextlib.suppress(OSError):  # another program may have removed it
                 if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False) and Path(entry) not in latest:
-                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
-    for _, path in sorted(found)[: max(len(found) + len(latest) - max(keep, len(latest)), 0)]:
+                    modified, is_own, is_foreign = entry.stat(follow_symlinks=False).st_mtime_ns, True, False
+                    with contextlib.suppress(UnreadableRecord), open(entry.path, "rb") as file:
+                        header = _parse_header(file, entry.path)
+                        is_own = header.other_running_env is None
+                        is_foreign = bool(header.failure) and not header.failure.startswith(_PROGRAM)
+                    found.append((is_own, modified, entry.path, is_foreign))
+    removed_foreign = 0
+    for _, _, path, is_foreign in sorted(found)[: max(len(found) + bool(latest) - keep, 0)]:
         with contextlib.suppress(OSError):
             os.unlink(path)
+            removed_foreign += is_foreign
+    return removed_foreign
 
 
 def running_env(text: str, env: int) -> tuple[int, list[int]] | None:
@@ -239,24 +274,28 @@ def read_header(path: Path) -> tuple[Header, bytes]:
         OSError: It cannot be read.
     """
     with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise UnreadableRecord(f"{path} is not a flight record of vecenv")
-        line = file.readline(_MAX_HEADER_BYTES)
+        header = _parse_header(file, path)
         body = file.read()
-    try:
-        fields = json.loads(line)
-        if fields.get("format") != _FORMAT:
-            raise UnreadableRecord(f"{path} has format {fields.get('format')!r}, and this version of vecenv reads {_FORMAT}")
-        header = Header(**fields)
-    except UnreadableRecord:
-        raise
-    except (ValueError, TypeError, AttributeError):
-        raise UnreadableRecord(f"{path} is damaged: its header cannot be read") from None
     if len(body) != header.length:
         raise UnreadableRecord(f"{path} is truncated: it has {len(body)} of {header.length} bytes")
     if hashlib.sha256(body).hexdigest() != header.checksum:
         raise UnreadableRecord(f"{path} is damaged: its bytes are not those that were written")
     return header, body
+
+
+def _parse_header(file: BinaryIO, path: str | Path) -> Header:
+    """Read the header at the beginning of an open file; ``path`` names it in errors."""
+    if file.read(len(_MAGIC)) != _MAGIC:
+        raise UnreadableRecord(f"{path} is not a flight record of vecenv")
+    try:
+        fields = json.loads(file.readline(_MAX_HEADER_BYTES))
+        if fields.get("format") != _FORMAT:
+            raise UnreadableRecord(f"{path} has format {fields.get('format')!r}, and this version of vecenv reads {_FORMAT}")
+        return Header(**fields)
+    except UnreadableRecord:
+        raise
+    except (ValueError, TypeError, AttributeError):
+        raise UnreadableRecord(f"{path} is damaged: its header cannot be read") from None
 
 
 def read(header: Header, body: bytes) -> Record:

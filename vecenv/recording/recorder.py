@@ -17,9 +17,11 @@ very few instructions. Any other event first moves the log into the ring.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import re
+import signal
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -31,7 +33,7 @@ import cloudpickle
 import numpy as np
 from gymnasium.vector import AutoresetMode
 
-from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied, span_text
+from vecenv.errors import NotRestorable, StepTimeout, VecEnvError, WorkerDied
 from vecenv.front.arguments import random_seed
 from vecenv.link.envs import Expected, WorkerPlan
 from vecenv.link.messages import dumps_with_code, original_summary
@@ -42,9 +44,9 @@ from vecenv.recording.file import (
     Failed,
     Message,
     Record,
+    new_failure_name,
     pack,
     remove_old,
-    running_env,
     unused_path,
     write,
 )  # fmt: skip
@@ -52,7 +54,9 @@ from vecenv.shm import Layout, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.signals import deferred_signals
+from vecenv.system.supervision import innermost_location
 
+_log = logging.getLogger("vecenv")
 _RING_BYTES: Final = 128 * 2**20
 """The maximum size of the ring, unless two blocks are larger."""
 _BLOCK_TICKS: Final = 512
@@ -62,6 +66,8 @@ _PICKLED_ACTION_BYTES: Final = 100
 _MAX_MESSAGES: Final = 10_000
 _NUMBERS: Final = "rewards", "terminations", "truncations"
 _ARRAY: Final = np.ndarray
+_HANGING: Final = re.compile(r"^((?:env \d+, of )?envs \[[\d, ]+\]), (.+): no reply yet\..*((?:\n(?!envs? ).*)*)", re.M)
+"""The lines of a :class:`StepTimeout` about a worker: its environments, its name and request, and its stack."""
 _SNAPSHOT_TIME_SHARE: Final = 0.002
 _LONG_REPLAY_SECONDS: Final = 5.0
 """Snapshots are taken only if the replay of one environment would take longer, because the first snapshot has a lasting
@@ -78,7 +84,8 @@ class FlightRecorder:
         snapshot_every: Minimum number of steps between two snapshots, for environments that can be saved. They are taken
             only if a replay from the reset would take more than five seconds or its steps would soon be dropped, and they
             take at most 0.2 % of the time. ``None``: never.
-        keep: Maximum number of files in the folder. The oldest are removed first, but never those of the latest failure.
+        keep: Maximum number of files in the folder, where those of the latest failure count as one. Files about environments
+            that only shared a worker with the failed one are removed first, then the oldest; those of earlier runs, too.
 
     Raises:
         ValueError: An argument is invalid.
@@ -191,6 +198,8 @@ class Recorder:
         self._save_at = options.snapshot_every or 1 << 62
         self._next_snapshot_time = 0.0
         self._latest_files: tuple[int, list[Path]] = (-1, [])  # the latest tick with a failure, and its files
+        self._timeouts: dict[int, tuple[tuple[int, int], Path]] = {}  # by row: a request that timed out, and its file
+        self._has_warned = False  # about removed files of earlier runs
 
     def _make_ring(self) -> None:
         n, tree = self._num_envs, self._plan.layout.actions
@@ -420,18 +429,26 @@ class Recorder:
             return ""
         seconds = error.timeout if isinstance(error, (StepTimeout, WorkerDied)) else None
         hung, text = isinstance(error, StepTimeout) or seconds is not None, original_summary(error)
-        if hung and seconds is not None:
-            text = f"it hung for more than {seconds:g} seconds"
-        elif worker_died:
+        if worker_died:
             text = str(error).partition("\n")[0]
         how = "hung" if hung else "died" if worker_died else "raised"
         failed = Failed(how, text, getattr(error, "exitcode", None), seconds)
         try:
-            return self._write_files(rows, failed, str(error) if hung else "")
+            # A worker that timed out is killed if it is abandoned: the files about the timeout describe that failure.
+            if isinstance(error, StepTimeout) or failed.exitcode == -signal.SIGKILL:
+                known = [self._timeouts[row] for row in rows if row in self._timeouts]
+                if [request for request, _ in known] == [self._request(row) for row in rows]:
+                    return self._note([path for _, path in known])
+            return self._write_files(rows, failed, error if isinstance(error, StepTimeout) else None)
         finally:
             if not isinstance(error, StepTimeout):  # after a timeout, the environments may continue
                 self._begin_history(rows)
                 self._failed.update(rows)
+
+    def _request(self, row: int) -> tuple[int, int]:
+        """Return a pair that identifies the pending request of a row."""
+        tick = int(self._in_flight[row])
+        return self._position if tick < 0 else tick, self._next_message
 
     def _begin_history(self, rows: Sequence[int]) -> None:
         """Begin a new history for some rows, without earlier records."""
@@ -522,30 +539,37 @@ class Recorder:
             path: Path of the file; ``None``: a new name in the folder.
         """
         self._move_log()
-        return self._write(self._copy_rows([row]), row, path, None)
+        return self._write(self._copy_rows([row]), row, path, None, "")
 
-    def _write_files(self, rows: Sequence[int], failed: Failed, message: str) -> str:
+    def _write_files(self, rows: Sequence[int], failed: Failed, timeout: StepTimeout | None) -> str:
         """Write the files about rows that failed together, and return a note that names them.
 
-        ``message`` is the error text of a hang, which names the running environments; otherwise it is empty.
+        ``timeout`` is the error if they hang and may still reply.
         """
-        written, problems = [], []
+        written, problems, name = [], [], new_failure_name()
         copied = self._copy_rows(rows)
         for row in rows:
             try:
-                text = failed.text
-                if failed.how == "hung" and (found := running_env(message, row)) is not None and found[0] != row:
-                    text += f" in env {found[0]}, of envs {span_text(found[1])}"
-                written.append(self._write(copied, row, None, replace(failed, text=text)))
+                each = failed if timeout is None else replace(failed, text=_describe_hang(timeout, row))
+                written.append(self._write(copied, row, None, each, name))
+                if timeout is not None:
+                    self._timeouts[row] = self._request(row), written[-1]
             except Exception as error:
                 problems.append(f"not recorded: {original_summary(error)}")
         tick, latest = self._latest_files
         self._latest_files = self._position, written + (latest if tick == self._position else [])
-        remove_old(self._folder, self._options.keep, self._latest_files[1])
-        lines = [f"recorded: {written[0]}"] if written else []
-        if len(written) > 1:
-            lines.append(f"and {len(written) - 1} more in {self._folder}")
-        return "\n".join(lines + problems[:1])
+        keep = self._options.keep
+        removed = remove_old(self._folder, keep, self._latest_files[1])
+        if removed and not self._has_warned:
+            self._has_warned = True
+            text = "the flight recorder removed files of an earlier run from %s, which keeps %d (FlightRecorder(keep=))"
+            _log.warning(text, self._folder, keep)
+        return "\n".join(filter(None, [self._note(written), *problems[:1]]))
+
+    def _note(self, written: Sequence[Path]) -> str:
+        """Return a note that names the files about a failure; empty if there are none."""
+        more = f"\nand {len(written) - 1} more in {self._folder}" if len(written) > 1 else ""
+        return f"recorded: {written[0]}{more}" if written else ""
 
     def _copy_rows(self, rows: Sequence[int]) -> _CopiedRows:
         """Copy the records of some rows."""
@@ -570,7 +594,9 @@ class Recorder:
         ]
         return _CopiedRows(wanted_rows, np.arange(first, last), columns, stepped, messages)
 
-    def _write(self, copied: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None) -> Path:
+    def _write(
+        self, copied: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None, name: str
+    ) -> Path:
         at, first = copied.rows.index(row), self._first
         ends = copied.columns["terminations"][at] | copied.columns["truncations"][at]
         counted = self._count(
@@ -581,7 +607,7 @@ class Recorder:
         if path is None:
             env_id = re.sub(r"[^\w.-]+", "_", self._env_id).strip("_")
             path = unused_path(self._folder / f"{env_id}-env{row}-episode{episode}-step{step}{SUFFIX}")
-        write(Path(path), pack(record, self._env_id, episode, step))
+        write(Path(path), pack(record, self._env_id, episode, step, name))
         return Path(path)
 
     def _build_record(self, copied: _CopiedRows, row: int, failed: Failed | None, step: int) -> Record:
@@ -635,6 +661,16 @@ def recorder_for_hosts(
     expected = Expected(envs.observation_mode, envs.single_observation_space, envs.single_action_space)
     env_fns = envs.env_fns if envs.generators == "shared" else with_own_generators(envs.env_fns)
     return Recorder(options, env_fns, env_id, WorkerPlan(layout, envs.autoreset_mode, expected), save, stats)
+
+
+def _describe_hang(error: StepTimeout, row: int) -> str:
+    """Return a line about the hang of a row's worker, with the environment and line of Python if the error names them."""
+    text = "it hung" if error.timeout is None else f"it hung for more than {error.timeout:g} seconds"
+    for envs, worker, stack in _HANGING.findall(str(error)):
+        if row in map(int, re.findall(r"\d+", envs.rpartition("[")[2])):
+            location = innermost_location(stack)
+            return f"{text}: {envs}, {worker}" + (f", at {location}" if location else "")
+    return text
 
 
 def _compact(values: Array) -> Array:

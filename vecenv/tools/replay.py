@@ -16,14 +16,13 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import gymnasium
 
-from vecenv.recording.file import SUFFIX, Failed, Header, UnreadableRecord, newest_files, read, read_header, running_env
+from vecenv.recording.file import SUFFIX, Failed, Header, UnreadableRecord, newest_files, read, read_header
 from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, STOPPED, Replay, ReplayResult
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.helper_process import HelperProcess
@@ -41,8 +40,6 @@ from vecenv.tools.video import Frame, as_rgb, require_writer, write_video
 
 _MAX_FRAMES: Final = 1000
 _MAX_LISTED_FILES: Final = 5
-_SAME_DEATH_SECONDS: Final = 10.0
-"""Maximum seconds between two files about the same death of a worker."""
 _STACK_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 5.0
 """Seconds added to the recorded limit of a step, because the process has just started."""
@@ -85,7 +82,7 @@ def main(arguments: argparse.Namespace) -> int:
     elif not arguments.pdb or result.status == CANNOT:  # with --pdb it was printed before the debugger
         _print_result(result)
     if running is not None and not arguments.json:
-        advice = f"replay {instead}" if instead else f"replay a file of env {running}"
+        advice = f"replay {instead}" if instead else "its file is gone"
         print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
     if arguments.frames is not None and images is not None and result.status != CANNOT:
         print(_write_frames(images, arguments.frames), file=sys.stderr if arguments.json else sys.stdout)
@@ -133,27 +130,13 @@ def _print_result(result: ReplayResult) -> None:
     print(result.text[0].upper() + result.text[1:])
 
 
-def _find_other_running_env(header: Header) -> int | None:
-    """Return the environment that was running when the worker failed; ``None`` if that is unknown or the recorded one."""
-    found = running_env(header.failed, header.env)
-    return None if found is None or found[0] == header.env else found[0]
-
-
 def _find_running(path: Path, header: Header) -> tuple[int | None, Path | None]:
     """Return the other environment that was running when the worker failed, and the file about it, if they are known."""
-    running = _find_other_running_env(header)
+    running = header.other_running_env
     if running is None:
         return None, None
-
-    def distance(other: Header) -> float:
-        return abs((datetime.fromisoformat(other.written) - datetime.fromisoformat(header.written)).total_seconds())
-
-    files = [
-        (other.failed != header.failed, distance(other), file)  # files about one death contain the same text
-        for file, other in newest_files(path.parent)
-        if (other.env_id, other.env) == (header.env_id, running) and distance(other) <= _SAME_DEATH_SECONDS
-    ]
-    return running, min(files)[-1] if files else None
+    files = newest_files(path.parent)
+    return running, next((file for file, other in files if (other.failure, other.env) == (header.failure, running)), None)
 
 
 def _describe_folder(folder: Path) -> str:
@@ -161,7 +144,7 @@ def _describe_folder(folder: Path) -> str:
     files = newest_files(folder)
     if not files:
         return f"{folder} is a folder without recorded failures (*{SUFFIX})"
-    own = [(path, header) for path, header in files if _find_other_running_env(header) is None]
+    own = [(path, header) for path, header in files if header.other_running_env is None]
     lines = "".join(f"\n  {path}: {header.failed}" for path, header in (own or files)[:_MAX_LISTED_FILES])
     return f"{folder} is a folder; choose one of its files. The newest:{lines}"
 

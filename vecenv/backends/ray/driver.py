@@ -329,7 +329,7 @@ class HostsDriver(WorkerDriver):
         late = [part.host for part in self.exchange.parts.values() if not set(part.rows).isdisjoint(rows)]
         with self.exchange.changing():
             for host in late:
-                self.exchange.kill_host(host, "its reply was no longer needed")
+                self.exchange.kill_host(host, "it was abandoned")
 
     def _describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
         self.overdue = True

@@ -120,7 +120,7 @@ class FlightRecorder:
 class _RecordedMessage(NamedTuple):
     """A message: its number, the tick that follows, its rows and name, and a pickled dict from rows to arguments.
 
-    ``arguments`` is empty if they cannot be pickled.
+    ``arguments`` is empty if they cannot be pickled. ``restarts`` has the rows that a reset rebuilds within a step.
     """
 
     number: int
@@ -128,6 +128,7 @@ class _RecordedMessage(NamedTuple):
     rows: list[int]
     name: str
     arguments: bytes
+    restarts: Sequence[int] = ()
 
 
 class _SavedSnapshots(NamedTuple):
@@ -335,7 +336,7 @@ class Recorder:
         """Record a reset. A row that never had a seed receives one, so that its episodes can be repeated."""
         self._move_log()
         self._mark_submitted()
-        rows = list(rows)
+        rows, restarts = list(rows), []
         for at, row in enumerate(rows):
             if seeds[at] is None and self._seeded[0, row] < 0:
                 seeds[at] = random_seed()
@@ -345,9 +346,10 @@ class Recorder:
             if row in self._failed and tick >= 0:  # it is rebuilt within this step
                 self._history_start[row] = tick
                 self._restart[row] = self._next_message
+                restarts.append(row)
         self._failed.difference_update(rows)
         each = options if isinstance(options, list) else [options] * len(rows)
-        self._add_message("reset", dict(zip(rows, zip(seeds, each, strict=True), strict=True)))
+        self._add_message("reset", dict(zip(rows, zip(seeds, each, strict=True), strict=True)), restarts)
 
     def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
         """Record a call. A thaw begins new histories, because the state from which its rows continue is not recorded."""
@@ -377,8 +379,9 @@ class Recorder:
         """The tick after the message that is being submitted."""
         return self._next + self._open_is_submitted
 
-    def _add_message(self, name: str, arguments: dict[int, tuple[Any, ...]]) -> None:
-        message = _RecordedMessage(self._next_message, self._position, list(arguments), name, _pickle(arguments))
+    def _add_message(self, name: str, arguments: dict[int, tuple[Any, ...]], restarts: Sequence[int] = ()) -> None:
+        rows, blob = list(arguments), _pickle(arguments)
+        message = _RecordedMessage(self._next_message, self._position, rows, name, blob, restarts)
         self._messages.append(message)
         self._next_message += 1
         if len(self._messages) > _MAX_MESSAGES:
@@ -512,12 +515,12 @@ class Recorder:
         episodes, steps = before
         wanted = set(rows)
         resets = [
-            (message.tick - first, message.rows)
+            (message.tick - first, message.rows, message.restarts)
             for message in self._messages
             if message.name == "reset" and first <= message.tick < end and not wanted.isdisjoint(message.rows)
         ]
         at = 0
-        for until, reset_rows in [*resets, (len(ends), ())]:
+        for until, reset_rows, restarted in [*resets, (len(ends), (), ())]:
             number = np.arange(at, until)[:, None]
             latest = np.where(ends[at:until], number, -1).max(axis=0, initial=-1)
             after = (stepped[at:until] & (number > latest)).sum(axis=0)
@@ -525,7 +528,7 @@ class Recorder:
             episodes = episodes + ends[at:until].sum(axis=0)
             was_reset = np.isin(rows, reset_rows)
             episodes = episodes + (was_reset & ((steps > 0) | (episodes == 0)))
-            steps = np.where(was_reset, 0, steps)
+            steps = np.where(was_reset, np.where(np.isin(rows, restarted), first_step, 0), steps)
             at = max(at, until)
         return np.stack([episodes, steps])
 
@@ -602,8 +605,9 @@ class Recorder:
         counted = self._count(
             self._dropped[:, row : row + 1], first, first + len(ends) + 1, [row], ends[:, None], copied.stepped[at][:, None]
         )
-        episode, step = (max(int(number[0]), 0) for number in counted)
+        episode, step = (int(number[0]) for number in counted)
         record = self._build_record(copied, row, failed, step)
+        episode, step = max(episode, 0), max(step, 0)
         if path is None:
             env_id = re.sub(r"[^\w.-]+", "_", self._env_id).strip("_")
             path = unused_path(self._folder / f"{env_id}-env{row}-episode{episode}-step{step}{SUFFIX}")
@@ -611,7 +615,7 @@ class Recorder:
         return Path(path)
 
     def _build_record(self, copied: _CopiedRows, row: int, failed: Failed | None, step: int) -> Record:
-        """Return the record of a row. ``step`` is the number of the latest step in its episode."""
+        """Return the record of a row. ``step`` is the number of the latest step in its episode; -1: its reset is next."""
         at = copied.rows.index(row)
         history = copied.stepped[at] & (copied.ticks > self._history_start[row])
         if failed is None and (in_flight := self._in_flight[row]) >= 0:

@@ -647,7 +647,7 @@ def test_environments_that_cannot_be_imported(tmp_path: Path) -> None:
 
 
 def converse(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
-    """Run a command in a terminal: wait for a text, type a line, and so on; return everything that it wrote."""
+    """Run a command in a terminal: wait for a text, type a line or Ctrl-C, and so on; return everything that it wrote."""
     pid, terminal = pty.fork()
     if not pid:
         os.execv(command[0], list(command))
@@ -664,7 +664,8 @@ def converse(command: Sequence[str], *exchanges: tuple[str, str]) -> str:
                     break
                 output += more.decode()
             if waited and waited[0][0] in output.rpartition("\0")[2]:
-                os.write(terminal, waited.pop(0)[1].encode() + b"\n")
+                text = waited.pop(0)[1]
+                os.write(terminal, text.encode() + (b"" if text == "\x03" else b"\n"))
                 output += "\0"
     finally:
         os.close(terminal)
@@ -729,3 +730,18 @@ def test_pdb_waits_before_a_step_that_kills(tmp_path: Path) -> None:
     assert "faulty.py" in output
     assert faulty.__name__.rpartition(".")[2] in output
     assert output.count("Continuing repeats the failure in this process, and may end it") == 1
+
+
+@pytest.mark.long
+def test_pdb_shows_the_stack_of_a_crash_and_the_prompt_in_a_hang(tmp_path: Path) -> None:
+    files, _ = fails(tmp_path / "segfault", "segfault")
+    command = [sys.executable, "-m", "vecenv", "replay", "--pdb", "--yes"]
+    output = converse([*command, str(files[0])], ("(Pdb)", "c"))
+    assert "Fatal Python error: Segmentation fault" in output
+    assert "faulty.py" in output.partition("Fatal Python error")[2]
+    files, _ = fails(tmp_path / "sleep", "sleep", step_timeout=0.5)
+    slept = "import time; time.sleep = lambda s, sleep=time.sleep: (print('Zz'), sleep(s))"
+    output = converse([*command, str(files[0])], ("(Pdb)", slept), ("(Pdb)", "c"), ("Zz\r", "\x03"),
+                      ("(Pdb)", "p 'frame', s"), ("('frame',", "q"))  # fmt: skip
+    assert "Interrupted" in output
+    assert "Traceback" not in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import bdb
+import faulthandler
 import json
 import math
 import multiprocessing
@@ -11,6 +12,7 @@ import os
 import pdb
 import pickle
 import re
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, NamedTuple
 
 import gymnasium
@@ -358,6 +361,16 @@ class _EnvDebugger(pdb.Pdb):
         package, _, rest = (module_name or "").partition(".")
         return package in sys.stdlib_module_names or (package == "vecenv" and rest.partition(".")[0] in _CALLING_PACKAGES)
 
+    def sigint_handler(self, signum: signal.Signals, frame: FrameType) -> None:
+        """Show the prompt at once. Pdb's own handler waits for the next line, which a hanging call never reaches."""
+        self.message("\nInterrupted")
+        self.set_trace(frame)
+        sys.settrace(None)  # what is typed at the prompt is not to be traced
+        self.interaction(frame, None)
+        if self.quitting:
+            raise bdb.BdbQuit
+        sys.settrace(self.trace_dispatch)
+
 
 _CALLING_PACKAGES: Final = frozenset({"tools", "recording", "worker", "link", "shm", "state", "system"})
 """The packages of vecenv that call the environment, directly or indirectly, during a replay."""
@@ -379,6 +392,7 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
         if has_stopped:
             if replay_run.record.failed is not None and replay_run.record.failed.how != "raised":
                 print("Continuing repeats the failure in this process, and may end it")
+            faulthandler.enable()
             _EnvDebugger().runcall(deque, requests, 0)
             if replay_run.result is None or isinstance(replay_run.failure, bdb.BdbQuit):
                 return result

@@ -170,7 +170,8 @@ def test_external_causes_are_not_repeated(tmp_path: Path) -> None:
     assert isinstance(error, WorkerDied)
     assert replay(files[0])[:2] == (
         "did not happen again",
-        f"did not happen again: steps 1 to {AT - 1} matched; step {AT} returned, where the record fails",
+        f"did not happen again: steps 1 to {AT - 1} matched; step {AT} returned, where the record fails; "
+        "a kill from outside is not repeated",
     )
 
 
@@ -473,16 +474,19 @@ def test_frames_that_cannot_be_written_are_refused_before_replaying(
     assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
-@pytest.mark.parametrize(("name", "library"), [("out.gif", "Pillow"), ("out.mp4", "moviepy")])
+@pytest.mark.parametrize(
+    ("name", "library", "command"), [("out.gif", "Pillow", "pillow"), ("out.mp4", "moviepy", "'moviepy>=2'")]
+)
 def test_frames_without_the_library_are_refused(
-    name: str, library: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    name: str, library: str, command: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["replay", str(file), "--yes", "--frames", str(tmp_path / name)]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    needs = f"writing {Path(name).suffix} needs {library}, not installed here: pip install "
-    assert shown.err.startswith(f"vecenv: --frames: {needs}")
+    needs = f"writing {Path(name).suffix} needs {library}, not installed here: pip install {command}"
+    assert shown.err == f"vecenv: --frames: {needs}\n"
 
 
 class Canvas(Short):
@@ -603,6 +607,12 @@ def test_invalid_files_are_refused_before_unpickling(
     assert done.returncode == 2
     assert text in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2, done.stderr
+
+
+def test_several_files_are_refused(file: Path) -> None:
+    done = run(file, file, "--yes", file)
+    assert done.returncode == 2
+    assert done.stderr.endswith(": error: replay takes one FILE, got 3\n")
 
 
 def test_missing_file() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
@@ -299,7 +300,8 @@ class Replay:
             status, text = AGAIN, f"nothing had failed, and {steps} matched the record"
         else:
             matched, last = self._matched_steps_text, self._latest_request
-            text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing}"
+            external = "; a kill from outside is not repeated" if record.failed.exitcode == -signal.SIGKILL else ""
+            text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing}{external}"
         self.result = ReplayResult(status, text)
 
     @property

@@ -39,6 +39,8 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, rest = super().parse_known_args(args, namespace)
         if rest:
+            if self.prog.endswith(" replay") and not any(each.startswith("-") for each in rest):
+                self.error(f"replay takes one FILE, got {len(rest) + 1}")
             in_run = self.prog.endswith(" run")
             hint = "; the program's own options follow its name: vecenv run train.py --seed 1" if in_run else ""
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")

@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from gymnasium.vector import VectorEnv
 
-from vecenv.errors import how_to_install
-
 Frame = npt.NDArray[np.uint8]
 """uint8 ``(height, width, 3)``."""
 
 VIDEO_SUFFIXES: Final = {
-    ".gif": ("PIL", "Pillow", how_to_install("bench")),
+    ".gif": ("PIL", "Pillow", "pip install pillow"),
     ".mp4": ("moviepy", "moviepy", "pip install 'moviepy>=2'"),
 }
 """File suffix -> the module that writes such videos, its library, and the command that installs it."""

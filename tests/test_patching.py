@@ -336,7 +336,7 @@ def test_a_module_runs_as_by_python(tmp_path: Path) -> None:
     ("arguments", "wanted"),
     [
         (["nowhere.py"], "vecenv: no such program: nowhere.py"),
-        (["."], "vecenv: no such program: . is a folder"),
+        (["."], "vecenv: no such program: . has no __main__.py"),
         (["-m", "nowhere.at_all"], "vecenv: no module 'nowhere.at_all': ModuleNotFoundError: No module named 'nowhere'"),
         ([], "vecenv: no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ..."),
         (["--num-workers", "-1", "x.py"], "argument --num-workers: must be a non-negative int, 'auto' or 'each', got '-1'"),

@@ -147,7 +147,7 @@ def test_invalid_timeout_is_refused_and_the_result_stays_pending(backend: Backen
 def test_all_rows_can_be_sent_to_and_are_received_in_batches(backend: Backend, envs: Any) -> None:
     actions = backend.actions(ROWS)
     whole = results_of_a_step(envs, actions)
-    envs.send(actions)
+    envs.send(actions, ALL)  # the rows of the latest `recv` may be fewer
     assert in_flight(envs) == ROWS
     for row, (one, *_) in enumerate(receive_all(envs)):
         assert_identical(one, rows_of(whole[0], [row]))

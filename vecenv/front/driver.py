@@ -240,7 +240,7 @@ class Driver:
         self.state.unusable = "forked"
 
     def record_interruption(self) -> None:
-        """Record that an exception has interrupted the wait for the pending call, if there is one."""
+        """Record that an exception has interrupted the wait for the pending request, if there is one."""
         self._interrupted = self.pending_request.rows > 0
 
     @property
@@ -318,7 +318,7 @@ class Driver:
         """Wait for the result of the pending step or reset. For a reset, only observations and infos are valid.
 
         Args:
-            kind: The phase of the pending call, which is not for ``recv``.
+            kind: The phase of the pending request, which is not for ``recv``.
             deadline: A time of ``time.monotonic()``; ``None``: no limit other than the driver's options.
 
         Returns:

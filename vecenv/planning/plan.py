@@ -93,7 +93,8 @@ class Plan:
             waiting = f"{times.waits:.0%} of it waiting ({times.steps} steps measured)"
             lines.append(f"  a step takes {times.step * 1e6:.1f} us, {waiting}")
             pace, busy = times.pace, times.pace * times.crowding
-            lines.append(f"  time of Python here: {pace:.1f} times the reference machine's, {busy:.1f} with all cores busy")
+            slower = f"{pace:.1f} times as long as on the reference machine, {busy:.1f} with all cores busy"
+            lines.append(f"  Python takes {slower}")
         for name, seconds in sorted(self.estimates.items(), key=lambda entry: entry[1]):
             lines.append(f"  {name:<28} {self.num_envs / seconds:>12,.0f} steps per second expected")
         share = f" (the caller steps {self.caller_share} environments itself)" if self.use_caller else ""

@@ -411,7 +411,7 @@ def _preload() -> None:
 
 def _main_needs_torch() -> bool:
     """True if the main file imports torch at its top level, and so does each worker that imports the file."""
-    values = vars(sys.modules["__main__"]).values() if "torch" in sys.modules else ()
+    values = list(vars(sys.modules["__main__"]).values()) if "torch" in sys.modules else []  # a thread may add names
     names = {value.__name__ for value in values if isinstance(value, ModuleType)}
     names.update(str(base.__module__) for value in values if isinstance(value, type) for base in value.__mro__)
     return any(name.partition(".")[0] in _TORCH_LIBRARIES for name in names)

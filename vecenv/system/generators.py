@@ -329,6 +329,8 @@ class _Switch:
 
     def swap_out(self, row: Generators) -> None:
         """Store the states that are in place and belong to ``row`` back in it."""
+        if self.numpy_owner is not row and self.torch_owner is not row:
+            return  # the usual case; `deferred_signals` takes 10 us
         generator = torch_generator()
         with deferred_signals():
             if self.numpy_owner is row:

@@ -64,6 +64,14 @@ def arrays_of(kind: str) -> list[Any]:
     return [np.zeros(ENVS_PER_HOST), flags, flags.copy(), observations]
 
 
+class LocalHost(Host):
+    """A host in this process, which has other children: those of Ray go on when the host closes."""
+
+    def close(self, timeout: float) -> list[str]:
+        self.envs.close(timeout=timeout)
+        return []
+
+
 def reply_of(host: Host) -> Any:
     """Return the reply of a host to a step, as it is sent."""
     rows = range(ENVS_PER_HOST)
@@ -74,7 +82,7 @@ def reply_of(host: Host) -> Any:
 def reply_to(kind: str) -> Any:
     """Return the reply of a host with such environments."""
     fns = PackedEnvFns.pack(range(ENVS_PER_HOST), [still(kind)] * ENVS_PER_HOST, "travels")
-    host = Host(HostPlan(0, range(ENVS_PER_HOST), fns, 1, 0, {}, []))
+    host = LocalHost(HostPlan(0, range(ENVS_PER_HOST), fns, 1, 0, {}, []))
     host.start()
     reply = reply_of(host)
     host.close(0.0)
@@ -189,7 +197,7 @@ class InstantHosts:
     def require_places(self, timeout: float) -> None: ...
 
     def launch(self, plan: HostPlan) -> None:
-        self._hosts.append(Host(plan))
+        self._hosts.append(LocalHost(plan))
 
     def submit(self, index: int, method: str, *args: Any) -> Any:
         if method in ("step", "reset"):

@@ -8,9 +8,9 @@ INTERRUPTED = 130
 
 
 def main() -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.default_int_handler:  # and not where signals are ignored, as under nohup
+    if before is signal.default_int_handler:  # not if SIGINT is ignored, as under nohup
         signal.signal(signal.SIGINT, _exit_at_once)
     from vecenv.tools.cli import main as run
 

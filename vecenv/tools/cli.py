@@ -119,7 +119,7 @@ def _build_parser() -> _Parser:
     option("--from-snapshot", action="store_true", help="begin with the latest snapshot instead of a reset")
     option("--until", type=_count, metavar="N", help="stop before step N of the episode")
     text = (
-        "open the debugger where the environment raises, before step N, or before the step or reset where it kills its "
+        "open the debugger where the environment raises, before step N, or before the step or reset in which it kills its "
         "process or hangs"
     )
     option("--pdb", action="store_true", help=text)
@@ -129,7 +129,7 @@ def _build_parser() -> _Parser:
     option("--json", action="store_true", help="print the result as JSON instead of text")
     option = add("top", top.main)
     option("--pid", type=_count, metavar="PID", help="show only the program with this process id")
-    option("--interval", type=_number, default=1.0, metavar="S", help="seconds between two readings (default: 1)")
+    option("--interval", type=_number, default=1.0, metavar="S", help="seconds between updates (default: 1)")
     option("--once", action="store_true", help="print one table and exit")
     option("--json", action="store_true", help="print one table as JSON and exit")
     return parser
@@ -165,7 +165,7 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
     text = "measure only these engines, separated by commas, such as auto,gym-sync (default: all; a wrong name lists them)"
     option("--engines", metavar="NAMES", help=text)
     option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
-    text = "folder of the results (default: bench-results)"
+    text = "folder for the results (default: bench-results)"
     option("--out", type=Path, default=Path("bench-results"), metavar="DIR", help=text)
     option("--json", action="store_true", help="print the results as JSON instead of a table")
 

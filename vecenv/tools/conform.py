@@ -189,8 +189,8 @@ def main(arguments: argparse.Namespace) -> int:
     """check which promises of Gymnasium's vector interface an engine keeps
 
     Checks each promise of Gymnasium's documentation, and prints a short program for each one that is broken.
-    MODULE:ENGINE is called with functions that build environments or, if it has an argument num_envs, with their number;
-    and with autoreset_mode, if it takes that.
+    MODULE:ENGINE is called with functions that build environments or, if it has a parameter num_envs, with their number,
+    and with autoreset_mode, if it has that parameter.
 
     Exit codes: 0 no promise is broken; 1 some are; 2 wrong usage. Try: vecenv conform gymnasium.vector:AsyncVectorEnv
     """

@@ -43,7 +43,7 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
     if not arguments.quiet:
         replaced = "AsyncVectorEnv and SyncVectorEnv are" if arguments.sync else "AsyncVectorEnv is"
         settings = ", ".join(f"{name}={value!r}" for name, value in defaults.items())
-        settings = settings or "one worker for each environment"
+        settings = settings or "one worker per environment"
         print(f"vecenv run: gymnasium.vector.{replaced} vecenv's ({settings})", file=sys.stderr)
         if defaults.get("num_workers") == "auto":
             print(f"vecenv run: auto first tries environments in temporary processes, <= {MAX_STEPS} steps", file=sys.stderr)
@@ -179,18 +179,18 @@ def add_options(option: Callable[..., Any]) -> None:
     Args:
         option: ``ArgumentParser.add_argument``.
     """
-    text = "number of worker processes, auto, or each: one per environment (default: auto)"
+    text = "number of worker processes, auto, or each for one per environment (default: auto)"
     option("--num-workers", type=_parse_num_workers, default="auto", metavar="N", help=text)
     option("--on-failure", choices=("raise", "restart"), help="what to do when an environment fails (default: raise)")
     text = "seconds after which a step counts as hanging (default: no limit)"
     option("--step-timeout", type=float, metavar="S", help=text)
-    text = "folder for a file about each failure, for vecenv replay (default: none are written)"
+    text = "folder in which each failure leaves a file for vecenv replay (default: none)"
     option("--record-failures", metavar="FOLDER", help=text)
-    option("--context", choices=("fork", "spawn", "forkserver"), help="how worker processes start (default: Python's)")
+    option("--context", choices=("fork", "spawn", "forkserver"), help="start method of worker processes (default: Python's)")
     text = "whether environments share the global random generators of their process or have their own (default: shared)"
     option("--generators", choices=("shared", "own"), help=text)
     option("--sync", action="store_true", help="also replace gymnasium.vector.SyncVectorEnv")
-    option("--quiet", action="store_true", help="do not report on stderr at the start and the end")
+    option("--quiet", action="store_true", help="print no reports on stderr at the start and the end")
     text = "run a module with its arguments, as python -m does"
     option("-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE", help=text)
     text = "a Python file, folder or archive, and its arguments"

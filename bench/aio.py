@@ -1,8 +1,8 @@
 """``vecenv.aio.Pool`` beside OpenEnv's server, and beside ``send`` and ``recv``: ``python bench/aio.py``.
 
 64 environments that wait 50 ms, or compute 5 ms of a core, in 2 workers and in 64. Each row is a program of its own, and the
-rounds of all are interleaved. Shown are steps per second, and how late the program's event loop is: the 99th percentile of
-how long after its time a timer of 2 ms is called.
+rounds of all are interleaved. The table shows steps per second, and how late the event loop is: the 99th percentile of how
+long after its time a timer of 2 ms is called.
 
     python bench/aio.py                                   # without OpenEnv, which is named as missing
     python -m venv /tmp/openenv && /tmp/openenv/bin/pip install openenv==0.10.0

@@ -1,13 +1,13 @@
 """The cost of the JAX bridge: ``python bench/bridge_cost.py``.
 
-The environments do nothing (one array is handed out again and again), so what is measured is the way from a compiled program
-to numpy and back. Microseconds a step, medians of interleaved repeats, for a scan and for single compiled steps called from
-Python, and for observations of several sizes:
+The environments do nothing (every step returns the same arrays), so this measures the round trip from a compiled program to
+numpy. The table has microseconds per step, medians of interleaved repeats, for a scan and for single compiled steps called
+from Python, and for observations of several sizes:
 
-* ``io_callback``   JAX's ordered ``io_callback`` as one would write it: the same arguments and results, a numpy function, no
-  token, no checks;
+* ``io_callback``   JAX's ordered ``io_callback``, used directly: the same arguments and results, a numpy function, no token,
+  no checks;
 * ``call``          the host call of the bridge with the same function;
-* ``bridge``        ``bridge(envs).step``: the same with ticket, checks and everything in ``EnvState``.
+* ``bridge``        ``bridge(envs).step``: the same, plus the token, the checks and the rest of ``EnvState``.
 
 For comparison, ``copy`` is numpy's copy of the observations.
 """
@@ -41,7 +41,7 @@ SHAPES = {
 
 
 class Idle(VectorEnv[Any, Any, Any]):
-    """A vector env with empty steps."""
+    """A vector environment that does nothing in a step."""
 
     def __init__(self, num_envs: int, shape: tuple[int, ...], dtype: Any) -> None:
         self.num_envs = num_envs
@@ -50,18 +50,18 @@ class Idle(VectorEnv[Any, Any, Any]):
         self.single_action_space = gym.spaces.Discrete(2)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        no = np.zeros(num_envs, np.bool_)
-        self.answer = (np.ones((num_envs, *shape), dtype), np.ones(num_envs), no, no, {})
+        flags = np.zeros(num_envs, np.bool_)
+        self.result = (np.ones((num_envs, *shape), dtype), np.ones(num_envs), flags, flags, {})
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        return self.answer[0], {}
+        return self.result[0], {}
 
     def step(self, actions: Any) -> Any:
-        return self.answer
+        return self.result
 
 
 def main() -> None:
-    """Parse, measure, print the table."""
+    """Measure all shapes and print the table."""
     options = _arguments()
     rows = []
     for name, spec in SHAPES.items():
@@ -75,13 +75,13 @@ def main() -> None:
 
 
 def measure(spec: tuple[int, tuple[int, ...], Any], length: int, options: argparse.Namespace) -> dict[str, float]:
-    """Return microseconds per step by kind of call."""
+    """Return the microseconds per step of each kind of call."""
     envs = Idle(*spec)
     runs = {
         "io_callback": _repeated(_bare(envs, _with_io_callback), length),
         "call": _repeated(_bare(envs, _with_host_call), length),
         "bridge": _bridged(Idle(*spec), length),
-        "copy": lambda: [envs.answer[0].copy() for _ in range(length)],
+        "copy": lambda: [envs.result[0].copy() for _ in range(length)],
     }
     for run in runs.values():
         run()  # compiles
@@ -102,16 +102,16 @@ Step = Callable[[Any, Any], Any]
 
 
 def _bare(envs: Idle, call: Any) -> tuple[Step, Any]:
-    """Return a step by a plain host call, ``(obs, action) -> (obs, reward, terminated, truncated)``, and its first state."""
-    obs, rewards, terminated, truncated, _ = envs.answer
+    """Return a step that is only a host call and returns ``(obs, reward, terminated, truncated)``, and its first carry."""
+    obs, rewards, terminated, truncated, _ = envs.result
     rewards = rewards.astype(np.float32)
     results = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (obs, rewards, terminated, truncated)]
 
-    def function(action: Any) -> Any:
+    def host_step(action: Any) -> Any:
         return obs, rewards, terminated, truncated
 
     start = [jnp.asarray(array) for array in (obs, rewards, terminated, truncated)]
-    return lambda carry, action: call(function, results, action), start
+    return lambda carry, action: call(host_step, results, action), start
 
 
 def _with_io_callback(function: Any, results: Any, action: Any) -> Any:
@@ -157,7 +157,7 @@ def _bridged(envs: Idle, length: int) -> Callable[[], None]:
 
 def _show(row: dict[str, Any], first: bool) -> None:
     if first:
-        print(f"device {jax.devices()[0]}, jax {jax.__version__}; microseconds a step")
+        print(f"device {jax.devices()[0]}, jax {jax.__version__}; microseconds per step")
         print("  ".join(f"{name:>{_width(name)}}" for name in row))
     cells = [f"{v:{_width(k)}.1f}" if isinstance(v, float) else f"{v:>{_width(k)}}" for k, v in row.items()]
     print("  ".join(cells), flush=True)
@@ -169,10 +169,10 @@ def _width(name: str) -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--length", type=int, default=200, help="steps a scan")
-    parser.add_argument("--steps", type=int, default=400, help="steps a repeat")
+    parser.add_argument("--length", type=int, default=200, help="steps per scan")
+    parser.add_argument("--steps", type=int, default=400, help="steps per repeat")
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", help="also write the rows here")
+    parser.add_argument("--json", help="also write the rows to this file")
     return parser.parse_args()
 
 

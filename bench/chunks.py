@@ -1,9 +1,9 @@
-"""``python -m bench.chunks``: the share of the bare loop, per environment step, that chunks of actions reach.
+"""``python -m bench.chunks``: the throughput of environment steps with chunks of actions, as a share of the bare loop's.
 
 For each environment a bare loop (``env.step`` in one process per core, sharing nothing) and the engine without chunks and
-with chunks of 4 and 16 actions take turns, each in a process of its own. Executed steps and resets count, also resets
-within a step; an unused rest of a chunk does not. Each share is formed within a round; the median is shown, and the least
-and the greatest.
+with chunks of 4 and 16 actions take turns, each in a process of its own. All executed steps and resets count, including
+resets within a step; unused actions of a chunk do not. A share compares rates of the same round; the table shows the median,
+minimum and maximum.
 
     python -m bench.chunks CartPole-v1 HalfCheetah-v5 Ant-v5 --num-envs 8
 """
@@ -43,16 +43,16 @@ def _chunked(env_fn: Callable[[], Any], horizon: int) -> Any:
     return ActionChunks(env_fn(), horizon)
 
 
-def candidates(env_id: str, num_envs: int, workers: int, horizons: Sequence[int], mode: str) -> list[Candidate]:
-    """Return the bare loop, and the engine with chunks of each horizon; a horizon of 1 is the environment itself."""
+def make_candidates(env_id: str, num_envs: int, workers: int, horizons: Sequence[int], mode: str) -> list[Candidate]:
+    """Return the bare loop, and the engine with chunks of each horizon; a horizon of 1 means no chunks."""
     env_fn = functools.partial(make_env, env_id)
-    how: dict[str, Any] = {"runner": ChunkRunner, "num_workers": workers, "autoreset_mode": mode}
-    build = functools.partial(vecenv_candidate, num_envs=num_envs, **how)
-    found = [bound_candidate("bare-loop", env_fn, num_envs, workers)]
+    options: dict[str, Any] = {"runner": ChunkRunner, "num_workers": workers, "autoreset_mode": mode}
+    build = functools.partial(vecenv_candidate, num_envs=num_envs, **options)
+    candidates = [bound_candidate("bare-loop", env_fn, num_envs, workers)]
     for horizon in horizons:
-        own = env_fn if horizon == 1 else functools.partial(_chunked, env_fn, horizon)
-        found.append(build(str(horizon), f"chunks of {horizon}", env_fn=own))
-    return found
+        chunked_fn = env_fn if horizon == 1 else functools.partial(_chunked, env_fn, horizon)
+        candidates.append(build(str(horizon), f"chunks of {horizon}", env_fn=chunked_fn))
+    return candidates
 
 
 def main() -> None:
@@ -63,20 +63,20 @@ def main() -> None:
     parser.add_argument("--horizons", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--mode", default="SameStep", help="autoreset mode (default: SameStep)")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per turn")
     options = parser.parse_args()
     table = Table(*(["share of the bare loop"] + [f"chunks of {horizon}" for horizon in options.horizons]))
     for env_id in options.envs:
-        listed = candidates(env_id, options.num_envs, options.workers, options.horizons, options.mode)
-        rates: dict[str, list[float]] = {candidate.name: [] for candidate in listed}
-        with started(listed) as hosts:
+        candidates = make_candidates(env_id, options.num_envs, options.workers, options.horizons, options.mode)
+        rates: dict[str, list[float]] = {candidate.name: [] for candidate in candidates}
+        with started(candidates) as hosts:
             for _ in range(options.rounds + 1):
                 for host in random.sample(hosts, len(hosts)):
                     rates[host.candidate.name].append(host.rate(options.seconds))
         bare = rates["bare-loop"][1:]  # the first round is a warm-up
         cells = []
         for horizon in options.horizons:
-            shares = [rate / best for rate, best in zip(rates[str(horizon)][1:], bare, strict=True)]
+            shares = [rate / bare_rate for rate, bare_rate in zip(rates[str(horizon)][1:], bare, strict=True)]
             cells.append(f"{statistics.median(shares):.2f} ({min(shares):.2f} - {max(shares):.2f})")
         table.add_row(f"{env_id} x {options.num_envs}", *cells)
     Console().print(table)

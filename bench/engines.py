@@ -127,7 +127,7 @@ class PufferLib(Stepping):
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # its import creates a link
             module = need("pufferlib.vector", "pufferlib")
         if num_envs % workers:
-            raise Unavailable(f"wants a multiple of {workers} environments")
+            raise Unavailable(f"needs a multiple of {workers} environments")
         how = {"num_envs": num_envs, "num_workers": workers, "batch_size": num_envs}
         self.envs = module.make(partial(_puffer_env, env_fn), backend=module.Multiprocessing, **how)
         self._next = itertools.cycle([self.envs.action_space.sample() for _ in range(64)]).__next__

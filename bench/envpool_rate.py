@@ -64,7 +64,7 @@ def processes(task: str, count: int, batch: int) -> Any:
 
 
 def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in turns; return rates in environment steps per second."""
+    """Measure both in turn; return rates in environment steps per second."""
     count, threads = options.num_envs, options.threads
     batch = count if mode == "sync" else count // 2
     envs = EnvPoolVectorEnv(task, count, batch_size=batch, num_threads=threads, seed=0)
@@ -94,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=MODES, action="append", help="default: both")
     parser.add_argument("--num-envs", type=int, default=64)
     parser.add_argument("--threads", type=int, help="default: EnvPool's choice")
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one turn")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per turn")
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     rows = []
     if not options.json:
-        print(f"{'task':<14}{'mode':<13}{options.against + '/s':>14}{'vecenv/s':>12}   ratio (least - greatest)")
+        print(f"{'task':<14}{'mode':<13}{options.against + '/s':>14}{'vecenv/s':>12}   ratio (min - max)")
     for task in options.task or TASKS:
         for mode in options.mode or MODES:
             row = compare(task, mode, options)

@@ -8,7 +8,7 @@ round.
     python bench/first_ready_cost.py ALE/Pong-v5 --num-envs 8 --rounds 9
     python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # a core per process, simulated
 
-With ``--sleep`` the environments only sleep, about so many seconds a step: workers and caller need no core then.
+With ``--sleep`` the environments only sleep, for about that many seconds per step: workers and caller need no core then.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class Way:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("env", nargs="?", default="Ant-v5", help="id of the environment")
-    parser.add_argument("--sleep", type=float, help="environments that only sleep, so many seconds a step")
+    parser.add_argument("--sleep", type=float, help="environments that only sleep, for that many seconds per step")
     parser.add_argument("--num-envs", type=int, default=8)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a turn")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds per turn")
     options = parser.parse_args()
     env_fn: Callable[[], Any] = functools.partial(make_env, options.env)
     if options.sleep:

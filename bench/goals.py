@@ -64,7 +64,7 @@ class Row:
 
 _ASYNC = "against Gymnasium's AsyncVectorEnv, CartPole-v1, 64 envs: best mode / W workers / one process per env"
 _OTHERS = "against the best other process engine in the same run (SB3, Tianshou, TorchRL, PufferLib)"
-_INFOS = "Ant-v5, 32 envs (10 numeric info keys a step), engine cost over the same env without infos"
+_INFOS = "Ant-v5, 32 envs (10 numeric info keys per step), engine cost over the same env without infos"
 _COPIES = "observations (84, 84, 4) uint8, 64 envs: bytes copied per step, `copy=False` / `copy=True`"
 _SLEEPS = "first-ready batches, sleeping envs with log-normal step times (sigma 1): of the ideal, mean-bound rate"
 ROWS = (
@@ -82,7 +82,7 @@ ROWS = (
 
 
 def _cell(summaries: list[Summary | None], form: str) -> Figure:
-    """Format the medians, and the least and greatest of each."""
+    """Format the medians, with minimum and maximum of each."""
     shown = [format(s.median, form) if s else "-" for s in summaries]
     spread = [f"{s.minimum:{form}} - {s.maximum:{form}}" if s else "-" for s in summaries]
     return Figure(" / ".join(shown), " / ".join(spread))

@@ -127,7 +127,7 @@ def _scans(env: Any, functional: FunctionalVectorEnv, length: int) -> dict[str, 
 
 def _show(row: dict[str, Any], first: bool) -> None:
     if first:
-        print(f"device {jax.devices()[0]}; microseconds a vector step")
+        print(f"device {jax.devices()[0]}; microseconds per vector step")
         print("  ".join(f"{name:>14}" for name in row))
     print("  ".join(f"{value:14.2f}" if isinstance(value, float) else f"{value:14d}" for value in row.values()), flush=True)
 
@@ -135,15 +135,15 @@ def _show(row: dict[str, Any], first: bool) -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--env", default="inverted_pendulum", help="a name of Brax or Playground")
-    parser.add_argument("--kwargs", nargs="*", default=["backend=spring"], help="of the environment, name=value")
+    parser.add_argument("--kwargs", nargs="*", default=["backend=spring"], help="environment arguments, name=value")
     parser.add_argument("--envs", nargs="*", type=int, default=[128, 1024])
     parser.add_argument("--mode", default="NextStep", choices=["NextStep", "SameStep", "Disabled"])
     parser.add_argument("--limit", type=int, default=200, help="time limit in steps")
-    parser.add_argument("--steps", type=int, default=200, help="single steps a repeat")
-    parser.add_argument("--length", type=int, default=100, help="steps a scan")
+    parser.add_argument("--steps", type=int, default=200, help="single steps per repeat")
+    parser.add_argument("--length", type=int, default=100, help="steps per scan")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--cpu", action="store_true", help="count CPU time, not wall time: for a busy machine")
-    parser.add_argument("--json", help="also write the rows here")
+    parser.add_argument("--json", help="also write the rows to this file")
     return parser.parse_args()
 
 

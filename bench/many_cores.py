@@ -108,7 +108,7 @@ def draw_step_times(workers: int, each: int, seconds: float, chance: np.random.G
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--costs", type=float, nargs=3, metavar=("BATCH", "WORKER", "ROW"), help="microseconds")
-    parser.add_argument("--bytes", type=int, default=128, help="of an observation")
+    parser.add_argument("--bytes", type=int, default=128, help="size of an observation")
     parser.add_argument("--each", type=int, default=4, help="environments per worker")
     options = parser.parse_args()
     costs = Costs(*(cost * 1e-6 for cost in options.costs)) if options.costs else measured(options.bytes)

@@ -192,7 +192,7 @@ def start_once(engine: str, num_envs: int, workers: int) -> None:
 
 
 def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, list[float]]:
-    """Measure the seconds of a start, each in a new interpreter with a cold fork server, engines in turns."""
+    """Measure the seconds of a start, each in a new interpreter with a cold fork server, alternating the engines."""
 
     def start(engine: str) -> float:
         code = f"from bench.micro import start_once; start_once({engine!r}, {num_envs}, {workers})"

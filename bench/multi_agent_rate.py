@@ -143,7 +143,7 @@ def counted(step: Callable[[Any], Any], actions: np.ndarray) -> Callable[[], int
 
 
 def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure both in turns; return rates in agent steps per second."""
+    """Measure both in turn; return rates in agent steps per second."""
     game = GAMES[name]
     theirs, envs, their_mode, mode = open_both(game, options.num_envs, options.seconds, options.num_workers)
     envs.reset(seed=0)

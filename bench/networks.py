@@ -1,4 +1,4 @@
-"""The network of :mod:`bench.train`: a small convolution over images, two layers over anything else. Needs flax."""
+"""The network of :mod:`bench.train`: convolutions for images, two dense layers for anything else. Needs flax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import optax
 __all__ = ["Policy"]
 
 
-class Choice(NamedTuple):
+class Categorical(NamedTuple):
     """A distribution over the actions of a Discrete space."""
 
     logits: jax.Array
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
         return optax.softmax_cross_entropy(self.logits, jax.nn.softmax(self.logits))
 
 
-class Push(NamedTuple):
+class UnitNormal(NamedTuple):
     """A normal distribution with a standard deviation of 1 over a Box."""
 
     mean: jax.Array
@@ -57,9 +57,9 @@ class Policy(nn.Module):
         return cls(int(actions.n) if discrete else actions.shape[0], discrete, len(shape) == 3 and min(shape[1:]) >= 36)
 
     @nn.compact
-    def __call__(self, observations: jax.Array) -> tuple[Choice | Push, jax.Array]:
+    def __call__(self, observations: jax.Array) -> tuple[Categorical | UnitNormal, jax.Array]:
         x = observations.astype(jnp.float32)
-        if self.images:  # frames come first
+        if self.images:  # the frames come before height and width
             x = jnp.moveaxis(x, 1, -1) / 255
             for features, size, stride in ((16, 8, 4), (32, 4, 2)):
                 x = nn.relu(nn.Conv(features, (size, size), (stride, stride), padding="VALID")(x))
@@ -67,4 +67,4 @@ class Policy(nn.Module):
         for width in (256,) if self.images else (64, 64):
             x = nn.relu(nn.Dense(width)(x)) if self.images else nn.tanh(nn.Dense(width)(x))
         out, value = nn.Dense(self.outputs)(x), nn.Dense(1)(x)[..., 0]
-        return (Choice(out) if self.discrete else Push(out)), value
+        return (Categorical(out) if self.discrete else UnitNormal(out)), value

@@ -1,11 +1,11 @@
 """The cost of a Ray cluster: a step over hosts against the local engine and a bare ``ray.get``, and what is left of a batch.
 
-    python bench/ray_rate.py cost          # microseconds a step: local engine, 1 and 2 hosts, bare ray.gets of the payload
+    python bench/ray_rate.py cost          # microseconds per step: local engine, 1 and 2 hosts, bare ray.gets of the payload
     python bench/ray_rate.py efficiency    # share of the time in which hosts step, over the time of a batch; --plot draws it
-    python bench/ray_rate.py driver        # the caller's own work a step for 8, 32 and 128 simulated hosts
+    python bench/ray_rate.py driver        # the caller's own work per step for 8, 32 and 128 simulated hosts
 
 All on this machine: what a network adds is not in here. Candidates alternate in short turns; figures are medians over
-rounds, with the least and the greatest.
+rounds, with minimum and maximum.
 
 A bare ``ray.get`` is a call of an actor that does nothing but answer, with an array of actions, for a step's four arrays
 (observations, rewards, terminations, truncations), kept ready: what one writes by hand. Beside it, the same for the very
@@ -259,7 +259,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     values = [row["efficiency"]["median"] for row in rows]
     low, high = ([row["efficiency"][key] for row in rows] for key in ("least", "greatest"))
     axes.fill_between(times, low, high, color=COLOURS["vecenv"], alpha=0.2, linewidth=0)
-    axes.plot(times, values, "o-", color=COLOURS["vecenv"], label="2 hosts on one machine (band: least to greatest)")
+    axes.plot(times, values, "o-", color=COLOURS["vecenv"], label="2 hosts on one machine (band: minimum to maximum)")
     axes.axhline(0.5, color=COLOURS["gymnasium"], linestyle="--", label="break-even: two hosts do as much as one machine")
     axes.axvline(10, color=COLOURS["bound"], linestyle=":", label="10 ms")
     axes.set_xscale("log")
@@ -274,10 +274,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cost", "efficiency", "driver"])
-    parser.add_argument("--seconds", type=float, default=0.4, help="of one turn")
+    parser.add_argument("--seconds", type=float, default=0.4, help="seconds per turn")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--plot", type=Path, help="of `efficiency`: draw them here")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rows of `efficiency` to this file")
     options = parser.parse_args(argv)
     import ray
 

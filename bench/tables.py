@@ -76,7 +76,7 @@ def goals_table(out: Path, page: str) -> list[str]:
 def main_table(path: Path) -> list[str]:
     """Return the rows of ``docs/benchmarks.md`` from the JSON of ``vecenv bench CartPole-v1 --num-envs 64``."""
     lines = [
-        "| engine | steps/s | least to greatest | x Gymnasium Async | of the bare loop |",
+        "| engine | steps/s | min to max | x Gymnasium Async | of the bare loop |",
         "|---|---:|---:|---:|---:|",
     ]
     for row in json.loads(path.read_text())["rows"]:
@@ -148,7 +148,7 @@ def _ratios(report: dict[str, Any], name: str, against: str) -> list[float]:
 
 
 def _times(report: dict[str, Any], name: str, against: str, spread: bool = False) -> str:
-    """Format the median of the rounds' ratios, with the least and the greatest on request; "-" without any."""
+    """Format the median of the rounds' ratios, with minimum and maximum on request; "-" without any."""
     ratios = _ratios(report, name, against)
     if not ratios:
         return "-"

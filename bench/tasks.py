@@ -1,9 +1,9 @@
 """``python -m bench.tasks``: many tasks in one pool of workers, against one vector environment per task.
 
 40 tasks with 10 episodes each; a task takes 0.3 s to build, an episode has 60 to 300 steps of 1 ms. The work is the time
-that the steps took inside the environments, plus one build per task. Shown is the wall time over (work / workers), which is
-1 if no worker ever waits or builds a task twice. ``vecenv.evaluate`` with ``vecenv.EnvChoice`` and one vector
-environment per task take turns.
+that the steps took inside the environments, plus one build per task. The table shows the wall time over (work / workers),
+which is 1 if no worker ever waits or builds a task twice. Runs of ``vecenv.evaluate`` with ``vecenv.EnvChoice`` and with one
+vector environment per task alternate.
 
     python -m bench.tasks --num-envs 16 --workers 2 --rounds 3
 """
@@ -28,7 +28,7 @@ from bench import take_turns
 
 
 class Task(gymnasium.Env[Any, Any]):
-    """A task that takes ``build`` seconds to build, and ``step`` seconds per step; the seed decides how many steps."""
+    """A task that takes ``build`` seconds to build and ``step`` seconds per step; the seed sets the length of an episode."""
 
     observation_space = spaces.Box(-1, 1, (4,), np.float32)
     action_space = spaces.Discrete(2)
@@ -37,22 +37,22 @@ class Task(gymnasium.Env[Any, Any]):
         began = time.perf_counter()
         time.sleep(build)
         self._build = time.perf_counter() - began
-        self._seconds, self._between = step, (shortest, longest + 1)
+        self._seconds, self._length_range = step, (shortest, longest + 1)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         super().reset(seed=seed)
         self._spent = 0.0
-        self._left = int(self.np_random.integers(*self._between))
+        self._remaining = int(self.np_random.integers(*self._length_range))
         return np.zeros(4, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         began = time.perf_counter()
         time.sleep(self._seconds)
-        self._left -= 1
+        self._remaining -= 1
         observation = np.zeros(4, np.float32)
-        info = {"spent": self._spent + time.perf_counter() - began, "build": self._build} if self._left == 0 else {}
+        info = {"spent": self._spent + time.perf_counter() - began, "build": self._build} if self._remaining == 0 else {}
         self._spent += time.perf_counter() - began
-        return observation, 1.0, self._left == 0, False, info
+        return observation, 1.0, self._remaining == 0, False, info
 
 
 def _policy(observations: Any) -> Any:
@@ -63,9 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=40)
     parser.add_argument("--episodes", type=int, default=10, help="per task")
-    parser.add_argument("--build", type=float, default=0.3, help="seconds")
-    parser.add_argument("--step", type=float, default=0.001, help="seconds")
-    parser.add_argument("--lengths", type=int, nargs=2, default=[60, 300])
+    parser.add_argument("--build", type=float, default=0.3, help="seconds per build")
+    parser.add_argument("--step", type=float, default=0.001, help="seconds per step")
+    parser.add_argument("--lengths", type=int, nargs=2, default=[60, 300], help="shortest and longest episode, in steps")
     parser.add_argument("--num-envs", type=int, default=16)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
@@ -75,8 +75,8 @@ def main() -> None:
     seeds = range(options.episodes)
 
     def pooled() -> Any:
-        how = {"num_workers": options.workers, "batch_size": "auto"}  # a worker steps while the policy acts
-        envs = vecenv.make_vec(vecenv.EnvChoice(tasks), options.num_envs, vector_kwargs=how)
+        vector_kwargs = {"num_workers": options.workers, "batch_size": "auto"}  # workers step while the policy acts
+        envs = vecenv.make_vec(vecenv.EnvChoice(tasks), options.num_envs, vector_kwargs=vector_kwargs)
         try:
             return vecenv.evaluate(envs, _policy, [vecenv.Episode(env=name, seed=seed) for name in tasks for seed in seeds])
         finally:
@@ -93,7 +93,7 @@ def main() -> None:
         return results
 
     def timed(run: Callable[[], Any]) -> tuple[float, float]:
-        """Return the seconds, and their ratio to (work / workers)."""
+        """Return the wall time in seconds, and its ratio to (work / workers)."""
         began = time.perf_counter()
         results = run()
         seconds = time.perf_counter() - began
@@ -101,11 +101,11 @@ def main() -> None:
         work = options.tasks * build + sum(result.info["spent"] for result in results)
         return seconds, seconds * options.workers / work
 
-    taken = take_turns(
+    results = take_turns(
         {"EnvChoice": functools.partial(timed, pooled), "one per task": functools.partial(timed, one_by_one)}, options.rounds
     )
     table = Table("", "wall time / (work / workers)", "seconds")
-    for name, rounds in taken.items():
+    for name, rounds in results.items():
         seconds = statistics.median(seconds for seconds, _ in rounds)
         ratios = [ratio for _, ratio in rounds]
         table.add_row(name, f"{statistics.median(ratios):.2f} ({min(ratios):.2f} - {max(ratios):.2f})", f"{seconds:.1f}")

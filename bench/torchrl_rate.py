@@ -1,9 +1,9 @@
 """TorchRL's collector over vecenv, and over TorchRL's own classes: ``python bench/torchrl_rate.py``.
 
-Everything is built first and takes turns in one process; a ratio is formed within a round, never across rounds, and a row
-shows its median, least and greatest.
+All collectors are built first and take turns in one process. A ratio compares times of the same round; a row shows the
+median, minimum and maximum of its ratios.
 
-Frames a second of a collector with a small policy, over
+Frames per second of a collector with a small policy, over
 
 * ``as_torchrl`` of vecenv's processes, of one process, and of EnvPool;
 * ``MultiThreadedEnvWrapper``, TorchRL's class over EnvPool; ``ParallelEnv``, its processes;
@@ -12,7 +12,7 @@ Frames a second of a collector with a small policy, over
     python bench/torchrl_rate.py --envs 8 64 --rounds 15 --json collector.json
     python bench/torchrl_rate.py --envs 16 --cpu --only "as_torchrl, one process" "GymWrapper, vecenv"
 
-``MultiThreadedEnvWrapper`` wants the packages gym and treevalue (``pip install gym treevalue``). Rows that cannot be built
+``MultiThreadedEnvWrapper`` needs the packages gym and treevalue (``pip install gym treevalue``). Rows that cannot be built
 are left out.
 """
 
@@ -49,14 +49,14 @@ def main() -> None:
     torch.set_num_threads(1)
     rows = []
     for count in options.envs:
-        rows += collectors(count, options)
+        rows += measure_collectors(count, options)
     if options.json:
         with open(options.json, "w") as file:
             json.dump(rows, file, indent=1)
 
 
-def compared(runs: Runs, first: str, units: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Measure all ``runs`` in turns; each row has its time per unit, and the ratio of that to the time of ``first``."""
+def compare(runs: Runs, first: str, units: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure all ``runs`` in turn; each row has its time per unit, and the ratio of that to the time of ``first``."""
     clock = time.process_time if options.cpu else time.perf_counter
 
     for run in runs.values():
@@ -65,9 +65,9 @@ def compared(runs: Runs, first: str, units: int, options: argparse.Namespace) ->
     timed = {name: functools.partial(seconds_per, units, run, clock) for name, run in runs.items()}
     times = take_turns(timed, options.rounds)
     rows = []
-    for name, taken in times.items():
-        ratio: Any = Summary.of_ratios(taken, times[first])
-        rows.append({"name": name, "seconds": statistics.median(taken), f"times as long as {first}": asdict(ratio)})
+    for name, seconds in times.items():
+        ratio: Any = Summary.of_ratios(seconds, times[first])
+        rows.append({"name": name, "seconds": statistics.median(seconds), f"times as long as {first}": asdict(ratio)})
     return rows
 
 
@@ -87,7 +87,7 @@ def _pool(task: str, count: int) -> Any:
     import envpool
     from torchrl.envs.libs.gym import convert_box_spec, convert_discrete_spec
 
-    # if the package gym is installed, TorchRL only accepts gym's spaces, and a pool's are Gymnasium's
+    # if the package gym is installed, TorchRL accepts only the spaces of gym, but a pool has those of Gymnasium
     register_gym_spec_conversion(gym.spaces.Discrete)(convert_discrete_spec)
     register_gym_spec_conversion(gym.spaces.Box)(convert_box_spec)
 
@@ -98,8 +98,8 @@ def _engine(task: str, count: int, mode: str) -> Any:
     return vecenv.make_vec(task, count, "serial", vector_kwargs={"autoreset_mode": mode})
 
 
-def environments(task: str, count: int) -> dict[str, Callable[[], Any]]:
-    """Return a factory for each of the compared environments."""
+def env_fns(task: str, count: int) -> dict[str, Callable[[], Any]]:
+    """Return a factory for each environment in the comparison."""
     make = functools.partial(gym.make, task)
     return {
         "as_torchrl, processes": lambda: as_torchrl(task, count),
@@ -112,45 +112,45 @@ def environments(task: str, count: int) -> dict[str, Callable[[], Any]]:
     }
 
 
-def collectors(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure_collectors(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     frames = options.steps * count
-    runs, made = {}, []
-    for name, build in environments(options.task, count).items():
+    runs, collectors = {}, []
+    for name, build in env_fns(options.task, count).items():
         if options.only and name not in options.only:
             continue
         try:
             env = build()
-        except (ImportError, KeyError) as error:  # TorchRL's class over EnvPool needs the package gym, and its spaces
+        except (ImportError, KeyError) as error:  # MultiThreadedEnvWrapper needs the package gym and its spaces
             print(f"{name} is left out: {error}")
             continue
         collector = Collector(
             env, _policy(env), frames_per_batch=frames, total_frames=-1, auto_register_policy_transforms=False
         )
-        made.append(collector)
+        collectors.append(collector)
         runs[name] = functools.partial(next, iter(collector))
-    rows = compared(runs, next(iter(runs)), frames, options)
+    rows = compare(runs, next(iter(runs)), frames, options)
     for row in rows:
         _show(f"{options.task}, {count} environments, {row['name']}", f"{1 / row['seconds']:9,.0f} frames/s", row)
-    for collector in made:
+    for collector in collectors:
         collector.shutdown()
     return [{"envs": count, "task": options.task, **row} for row in rows]
 
 
-def _show(what: str, figure: str, row: dict[str, Any]) -> None:
+def _show(label: str, rate: str, row: dict[str, Any]) -> None:
     (name, spread), *_ = [(key, value) for key, value in row.items() if isinstance(value, dict)]
     text = f"{Summary(**spread).show()} {name}"
-    print(f"{what:58} {figure}   {text}", flush=True)
+    print(f"{label:58} {rate}   {text}", flush=True)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--envs", nargs="*", type=int, default=[8])
-    parser.add_argument("--task", default="CartPole-v1", help="with discrete actions")
-    parser.add_argument("--only", nargs="*", help="only these rows; the first of them is what others are compared with")
-    parser.add_argument("--steps", type=int, default=32, help="of each environment in a turn")
+    parser.add_argument("--task", default="CartPole-v1", help="an id with discrete actions")
+    parser.add_argument("--only", nargs="*", help="only these rows; the others are compared with the first")
+    parser.add_argument("--steps", type=int, default=32, help="steps per environment and turn")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cpu", action="store_true", help="count CPU time of this process, not wall time")
-    parser.add_argument("--json", help="write the rows here")
+    parser.add_argument("--cpu", action="store_true", help="measure CPU time of this process, not wall time")
+    parser.add_argument("--json", help="write the rows to this file")
     return parser.parse_args()
 
 

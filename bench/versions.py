@@ -7,7 +7,7 @@ Differences of one or two percent are lost between processes: where each one's m
 both versions are imported into the same process, each with environments of its own, take turns of a few milliseconds in
 random order, and a ratio is formed within each pair of turns. Its median is taken over some hundred pairs (over those in
 which either version was first, and the mean of the two), and again over several processes, half of which import the other
-version first; the least and the greatest of them are printed too.
+version first; the minimum and maximum are printed too.
 
 ``--call recv`` is rounds of ``recv()`` and ``send()`` with half the environments in a batch, ``--call recv_all`` with all
 of them, and ``--num-workers each`` is one process per environment. Worker processes

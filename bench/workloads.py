@@ -192,12 +192,12 @@ def _real(env_id: str, text: str) -> Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        _real("CartPole-v1", "classic control, short episodes, a few microseconds a step"),
+        _real("CartPole-v1", "classic control, short episodes, a few microseconds per step"),
         _real("Pendulum-v1", "classic control, continuous actions"),
-        _real("HalfCheetah-v5", "MuJoCo, 40 microseconds a step, three numeric info keys"),
+        _real("HalfCheetah-v5", "MuJoCo, 40 microseconds per step, three numeric info keys"),
         Workload("LunarLander-v3", partial(_optional, "Box2D", partial(make_env, "LunarLander-v3")), "Box2D physics"),
         Workload(MINIGRID, partial(_optional, "minigrid", partial(make_minigrid, MINIGRID)), "a grid world, (7, 7, 3)"),
-        _real("Ant-v5", "MuJoCo, ten numeric info keys a step"),
+        _real("Ant-v5", "MuJoCo, ten numeric info keys per step"),
         _real("ALE/Pong-v5", "Atari, observations (210, 160, 3) uint8"),
         Workload("empty", lambda: EmptyEnv, "an empty step, observations (4,) float32"),
         Workload("images", lambda: partial(EmptyEnv, (84, 84, 4), "uint8"), "an empty step, (84, 84, 4) uint8"),

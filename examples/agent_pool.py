@@ -4,8 +4,8 @@ pip install -e '.[examples]'
 python examples/agent_pool.py
 python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
 
-The game is to guess a number. The policy stands for a language model behind a service: it reads text, replies with text, and
-takes a different time for each call. Meanwhile the other games continue. A game that fails is started again,
+The game is to guess a number. The policy stands in for a language model behind a service: it reads text, replies with text,
+and takes a different time for each call. Meanwhile the other games continue. A game that fails is started again,
 and the others are not affected: ``--crash 0.01`` lets one guess in a hundred kill its worker.
 """
 

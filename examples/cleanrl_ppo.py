@@ -49,7 +49,7 @@ def network(inputs, outputs, gain):
 def main(args):
     start = time.perf_counter()
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # the networks are tiny, and the cores are for the environments
+    torch.set_num_threads(1)  # the networks are tiny, so leave the cores to the environments
     # torch starts threads, which a fork would not survive: "forkserver"
     envs = AsyncVectorEnv([make_env] * args.num_envs, context="forkserver", autoreset_mode="SameStep")
     envs = RecordEpisodeStatistics(envs)
@@ -116,15 +116,15 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--steps", type=int, default=150_000, help="of single environments, in all")
-    parser.add_argument("--num-envs", type=int, default=8, help="environments")
+    parser.add_argument("--steps", type=int, default=150_000, help="total environment steps")
+    parser.add_argument("--num-envs", type=int, default=8, help="number of environments")
     parser.add_argument("--rollout", type=int, default=128, help="steps of each environment from one update to the next")
-    parser.add_argument("--minibatch", type=int, default=256, help="transitions an update")
+    parser.add_argument("--minibatch", type=int, default=256, help="transitions per update")
     parser.add_argument("--epochs", type=int, default=8, help="passes over a rollout")
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="of Adam, at the beginning; 0 at the end")
-    parser.add_argument("--discount", type=float, default=0.99, help="of later rewards")
-    parser.add_argument("--gae-lambda", type=float, default=0.95, help="of generalised advantage estimation")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="initial learning rate of Adam, which falls to 0")
+    parser.add_argument("--discount", type=float, default=0.99, help="discount of later rewards")
+    parser.add_argument("--gae-lambda", type=float, default=0.95, help="lambda of generalised advantage estimation")
     parser.add_argument("--clip", type=float, default=0.2, help="how far one rollout may move a probability")
     parser.add_argument("--entropy", type=float, default=0.005, help="weight of the entropy bonus")
-    parser.add_argument("--seed", type=int, default=1, help="of environments, policy and shuffling")
+    parser.add_argument("--seed", type=int, default=1, help="seed of environments, policy and shuffling")
     main(parser.parse_args())

@@ -121,9 +121,9 @@ class Agent:
         observations, self.space = envs.single_observation_space, envs.single_action_space
         self.discrete = isinstance(self.space, gym.spaces.Discrete)
         if not (isinstance(observations, gym.spaces.Box) and len(observations.shape) == 1):
-            raise SystemExit(f"this program wants observations that are a flat array of numbers, not {observations}")
+            raise SystemExit(f"this program needs observations that are a flat array of numbers, not {observations}")
         if not self.discrete and not (isinstance(self.space, gym.spaces.Box) and len(self.space.shape) == 1):
-            raise SystemExit(f"this program wants actions that are discrete or a flat array of numbers, not {self.space}")
+            raise SystemExit(f"this program needs actions that are discrete or a flat array of numbers, not {self.space}")
         self.inputs = observations.shape[0]
         self.net = ActorCritic(int(self.space.n if self.discrete else self.space.shape[0]), self.discrete, hidden)
 

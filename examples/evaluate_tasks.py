@@ -63,23 +63,23 @@ def draw(results: Any, path: Path) -> None:
         axes.plot(np.linspace(place - 0.3, place + 0.3, len(found)), found.returns, "o", color="#1b7f5c", markersize=3)
         axes.plot([place - 0.35, place + 0.35], [found.mean] * 2, color="#c8553d", linewidth=2)
     axes.set_xticks(range(len(groups)), list(groups), rotation=30, ha="right", fontsize=8)
-    axes.set(ylabel="return of an episode", title="One policy on MiniGrid tasks, and the means")
+    axes.set(ylabel="episode return", title="One policy on MiniGrid tasks, and the means")
     axes.grid(alpha=0.2)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Evaluate, print the table, draw the picture."""
+    """Evaluate, print the table, draw the plot."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="python examples/evaluate_tasks.py"
     )
     parser.add_argument("--tasks", nargs="+", default=TASKS, help=f"of MiniGrid (default: {' '.join(TASKS)})")
     parser.add_argument("--episodes", type=int, default=25, help="per task (default: 25)")
-    parser.add_argument("--num-envs", type=int, default=16, help="environments (default: 16)")
-    parser.add_argument("--workers", type=int, default=2, help="worker processes (default: 2)")
+    parser.add_argument("--num-envs", type=int, default=16, help="number of environments (default: 16)")
+    parser.add_argument("--workers", type=int, default=2, help="number of worker processes (default: 2)")
     parser.add_argument("--folder", type=Path, help="keep results here, and run only what is missing")
-    parser.add_argument("--plot", type=Path, default=Path("evaluate_tasks.png"), help="picture (default: %(default)s)")
+    parser.add_argument("--plot", type=Path, default=Path("evaluate_tasks.png"), help="plot file (default: %(default)s)")
     args = parser.parse_args(argv)
     tasks = {name: partial(make_task, name) for name in args.tasks}
     envs = vecenv.make_vec(vecenv.EnvChoice(tasks), args.num_envs, num_workers=args.workers)

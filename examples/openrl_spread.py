@@ -111,7 +111,7 @@ def learn(agents, optimizer, episodes, args):
 def main(args):
     start = time.perf_counter()
     torch.manual_seed(args.seed)
-    torch.set_num_threads(1)  # the networks are small, and the cores are for the environments
+    torch.set_num_threads(1)  # the networks are small, so leave the cores to the environments
     envs = make_openrl([make_env] * args.num_envs, context="forkserver", num_workers=args.workers)
     agents = Agents(envs.agent_num, envs.observation_space.shape[0], envs.action_space.n)
     optimizer = torch.optim.Adam(agents.parameters(), lr=args.learning_rate, eps=1e-5)
@@ -130,16 +130,16 @@ def main(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    parser.add_argument("--steps", type=int, default=160_000, help="of environments, in all")
-    parser.add_argument("--num-envs", type=int, default=64, help="environments")
-    parser.add_argument("--workers", type=int, default=2, help="worker processes; 0: the environments are in this one")
+    parser.add_argument("--steps", type=int, default=160_000, help="total environment steps")
+    parser.add_argument("--num-envs", type=int, default=64, help="number of environments")
+    parser.add_argument("--workers", type=int, default=2, help="number of worker processes; 0: step in this process")
     parser.add_argument("--epochs", type=int, default=8, help="passes over the episodes of an update")
-    parser.add_argument("--minibatches", type=int, default=4, help="of a pass")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="of Adam")
-    parser.add_argument("--discount", type=float, default=0.95, help="of later rewards")
-    parser.add_argument("--gae-lambda", type=float, default=0.95, help="of generalised advantage estimation")
+    parser.add_argument("--minibatches", type=int, default=4, help="minibatches per pass")
+    parser.add_argument("--learning-rate", type=float, default=2e-3, help="learning rate of Adam")
+    parser.add_argument("--discount", type=float, default=0.95, help="discount of later rewards")
+    parser.add_argument("--gae-lambda", type=float, default=0.95, help="lambda of generalised advantage estimation")
     parser.add_argument("--clip", type=float, default=0.2, help="how far an update may move a probability")
     parser.add_argument("--entropy", type=float, default=0.01, help="weight of the entropy bonus")
     parser.add_argument("--reward-scale", type=float, default=0.2, help="what rewards are multiplied by for learning")
-    parser.add_argument("--seed", type=int, default=1, help="of environments, policy and shuffling")
+    parser.add_argument("--seed", type=int, default=1, help="seed of environments, policy and shuffling")
     main(parser.parse_args())

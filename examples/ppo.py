@@ -57,24 +57,24 @@ Rollout = dict[str, np.ndarray]
 class Config:
     env_id: str = option("CartPole-v1", "id of the environment")
     backend: str = option("process", "what steps it: process, serial, envpool, ray, brax, playground")
-    num_envs: int = option(32, "environments")
+    num_envs: int = option(32, "number of environments")
     num_hosts: int = option(2, "hosts, for the backend ray")
     first_ready: bool = option(False, "send and recv, half of the environments at a time")
-    steps: int = option(1_000_000, "the most steps; training ends before, at the target")
+    steps: int = option(1_000_000, "maximum number of steps; training stops earlier at the target")
     target: float = option(float("inf"), "mean return of 100 episodes at which to stop; CartPole-v1: 475, Pendulum-v1: -250")
     rollout: int = option(64, "steps of each environment from one update to the next")
     epochs: int = option(8, "passes over a rollout")
     minibatches: int = option(4, "updates per pass")
-    learning_rate: float = option(1e-3, "of Adam")
-    discount: float = option(0.99, "of later rewards")
-    gae_lambda: float = option(0.95, "of generalised advantage estimation")
+    learning_rate: float = option(1e-3, "learning rate of Adam")
+    discount: float = option(0.99, "discount of later rewards")
+    gae_lambda: float = option(0.95, "lambda of generalised advantage estimation")
     clip: float = option(0.2, "how far one rollout may move a probability")
     entropy: float = option(0.0, "weight of the entropy bonus")
     reward_scale: float = option(1.0, "what rewards are multiplied by for learning")
     hidden: int = option(64, "units of each of the two hidden layers")
-    seed: int = option(1, "of environments, policy and shuffling")
+    seed: int = option(1, "seed of environments, policy and shuffling")
     out: str = option("ppo-results", "folder for the learning curve")
-    resume: str = option("", "folder of a run that is to go on, if there is one, and to be kept")
+    resume: str = option("", "folder in which to save the run, and from which to continue it")
 
 
 PRESETS = {
@@ -169,7 +169,7 @@ class Checkpoint:
         if self.path is None:
             return
         if first_ready or not getattr(envs, "capabilities").snapshots:  # noqa: B009 - Gymnasium's class has none
-            raise SystemExit("ppo: --resume wants a backend that can save environments, and not --first-ready")
+            raise SystemExit("ppo: --resume needs a backend that can save environments, and not --first-ready")
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def load(self) -> dict[str, Any] | None:

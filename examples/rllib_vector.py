@@ -1,4 +1,4 @@
-"""RLlib's PPO on CartPole-v1, each of its runners over a vector environment of vecenv.
+"""RLlib's PPO on CartPole-v1, with a vecenv vector environment in each runner.
 
     pip install -e ".[rllib]"
     python examples/rllib_vector.py --steps 20000
@@ -9,8 +9,8 @@ On 2 cores without a GPU its last lines are:
       20525 steps, mean return 343
     21 s
 
-No adapter: ``gym_env_vectorize_mode="vector_entry_point"`` makes RLlib build a vector environment
-by ``vecenv.make_vec`` in every process with a runner.
+No adapter is needed: with ``gym_env_vectorize_mode="vector_entry_point"``, RLlib calls ``build`` in every process with a
+runner.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import vecenv
 
 
 def build(context: Any) -> Any:
-    """Build a vector environment with RLlib's number of environments, or with one for its spaces."""
+    """Build a vector environment of RLlib's size, or with one environment if RLlib only reads the spaces."""
     return vecenv.make_vec("CartPole-v1", context.get("num_envs", 1))
 
 
@@ -44,11 +44,11 @@ def main(steps: int, num_envs: int) -> None:
         .debugging(seed=1)
     )
     algorithm = config.build_algo()
-    taken = 0
-    while taken < steps:
-        found = algorithm.train()["env_runners"]
-        taken = int(found["num_env_steps_sampled_lifetime"])
-        print(f"{taken:7} steps, mean return {found['episode_return_mean']:.0f}", flush=True)
+    sampled = 0
+    while sampled < steps:
+        metrics = algorithm.train()["env_runners"]
+        sampled = int(metrics["num_env_steps_sampled_lifetime"])
+        print(f"{sampled:7} steps, mean return {metrics['episode_return_mean']:.0f}", flush=True)
     algorithm.stop()
     ray.shutdown()
     print(f"{time.perf_counter() - start:.0f} s")
@@ -56,7 +56,7 @@ def main(steps: int, num_envs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60_000, help="of single environments, in all (default: %(default)s)")
-    parser.add_argument("--num-envs", type=int, default=8, help="environments (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60_000, help="total environment steps (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=8, help="number of environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

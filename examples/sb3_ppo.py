@@ -28,7 +28,7 @@ from vecenv.adapters import as_sb3
 
 def main(steps: int, num_envs: int) -> None:
     start = time.perf_counter()
-    torch.set_num_threads(1)  # the networks are tiny, and the cores are for the environments
+    torch.set_num_threads(1)  # the networks are tiny, so leave the cores to the environments
     envs = vecenv.make_vec("CartPole-v1", num_envs, autoreset_mode="SameStep")  # as SB3 does it
     model = PPO(
         "MlpPolicy",
@@ -52,7 +52,7 @@ def main(steps: int, num_envs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100_000, help="of single environments, in all (default: %(default)s)")
-    parser.add_argument("--num-envs", type=int, default=8, help="environments (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=100_000, help="total environment steps (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=8, help="number of environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

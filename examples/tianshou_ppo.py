@@ -1,4 +1,4 @@
-"""Tianshou's PPO on CartPole-v1, its collector over vecenv.
+"""Tianshou's PPO on CartPole-v1, with vecenv under its collector.
 
     pip install -e ".[clients]"
     python examples/tianshou_ppo.py
@@ -7,7 +7,7 @@ On 2 cores without a GPU, with other programs running, it printed:
 
     return 500 +- 0 over 20 episodes, after 61440 steps and 49 s
 
-Tianshou's interface is its own; ``vecenv.adapters.as_tianshou`` speaks it.
+Tianshou has its own environment interface, which ``vecenv.adapters.as_tianshou`` provides.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def network(envs: Any) -> Net:
 def main(steps: int, num_envs: int) -> None:
     start = time.perf_counter()
     torch.manual_seed(1)
-    torch.set_num_threads(1)  # the networks are tiny, and the cores are for the environments
+    torch.set_num_threads(1)  # the networks are tiny, so leave the cores to the environments
     envs = vecenv.make_vec("CartPole-v1", num_envs)
 
     per_epoch, per_update = min(steps, 10_000), 64 * num_envs
@@ -56,8 +56,8 @@ def main(steps: int, num_envs: int) -> None:
     settings = {"gamma": 0.98, "gae_lambda": 0.9, "max_grad_norm": 0.5, "ent_coef": 0.005}
     algorithm = PPO(policy=policy, critic=critic, optim=optim, **settings)
 
-    stepped = as_tianshou(envs)
-    collector = Collector(algorithm, stepped, VectorReplayBuffer(20_000, num_envs))
+    tianshou_envs = as_tianshou(envs)
+    collector = Collector(algorithm, tianshou_envs, VectorReplayBuffer(20_000, num_envs))
     collector.reset(gym_reset_kwargs={"seed": list(range(num_envs))})
     result = algorithm.run_training(
         OnPolicyTrainerParams(
@@ -71,18 +71,18 @@ def main(steps: int, num_envs: int) -> None:
             verbose=False,
         )
     )
-    # (a separate buffer: in the other one, unfinished episodes of the training would continue)
-    evaluation = Collector(algorithm, stepped, VectorReplayBuffer(20_000, num_envs))
+    # a separate buffer, because unfinished episodes of the training would continue in the other one
+    evaluation = Collector(algorithm, tianshou_envs, VectorReplayBuffer(20_000, num_envs))
     with torch.no_grad():
-        found = evaluation.collect(n_episode=20, reset_before_collect=True)
+        episodes = evaluation.collect(n_episode=20, reset_before_collect=True)
     envs.close()
-    mean, deviation, seconds = found.returns.mean(), found.returns.std(), time.perf_counter() - start
+    mean, deviation, seconds = episodes.returns.mean(), episodes.returns.std(), time.perf_counter() - start
     print(f"return {mean:.0f} +- {deviation:.0f} over 20 episodes, after {result.train_step} steps and {seconds:.0f} s")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60_000, help="of single environments, in all (default: %(default)s)")
-    parser.add_argument("--num-envs", type=int, default=16, help="environments (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=60_000, help="total environment steps (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=16, help="number of environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

@@ -28,7 +28,7 @@ from vecenv.adapters import as_torchrl
 
 def main(steps: int, num_envs: int) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the network is tiny, and the cores are for the environments
+    torch.set_num_threads(1)  # the network is tiny, so leave the cores to the environments
     env = as_torchrl("CartPole-v1", num_envs)
     env.set_seed(0)
     network = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2))
@@ -53,7 +53,7 @@ def main(steps: int, num_envs: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20_480, help="of single environments, in all (default: %(default)s)")
-    parser.add_argument("--num-envs", type=int, default=16, help="environments (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20_480, help="total environment steps (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=16, help="number of environments (default: %(default)s)")
     options = parser.parse_args()
     main(options.steps, options.num_envs)

@@ -41,7 +41,7 @@ def length_of_episodes(env: TensorDictEnv, policy: TensorDictModule) -> float:
 
 def main(updates: int, num_envs: int, horizon: int) -> None:
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the network is tiny, and the cores are for the physics
+    torch.set_num_threads(1)  # the network is tiny, so leave the cores to the physics
     env = TensorDictEnv("inverted_pendulum", [num_envs], backend="spring", requires_grad=True, max_episode_steps=LIMIT)
     network = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1), nn.Tanh())
     policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
@@ -66,8 +66,8 @@ def main(updates: int, num_envs: int, horizon: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--updates", type=int, default=100, help="of the policy (default: %(default)s)")
-    parser.add_argument("--num-envs", type=int, default=32, help="environments (default: %(default)s)")
+    parser.add_argument("--updates", type=int, default=100, help="number of policy updates (default: %(default)s)")
+    parser.add_argument("--num-envs", type=int, default=32, help="number of environments (default: %(default)s)")
     parser.add_argument("--horizon", type=int, default=16, help="steps that a gradient goes through (default: %(default)s)")
     options = parser.parse_args()
     main(options.updates, options.num_envs, options.horizon)

@@ -176,12 +176,12 @@ def make(env_id: str, num_workers: int | None) -> Any:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("env_id", nargs="?", default="ALE/Breakout-v5", help="a game (default: %(default)s)")
-    parser.add_argument("--moves", type=int, default=40, help="to make (default: %(default)s)")
-    parser.add_argument("--expansions", type=int, default=16, help="of nodes, for each move (default: %(default)s)")
+    parser.add_argument("--moves", type=int, default=40, help="number of moves (default: %(default)s)")
+    parser.add_argument("--expansions", type=int, default=16, help="expanded nodes per move (default: %(default)s)")
     parser.add_argument("--horizon", type=int, default=10, help="random moves after each (default: %(default)s)")
     parser.add_argument("--by", default="snapshots,replay", help="snapshots, frozen, replay (default: %(default)s)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes; frozen: one per game (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the game and of the search (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the game and the search (default: %(default)s)")
     given = parser.parse_args(argv)
     kinds = {"snapshots": Snapshots, "frozen": Frozen, "replay": Replay}
     if wrong := set(given.by.split(",")) - set(kinds):

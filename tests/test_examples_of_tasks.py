@@ -13,7 +13,7 @@ def _run(name: str, folder: Path, *options: str) -> str:
 
 
 @pytest.mark.long
-def test_chunks_of_actions_give_the_same_returns_for_fewer_calls(tmp_path: Path) -> None:
+def test_chunks_of_actions_give_the_same_returns_with_fewer_calls(tmp_path: Path) -> None:
     options = ("--horizons", "1", "8", "--episodes", "2", "--num-envs", "2", "--policy-seconds", "0")
     shown = _run("action_chunks.py", tmp_path, *options)
     rows = [line.replace("│", " ").split() for line in shown.splitlines() if line.startswith("│")]

@@ -1,7 +1,4 @@
-"""Runs tests that are coroutine functions in an event loop.
-
-libuv, on which uvloop is built, keeps one pipe from its first loop on.
-"""
+"""Runs tests that are coroutine functions in an event loop."""
 
 from __future__ import annotations
 
@@ -11,25 +8,26 @@ import inspect
 
 import pytest
 
-from vecenv.testing import assert_identical  # noqa: F401 - before anything else imports where its assertions are
+from vecenv.testing import assert_identical  # noqa: F401 - before other imports, to register its assertions for rewriting
 
 with contextlib.suppress(ImportError):
     import uvloop
 
+    # libuv never closes a pipe of its first loop, so it is opened before a test counts descriptors
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.sleep(0))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine function, with a time limit; it must leave no task pending.
+    """Run a coroutine test with a time limit, and fail it if it leaves a task pending.
 
-    Its parameter ``loop``, if it has one, selects the kind of loop.
+    The parameter ``loop`` of the test, if it has one, selects the kind of loop.
     """
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     from text_envs import run
 
-    given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    run(pyfuncitem.obj(**given), given.get("loop", "asyncio"))
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    run(pyfuncitem.obj(**arguments), arguments.get("loop", "asyncio"))
     return True

@@ -1,7 +1,7 @@
 """Ctrl-C at any moment: nothing hangs, and no result is returned by the wrong step.
 
-:func:`interruption.moments` raises at one moment after the other. After each, either nothing was sent, or the result is
-pending and comes, bit for bit, or a reset is needed, after which everything is as after any reset.
+:func:`interruption.moments` raises at each moment in turn. Afterwards either nothing was sent, or the result is pending and
+arrives, equal bit for bit, or a reset is needed, and works like any other.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def in_flight(envs: EnvPoolVectorEnv) -> int:
 
 
 def needs_reset(envs: EnvPoolVectorEnv) -> bool:
-    """True if the exception came while the driver changed its state, on its way to return a result."""
+    """True if the exception interrupted a change of the driver's state, so that the result is lost."""
     try:
         envs.render()  # returns None without a render mode
     except ResetNeeded:
@@ -66,20 +66,20 @@ def test_interrupted_step_was_not_sent_or_is_pending(make: Make, mode: str, kind
     reference.reset()
     lost = 0
     for interruption in moments(kind, least=20):
-        wanted, found = reference.step(zeros(4)), None
+        expected, result = reference.step(zeros(4)), None
         with interruption:
-            found = envs.step(zeros(4))
-        if found is None and needs_reset(envs):
+            result = envs.step(zeros(4))
+        if result is None and needs_reset(envs):
             lost += 1
             assert_identical(envs.reset(seed=lost), reference.reset(seed=lost))
             continue
-        if found is None and not in_flight(envs):
+        if result is None and not in_flight(envs):
             with pytest.raises(NoAsyncCallError):
                 envs.step_wait()
-            found = envs.step(zeros(4))
-        elif found is None:
-            found = envs.step_wait()
-        assert_identical(found, wanted)
+            result = envs.step(zeros(4))
+        elif result is None:
+            result = envs.step_wait()
+        assert_identical(result, expected)
         with pytest.raises(NoAsyncCallError):
             envs.step_wait()
     assert lost < 60
@@ -93,7 +93,7 @@ def test_interrupted_step_was_not_sent_or_is_pending(make: Make, mode: str, kind
     ("num_envs", "batch_size", "count", "timeout"),
     [
         *((4, batch_size, None, timeout) for batch_size in (4, 2) for timeout in (None, 30.0)),
-        *((6, 2, count, None) for count in (1, 3)),  # surplus rows of the pool are kept for the next one
+        *((6, 2, count, None) for count in (1, 3)),  # the next recv returns the surplus rows of a pool
     ],
 )
 def test_send_and_recv_can_be_interrupted_anywhere(
@@ -102,33 +102,33 @@ def test_send_and_recv_can_be_interrupted_anywhere(
     envs, reference = make(num_envs, batch_size=batch_size), make(num_envs)
     envs.reset()
     stream = [reference.reset()[0]]
-    seen = [0] * num_envs
+    received = [0] * num_envs
     rows = count or batch_size
     envs.send(zeros(num_envs), np.arange(num_envs))
     lost, before = 0, 0.0
     for interruption in moments(kind, least=20):
-        found = None
+        result = None
         with interruption:
-            found = envs.recv(timeout, count=count)
-        if found is None and needs_reset(envs):
+            result = envs.recv(timeout, count=count)
+        if result is None and needs_reset(envs):
             lost += 1
-            stream, seen = [reference.reset(seed=lost)[0]], [0] * num_envs
+            stream, received = [reference.reset(seed=lost)[0]], [0] * num_envs
             assert_identical(envs.reset(seed=lost)[0], stream[0])
             before = envs.stats()["steps"]
             envs.send(zeros(num_envs), np.arange(num_envs))
             continue
-        observations, *_, infos = found or envs.recv(timeout, count=count)
+        observations, *_, infos = result or envs.recv(timeout, count=count)
         ids = infos["env_id"].tolist()
         assert len(set(ids)) == rows
         for row, i in enumerate(ids):
-            seen[i] += 1
-            while len(stream) <= seen[i]:
+            received[i] += 1
+            while len(stream) <= received[i]:
                 stream.append(reference.step(zeros(num_envs))[0])
-            np.testing.assert_array_equal(observations[row], stream[seen[i]][i])
+            np.testing.assert_array_equal(observations[row], stream[received[i]][i])
         assert in_flight(envs) == num_envs - rows
-        assert envs.stats()["steps"] - before == sum(seen)
+        assert envs.stats()["steps"] - before == sum(received)
         with Interruption(interruption.kind, interruption._left % 40 if interruption.fired else 10**6):
-            envs.send(zeros(rows))  # to those of the latest recv
+            envs.send(zeros(rows))  # to the environments of the latest recv
         if in_flight(envs) < num_envs:
             envs.send(zeros(rows), infos["env_id"])
     assert lost < 60
@@ -140,22 +140,22 @@ def test_send_and_recv_can_be_interrupted_anywhere(
 @pytest.mark.long
 @pytest.mark.parametrize(("batch_size", "kind"), each_pair([4, 2], KINDS))
 def test_a_reset_can_be_interrupted_anywhere(make: Make, batch_size: int, kind: str) -> None:
-    """The reset is seeded (a new pool) or not; it is repeated if it was not submitted."""
+    """Resets with a seed (a new pool) and without. An interrupted reset is repeated if it was not submitted."""
     envs, reference = make(batch_size=batch_size), make()
     for seed in (5, None):
         for interruption in moments(kind, least=20):
-            wanted, found = reference.reset(seed=seed), None
+            expected, result = reference.reset(seed=seed), None
             with interruption:
-                found = envs.reset(seed=seed)
-            if found is None and envs._driver.pool is not None and needs_reset(envs):
-                wanted, found = reference.reset(seed=seed), envs.reset(seed=seed)
-            elif found is None and in_flight(envs):
-                found = envs.reset_wait()
-            elif found is None:
+                result = envs.reset(seed=seed)
+            if result is None and envs._driver.pool is not None and needs_reset(envs):
+                expected, result = reference.reset(seed=seed), envs.reset(seed=seed)
+            elif result is None and in_flight(envs):
+                result = envs.reset_wait()
+            elif result is None:
                 with pytest.raises((ResetNeeded, NoAsyncCallError)):
                     envs.reset_wait()
-                found = envs.reset(seed=seed)
-            assert_identical(found, wanted)
+                result = envs.reset(seed=seed)
+            assert_identical(result, expected)
             assert_identical(envs.step(zeros(4)), reference.step(zeros(4)))
 
 
@@ -167,10 +167,10 @@ def test_a_reset_that_drops_an_interrupted_step_can_be_interrupted_anywhere(make
         envs.step_async(zeros(4))
         with Interruption(kind, 0, within=(drivers.__file__,)):
             envs.step_wait()
-        found = None
+        result = None
         with interruption:
-            found = envs.reset()
-        _, infos = found or envs.reset()
+            result = envs.reset()
+        _, infos = result or envs.reset()
         assert infos["elapsed_step"].tolist() == [0] * 4
         assert in_flight(envs) == 0
 
@@ -184,15 +184,15 @@ def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> No
     mask = np.array([True, False, True, False])
     for interruption in moments(kind, least=20):
         assert_identical(envs.step(zeros(4)), reference.step(zeros(4)))
-        wanted, found = reference.reset(options={"reset_mask": mask}), None
+        expected, result = reference.reset(options={"reset_mask": mask}), None
         with interruption:
-            found = envs.reset(options={"reset_mask": mask})
-        if found is None and needs_reset(envs):
+            result = envs.reset(options={"reset_mask": mask})
+        if result is None and needs_reset(envs):
             assert_identical(envs.reset(seed=3), reference.reset(seed=3))
             continue
-        if found is None:
-            found = envs.reset_wait() if in_flight(envs) else envs.reset(options={"reset_mask": mask})
-        assert_identical(found, wanted)
+        if result is None:
+            result = envs.reset_wait() if in_flight(envs) else envs.reset(options={"reset_mask": mask})
+        assert_identical(result, expected)
         assert_identical(envs.reset(options={"reset_mask": ~mask}), reference.reset(options={"reset_mask": ~mask}))
 
 
@@ -203,11 +203,11 @@ def test_a_masked_reset_can_be_interrupted_anywhere(make: Make, kind: str) -> No
 @pytest.mark.parametrize("timeout", [None, 30.0])
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None) -> None:
-    """The signal arrives during a wait for the result; whatever it interrupts, the rows arrive afterwards."""
+    """The signal arrives during a wait for the result. Whatever it interrupts, the rows arrive afterwards."""
     envs, reference = make(4, batch_size=batch_size), make(4)
     envs.reset()
     reference.reset()
-    SlowPool(envs, 0.4)  # the signal comes after 0.05 s, and later on a busy machine
+    SlowPool(envs, 0.4)  # the signal comes after 0.05 s, or later on a busy machine
     for _ in range(3):
         envs.send(zeros(4), np.arange(4))
         rows: dict[int, list[float]] = {}
@@ -222,15 +222,15 @@ def test_ctrl_c_loses_nothing(make: Make, batch_size: int, timeout: float | None
                 interrupts += 1
         timer.join()
         assert interrupts == 1
-        wanted = reference.step(zeros(4))[0]
-        assert [rows[i] for i in range(4)] == wanted.tolist()
+        expected = reference.step(zeros(4))[0]
+        assert [rows[i] for i in range(4)] == expected.tolist()
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a handler may run inside a finalizer
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
 def test_interrupts_at_any_moment_lose_no_step(make: Make, mode: str) -> None:
-    """Many signals at random moments; an interrupted step is finished by step_wait if it was begun."""
+    """Many signals at random moments; step_wait finishes an interrupted step that was sent."""
     envs, reference = (make(8, autoreset_mode=mode, max_episode_steps=9) for _ in range(2))
     envs.reset()
     reference.reset()
@@ -240,19 +240,19 @@ def test_interrupts_at_any_moment_lose_no_step(make: Make, mode: str) -> None:
         if armed:
             raise KeyboardInterrupt
 
-    def disturb() -> None:
+    def send_signals() -> None:
         rng = np.random.default_rng(0)
         while not stop.wait(rng.uniform(0.0002, 0.002)):
             os.kill(os.getpid(), signal.SIGINT)
 
     signal.signal(signal.SIGINT, handler)
-    thread = threading.Thread(target=disturb)
+    thread = threading.Thread(target=send_signals)
     thread.start()
     try:
         deadline = time.monotonic() + 1.0
         while time.monotonic() < deadline:
             actions = np.full(8, steps % 2)
-            wanted, result = reference.step(actions), None
+            expected, result = reference.step(actions), None
             while result is None:
                 pending = in_flight(envs) > 0
                 try:
@@ -262,7 +262,7 @@ def test_interrupts_at_any_moment_lose_no_step(make: Make, mode: str) -> None:
                 except KeyboardInterrupt:
                     armed = False
                     raised += 1
-            assert_identical(result, wanted, f"step {steps}")
+            assert_identical(result, expected, f"step {steps}")
             steps += 1
     finally:
         stop.set()
@@ -271,13 +271,13 @@ def test_interrupts_at_any_moment_lose_no_step(make: Make, mode: str) -> None:
     assert raised > 20
 
 
-LEAVING = """
+PROGRAM = """
 import sys, time
 sys.modules["jax"] = None
 
 class Slow:
     def __del__(self, sleep=time.sleep):
-        sleep(4.0)  # while Python is being taken down
+        sleep(4.0)  # during the shutdown of Python
 
 keep = Slow()
 
@@ -296,8 +296,8 @@ def ant(**options):
 
 began = time.monotonic()
 ant(frame_skip=1000).step(np.zeros((2, 8)))
-each = (time.monotonic() - began) / 1000
-envs = ant(frame_skip=max(100, int({seconds} / each)), batch_size={batch_size})
+seconds_per_frame = (time.monotonic() - began) / 1000
+envs = ant(frame_skip=max(100, int({seconds} / seconds_per_frame)), batch_size={batch_size})
 try:
     if {batch_size} == 2:
         envs.step_async(np.zeros((2, 8)))
@@ -324,7 +324,7 @@ print("the end", flush=True)
     ],
 )
 def test_program_exits_cleanly_after_a_timed_out_step(seconds: float, batch_size: int, closes: bool) -> None:
-    script = LEAVING.format(seconds=seconds, batch_size=batch_size, closes=closes)
+    script = PROGRAM.format(seconds=seconds, batch_size=batch_size, closes=closes)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout.split("\n")[-2:] == ["the end", ""], done.stderr
     assert "timed out" in done.stdout

@@ -44,7 +44,7 @@ SLOW_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gfootball": ("gfootball/11_vs_11_competition-v1", {"max_episode_steps": 20}),
     "vizdoom": ("Basic-v1", {"max_episode_steps": 40}),
 }
-ANY_FAMILY = [
+FAMILY_CASES = [
     *(pytest.param(family, *case, id=family) for family, case in FAMILIES.items()),
     *(pytest.param(family, *case, id=family, marks=pytest.mark.slow) for family, case in SLOW_FAMILIES.items()),
 ]
@@ -54,10 +54,10 @@ ALONE = "VECENV_TEST_ALONE"
 
 
 def run_in_separate_process(test: Callable[..., None]) -> Callable[..., None]:
-    """Run vizdoom's case in another process, which can be ended.
+    """Run the case of vizdoom in another process, which can be killed.
 
-    ViZDoom starts a process for every environment. If that dies, it waits forever in C++ with the GIL held, so that not even
-    pytest's time limit works.
+    ViZDoom starts a process for every environment. If that process dies, ViZDoom waits forever in C++ with the GIL held, so
+    that even the time limit of pytest has no effect.
     """
 
     @functools.wraps(test)
@@ -96,12 +96,8 @@ def actions_for(envs: EnvPoolVectorEnv, steps: int = STEPS) -> Iterator[Any]:
         yield np.clip(action, -1, 1) if isinstance(envs.single_action_space, gymnasium.spaces.Box) else action
 
 
-def leaves(tree: Any) -> list[Any]:
-    return [leaf for inner in tree.values() for leaf in leaves(inner)] if isinstance(tree, dict) else [tree]
-
-
 def assert_same_observations(mine: Any, raw: Any) -> None:
-    """Assert equality except for the dtypes of Discrete and MultiBinary, which are those of the space here."""
+    """Assert equality, except for the dtypes of Discrete and MultiBinary, which are those of the space here."""
     if isinstance(raw, dict):
         assert list(mine) == sorted(raw)
         for key, value in raw.items():
@@ -119,7 +115,7 @@ def assert_same_infos(mine: dict[str, Any], raw: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
+@pytest.mark.parametrize(("family", "task_id", "options"), FAMILY_CASES)
 @run_in_separate_process
 def test_stream_equals_raw_envpool(family: str, task_id: str, options: dict[str, Any]) -> None:
     assert task_id in EnvPoolVectorEnv.task_ids(family)
@@ -139,13 +135,13 @@ def test_stream_equals_raw_envpool(family: str, task_id: str, options: dict[str,
             assert mine[0] in with_seeds.observation_space
             assert_identical(mine[1], theirs[1].astype(np.float64), "rewards")
             np.testing.assert_array_equal(mine[2] | mine[3], theirs[2] | theirs[3])
-            assert (mine[2] >= theirs[2]).all(), "a termination of the pool's was lost"
+            assert (mine[2] >= theirs[2]).all(), "a termination of the pool was lost"
             assert_identical(mine[3], theirs[3], "truncations")
             assert_same_infos(mine[4], theirs[4])
             ended += (mine[2] | mine[3]).sum()
     finally:
         with_seeds.close()
-    assert ended, f"{task_id} ended no episode: the test shows nothing of autoreset"
+    assert ended, f"no episode of {task_id} ended, so autoreset was not tested"
 
 
 @pytest.mark.slow
@@ -155,18 +151,18 @@ def test_every_installed_family_is_compared() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("family", "task_id", "options"), ANY_FAMILY)
+@pytest.mark.parametrize(("family", "task_id", "options"), FAMILY_CASES)
 @run_in_separate_process
 def test_same_step_equals_next_step_without_reset_rows(family: str, task_id: str, options: dict[str, Any]) -> None:
-    """A finished row of one mode is the final observation and the next row of the other."""
+    """At the end of an episode, same-step combines two steps of next-step: the final one and the reset."""
     mode = AutoresetMode.SAME_STEP
-    folded = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, autoreset_mode=mode, **options)
-    unfolded = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, **options)
+    same_step = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, autoreset_mode=mode, **options)
+    next_step = EnvPoolVectorEnv(task_id, 1, num_threads=1, seed=3, **options)
     ended = 0
     try:
-        assert_identical(folded.reset(), unfolded.reset(), "reset")
-        for action in actions_for(folded, 3 * STEPS):
-            mine, theirs = folded.step(action), unfolded.step(action)
+        assert_identical(same_step.reset(), next_step.reset(), "reset")
+        for action in actions_for(same_step, 3 * STEPS):
+            mine, theirs = same_step.step(action), next_step.step(action)
             assert_identical(mine[1:4], theirs[1:4], "rewards and flags")
             if not (theirs[2] | theirs[3]).any():
                 assert_identical(mine[0], theirs[0], "observations")
@@ -174,16 +170,16 @@ def test_same_step_equals_next_step_without_reset_rows(family: str, task_id: str
                 continue
             ended += 1
             infos = mine[4]
-            final_obs = unfolded._driver._rows.row(unfolded._driver._last, 0)  # type: ignore[union-attr]
+            final_obs = next_step._driver._rows.row(next_step._driver._last, 0)  # type: ignore[union-attr]
             assert_identical(infos.pop("final_obs")[0], final_obs, "final_obs")
             assert_identical(infos.pop("final_info"), theirs[4], "final_info")
             assert infos.pop("_final_obs").tolist() == infos.pop("_final_info").tolist() == [True]
-            after = unfolded.step(action)
+            after = next_step.step(action)
             assert_identical(mine[0], after[0], "the first observation of the new episode")
             assert_identical(infos, after[4], "the infos of the new episode")
     finally:
-        folded.close()
-        unfolded.close()
+        same_step.close()
+        next_step.close()
     assert ended
 
 
@@ -200,11 +196,11 @@ def test_final_observations_do_not_keep_whole_batches_in_memory(closes: Any) -> 
 
 
 def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
-    """Return the lives left whenever a new episode begins, over several lives of one game of Breakout."""
+    """Return the lives left at the beginning of each episode of Breakout."""
     envs = EnvPoolVectorEnv(
         "Breakout-v5", 1, episodic_life=True, use_fire_reset=True, autoreset_mode=mode, seed=0, num_threads=1
     )
-    found = []
+    lives = []
     try:
         envs.reset()
         for _ in range(steps):
@@ -215,18 +211,18 @@ def lives_at_resets(mode: AutoresetMode, steps: int = 400) -> list[int]:
                 infos = envs.step([1])[4]
             elif mode is AutoresetMode.DISABLED:
                 infos = envs.reset(options={"reset_mask": np.array([True])})[1]
-            found.append(int(infos["lives"][0]))
-        return found
+            lives.append(int(infos["lives"][0]))
+        return lives
     finally:
         envs.close()
 
 
 @pytest.mark.long
 def test_lost_life_continues_the_same_game_in_every_mode() -> None:
-    natural = lives_at_resets(AutoresetMode.NEXT_STEP)
-    assert natural[:5] == [4, 3, 2, 1, 5], "five lives a game, and a new one only after the last"
-    assert lives_at_resets(AutoresetMode.SAME_STEP) == natural
-    assert lives_at_resets(AutoresetMode.DISABLED) == natural
+    lives = lives_at_resets(AutoresetMode.NEXT_STEP)
+    assert lives[:5] == [4, 3, 2, 1, 5], "five lives per game, and a new game only after the last"
+    assert lives_at_resets(AutoresetMode.SAME_STEP) == lives
+    assert lives_at_resets(AutoresetMode.DISABLED) == lives
 
 
 @pytest.mark.long
@@ -241,12 +237,12 @@ def test_a_masked_reset_of_a_running_game_is_a_new_game(closes: Any) -> None:
         _, _, terminations, truncations, infos = envs.step([1, 1])
     while not (terminations | truncations)[0]:
         _, _, terminations, truncations, infos = envs.step([1, 0])
-    # env 0 has just lost a life, which is to be a natural reset; env 1 may or may not run
+    # env 0 has just lost a life, so its reset continues the game; env 1 may be within an episode
     running = not (terminations | truncations)[1]
     lives = infos["lives"].tolist()
     after = envs.reset(options={"reset_mask": np.ones(2, dtype=np.bool_)})[1]["lives"].tolist()
     assert after == [lives[0], 5 if running else lives[1]]
-    assert envs.reset()[1]["lives"].tolist() == [5, 5], "a reset of all begins new games"
+    assert envs.reset()[1]["lives"].tolist() == [5, 5], "a reset of all environments begins new games"
 
 
 def test_given_time_limit_is_reported() -> None:
@@ -259,7 +255,7 @@ def test_given_time_limit_is_reported() -> None:
 # --- seeds and masks ----------------------------------------------------------------------------
 
 
-def test_an_integer_seed_is_envpools_integer_seed(closes: Any) -> None:
+def test_integer_seed_equals_that_of_envpool(closes: Any) -> None:
     raw = make_raw("CartPole-v1", [7, 8, 9])
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 3, num_threads=1))
     np.testing.assert_array_equal(envs.reset(seed=7)[0], raw.reset()[0])
@@ -284,7 +280,7 @@ def test_environments_differ_without_a_seed() -> None:
     assert one.np_random_seed != (42, 43)
 
 
-def test_reset_without_a_seed_continues_the_random_numbers(closes: Any) -> None:
+def test_reset_without_a_seed_continues_the_random_stream(closes: Any) -> None:
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 2, seed=1, num_threads=1))
     first = envs.reset()[0]
     assert envs.stats()["pools"] == 1
@@ -295,17 +291,17 @@ def test_reset_without_a_seed_continues_the_random_numbers(closes: Any) -> None:
 
 
 def test_threads_and_batches_do_not_change_trajectories() -> None:
-    found = []
+    results = []
     for threads, batch in ((1, 6), (2, 6), (2, 3), (2, 1)):
         envs = EnvPoolVectorEnv("Acrobot-v1", 6, num_threads=threads, batch_size=batch, seed=0)
         envs.reset()
-        found.append([envs.step(action)[:4] for action in actions_for(envs, 30)])
+        results.append([envs.step(action)[:4] for action in actions_for(envs, 30)])
         envs.close()
-    for other in found[1:]:
-        assert_identical(other, found[0])
+    for other in results[1:]:
+        assert_identical(other, results[0])
 
 
-def test_a_masked_reset_before_the_first_is_refused(closes: Any) -> None:
+def test_masked_reset_before_the_first_reset_raises(closes: Any) -> None:
     envs = closes(EnvPoolVectorEnv("CartPole-v1", 2))
     with pytest.raises(gymnasium.error.ResetNeeded, match="all environments"):
         envs.reset(options={"reset_mask": np.array([True, False])})
@@ -314,7 +310,7 @@ def test_a_masked_reset_before_the_first_is_refused(closes: Any) -> None:
 # --- spaces, dtypes, infos ----------------------------------------------------------------------
 
 
-def test_bounds_that_mean_infinity_are_infinite() -> None:
+def test_extreme_bounds_become_infinite() -> None:
     """EnvPool's lower bound for dm_control is the smallest positive number."""
     envs = EnvPoolVectorEnv("CheetahRun-v1", 2)
     space = envs.single_observation_space["position"]  # type: ignore[index]

@@ -142,7 +142,7 @@ def test_the_targets_are_reached(ppo: ModuleType, env_id: str, backend: str, mor
             "no episode ended within 100 steps",
             marks=pytest.mark.slow,
         ),
-        pytest.param(["FrozenLake-v1"], "wants observations that are a flat array of numbers", marks=pytest.mark.slow),
+        pytest.param(["FrozenLake-v1"], "needs observations that are a flat array of numbers", marks=pytest.mark.slow),
     ],
 )
 def test_usage_errors_are_one_line(ppo: ModuleType, arguments: list[str], text: str, tmp_path: Path) -> None:

@@ -87,18 +87,18 @@ def _parser() -> argparse.ArgumentParser:
     option("--num-envs", type=_numbers, default=[1, 8, 64, 256, 1024])
     option("--engines", type=_some_of(), help="only these rows (default: all)")
     option = add("micro", _micro, "one cost at a time", pace, out)
-    option("parts", nargs="*", type=_one_of(MICRO), metavar="PART", help=f"of {', '.join(MICRO)} (default: all)")
+    option("parts", nargs="*", type=_one_of(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
     compared("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
     compared("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
     compared("train", _train, "whole trainings: frames per second, where time goes", 16, TRAININGS)
     option = add("goals", _goals, "measure rows of the first table in bench/RESULTS.md", pace, out)
     parts = goals.PARTS
-    option("parts", nargs="*", type=_one_of(parts), metavar="PART", help=f"of {', '.join(parts)} (default: all)")
+    option("parts", nargs="*", type=_one_of(parts), metavar="PART", help=f"{', '.join(parts)} (default: all)")
     option("--quick", action="store_true", help="tiny settings, to see that it runs; never written down")
     option = add("programs", _programs, "published programs: Gymnasium's engine and vecenv's", out)
-    option("names", nargs="*", type=_one_of(PROGRAMS), metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)} (default: all)")
+    option("names", nargs="*", type=_one_of(PROGRAMS), metavar="PROGRAM", help=f"{', '.join(PROGRAMS)} (default: all)")
     option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
-    option("--python", default=sys.executable, help="with the programs' requirements (default: this one)")
+    option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
     option = add("size", _size, "how large the package is, and how much has to be read to follow a step")
     option("--json", action="store_true", help="print JSON instead of a table")
@@ -151,7 +151,7 @@ def _sweep(arguments: argparse.Namespace, pace: Pace) -> None:
         found = memory[num_envs] = {}
         parts = suites.side_by_side(arguments.workload, num_envs, arguments.workers, pace, arguments.engines, found)
         reports += parts
-        sizes.append(suites.merged(parts))
+        sizes.append(suites.merge(parts))
     stem = f"sweep-{arguments.workload.replace('/', '_')}"
     _show(arguments, reports, stem)
     draw_scale(sizes, arguments.out / f"{stem}-scale.png")
@@ -180,7 +180,7 @@ def _micro(arguments: argparse.Namespace, pace: Pace) -> None:
             for name, count in micro.counted_copies().items():
                 print(f"{name}: every byte is copied {count:.2f} times")
         if part.startswith("batch-"):
-            for name, spent in micro.outside_the_steps(report).items():
+            for name, spent in micro.batch_overhead(report).items():
                 text = f"{spent.median:.1f} us ({spent.lower:.1f} - {spent.upper:.1f})" if spent else "not measured"
                 print(f"{report.num_envs} environments, {name}: {text} a batch beyond the bare loop in as many processes")
 
@@ -188,8 +188,8 @@ def _micro(arguments: argparse.Namespace, pace: Pace) -> None:
 def _waits(arguments: argparse.Namespace, pace: Pace) -> None:
     suites.raise_descriptor_limit()
     memory: dict[str, dict[str, suites.Memory]] = {workload: {} for workload in arguments.workloads}
-    how = arguments.num_envs, arguments.workers, pace, arguments.engines
-    reports = [waits.waits(workload, *how, memory[workload]) for workload in arguments.workloads]
+    common = arguments.num_envs, arguments.workers, pace, arguments.engines
+    reports = [waits.waits(workload, *common, memory[workload]) for workload in arguments.workloads]
     _show(arguments, reports, "waits")
     for workload, name, used in _kept(arguments, "waits", memory):
         whole = (used.trainer + used.workers) / 2**20

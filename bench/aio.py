@@ -133,11 +133,11 @@ def run_send_recv(kind: str, workers: int, args: argparse.Namespace, *, first_re
     )  # fmt: skip
     try:
         envs.reset()
-        counter, how = Counter(args.seconds), {"at_least": 1} if first_ready else {}
+        counter, kwargs = Counter(args.seconds), {"at_least": 1} if first_ready else {}
         actions = np.zeros(args.num_envs, np.int64)
         envs.send(actions)
         while True:
-            *_, infos = envs.recv(**how)
+            *_, infos = envs.recv(**kwargs)
             rows = infos["env_id"]
             if not counter.add(len(rows)):
                 break

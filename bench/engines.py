@@ -128,8 +128,8 @@ class PufferLib(Stepping):
             module = need("pufferlib.vector", "pufferlib")
         if num_envs % workers:
             raise Unavailable(f"needs a multiple of {workers} environments")
-        how = {"num_envs": num_envs, "num_workers": workers, "batch_size": num_envs}
-        self.envs = module.make(partial(_puffer_env, env_fn), backend=module.Multiprocessing, **how)
+        kwargs = {"num_envs": num_envs, "num_workers": workers, "batch_size": num_envs}
+        self.envs = module.make(partial(_puffer_env, env_fn), backend=module.Multiprocessing, **kwargs)
         self._next = itertools.cycle([self.envs.action_space.sample() for _ in range(64)]).__next__
         self.envs.reset(0)
         self._num_envs = num_envs

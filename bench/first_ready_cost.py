@@ -1,9 +1,8 @@
 """The time of a first-ready batch by cause: ``python bench/first_ready_cost.py Ant-v5 --num-envs 8``.
 
-For each way to step the same environments: microseconds of all used cores per environment step, and what they are made of,
-processor time of the caller and of the workers, and the rest, in which a worker's core had nothing to do. All are built
-first and take turns in one process; a row shows the medians of its rounds, and the rate beside that of ``step``, round by
-round.
+For each way to step the same environments, it prints the microseconds of all used cores per environment step, split into
+processor time of the caller, that of the workers, and the rest, in which a worker's core was idle. All are built first and
+take turns in one process; a row shows the medians of its rounds, and its rate relative to that of ``step``, by round.
 
     python bench/first_ready_cost.py ALE/Pong-v5 --num-envs 8 --rounds 9
     python bench/first_ready_cost.py --sleep 0.001 --num-envs 64 --workers 16   # a core per process, simulated
@@ -31,23 +30,23 @@ from vecenv.tools.runners import make_env
 class Way:
     """One way to step the environments."""
 
-    def __init__(self, name: str, env_fn: Callable[[], Any], options: argparse.Namespace, **how: Any) -> None:
+    def __init__(self, name: str, env_fn: Callable[[], Any], options: argparse.Namespace, **kwargs: Any) -> None:
         self.name = name
-        self.envs: Any = vecenv.AsyncVectorEnv([env_fn] * options.num_envs, num_workers=options.workers, **how)
-        self.first_ready = "batch_size" in how
-        if how.get("batch_size") == "auto":
+        self.envs: Any = vecenv.AsyncVectorEnv([env_fn] * options.num_envs, num_workers=options.workers, **kwargs)
+        self.first_ready = "batch_size" in kwargs
+        if kwargs.get("batch_size") == "auto":
             self.name += f": {self.envs.batch_size}, {self.envs.plan.rows_at_once or 'all'} at once"
         self.envs.action_space.seed(0)
         self.actions = self.envs.action_space.sample()[: self.envs.batch_size]
         self.workers = [psutil.Process(worker.pid) for worker in self.envs._pool.processes]
-        self.taken: list[tuple[float, float, float]] = []
+        self.samples: list[tuple[float, float, float]] = []
         if self.first_ready:
             self.envs.reset_async(seed=0)
         else:
             self.envs.reset(seed=0)
 
-    def turn(self, seconds: float, *, keep: bool = True) -> float:
-        """Step for that long, and return the actual duration."""
+    def run(self, seconds: float, *, record: bool = True) -> float:
+        """Step for ``seconds`` and return the actual duration."""
         envs, actions = self.envs, self.actions
         steps, before = 0, self._processor_times()
         began = time.perf_counter()
@@ -58,9 +57,9 @@ class Way:
                 envs.step(actions)
             steps += len(actions)
         wall, after = time.perf_counter() - began, self._processor_times()
-        if keep:
+        if record:
             caller, workers = (1e6 * (now - then) / steps for now, then in zip(after, before, strict=True))
-            self.taken.append((1e6 * wall * len(self.workers) / steps, caller, workers))
+            self.samples.append((1e6 * wall * len(self.workers) / steps, caller, workers))
         return wall
 
     def _processor_times(self) -> tuple[float, float]:
@@ -85,15 +84,15 @@ def main() -> None:
     ways += [Way(name, env_fn, options, batch_size=size) for name, size in sizes.items()]
     ways.append(Way('"auto"', env_fn, options, batch_size="auto"))
     for way in ways:
-        way.turn(options.seconds / 2, keep=False)
-    take_turns({way.name: functools.partial(way.turn, options.seconds) for way in ways}, options.rounds)
+        way.run(options.seconds / 2, record=False)
+    take_turns({way.name: functools.partial(way.run, options.seconds) for way in ways}, options.rounds)
     print(f"{'us per environment step':<28} {'all cores':>10} {'caller':>8} {'workers':>8} {'rest':>8}   x the rate of step")
     for way in ways:
-        whole, caller, workers = (statistics.median(column) for column in zip(*way.taken, strict=True))
-        rest = statistics.median(turn[0] - turn[1] - turn[2] for turn in way.taken)
-        ratios = sorted(own[0] / turn[0] for own, turn in zip(ways[0].taken, way.taken, strict=True))
+        total, caller, workers = (statistics.median(column) for column in zip(*way.samples, strict=True))
+        rest = statistics.median(cores - caller - workers for cores, caller, workers in way.samples)
+        ratios = sorted(own[0] / turn[0] for own, turn in zip(ways[0].samples, way.samples, strict=True))
         spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} - {ratios[-1]:.2f})"
-        print(f"{way.name:<28} {whole:>10.1f} {caller:>8.1f} {workers:>8.1f} {rest:>8.1f}   {spread}")
+        print(f"{way.name:<28} {total:>10.1f} {caller:>8.1f} {workers:>8.1f} {rest:>8.1f}   {spread}")
         way.envs.close()
 
 

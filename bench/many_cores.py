@@ -7,7 +7,7 @@ halves with two messages in flight per worker (``batch_size="auto"``), and by ``
 
     python bench/many_cores.py                       # measures, then simulates
     python bench/many_cores.py --costs 40 8 0.4      # simulates with these costs: us a batch, a worker, a row
-    python bench/many_cores.py --bytes 28224         # observations of so many bytes, which the caller copies
+    python bench/many_cores.py --bytes 28224         # observations of that many bytes, which the caller copies
 
 Measured is processor time, which other programs on the machine change less than they change the clock's.
 """

@@ -54,7 +54,7 @@ class PingPong(Stepping):
         return 1
 
     def run(self, seconds: float) -> float:
-        """Run for the sample with a new partner, because a spinning one would take a core from others."""
+        """Run a sample with a new partner process: between samples, a spinning one would occupy a core."""
         self._ours, theirs = socket.socketpair()
         for end in (self._ours, theirs):
             end.setblocking(not self._spin)
@@ -88,14 +88,14 @@ def _spin_receive(end: socket.socket) -> bytes:
 
 
 class Copier(Stepping):
-    """A copier of as many bytes as a batch of observations, in one of the ways of an engine; the unit is a row."""
+    """A runner that copies as many bytes as a batch of observations, as an engine does; it counts rows."""
 
-    def __init__(self, shape: Sequence[int], how: str) -> None:
+    def __init__(self, shape: Sequence[int], method: str) -> None:
         self._row = np.ones(shape[1:], np.uint8)
         self._batch = np.zeros(shape, np.uint8)
         self._rows = list(self._batch)
-        ways: dict[str, Callable[[], object]] = {"rows": self._copy_rows, "fresh": self._batch.copy}
-        self._copy = ways[how]
+        methods: dict[str, Callable[[], object]] = {"rows": self._copy_rows, "fresh": self._batch.copy}
+        self._copy = methods[method]
 
     def _copy_rows(self) -> None:
         """Copy into the same memory row by row, as a worker must."""
@@ -136,7 +136,7 @@ def batch(pace: Pace, num_envs: int = 8) -> Report:
     return compare("CartPole-v1", env_fn, num_envs, rows, **pace)
 
 
-def outside_the_steps(report: Report) -> dict[str, Summary | None]:
+def batch_overhead(report: Report) -> dict[str, Summary | None]:
     """Return the microseconds that a batch of :func:`batch` takes beyond the bare loop in as many processes."""
     rates = {row.name: row.rates for row in report.rows}
     found = {}
@@ -163,7 +163,7 @@ def infos(pace: Pace, num_envs: int = 32, workers: int = 2) -> Report:
 def copies(pace: Pace, num_envs: int = 64) -> Report:
     """Measure steps with (84, 84, 4) uint8 observations against steps with small ones, and against ``memcpy``.
 
-    One worker, so that its copies are not divided by the number of cores.
+    It uses one worker, so that the copies are not divided among cores.
     """
     images = partial(EmptyEnv, IMAGE, "uint8")
     rows = [
@@ -178,7 +178,7 @@ def copies(pace: Pace, num_envs: int = 64) -> Report:
 
 
 def start_once(engine: str, num_envs: int, workers: int) -> None:
-    """Print the seconds from the constructor to the end of the first reset; for a process of its own."""
+    """Print the seconds from the constructor to the end of the first reset. Call it in a new process."""
     env_fns: list[EnvFn] = [partial(make_env, "CartPole-v1")] * num_envs
     gymnasium.make("CartPole-v1").close()  # the import is the environment's cost, not the engine's
     start = time.perf_counter()
@@ -205,7 +205,7 @@ def startup(repeats: int, num_envs: int = 64, workers: int = 2) -> dict[str, lis
 
 
 class CountingEnv(EmptyEnv):
-    """An environment with large observations and the bytes that its process has copied; needs ``count_copies.c`` preloaded.
+    """An environment with large observations that reports its process's copied bytes; it needs ``count_copies.c`` preloaded.
     """
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ def _count_once(copy: bool, num_envs: int, steps: int = 50) -> float:
 
 
 def counted_copies(num_envs: int = 64) -> dict[str, float]:
-    """Count how often a step copies the bytes of its observations, in ``memcpy`` and ``memmove`` themselves.
+    """Count how often a step copies the bytes of its observations, by counting inside ``memcpy`` and ``memmove``.
 
     Raises:
         RuntimeError: There is no C compiler, or the counter does not work with this C library.
@@ -268,8 +268,8 @@ def counted_copies(num_envs: int = 64) -> dict[str, float]:
 def copying_times(report: Report) -> dict[str, Summary | None]:
     """Return the time of the observations' copies as a multiple of one ``memcpy``, from the rounds of :func:`copies`.
 
-    The time that a step with large observations takes beyond one with small ones, over the time that ``memcpy`` takes
-    for large rows beyond small ones; for ``copy=True`` also the time beyond ``copy=False`` over one copy into new memory.
+    For ``copy=False``: the extra time of a step with large observations over one with small ones, divided by that of
+    ``memcpy``. ``copy=True`` adds its extra time over ``copy=False``, divided by the time of one copy into new memory.
     """
     rounds = [
         {row.name: 1.0 / rate for row, rate in zip(report.rows, rates, strict=True)}

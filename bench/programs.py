@@ -1,17 +1,16 @@
-"""Published programs as they stand: Gymnasium's engine against vecenv's, by turns.
+"""Unedited published programs: Gymnasium's engine against vecenv's, in alternate runs.
 
     git clone https://github.com/vwxyzjn/cleanrl SOURCES/cleanrl      # and the others that `python -m bench list` names
     python -m bench programs --sources SOURCES cleanrl-ppo skrl-ppo
     python -m bench programs --sources SOURCES --python /another/environment/bin/python --rounds 5
 
-None of them is part of this repository, and none is edited: ``python program.py`` plays against ``python -m vecenv run
-program.py``, with the same arguments and seeds, in an empty folder each time. ``bench/watched.py`` stands between the two
-and the program and sums up all actions, observations, rewards and flags in one checksum; scalars that a program writes for
-TensorBoard are compared too, number for number, but for those that are times. A program needs its own requirements installed
-where ``--python`` is.
+None of them is part of this repository. ``python program.py`` and ``python -m vecenv run program.py`` run with the same
+arguments and seeds, each in an empty folder. In both runs ``bench/watched.py`` starts the program, and sums up all actions,
+observations, rewards and flags in one checksum. Scalars that a program writes for TensorBoard, except times, are compared
+exactly too. A program needs its own requirements installed where ``--python`` is.
 
-Wall time is a program's whole life, imports included. Processor time is that of the program and its workers; beside other
-programs it scatters less.
+Wall time covers a program's whole life, imports included. Processor time is that of the program and its workers; on a busy
+machine it varies less.
 """
 
 from __future__ import annotations
@@ -42,20 +41,21 @@ class Program:
 
     Attributes:
         repository: Its repository, and the name of its folder among the sources.
-        start: The file, from the root of the repository, or a module (``-m name``), and its arguments.
+        command: The file, from the root of the repository, or a module (``-m name``), and its arguments.
+        makes: The vector environment that it makes, for the table.
         watch: Arguments of ``bench/watched.py``.
-        sync: It makes a SyncVectorEnv, which ``--sync`` replaces.
-        inside: It has to run in the root of its repository.
-        configuration: A settings file, texts in it, and their replacements. ``start`` calls the changed copy
-        ``{settings}``.
+        sync: True if it makes a SyncVectorEnv, which ``--sync`` replaces.
+        in_repository: True if it must run in the root of its repository.
+        configuration: A settings file, a text in it, and the replacement. ``{settings}`` in ``command`` is the changed
+            copy.
     """
 
     repository: str
-    start: str
+    command: str
     makes: str
     watch: str = ""
     sync: bool = False
-    inside: bool = False
+    in_repository: bool = False
     configuration: tuple[str, str, str] | None = None
 
 
@@ -92,7 +92,7 @@ PROGRAMS: dict[str, Program] = {
     ),
     "slm-lab-ppo": Program(
         "kengz/SLM-Lab", _SLM, 'make_vec(..., vectorization_mode="async") by spawn, HalfCheetah-v5, 16',
-        "--stop 140 --seed 2", inside=True,
+        "--stop 140 --seed 2", in_repository=True,
     ),
     "hands-on-a2c": Program(
         "PacktPublishing/Deep-Reinforcement-Learning-Hands-On-Third-Edition", "Chapter12/02_pong_a2c.py --use-async -n x",
@@ -113,16 +113,16 @@ class Run:
     last_line: str = ""
 
 
-def scalars(folder: Path) -> dict[str, list[list[Any]]]:
+def read_scalars(folder: Path) -> dict[str, list[list[Any]]]:
     """Read the TensorBoard scalars below a folder: steps and values by name, except for times."""
     found: dict[str, list[list[Any]]] = {}
     for file in sorted(folder.rglob("events.out.tfevents.*")):
         data, at = file.read_bytes(), 0
         while at + 12 <= len(data):  # a length, its checksum, that many bytes, their checksum
             (length,) = struct.unpack_from("<Q", data, at)
-            event = dict(fields(data[at + 12 : at + 12 + length]))
-            for _, value in fields(event.get(5, b"")):  # 5: summary, of which each 1 is a value: 1 name, 2 number, 8 tensor
-                parts = dict(fields(value))
+            event = dict(parse_fields(data[at + 12 : at + 12 + length]))
+            for _, value in parse_fields(event.get(5, b"")):  # 5: summary; its fields are values: 1 name, 2 number, 8 tensor
+                parts = dict(parse_fields(value))
                 if 1 in parts and not TIMES.search(name := parts[1].decode()):
                     kept = struct.unpack("<f", parts[2])[0] if 2 in parts else parts.get(8, b"").hex()
                     found.setdefault(name, []).append([event.get(2, 0), repr(kept)])
@@ -130,8 +130,8 @@ def scalars(folder: Path) -> dict[str, list[list[Any]]]:
     return found
 
 
-def fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield numbers and values of a protocol buffer's fields; values other than varints are bytes."""
+def parse_fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield the number and value of each field of a protocol buffer; values other than varints are bytes."""
     at = 0
 
     def varint() -> int:
@@ -155,30 +155,30 @@ def fields(message: bytes) -> Iterator[tuple[int, Any]]:
         at += size
 
 
-def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
+def run_once(program: Program, sources: Path, python: str, ours: bool) -> Run:
     """Run a program once."""
     home = sources / program.repository.rpartition("/")[2]
-    start = program.start.split()
-    if start[0] == "-m":
-        start[0] = "--module"
-    elif not (home / start[0]).is_file():
-        raise SystemExit(f"no {home / start[0]}: git clone https://github.com/{program.repository} {home}")
+    command = program.command.split()
+    if command[0] == "-m":
+        command[0] = "--module"
+    elif not (home / command[0]).is_file():
+        raise SystemExit(f"no {home / command[0]}: git clone https://github.com/{program.repository} {home}")
     else:
-        start[0] = str((home / start[0]).resolve())
+        command[0] = str((home / command[0]).resolve())
     with tempfile.TemporaryDirectory(prefix="vecenv-program-") as folder:
         report, log, settings = (Path(folder) / name for name in ("report.json", "log", "settings.yaml"))
         if program.configuration:
-            file, words, instead = program.configuration
-            settings.write_text((home / file).read_text().replace(words, instead))
-            start = [str(settings) if word == "{settings}" else word for word in start]
-        before = ["-m", "vecenv", "run", *(["--sync"] if program.sync else [])] if ours else []
-        watched = [str(ROOT / "bench" / "watched.py"), "--report", str(report), *program.watch.split(), *start]
+            file, old, new = program.configuration
+            settings.write_text((home / file).read_text().replace(old, new))
+            command = [str(settings) if word == "{settings}" else word for word in command]
+        launcher = ["-m", "vecenv", "run", *(["--sync"] if program.sync else [])] if ours else []
+        watched = [str(ROOT / "bench" / "watched.py"), "--report", str(report), *program.watch.split(), *command]
         path = os.pathsep.join(filter(None, (str(ROOT), str(home.resolve()), os.environ.get("PYTHONPATH"))))
         environment = os.environ | {"PYTHONPATH": path, "MPLBACKEND": "Agg"}
         begin = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [python, *before, *watched], cwd=home if program.inside else folder, env=environment,
+                [python, *launcher, *watched], cwd=home if program.in_repository else folder, env=environment,
                 stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             )  # fmt: skip
             _, status, used = os.wait4(process.pid, 0)
@@ -188,7 +188,7 @@ def live(program: Program, sources: Path, python: str, ours: bool) -> Run:
         figures = json.loads(report.read_text()) if report.exists() else {}
         if process.returncode:
             print("\n".join(lines[-20:]), file=sys.stderr)
-        written = scalars(Path(folder))
+        written = read_scalars(Path(folder))
     return Run(wall, used.ru_utime + used.ru_stime, process.returncode, figures, written, lines[-1] if lines else "")
 
 
@@ -200,9 +200,9 @@ class Result:
     plain: list[Run] = field(default_factory=list)
     ours: list[Run] = field(default_factory=list)
 
-    def ratio(self, of: Callable[[Run], float]) -> str:
+    def ratio(self, measure: Callable[[Run], float]) -> str:
         """Return Gymnasium's value over ours, pair by pair: above 1, ours is faster."""
-        found = Summary.of_ratios(map(of, self.plain), map(of, self.ours))
+        found = Summary.of_ratios(map(measure, self.plain), map(measure, self.ours))
         return found.show() if found else "-"
 
     def equal(self) -> str:
@@ -211,8 +211,8 @@ class Result:
         if any(run.status for run in runs):
             return "failed"
         if len({json.dumps([run.figures[key] for key in ("checksum", "calls", "rewards")]) for run in runs}) > 1:
-            alone = len({run.figures["checksum"] for run in self.plain})
-            return "NO" if alone == 1 else "two runs of Gymnasium's differ as well"
+            checksums = {run.figures["checksum"] for run in self.plain}
+            return "NO" if len(checksums) == 1 else "Gymnasium's runs differ too"
         logged = [run.scalars for run in runs]
         if any(one != logged[0] for one in logged):
             return "steps yes, TensorBoard NO"
@@ -221,15 +221,15 @@ class Result:
 
 
 def milliseconds(runs: list[Run], key: str, per: str | None = None) -> float:
-    """Return the median of a figure in milliseconds, per call of ``per`` if that is given."""
+    """Return the median of a figure in milliseconds, divided by the figure ``per`` if that is given."""
     return 1e3 * statistics.median(run.figures[key] / (run.figures[per] if per else 1) for run in runs)
 
 
-def line(result: Result) -> str:
+def table_row(result: Result) -> str:
     """Format a row of the table."""
     program, figures = PROGRAMS[result.name], result.ours[0].figures
-    file = program.start.removeprefix("-m ").split()[0]
-    making = [milliseconds(runs, "making") for runs in (result.plain, result.ours)]
+    file = program.command.removeprefix("-m ").split()[0]
+    construction = [milliseconds(runs, "making") for runs in (result.plain, result.ours)]
     step = [milliseconds(runs, "stepping", "calls") for runs in (result.plain, result.ours)]
     cells = [
         f"{program.repository} `{file}`",
@@ -238,20 +238,20 @@ def line(result: Result) -> str:
         result.equal(),
         result.ratio(lambda run: run.wall),
         result.ratio(lambda run: run.processor),
-        f"{making[0]:,.0f} / {making[1]:,.0f}",
+        f"{construction[0]:,.0f} / {construction[1]:,.0f}",
         f"{step[0]:.2f} / {step[1]:.2f}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
 HEAD = (
-    "| program | makes | steps | equal | wall time | processor time | making them, ms | a step, ms |\n"
+    "| program | makes | steps | equal | wall time | processor time | construction, ms | step, ms |\n"
     "|---|---|---:|---|---|---|---:|---:|"
 )
 
 
 def compare(names: list[str], sources: Path, python: str, rounds: int, out: Path) -> None:
-    """Play all rounds, one program after the other in each, and print the table; one that fails is left at that."""
+    """Run all rounds, with all programs in each, and print the table. A program that fails does not run again."""
     out.mkdir(parents=True, exist_ok=True)
     results = {name: Result(name) for name in names}
     for index in range(rounds):
@@ -259,10 +259,10 @@ def compare(names: list[str], sources: Path, python: str, rounds: int, out: Path
             if any(run.status for run in result.plain + result.ours):
                 continue
             for ours in (False, True) if index % 2 == 0 else (True, False):
-                (result.ours if ours else result.plain).append(live(PROGRAMS[name], sources, python, ours))
+                (result.ours if ours else result.plain).append(run_once(PROGRAMS[name], sources, python, ours))
             (out / f"program-{name}.json").write_text(json.dumps(asdict(result), indent=1) + "\n")
             print(f"round {index + 1}, {name}: {result.equal()}", file=sys.stderr, flush=True)
     print(HEAD)
     for name, result in results.items():
         failed = [run.last_line for run in result.plain + result.ours if run.status]
-        print(f"| {name} | failed: {failed[0]} |" if failed else line(result), flush=True)
+        print(f"| {name} | failed: {failed[0]} |" if failed else table_row(result), flush=True)

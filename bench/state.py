@@ -48,7 +48,7 @@ def measured(env_id: str, num_envs: int, num_workers: int, tries: int) -> tuple[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--tries", type=int, default=30, help="the best of so many")
+    parser.add_argument("--tries", type=int, default=30, help="attempts; the best one counts")
     parser.add_argument("--only", choices=CASES, help="one of the environments")
     chosen = parser.parse_args()
     head = "".join(f"{name:>10}" for name in ("step ms", "save ms", "load ms"))

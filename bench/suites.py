@@ -17,9 +17,9 @@ from bench.workloads import WORKLOADS, SleepingEnv
 from vecenv.tools.benchmark import CandidateProcess, Report, ResultRow, compare
 from vecenv.tools.runners import Candidate, EnvFn, FirstReadyVectorRunner, VectorRunner, default_candidates, vecenv_candidate
 
-PROCESS_EACH = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
-TOGETHER = 600  # processes that may be alive at once before such engines are measured one by one
-PROCESS_BYTES = {"torchrl": 60 << 20, "sb3": 20 << 20, "tianshou": 20 << 20}  # of its own, after a fork
+PROCESS_PER_ENV = {"per-env", "gym-async", "sb3", "tianshou", "torchrl"}
+MAX_PROCESSES = 600  # at once; above this, engines with a process per environment are measured one by one
+PROCESS_BYTES = {"torchrl": 60 << 20, "sb3": 20 << 20, "tianshou": 20 << 20}  # private memory of a forked process
 OTHER_PROCESS_BYTES = 12 << 20
 
 
@@ -32,8 +32,8 @@ class Memory:
     processes: int
 
 
-def memory_of(host: CandidateProcess) -> Memory:
-    """Measure the memory of a running row."""
+def measure_memory(host: CandidateProcess) -> Memory:
+    """Measure the memory of a running candidate."""
     process = psutil.Process(host.pid)
     children = process.children(recursive=True)
     workers = sum(child.memory_full_info().pss for child in children)
@@ -42,25 +42,25 @@ def memory_of(host: CandidateProcess) -> Memory:
 
 def compare_some(
     names: Iterable[str] | None, memory: dict[str, Memory] | None, env: str, env_fn: EnvFn, num_envs: int,
-    rows: list[Candidate], **how: Any,
+    rows: list[Candidate], **kwargs: Any,
 ) -> Report:  # fmt: skip
-    """Call :func:`compare` with the rows of these names. With ``memory``, record what they occupy."""
+    """Call :func:`compare` with the candidates of these names. With ``memory``, record their memory in it."""
 
-    def look(hosts: list[CandidateProcess]) -> None:
+    def record_memory(hosts: list[CandidateProcess]) -> None:
         assert memory is not None
-        memory.update((host.candidate.name, memory_of(host)) for host in hosts if host.usable)
+        memory.update((host.candidate.name, measure_memory(host)) for host in hosts if host.usable)
 
     if names is not None:
         rows = [c for c in rows if c.name in set(names)]
-    return compare(env, env_fn, num_envs, rows, inspect=None if memory is None else look, **how)
+    return compare(env, env_fn, num_envs, rows, inspect=None if memory is None else record_memory, **kwargs)
 
 
 def _groups(candidates: list[Candidate], num_envs: int) -> list[list[Candidate]]:
-    """Return all candidates as one group if they fit; otherwise each engine with a process per env with two baselines."""
-    heavy = [c for c in candidates if c.name in PROCESS_EACH]
-    if len(heavy) * num_envs <= TOGETHER:
+    """Return all candidates as one group if they fit; otherwise one per engine with a process per env, with baselines."""
+    heavy = [c for c in candidates if c.name in PROCESS_PER_ENV]
+    if len(heavy) * num_envs <= MAX_PROCESSES:
         return [candidates]
-    light = [c for c in candidates if c.name not in PROCESS_EACH]
+    light = [c for c in candidates if c.name not in PROCESS_PER_ENV]
     baselines = [c for c in light if c.name in ("gym-sync", "bare-loop")]
     return [light, *([c, *baselines] for c in heavy)]
 
@@ -75,7 +75,7 @@ def side_by_side(
 ) -> list[Report]:
     """Measure every engine on one workload; return several reports, each with the baselines, if not all fit at once.
 
-    With ``memory``, record what they occupy.
+    With ``memory``, record their memory in it.
     """
     env_fn = WORKLOADS[workload].prepare()
     candidates = engines.candidates(env_fn, num_envs, workers)
@@ -83,18 +83,18 @@ def side_by_side(
         candidates = [c for c in candidates if c.name in set(names)]
     reports = []
     for group in _groups(candidates, num_envs):
-        heavy = [c for c in group if c.name in PROCESS_EACH]
+        heavy = [c for c in group if c.name in PROCESS_PER_ENV]
         needed = sum(PROCESS_BYTES.get(c.name, OTHER_PROCESS_BYTES) for c in heavy) * num_envs
-        too_much = [] if needed < psutil.virtual_memory().available else heavy
-        part = compare_some(None, memory, workload, env_fn, num_envs, [c for c in group if c not in too_much], **pace)
+        too_large = [] if needed < psutil.virtual_memory().available else heavy
+        part = compare_some(None, memory, workload, env_fn, num_envs, [c for c in group if c not in too_large], **pace)
         reason = f"{num_envs} processes would need about {needed / 2**30:.0f} GiB"
-        part.rows += [ResultRow(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_much]
+        part.rows += [ResultRow(c.name, c.label, c.kind, [math.nan] * part.repeats, missing=reason) for c in too_large]
         reports.append(part)
     return reports
 
 
-def merged(reports: list[Report]) -> Report:
-    """Return one report with the rates of all. Its ratios mean nothing for rows of different runs."""
+def merge(reports: list[Report]) -> Report:
+    """Return one report with the rates of all. Its ratios are meaningless between rows of different runs."""
     rows: dict[str, ResultRow] = {}
     for report in reports:
         for row in report.rows:
@@ -103,14 +103,14 @@ def merged(reports: list[Report]) -> Report:
 
 
 def auto(workload: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None) -> Report:
-    """Compare ``num_workers="auto"`` with every fixed choice and ``SyncVectorEnv``, or with ``names`` of them."""
+    """Compare ``num_workers="auto"`` with fixed numbers and ``SyncVectorEnv``; with ``names``, only these."""
     env_fn = WORKLOADS[workload].prepare()
-    not_chosen = ("first-ready", "gym-async", "bare-pipes", "bare-loop")
-    rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in not_chosen]
-    more = {0: "in-process", 1: "1 worker", 2 * workers: f"{2 * workers} workers"}
+    excluded = ("first-ready", "gym-async", "bare-pipes", "bare-loop")
+    rows = [c for c in default_candidates(env_fn, num_envs, workers) if c.name not in excluded]
+    fixed = {0: "in-process", 1: "1 worker", 2 * workers: f"{2 * workers} workers"}
     rows += [
         vecenv_candidate(f"workers-{count}", f"vecenv, {text}", env_fn, num_envs, num_workers=count)
-        for count, text in more.items()
+        for count, text in fixed.items()
         if count <= num_envs
     ]
     return compare_some(names, None, workload, env_fn, num_envs, rows, **pace)
@@ -127,7 +127,7 @@ class Sleepers(VectorRunner):
 
 
 class FirstReadySleepers(FirstReadyVectorRunner):
-    """A runner like :class:`Sleepers`, with the environments that wake up first."""
+    """A runner like :class:`Sleepers`, for the environments that wake up first."""
 
     def _step(self) -> float:
         observations, _, _, _, infos = self.envs.recv()
@@ -136,7 +136,7 @@ class FirstReadySleepers(FirstReadyVectorRunner):
 
 
 def first_ready(pace: Pace, num_envs: int = 64) -> Report:
-    """Measure sleeping environments, one process each: the share of the rate that only the mean sleep bounds."""
+    """Measure sleeping environments, one process each, as a share of the rate that only the mean sleep bounds."""
 
     ours = partial(vecenv_candidate, env_fn=SleepingEnv, num_envs=num_envs)
     rows = [

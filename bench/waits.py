@@ -37,8 +37,8 @@ from vecenv.tools.runners import (
 __all__ = ["WAITS", "episodes", "torchrl_pool", "waits"]
 
 
-def _waiting(name: str, text: str, **how: Any) -> Workload:
-    return Workload(name, lambda: partial(WaitingEnv, **how), text)
+def _waiting(name: str, text: str, **kwargs: Any) -> Workload:
+    return Workload(name, lambda: partial(WaitingEnv, **kwargs), text)
 
 
 LONG_RESETS: dict[str, Any] = {"step": 0.001, "length": (150, 251)}  # different ones, or all would reset at the same time

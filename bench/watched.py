@@ -1,4 +1,4 @@
-"""A program as it stands, watched: what its vector environments gave it, and how long it waited for them.
+"""Statistics of an unedited program: what its vector environments returned, and how long it waited for them.
 
     python bench/watched.py --report plain.json train.py --seed 1
     python -m vecenv run bench/watched.py --report ours.json train.py --seed 1

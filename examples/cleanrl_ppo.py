@@ -1,6 +1,6 @@
 """PPO in one file, in the manner of CleanRL: Gymnasium's vector interface and torch, nothing else.
 
-    pip install torch                # in its CPU build where there is no GPU: pytorch.org gives the line
+    pip install torch                # without a GPU, the CPU build: see pytorch.org
     pip install -e .
     python examples/cleanrl_ppo.py
 
@@ -122,9 +122,9 @@ if __name__ == "__main__":
     parser.add_argument("--minibatch", type=int, default=256, help="transitions per update")
     parser.add_argument("--epochs", type=int, default=8, help="passes over a rollout")
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="initial learning rate of Adam, which falls to 0")
-    parser.add_argument("--discount", type=float, default=0.99, help="discount of later rewards")
+    parser.add_argument("--discount", type=float, default=0.99, help="discount factor of rewards")
     parser.add_argument("--gae-lambda", type=float, default=0.95, help="lambda of generalised advantage estimation")
-    parser.add_argument("--clip", type=float, default=0.2, help="how far one rollout may move a probability")
+    parser.add_argument("--clip", type=float, default=0.2, help="clipping range of the probability ratio")
     parser.add_argument("--entropy", type=float, default=0.005, help="weight of the entropy bonus")
     parser.add_argument("--seed", type=int, default=1, help="seed of environments, policy and shuffling")
     main(parser.parse_args())

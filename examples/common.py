@@ -21,30 +21,30 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 Config = TypeVar("Config")
 
-# --- options of the command line ----------------------------------------------------------------------------------------
+# --- command-line options -----------------------------------------------------------------------------------------------
 
 
 def option(default: Any, help: str) -> Any:
-    """Return a field of a dataclass that :func:`parse` makes an option of; if its default is a bool, a switch."""
+    """Return a dataclass field that :func:`parse` turns into a command-line option; if its default is a bool, a switch."""
     return dataclasses.field(default=default, metadata={"help": help})
 
 
 def parse(
     kind: type[Config], doc: str | None, presets: Mapping[str, Mapping[str, Any]], key: str, argv: list[str] | None = None
 ) -> Config:
-    """Parse the command line. What it leaves out comes from the preset for the value of ``key``, or from the defaults."""
-    wide = argparse.RawDescriptionHelpFormatter
+    """Parse the command line. Options left out come from the preset for the value of ``key``, or from the defaults."""
+    formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=wide, allow_abbrev=False, argument_default=argparse.SUPPRESS
+        description=doc, formatter_class=formatter, allow_abbrev=False, argument_default=argparse.SUPPRESS
     )
     for field in dataclasses.fields(kind):
-        name, of = "--" + field.name.replace("_", "-"), type(field.default)
+        name, cast = "--" + field.name.replace("_", "-"), type(field.default)
         has_default = field.default != float("inf")  # otherwise the help text describes the default
         shown = f"{field.metadata['help']} (default: {field.default})" if has_default else field.metadata["help"]
         if field.name == "env_id":
             parser.add_argument("env_id", nargs="?", help=shown)
         else:
-            parser.add_argument(name, help=shown, **({"action": "store_true"} if of is bool else {"type": of}))
+            parser.add_argument(name, help=shown, **({"action": "store_true"} if cast is bool else {"type": cast}))
     parser.epilog = "defaults by " + key + ":\n" + "\n".join(
         f"  {name}: " + ", ".join(f"{k}={v}" for k, v in preset.items()) for name, preset in presets.items()
     )
@@ -57,7 +57,7 @@ def parse(
 
 
 class Categorical(NamedTuple):
-    """A distribution over the actions of a Discrete space, counted from 0."""
+    """A distribution over the actions of a Discrete space, numbered from 0."""
 
     logits: jax.Array
 
@@ -148,7 +148,7 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """The mean return over the steps: a progress bar while it is recorded (``with``), and a plot afterwards."""
+    """The mean return over the steps, shown as a progress bar while it is recorded (``with``), then as a plot."""
 
     def __init__(self, total: int) -> None:
         columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
@@ -170,15 +170,15 @@ class Curve:
         text = f"mean return {mean_return:.1f}, {steps / seconds:,.0f} steps/s"
         self._bar.update(self._task, completed=steps, description=text)
 
-    def draw(self, path: Path, title: str, of: str, level: float, level_name: str) -> None:
-        """Write the curve as a PNG, with its axis label, and a dashed line at a ``level`` with a name."""
+    def draw(self, path: Path, title: str, episodes: str, level: float, level_name: str) -> None:
+        """Write the curve as a PNG. ``episodes`` names those averaged; a dashed line marks ``level``."""
         figure = Figure(figsize=(6.0, 3.4), layout="constrained")
         axes = figure.subplots()
         axes.plot([p.steps for p in self.points], [p.mean_return for p in self.points], color="#1b7f5c", linewidth=2)
         if np.isfinite(level):
             axes.axhline(level, color="#c8553d", linestyle="--", linewidth=1)
             axes.annotate(f" {level_name} {level:g}", (0, level), color="#c8553d", fontsize=8, va="bottom")
-        axes.set(xlabel="environment steps", ylabel=f"mean return, {of}")
+        axes.set(xlabel="environment steps", ylabel=f"mean return, {episodes}")
         axes.xaxis.set_major_formatter("{x:,.0f}")
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.2)

@@ -1,14 +1,14 @@
-"""PPO for many agents on MPE's simple_spread, over vecenv's view for programs of OpenRL.
+"""Multi-agent PPO on MPE's simple_spread, through vecenv's view for OpenRL programs.
 
-    pip install torch                # in its CPU build where there is no GPU: pytorch.org gives the line
+    pip install torch                # without a GPU, the CPU build: see pytorch.org
     pip install -e ".[clients,multi-agent]" mpe2
     python examples/openrl_spread.py
 
-Three agents have to cover three landmarks without bumping into each other. It prints the mean return of an episode and agent
-after each update, and last how long it took.
+Three agents have to cover three landmarks without bumping into each other. After each update it prints the mean return per
+episode and agent, over the last five updates; at the end, the duration.
 
-The environments come in OpenRL's shapes, ``[environments, agents, ...]``. All agents share one policy; the critic sees the
-observations of all of them, which OpenRL calls the shared observation.
+Batches have OpenRL's shape, ``[environments, agents, ...]``. All agents share one policy; the critic sees the observations
+of all of them, which OpenRL calls the shared observation.
 """
 
 import argparse
@@ -28,7 +28,7 @@ except ModuleNotFoundError as missing:
 
 from vecenv.multi_agent import make_openrl  # was: from openrl.envs.vec_env.async_venv import AsyncVectorEnv
 
-LENGTH = 25  # steps of an episode
+EPISODE_STEPS = 25
 
 
 class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
@@ -36,7 +36,7 @@ class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFo
 
 
 def make_env():
-    return simple_spread_v3.parallel_env(max_cycles=LENGTH)
+    return simple_spread_v3.parallel_env(max_cycles=EPISODE_STEPS)
 
 
 def network(inputs, outputs, gain):
@@ -48,7 +48,7 @@ def network(inputs, outputs, gain):
 
 
 class Agents(nn.Module):
-    """One actor for all agents, and a critic that sees each agent's and all agents' observations."""
+    """One actor for all agents, and a critic that sees an agent's observation and those of all agents."""
 
     def __init__(self, agents, inputs, actions):
         super().__init__()
@@ -63,28 +63,27 @@ class Agents(nn.Module):
 
 
 def collect(envs, agents, observations):
-    """Return an episode of every environment, ``[LENGTH, environments, agents, ...]`` per field, and the next observations.
-    """
+    """Return one episode per environment, ``[steps, environments, agents, ...]`` per field, and the next observations."""
     rows = []
-    for _ in range(LENGTH):
+    for _ in range(EPISODE_STEPS):
         with torch.no_grad():
             policy, values = agents(observations)
             actions = policy.sample()
         following, rewards, dones, _ = envs.step(actions.unsqueeze(-1).numpy())
         rows.append((observations, actions, policy.log_prob(actions), values, torch.as_tensor(rewards[..., 0]).float()))
         observations = torch.as_tensor(following)
-    assert dones.all()  # all began together and take the same time
+    assert dones.all()  # episodes begin together and have the same length
     return [torch.stack(field) for field in zip(*rows, strict=True)], observations
 
 
 def advantages(rewards, values, discount, gae_lambda):
     """Return the generalised advantage estimates of whole episodes."""
-    found, later = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
+    result, advantage = torch.zeros_like(rewards), torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
-        following = values[t + 1] if t + 1 < len(values) else torch.zeros_like(later)
-        later = rewards[t] + discount * following - values[t] + discount * gae_lambda * later
-        found[t] = later
-    return found
+        following = values[t + 1] if t + 1 < len(values) else torch.zeros_like(advantage)
+        advantage = rewards[t] + discount * following - values[t] + discount * gae_lambda * advantage
+        result[t] = advantage
+    return result
 
 
 def learn(agents, optimizer, episodes, args):
@@ -118,11 +117,11 @@ def main(args):
     observations, _ = envs.reset(seed=args.seed)
     observations = torch.as_tensor(observations)
     returns = []
-    for update in range(args.steps // (LENGTH * args.num_envs)):
+    for update in range(args.steps // (EPISODE_STEPS * args.num_envs)):
         episodes, observations = collect(envs, agents, observations)
         learn(agents, optimizer, episodes, args)
         returns.append(float(episodes[-1].sum(0).mean()))
-        steps = (update + 1) * LENGTH * args.num_envs
+        steps = (update + 1) * EPISODE_STEPS * args.num_envs
         print(f"{steps:>11} steps, mean return of the last 5 updates {np.mean(returns[-5:]):.3f}", flush=True)
     envs.close()
     print(f"{time.perf_counter() - start:.0f} s")
@@ -136,10 +135,10 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=8, help="passes over the episodes of an update")
     parser.add_argument("--minibatches", type=int, default=4, help="minibatches per pass")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="learning rate of Adam")
-    parser.add_argument("--discount", type=float, default=0.95, help="discount of later rewards")
+    parser.add_argument("--discount", type=float, default=0.95, help="discount factor of rewards")
     parser.add_argument("--gae-lambda", type=float, default=0.95, help="lambda of generalised advantage estimation")
-    parser.add_argument("--clip", type=float, default=0.2, help="how far an update may move a probability")
+    parser.add_argument("--clip", type=float, default=0.2, help="clipping range of the probability ratio")
     parser.add_argument("--entropy", type=float, default=0.01, help="weight of the entropy bonus")
-    parser.add_argument("--reward-scale", type=float, default=0.2, help="what rewards are multiplied by for learning")
+    parser.add_argument("--reward-scale", type=float, default=0.2, help="factor applied to rewards for learning")
     parser.add_argument("--seed", type=int, default=1, help="seed of environments, policy and shuffling")
     main(parser.parse_args())

@@ -3,9 +3,9 @@
     pip install -e ".[clients]"
     python examples/torchrl_gradient.py
 
-A pole is to stay upright on a cart. The loss is how far the pole leans and the cart strays; `TensorDictEnv` carries its
-gradient through Brax's physics to all actions before, so `backward` of a short rollout is the policy's gradient. A rollout
-goes on where the last one ended; there the gradient is cut. In a minute on 2 cores without a GPU it prints:
+The task is to keep a pole upright on a cart. The loss is how far the pole leans and the cart strays; `TensorDictEnv` carries
+its gradient back through Brax's physics to all earlier actions, so `backward` of a short rollout yields the policy gradient.
+Each rollout continues where the last one ended; the gradient is cut there. In a minute on 2 cores without a GPU it prints:
 
     before: 18 of 200 steps upright
     update 25: loss 0.0040, 604 steps/s
@@ -28,25 +28,25 @@ except ImportError as missing:
     needed = "torch (CPU build: pytorch.org)" if missing.name == "torch" else "-e '.[clients]'"
     raise SystemExit(f"torchrl_gradient: {missing}: pip install {needed}") from None
 
-LIMIT = 200  # steps of an episode at most
+MAX_STEPS = 200  # per episode
 
 
-def length_of_episodes(env: TensorDictEnv, policy: TensorDictModule) -> float:
-    """Return the mean steps until the pole has fallen, over one episode in each environment."""
+def mean_episode_length(env: TensorDictEnv, policy: TensorDictModule) -> float:
+    """Return the mean number of steps until the pole falls, over one episode per environment."""
     env.set_seed(1_000)
     with torch.no_grad():
-        data = env.rollout(LIMIT, policy, break_when_all_done=True, break_when_any_done=False)
-    return float(data["next", "reward"].sum(1).mean())  # 1 for each step; 0 for rows that are over
+        data = env.rollout(MAX_STEPS, policy, break_when_all_done=True, break_when_any_done=False)
+    return float(data["next", "reward"].sum(1).mean())  # 1 per step; 0 after the end of an episode
 
 
 def main(updates: int, num_envs: int, horizon: int) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)  # the network is tiny, so leave the cores to the physics
-    env = TensorDictEnv("inverted_pendulum", [num_envs], backend="spring", requires_grad=True, max_episode_steps=LIMIT)
+    env = TensorDictEnv("inverted_pendulum", [num_envs], backend="spring", requires_grad=True, max_episode_steps=MAX_STEPS)
     network = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1), nn.Tanh())
     policy = TensorDictModule(network, in_keys=["observation"], out_keys=["action"])
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
-    print(f"before: {length_of_episodes(env, policy):.0f} of {LIMIT} steps upright", flush=True)
+    print(f"before: {mean_episode_length(env, policy):.0f} of {MAX_STEPS} steps upright", flush=True)
     env.set_seed(0)
     latest, start = env.reset(), time.perf_counter()
     for update in range(1, updates + 1):
@@ -61,7 +61,7 @@ def main(updates: int, num_envs: int, horizon: int) -> None:
         if update % max(updates // 4, 1) == 0:
             rate = update * num_envs * horizon / (time.perf_counter() - start)
             print(f"update {update}: loss {loss.item():.4f}, {rate:.0f} steps/s", flush=True)
-    print(f"after: {length_of_episodes(env, policy):.0f} of {LIMIT} steps upright")
+    print(f"after: {mean_episode_length(env, policy):.0f} of {MAX_STEPS} steps upright")
 
 
 if __name__ == "__main__":

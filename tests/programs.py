@@ -35,9 +35,9 @@ def python(
     )  # fmt: skip
 
 
-def printed(*arguments: str | Path, **how: Any) -> str:
+def printed(*arguments: str | Path, **kwargs: Any) -> str:
     """Run Python like :func:`python`, and return the output. It has to succeed."""
-    done = python(*arguments, **how)
+    done = python(*arguments, **kwargs)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     return done.stdout
 

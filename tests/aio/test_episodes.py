@@ -45,9 +45,9 @@ def test_importing_the_package_does_not_import_asyncio() -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("how", HOW)
-async def test_every_slot_returns_its_own_results(loop: str, how: dict[str, Any]) -> None:
-    async with Pool(Words, 6, **how) as pool:
+@pytest.mark.parametrize("kwargs", HOW)
+async def test_every_slot_returns_its_own_results(loop: str, kwargs: dict[str, Any]) -> None:
+    async with Pool(Words, 6, **kwargs) as pool:
         await check_all_slots(pool)
         await check_all_slots(pool)
 
@@ -55,13 +55,13 @@ async def test_every_slot_returns_its_own_results(loop: str, how: dict[str, Any]
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedules", [15, *MANY])
 @pytest.mark.parametrize("world", [Words, Walk])
-@pytest.mark.parametrize("how", HOW)
-def test_results_equal_directly_stepped_environments(schedules: int, world: Any, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kwargs", HOW)
+def test_results_equal_directly_stepped_environments(schedules: int, world: Any, kwargs: dict[str, Any]) -> None:
     """Episodes of random lengths, begun and stepped at random moments, equal the same actions one by one."""
 
     async def main() -> None:
         rng = random.Random(0)
-        async with Pool(world, 4, **how) as pool:
+        async with Pool(world, 4, **kwargs) as pool:
             for schedule in range(schedules):
                 await asyncio.gather(*(one(pool, random.Random(rng.random()), 100 * schedule + n) for n in range(6)))
 
@@ -152,9 +152,9 @@ async def test_call_runs_in_one_environment_and_raises_its_error() -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", [{"num_workers": 1}, {"num_workers": 1, "env_threads": 3}], ids=["plain", "threads"])
-async def test_many_branches_continue_from_one_saved_state(how: dict[str, Any]) -> None:
-    async with Pool(partial(gym.make, "CartPole-v1"), 4, **how) as pool:
+@pytest.mark.parametrize("kwargs", [{"num_workers": 1}, {"num_workers": 1, "env_threads": 3}], ids=["plain", "threads"])
+async def test_many_branches_continue_from_one_saved_state(kwargs: dict[str, Any]) -> None:
+    async with Pool(partial(gym.make, "CartPole-v1"), 4, **kwargs) as pool:
         async with pool.episode(seed=3) as env:
             await env.step(1)
             kept = await env.save()
@@ -452,13 +452,13 @@ async def evaluating(pool: Pool) -> None:
 
 
 def interrupt_every_await(
-    program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, how: dict[str, Any], moment: Any
+    program: Callable[[Pool], Coroutine[Any, Any, None]], size: int, kwargs: dict[str, Any], moment: Any
 ) -> int:
     """Run a program once for each of its awaits, in one pool; return the number of awaits."""
 
     async def main() -> int:
         # no request hangs here, and a worker that is killed for a late one takes other episodes with it
-        async with Pool(Words, size, cancel_timeout=60, on_failure=vecenv.Restart(10_000), **how) as pool:
+        async with Pool(Words, size, cancel_timeout=60, on_failure=vecenv.Restart(10_000), **kwargs) as pool:
             at = 0
             killed: set[int] = set()
 
@@ -497,7 +497,7 @@ def interrupt_every_await(
     "evaluating-1-one-cancel_during_restart",
 )
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("kwargs", WAYS)
 @pytest.mark.parametrize(
     ("program", "least"),
     [
@@ -506,8 +506,8 @@ def interrupt_every_await(
         (evaluating, 1),  # Python 3.12 does not wait in the second, that of finished tasks
     ],
 )
-def test_cancel_at_every_await_of_every_program(program: Any, least: int, how: dict[str, Any], moment: Any) -> None:
-    assert interrupt_every_await(program, 2, how, moment) > least
+def test_cancel_at_every_await_of_every_program(program: Any, least: int, kwargs: dict[str, Any], moment: Any) -> None:
+    assert interrupt_every_await(program, 2, kwargs, moment) > least
 
 
 @pytest.mark.parametrize("moment", [cancel_at_once, cancel_later, cancel_and_kill])

@@ -42,14 +42,14 @@ def is_worker_failure(error: BaseException) -> bool:
 @pytest.mark.parametrize("workers", ["each", "two", "threads"])
 def test_one_fault_ends_only_its_episode(fault: str, workers: str, on_failure: Any, size: int) -> None:
     """If a worker with several environments dies, each of their episodes fails."""
-    how: dict[str, Any] = {} if workers == "each" else {"num_workers": 2}
+    kwargs: dict[str, Any] = {} if workers == "each" else {"num_workers": 2}
     if workers == "threads":
-        how["env_threads"] = size
+        kwargs["env_threads"] = size
     limit = 5.0 if size > 10 and workers == "two" else 0.5
 
     async def main() -> None:
         async with Pool(
-            partial(Words, 8), size, step_timeout=limit, cancel_timeout=2.0, on_failure=on_failure, **how
+            partial(Words, 8), size, step_timeout=limit, cancel_timeout=2.0, on_failure=on_failure, **kwargs
         ) as pool:
             ends = await asyncio.gather(*(one(pool, n) for n in range(size)))
             lost = [n for n, end in enumerate(ends) if end is not None]
@@ -243,8 +243,8 @@ async def test_death_between_calls_raises_in_the_next_call(on_failure: Any) -> N
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang"])
-@pytest.mark.parametrize("how", HOW)
-async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kwargs", HOW)
+async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str, kwargs: dict[str, Any]) -> None:
     first = step_directly(Words(), 2, [])[0][0]
 
     async def policy(observation: str) -> str:
@@ -252,7 +252,7 @@ async def test_evaluate_reports_only_the_episode_that_ends_its_worker(fault: str
         return fault if observation == first else "x"
 
     reported: list[int] = []
-    async with Pool(Words, 6, step_timeout=1.0, **how) as pool:
+    async with Pool(Words, 6, step_timeout=1.0, **kwargs) as pool:
         results = await pool.evaluate(policy, 8, seed=0, retries=0, on_episode=lambda each: reported.append(each.index))
         await check_all_slots(pool)
     assert [each.index for each in results if each.error is not None] == [2]
@@ -380,8 +380,8 @@ def test_loop_keeps_running_while_workers_restart_and_close() -> None:
         pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
     ],
 )
-@pytest.mark.parametrize("how", HOW)
-def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kwargs", HOW)
+def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, kwargs: dict[str, Any]) -> None:
     """Calls that are not cancelled return the right results. (The fixture around every test counts processes and
     descriptors.)
     """
@@ -403,7 +403,7 @@ def test_random_cancels_leak_no_slot_process_or_descriptor(episodes: int, how: d
 
     async def main() -> None:
         rng = random.Random(1)
-        async with Pool(Words, 8, **how) as pool:
+        async with Pool(Words, 8, **kwargs) as pool:
             before = len(os.listdir("/proc/self/fd"))
             left = iter(range(episodes))
 

@@ -1,4 +1,4 @@
-"""Wrong uses of a pool: each raises its own error, with the texts of the synchronous engine."""
+"""Misuse of a pool: each kind raises its own error, with the text that the synchronous engine uses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_step_after_the_end_of_the_episode_raises() -> None:
             await env.__aenter__()
 
 
-async def test_leaving_an_episode_that_another_task_steps() -> None:
+async def test_pending_step_raises_if_its_episode_is_left() -> None:
     async with Pool(Words, 1) as pool:
         async with pool.episode() as env:
             step = asyncio.create_task(env.step("wait 0.05"))
@@ -55,7 +55,7 @@ async def test_leaving_an_episode_that_another_task_steps() -> None:
         await check_all_slots(pool)
 
 
-async def test_calls_of_a_closed_pool_raise() -> None:
+async def test_calls_on_a_closed_pool_raise() -> None:
     async with Pool(Words, 1) as pool:
         env = pool.episode()
         await env.__aenter__()
@@ -128,7 +128,7 @@ async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "text"),
+    ("kwargs", "text"),
     [
         ({"size": 0}, "size must be"),
         ({"size": True}, "size must be"),
@@ -139,12 +139,12 @@ async def test_unpicklable_arguments_raise_before_anything_is_sent() -> None:
         ({"env_threads": 2, "num_workers": 1, "generators": "own"}, "generators"),
     ],
 )
-def test_invalid_options_raise(how: dict[str, Any], text: str) -> None:
+def test_invalid_options_raise(kwargs: dict[str, Any], text: str) -> None:
     with pytest.raises((TypeError, ValueError), match=text):
-        Pool(Words, **{"size": 2, **how})
+        Pool(Words, **{"size": 2, **kwargs})
 
 
-async def test_invalid_seeds_options_and_episode_lists_raise() -> None:
+async def test_invalid_seeds_options_and_retries_raise() -> None:
     async with Pool(Words, 1) as pool:
         with pytest.raises(TypeError, match="seed must be an integer or None, got 'one'"):
             pool.episode(seed="one")  # type: ignore[arg-type]

@@ -72,9 +72,9 @@ def test_observations_are_normalised_as_in_training() -> None:
     seen: list[Any] = []
     predict = model.predict
 
-    def watched(observations: Any, **how: Any) -> Any:
+    def watched(observations: Any, **kwargs: Any) -> Any:
         seen.append(observations)
-        return predict(observations, **how)
+        return predict(observations, **kwargs)
 
     model.predict = watched
     envs, mean = engine(2), normal.obs_rms.mean.copy()
@@ -110,9 +110,9 @@ def test_a_normalizer_around_environments_is_used_and_other_wrappers_are_refused
     received = []
 
     class Model(Recurrent):
-        def predict(self, observations: Any, **how: Any) -> Any:
+        def predict(self, observations: Any, **kwargs: Any) -> Any:
             received.append(np.abs(observations).max())
-            return super().predict(observations, **how)
+            return super().predict(observations, **kwargs)
 
     envs = as_sb3(engine(2))
     normalizer = VecNormalize(VecMonitor(envs), clip_obs=1e-3)

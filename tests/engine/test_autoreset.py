@@ -123,12 +123,12 @@ def test_final_info_is_that_of_the_end_though_reset_writes_into_it(engine: Optio
         assert infos["array"].tolist() == [[7.0, 7.0], [3.0, 3.0]]
 
 
-@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 1, "env_threads": 2}], ids=str)
+@pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1, "env_threads": 2}], ids=str)
 @pytest.mark.parametrize("mode", AutoresetMode)
-def test_an_episode_ends_if_the_flag_that_is_returned_says_so(mode: AutoresetMode, how: Options) -> None:
+def test_an_episode_ends_if_the_flag_that_is_returned_says_so(mode: AutoresetMode, kwargs: Options) -> None:
     """A list that holds ``False`` is true in Python, and becomes the flag ``False``."""
     steps = [(ZEROS + step, 1.0, flag, False, {}) for step, flag in enumerate([[[False]], np.array([True, False])], start=1)]
-    with ready_engine([lambda: ReturningEnv([(ZEROS, {})], steps)], autoreset_mode=mode, **how) as envs:
+    with ready_engine([lambda: ReturningEnv([(ZEROS, {})], steps)], autoreset_mode=mode, **kwargs) as envs:
         observations, _, terminations, _, infos = envs.step([0])
         assert (observations[0, 0], terminations[0], infos) == (1.0, False, {})
         assert envs.get_attr("reset_count") == (1,)
@@ -143,14 +143,14 @@ class NotCopied:
         raise TypeError("it has no copies")
 
 
-@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}], ids=str)
-def test_objects_in_a_final_info_are_not_copied(how: Options) -> None:
+@pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "env_threads": 2}], ids=str)
+def test_objects_in_a_final_info_are_not_copied(kwargs: Options) -> None:
     kept = NotCopied()
     step = (ZEROS, 1.0, True, False, {"kept": kept, "listed": [kept]})
-    with ready_engine([lambda: ReturningEnv([(ZEROS, {})], [step])] * 2, autoreset_mode="SameStep", **how) as envs:
+    with ready_engine([lambda: ReturningEnv([(ZEROS, {})], [step])] * 2, autoreset_mode="SameStep", **kwargs) as envs:
         infos = envs.step([0, 0])[4]["final_info"]
         assert [type(one) for one in infos["kept"]] == [NotCopied] * 2
-        if how["num_workers"] == 0:
+        if kwargs["num_workers"] == 0:
             assert infos["kept"][0] is infos["listed"][0][0] is kept
 
 

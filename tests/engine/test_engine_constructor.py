@@ -278,7 +278,7 @@ def preloads(modules: Any) -> Options:
         ({**preloads(["numpy"]), "context": "fork"}, ValueError, "WorkerOptions(preload) needs context='forkserver', got"),
         ({**preloads("numpy"), "context": "forkserver"}, ValueError, f"{PRELOAD}, got 'numpy'"),
         ({**preloads([3]), "context": "forkserver"}, ValueError, f"{PRELOAD}, got [3]"),
-        *(({**VARIABLES, **how}, ValueError, "`worker_options` needs worker processes") for how in IN_PROCESS),
+        *(({**VARIABLES, **kwargs}, ValueError, "`worker_options` needs worker processes") for kwargs in IN_PROCESS),
         ({"use_caller": "yes"}, ValueError, "`use_caller` must be None, True or False, got 'yes'"),
         ({"generators": "mine"}, ValueError, "`generators` must be 'shared' or 'own', got 'mine'"),
         (

@@ -62,9 +62,9 @@ def test_close_closes_every_environment_once(every_engine: Options, tmp_path: Pa
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("how", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
+@pytest.mark.parametrize("kwargs", [{"terminate": True}, {"timeout": 0.2}, {}], ids=str)
 def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environments(
-    process_engine: Options, how: Options
+    process_engine: Options, kwargs: Options
 ) -> None:
     with ready_engine([SleepingEnv] * 2, **process_engine) as envs:
         envs.step_async([30.0, 0.0])
@@ -72,7 +72,7 @@ def test_close_by_force_with_a_timeout_or_after_one_does_not_wait_for_environmen
             envs.step_wait(timeout=0.05)
         begin = time.monotonic()
         with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"):
-            envs.close(**how)
+            envs.close(**kwargs)
         assert time.monotonic() - begin < 10
         assert envs.closed is True
 

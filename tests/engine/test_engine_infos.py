@@ -269,11 +269,11 @@ class Shares(CounterEnv):
 
 
 @pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
-@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_an_info_that_is_written_again_equals_that_of_sync_vector_env(how: Options, mode: str) -> None:
+@pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 1, "use_caller": True}], ids=str)
+def test_an_info_that_is_written_again_equals_that_of_sync_vector_env(kwargs: Options, mode: str) -> None:
     """Dicts and arrays in an info are those of its own step, although the next environment writes into the same objects."""
     info = {"array": np.zeros(4), "objects": np.zeros(4, object), "inner": {"array": np.zeros(4)}, "ordered": OrderedDict()}
-    assert_as_sync([partial(Shares, row, info) for row in range(3)], 6, autoreset_mode=mode, **how)
+    assert_as_sync([partial(Shares, row, info) for row in range(3)], 6, autoreset_mode=mode, **kwargs)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

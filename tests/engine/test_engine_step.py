@@ -359,10 +359,10 @@ def test_action_is_a_separate_array(engine: Options, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("how", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
-def test_an_environment_may_write_into_its_action(how: Options, dtype: Any) -> None:
+@pytest.mark.parametrize("kwargs", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "use_caller": True}], ids=str)
+def test_an_environment_may_write_into_its_action(kwargs: Options, dtype: Any) -> None:
     """Actions are staged in shared memory or pickled, alone in a message or with all others."""
-    with ready_engine([echo(BOX, mutate=True)] * 3, **how) as envs:
+    with ready_engine([echo(BOX, mutate=True)] * 3, **kwargs) as envs:
         for actions in (np.ones((3, 2), dtype), list(np.ones((3, 2), dtype))):
             for step in (envs.step, lambda given: envs.send(given, range(3)) or envs.recv(count=3)):
                 infos = step(actions)[4]

@@ -439,7 +439,7 @@ class RaisesOnce(Ticker):
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         if self.t == 1:
-            raise ArithmeticError(f"env {self.env} was told to")
+            raise ArithmeticError(f"the second step of env {self.env}")
         return super().step(action)
 
 

@@ -184,7 +184,7 @@ class Raising(Small):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         if action:
-            raise ValueError("it was told to raise")
+            raise ValueError("this action raises")
         return super().step(action)
 
 

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*:UserWarning")
 class Slow(Walk):
     """A walk that is slow to build and, if ``lengths`` are given, has a length for each seed and slow resets and steps."""
 
-    def __init__(self, start: float = 0.0, pause: float = 0.0, lengths: tuple[int, ...] = (), **how: Any) -> None:
+    def __init__(self, start: float = 0.0, pause: float = 0.0, lengths: tuple[int, ...] = (), **kwargs: Any) -> None:
         time.sleep(start)
-        super().__init__(pause=pause, **how)
+        super().__init__(pause=pause, **kwargs)
         self.lengths = lengths
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -59,8 +59,8 @@ def test_worker_that_died_while_idle_does_not_end_an_evaluation(on_failure: Any)
 @pytest.mark.parametrize("fault", ["hang", "die"])
 def test_a_failure_is_one_restart_however_long_the_process_takes_to_start(fault: str, tmp_path: Path) -> None:
     """The other worker returns results meanwhile."""
-    how: dict[str, Any] = {"pause": 0.02, "faults": {SEED + 7: f"{fault} once"}, "marks": str(tmp_path)}
-    slow = functools.partial(Slow, 1.0 if fault == "die" else 0.1, **how)
+    kwargs: dict[str, Any] = {"pause": 0.02, "faults": {SEED + 7: f"{fault} once"}, "marks": str(tmp_path)}
+    slow = functools.partial(Slow, 1.0 if fault == "die" else 0.1, **kwargs)
     with open_engine([slow] * 4, num_workers=2, on_failure="restart", step_timeout=0.5) as envs:
         assert numbers(vecenv.evaluate(envs, choose, 20, seed=SEED)) == expected_results(20)
         assert envs.stats()["restarts"] == 1

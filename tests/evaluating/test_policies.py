@@ -38,8 +38,8 @@ class Nested(gymnasium.Wrapper[Any, Any, Any, Any]):
         self.observation_space = spaces.Dict({"seen": Walk.observation_space, "two": spaces.Tuple((spaces.Discrete(99),))})
         self.action_space = spaces.Dict({"go": Walk.action_space, "say": spaces.Tuple((spaces.Text(3),))})
 
-    def reset(self, **how: Any) -> Any:
-        observation, info = self.env.reset(**how)
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = self.env.reset(**kwargs)
         return self._both(observation), info
 
     def step(self, action: Any) -> Any:
@@ -437,11 +437,11 @@ def test_progress_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 # -- failures -------------------------------------------------------------------------------------------------------
 
 
-def with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **how: Any) -> list[Any]:
+def with_faults(faults: dict[int, str], tmp_path: Path, num_envs: int, count: int, **kwargs: Any) -> list[Any]:
     """Return results of walks with faults; check that all others equal those of a plain loop."""
-    engine = how.pop("engine", {"num_workers": 2})
+    engine = kwargs.pop("engine", {"num_workers": 2})
     with open_engine(walks(num_envs, faults=faults, marks=str(tmp_path)), **engine) as envs:
-        results = vecenv.evaluate(envs, choose, count, seed=SEED, **how)
+        results = vecenv.evaluate(envs, choose, count, seed=SEED, **kwargs)
     assert [each.index for each in results] == list(range(count))
     for each, plain in zip(numbers(results), expected_results(count), strict=True):
         if faults.get(each[1], "once").endswith("once"):

@@ -32,15 +32,15 @@ HERE = Path(__file__).parent
 class Task(Walk):
     """A walk with a length of its own; it logs the process that built it to ``log``."""
 
-    def __init__(self, longest: int, log: str = "", **how: Any) -> None:
-        super().__init__(longest, **how)
+    def __init__(self, longest: int, log: str = "", **kwargs: Any) -> None:
+        super().__init__(longest, **kwargs)
         if log:
             with open(log, "a") as file:
                 file.write(f"{longest} {os.getpid()}\n")
 
 
-def tasks(count: int = 4, **how: Any) -> dict[str, Any]:
-    return {f"walk-{number}": functools.partial(Task, 4 + 3 * number, **how) for number in range(count)}
+def tasks(count: int = 4, **kwargs: Any) -> dict[str, Any]:
+    return {f"walk-{number}": functools.partial(Task, 4 + 3 * number, **kwargs) for number in range(count)}
 
 
 def listed(count: int = 4, each: int = 5) -> list[Episode]:
@@ -134,8 +134,8 @@ def test_failure_does_not_affect_other_tasks(fault: str, restarts: bool, tmp_pat
     given = tasks()
     given["walk-1"] = functools.partial(Task, 7, faults={SEED + 2: fault}, marks=str(tmp_path))
     timeout = 2.0 if fault == "hang" else None
-    how: dict[str, Any] = {"on_failure": "restart"} if restarts else {}
-    with open_engine([vecenv.EnvChoice(given)] * 4, num_workers=2, **how) as envs:
+    kwargs: dict[str, Any] = {"on_failure": "restart"} if restarts else {}
+    with open_engine([vecenv.EnvChoice(given)] * 4, num_workers=2, **kwargs) as envs:
         results = vecenv.evaluate(envs, choose, listed(), seed=SEED, timeout=timeout, retries=int(fault != "hang"))
     plain = expected_results(listed())
     for got, result, one in zip(numbers(results), results, plain, strict=True):

@@ -85,9 +85,9 @@ class Walk(gymnasium.Env[Any, Any]):
         return np.full((2, 3, 3), self.t, np.uint8)
 
 
-def walks(count: int, **how: Any) -> list[Any]:
+def walks(count: int, **kwargs: Any) -> list[Any]:
     """Return functions that build that many walks."""
-    return [functools.partial(Walk, **how)] * count
+    return [functools.partial(Walk, **kwargs)] * count
 
 
 def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
@@ -96,9 +96,9 @@ def choose(observations: Any, rngs: list[np.random.Generator]) -> Any:
     return np.array([(int(abs(seen[2]) * 3) + int(rng.integers(4))) % 7 for seen, rng in both])
 
 
-def expected_results(count: int, seed: int = SEED, **how: Any) -> list[Any]:
+def expected_results(count: int, seed: int = SEED, **kwargs: Any) -> list[Any]:
     """Return the expected results, from a plain loop over one environment."""
-    env = Walk(**how)
+    env = Walk(**kwargs)
     return [walked(env, env.reset(seed=seed + index)[0], index, seed, seed + index) for index in range(count)]
 
 
@@ -120,10 +120,10 @@ def numbers(results: Any) -> list[Any]:
     ]
 
 
-def snapshots_midway(count: int, **how: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+def snapshots_midway(count: int, **kwargs: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     """Return snapshots in the middle of walks, with the seed and the progress of each walk."""
     snapshots, starts = [], []
-    with open_engine(walks(1, longest=LONGEST, **how), num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
+    with open_engine(walks(1, longest=LONGEST, **kwargs), num_workers=0, autoreset_mode=AutoresetMode.DISABLED) as envs:
         for seed in range(SEED, SEED + 3 * count):
             envs.reset(seed=seed)
             steps = (seed - SEED) % 5

@@ -41,8 +41,8 @@ def prints() -> None:
 
 def main(method: str, log: str) -> None:
     codes = []
-    for how in ({}, {"num_workers": "auto"}):
-        envs = vecenv.AsyncVectorEnv([Prints, Prints], context=method, **how)
+    for kwargs in ({}, {"num_workers": "auto"}):
+        envs = vecenv.AsyncVectorEnv([Prints, Prints], context=method, **kwargs)
         workers = [worker for worker in envs._pool.workers if not worker.local]
         envs.reset(seed=1)
         for _ in range(3):

@@ -41,7 +41,7 @@ class Raising(gym.Env):
         return np.zeros(4, np.float32), {"text": "x"}
 
     def step(self, action: Any) -> Any:
-        raise ValueError("it was told to raise")
+        raise ValueError("every step raises")
 
 
 class Neighbour(threading.Thread):

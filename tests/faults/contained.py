@@ -19,9 +19,9 @@ from vecenv import WorkerOptions
 from vecenv.errors import WorkerDied
 
 
-def start(command: str, **how: Any) -> None:
+def start(command: str, **kwargs: Any) -> None:
     nothing = subprocess.DEVNULL
-    subprocess.Popen(["sh", "-c", command], stdin=nothing, stdout=nothing, stderr=nothing, **how)
+    subprocess.Popen(["sh", "-c", command], stdin=nothing, stdout=nothing, stderr=nothing, **kwargs)
 
 
 class Starts(gymnasium.Env[Any, Any]):
@@ -54,8 +54,8 @@ def children() -> list[str]:
 
 
 def main(method: str) -> None:
-    for kill, how in ((False, {}), (True, {"num_workers": "auto", "use_caller": False})):
-        envs = vecenv.AsyncVectorEnv([Starts, Starts], context=method, worker_options=WorkerOptions(dummy_env=False), **how)
+    for kill, more in ((False, {}), (True, {"num_workers": "auto", "use_caller": False})):
+        envs = vecenv.AsyncVectorEnv([Starts, Starts], context=method, worker_options=WorkerOptions(dummy_env=False), **more)
         envs.reset(seed=1)
         envs.step([0, 0])
         time.sleep(0.3)

@@ -1,4 +1,4 @@
-"""Environments that count their calls, in a separate file, because the tests also interrupt code of this file."""
+"""Environments that count their calls, in a file of their own, because the tests also interrupt code in this file."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ RAISE, DIE, HANG = 6, 7, 8
 
 
 class Counting(gym.Env):
-    """An environment that counts its calls. Rewards are ``index + total
-    1000``; infos hold numbers and strings, and come and go.
+    """An environment that counts its calls. Rewards are ``index + total / 1000``; infos hold numbers and strings, and one
+    key comes and goes.
 
     Args:
         index: Its index.
-        length: Steps of an episode; 0: it never ends.
+        length: Steps per episode; 0: it never ends.
     """
 
     def __init__(self, index: int, length: int = 0) -> None:
         self.index, self.length = index, length
         self.observation_space = gym.spaces.Box(-1, 2**60, (6,), np.int64)
         self.action_space: gym.Space = gym.spaces.Discrete(RAISE)
-        self.anew(-1)
+        self.clear_counts(-1)
         self.steps = 0
 
-    def anew(self, seed: int) -> None:
+    def clear_counts(self, seed: int) -> None:
         self.first_seed = seed
         self.resets = self.total = self.digest = self.calls = self.marks = 0
         self._mark = "none"
@@ -45,26 +45,26 @@ class Counting(gym.Env):
         self._mark = value
         self.marks += 1
 
-    def numbers(self) -> list[int]:
+    def counts(self) -> list[int]:
         return [self.index, self.first_seed, self.resets, self.steps, self.total, self.digest]
 
     def observe(self) -> Any:
-        return np.array(self.numbers(), np.int64)
+        return np.array(self.counts(), np.int64)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
         if seed is not None:
-            self.anew(seed)
+            self.clear_counts(seed)
         self.resets += 1
         self.steps = 0
         return self.observe(), {"resets": self.resets, "tag": f"{self.index} reset {self.first_seed}.{self.resets}"}
 
-    def number_of(self, action: Any) -> int:
+    def parse_action(self, action: Any) -> int:
         return int(action)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        number = self.number_of(action)
+        number = self.parse_action(action)
         if number == RAISE:
-            raise ValueError("it was told to raise")
+            raise ValueError("this action raises")
         if number == DIE:
             os.kill(os.getpid(), signal.SIGKILL)
         if number == HANG:
@@ -77,32 +77,32 @@ class Counting(gym.Env):
             info["now and then"] = self.total / 7
         return self.observe(), self.index + self.total / 1000, self.steps == self.length, False, info
 
-    def tell(self, text: str) -> tuple[int, int, int, str]:
-        """Return a text, and count the call."""
+    def echo(self, text: str) -> tuple[int, int, int, str]:
+        """Count the call, and return the counts and the text."""
         self.calls += 1
         return self.index, self.calls, self.total, text
 
 
 class Drawing(Counting):
-    """An environment that draws from its process's generators in every call; after :meth:`begin`, from copies of them."""
+    """An environment that draws in every call from its process's generators or, after :meth:`begin`, from its own."""
 
-    alone: tuple[Any, Any] | None = None
+    own_generators: tuple[Any, Any] | None = None
 
     def begin(self, seed: int | None) -> None:
-        """Begin an episode, seeded as by ``generators="own"``: the seed may be that of an earlier episode."""
+        """Begin an episode, seeded as by ``generators="own"``: without a seed, the last one determines the draws."""
         if seed is None:
             self.episode += 1
         else:
             self.seed, self.episode = seed, 0
-        numbers, words = (np.random.SeedSequence(self.seed, spawn_key=(self.episode, which)) for which in range(2))
-        self.alone = (
-            np.random.RandomState(np.random.MT19937(numbers)),
-            random.Random(int.from_bytes(words.generate_state(4).tobytes(), "little")),
+        numpy_seed, python_seed = (np.random.SeedSequence(self.seed, spawn_key=(self.episode, which)) for which in range(2))
+        self.own_generators = (
+            np.random.RandomState(np.random.MT19937(numpy_seed)),
+            random.Random(int.from_bytes(python_seed.generate_state(4).tobytes(), "little")),
         )
 
     def draw(self) -> None:
-        numbers, others = self.alone or (np.random, random)
-        drawn = numbers.normal() + others.random()
+        numpy_random, python_random = self.own_generators or (np.random, random)
+        drawn = numpy_random.normal() + python_random.random()
         self.digest = (self.digest * 31 + int(drawn * 1000)) % 1_000_003
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
@@ -115,9 +115,9 @@ class Drawing(Counting):
         self.draw()
         return self.observe(), *result[1:]
 
-    def tell(self, text: str) -> tuple[int, int, int, str]:
+    def echo(self, text: str) -> tuple[int, int, int, str]:
         self.draw()
-        return super().tell(text)
+        return super().echo(text)
 
 
 class Texts(Counting):
@@ -128,7 +128,7 @@ class Texts(Counting):
         self.observation_space = gym.spaces.Text(120, charset="0123456789-/")  # type: ignore[assignment]
 
     def observe(self) -> Any:
-        return "/".join(map(str, self.numbers()))
+        return "/".join(map(str, self.counts()))
 
 
 class Words(Counting):
@@ -138,10 +138,10 @@ class Words(Counting):
         super().__init__(index, length)
         self.action_space = gym.spaces.Text(8, charset="abcdef")
 
-    def number_of(self, action: Any) -> int:
+    def parse_action(self, action: Any) -> int:
         assert type(action) is str
         return "abcdefgh".index(action[0]) if action else 0
 
 
-def tell(env: Any, text: str) -> Any:
-    return env.unwrapped.tell(text)
+def echo(env: Any, text: str) -> Any:
+    return env.unwrapped.echo(text)

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import RAISE, Counting, Texts, Words, tell
+from counting import RAISE, Counting, Texts, Words, echo
 from gymnasium.error import ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from interruption import PACKAGE, Interruption
@@ -150,8 +150,8 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
         )  # fmt: skip
     if name == "call":
         return Call(
-            name, "call", lambda e: e.call("tell", word), lambda e: e.call_async("tell", word), lambda e: e.call_wait(),
-            lambda s: s.call("tell", word),
+            name, "call", lambda e: e.call("echo", word), lambda e: e.call_async("echo", word), lambda e: e.call_wait(),
+            lambda s: s.call("echo", word),
         )  # fmt: skip
     if name == "get_attr":
         return Call(
@@ -162,10 +162,10 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
 
         def some_of_them(same: SyncVectorEnv) -> Any:
             ids = range(setting.count) if chosen is None else chosen
-            return tuple(tell(env, word) if row in ids else None for row, env in enumerate(same.envs))
+            return tuple(echo(env, word) if row in ids else None for row, env in enumerate(same.envs))
 
         return Call(
-            name, "call", lambda e: e.exec_func(tell, chosen, word), lambda e: e.exec_func_send(tell, chosen, word),
+            name, "call", lambda e: e.exec_func(echo, chosen, word), lambda e: e.exec_func_send(echo, chosen, word),
             lambda e: e.exec_func_fetch(), some_of_them,
         )  # fmt: skip
     if name in ("save", "state_dict"):
@@ -216,7 +216,7 @@ def make_call(name: str, setting: Setting, tick: int) -> Call:
 
 def counts_of(env: Any) -> tuple[Any, ...]:
     """Return all counts of an environment."""
-    return (*env.numbers(), env.calls, env.marks, env.mark)
+    return (*env.counts(), env.calls, env.marks, env.mark)
 
 
 def as_list(observation: Any) -> Any:

@@ -548,7 +548,7 @@ class NeverRepeats(ResetInfoOnlyInLastEnv):
     def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         super().step(action)
         if action == RAISE:
-            raise ValueError("it was told to")
+            raise ValueError("this action raises")
         return self.observe(), 1.0, False, False, {}
 
 

@@ -185,12 +185,12 @@ def unguarded(method: str, call: str) -> str:
     return f"{imports}\nmethod = {method!r}\nmake = lambda: gymnasium.make('CartPole-v1')\n{call}\n"
 
 
-def output_of_failing_program(program: str | None, directory: Path, **how: Any) -> str:
+def output_of_failing_program(program: str | None, directory: Path, **kwargs: Any) -> str:
     """Return the output of a program that fails."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, *([program] if program else [])]
     done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, cwd=directory, timeout=250, check=False, **how
+        command, capture_output=True, text=True, env=environment, cwd=directory, timeout=250, check=False, **kwargs
     )
     assert done.returncode == 1
     return done.stderr

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from at_random import AtRandom, ignored
 from at_random import handler as alarmed
-from counting import DIE, RAISE, Counting, Drawing, tell
+from counting import DIE, RAISE, Counting, Drawing, echo
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError, ResetNeeded
 from gymnasium.vector import AutoresetMode
 from hypothesis import HealthCheck, Phase, note, settings
@@ -336,7 +336,7 @@ class Model:
         if (hit := self.on_record(before)) and self.was_interrupted:
             if self.envs._state.value == "reset":
                 self.envs.reset_wait()
-            raise RuntimeError(f"env {hit[0]} was interrupted in a step whose answer nobody wants any more")
+            raise RuntimeError(f"env {hit[0]} was interrupted in a step of an abandoned request")
 
     def all_rows(self, result: tuple[Any, ...], wanted: list[tuple[Any, ...]]) -> None:
         for index in range(COUNT):
@@ -439,19 +439,19 @@ class Model:
             result = self.until_done(lambda: envs.set_next_options(seed=seeds), envs.call_wait, "call")
             assert result in (None, (None,) * COUNT)
         elif name == "exec_func":
-            wanted = tuple(tell(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
+            wanted = tuple(echo(env, word) if index in (0, 3) else None for index, env in enumerate(plain))
             if begin_only:
-                self.until_done(lambda: envs.exec_func_send(tell, [3, 0], word), None, "call")
+                self.until_done(lambda: envs.exec_func_send(echo, [3, 0], word), None, "call")
                 self.pending = "call", same(wanted)
             else:
-                same(wanted)(self.until_done(lambda: envs.exec_func(tell, [3, 0], word), envs.call_wait, "call"))
+                same(wanted)(self.until_done(lambda: envs.exec_func(echo, [3, 0], word), envs.call_wait, "call"))
         else:
-            wanted = tuple(tell(env, word) for env in plain)
+            wanted = tuple(echo(env, word) for env in plain)
             if begin_only:
-                self.until_done(lambda: envs.call_async("tell", word), None, "call")
+                self.until_done(lambda: envs.call_async("echo", word), None, "call")
                 self.pending = "call", same(wanted)
             else:
-                same(wanted)(self.until_done(lambda: envs.call("tell", word), envs.call_wait, "call"))
+                same(wanted)(self.until_done(lambda: envs.call("echo", word), envs.call_wait, "call"))
 
     def save(self, whole: bool) -> None:
         """Save the state of all rows, for several later loads."""
@@ -575,7 +575,7 @@ class Model:
                     self.envs.step(self.actions([1] * COUNT))
         elif discovered == "call":
             with pytest.raises((WorkerDied, EnvFailed)):
-                self.envs.call("tell", "x")
+                self.envs.call("echo", "x")
         elif discovered == "reset of some":
             self.reset_around(rows, which)
         self.recover()
@@ -689,7 +689,7 @@ class Model:
         waits = {kind: getattr(envs, f"{kind}_wait") for kind in ("step", "reset", "call")}
         if self.pending is not None:
             for call in (
-                lambda: envs.step_async(self.actions([1] * COUNT)), envs.reset_async, lambda: envs.call_async("tell", "x"),
+                lambda: envs.step_async(self.actions([1] * COUNT)), envs.reset_async, lambda: envs.call_async("echo", "x"),
                 lambda: envs.get_attr("marks"), lambda: envs.set_attr("mark", 1), envs.save, envs.reset,
             ):  # fmt: skip
                 with pytest.raises(AlreadyPendingCallError):

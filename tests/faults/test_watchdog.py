@@ -56,8 +56,8 @@ def log_lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in ours]
 
 
-def open_engine(launch: Launch, count: int = 4, **how: Any) -> Any:
-    envs = launch([functools.partial(Naps) for _ in range(count)], **how)
+def open_engine(launch: Launch, count: int = 4, **kwargs: Any) -> Any:
+    envs = launch([functools.partial(Naps) for _ in range(count)], **kwargs)
     envs.reset(seed=1)
     return envs
 

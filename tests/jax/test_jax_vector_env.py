@@ -553,7 +553,7 @@ class Faster(Walk):
     ],
 )
 def test_load_names_the_difference_between_environments(one: Any, other: Any, text: str) -> None:
-    first, second = (JaxVectorEnv(FunctionalVectorEnv(**{"env": Walk(), "num_envs": 2, **how})) for how in (one, other))
+    first, second = (JaxVectorEnv(FunctionalVectorEnv(**{"env": Walk(), "num_envs": 2, **more})) for more in (one, other))
     first.reset(seed=3)
     second.reset(seed=4)
     with pytest.raises(SnapshotMismatch, match=text):

@@ -33,7 +33,7 @@ from planning.sharing_envs import MISSED, NOT_AS_GYMNASIUM, OWN, SLOW, digest, v
 from vecenv.planning.independence import MAX_STEPS, Independence
 from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe, find_process_object
-from vecenv.planning.trial import StepTimes, TriedEnv, play
+from vecenv.planning.trial import StepTimes, TriedEnv, run_phases
 from vecenv.system.process_settings import SettingsGuard
 
 SAMPLE = (
@@ -199,7 +199,7 @@ def test_waiting_for_a_core_is_not_step_time(monkeypatch: pytest.MonkeyPatch, tm
     waited = itertools.count()
     monkeypatch.setattr("vecenv.planning.trial.seconds_waited", lambda: next(waited) * Slow.seconds)
     tried = TriedEnv(functools.partial(Slow, tmp_path / "steps"), 0, 0)
-    play(tried.phase(3, 1))
+    run_phases(tried.phase(3, 1))
     assert len(tried.step_seconds) == 3
     assert not tried.is_slow
 

@@ -211,7 +211,7 @@ class FaultyByAction(gymnasium.Wrapper[Any, Any, Any, Any]):
 
     def step(self, action: Any) -> Any:
         if action == 8:
-            raise ConnectionError("told to")
+            raise ConnectionError("this action raises")
         if action == 9:
             os.kill(os.getpid(), signal.SIGKILL)
         return self.env.step(action)

@@ -197,7 +197,7 @@ def test_equal_and_unequal_programs(sources: Path, capfd: pytest.CaptureFixture[
 def test_missing_program_is_named(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = programs.Program("somebody/else", "main.py", "nothing")
     with pytest.raises(SystemExit, match=r"no .*else/main\.py: git clone https://github\.com/somebody/else "):
-        programs.live(missing, sources, sys.executable, ours=False)
+        programs.run_once(missing, sources, sys.executable, ours=False)
 
 
 def test_tensorboard_scalars_are_read_without_times(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_tensorboard_scalars_are_read_without_times(tmp_path: Path) -> None:
         data += struct.pack("<QI", len(written), 0) + written + struct.pack("<I", 0)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "events.out.tfevents.1").write_bytes(data)
-    assert programs.scalars(tmp_path) == {"losses/value": [[1, "0.5"], [300, "0.25"]]}
+    assert programs.read_scalars(tmp_path) == {"losses/value": [[1, "0.5"], [300, "0.25"]]}
 
 
 # --- sizes ------------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ HORIZON = 4
 MODES = pytest.mark.parametrize("mode", AutoresetMode, ids=lambda mode: mode.name)
 
 
-def chunked_env_fn(env_fn: Callable[[], Any], horizon: int = HORIZON, **how: Any) -> Callable[[], Any]:
-    return functools.partial(_chunked, env_fn, horizon, how)
+def chunked_env_fn(env_fn: Callable[[], Any], horizon: int = HORIZON, **kwargs: Any) -> Callable[[], Any]:
+    return functools.partial(_chunked, env_fn, horizon, kwargs)
 
 
-def _chunked(env_fn: Callable[[], Any], horizon: int, how: dict[str, Any]) -> ActionChunks:
-    return ActionChunks(env_fn(), horizon, **how)
+def _chunked(env_fn: Callable[[], Any], horizon: int, kwargs: dict[str, Any]) -> ActionChunks:
+    return ActionChunks(env_fn(), horizon, **kwargs)
 
 
 class ByHand:
@@ -222,7 +222,7 @@ def test_only_the_last_action_of_a_chunk_renders() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "text"),
+    ("kwargs", "error", "text"),
     [
         ({"horizon": 0}, ValueError, "horizon must be a positive integer, got 0"),
         ({"horizon": 2.0}, TypeError, "horizon must be a positive integer, got 2.0"),
@@ -230,9 +230,9 @@ def test_only_the_last_action_of_a_chunk_renders() -> None:
         ({"horizon": 2, "observations": "first"}, ValueError, "observations must be 'last' or 'all', got 'first'"),
     ],
 )
-def test_wrong_arguments_are_named(how: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_wrong_arguments_are_named(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"ActionChunks: {text}"):
-        ActionChunks(CounterEnv(), **how)
+        ActionChunks(CounterEnv(), **kwargs)
 
 
 def test_an_action_space_that_cannot_be_stacked_is_named() -> None:

@@ -34,8 +34,8 @@ from vecenv.planning.trial import (
     Record,
     StepTimes,
     TriedEnv,
-    play,
     run_in_child,
+    run_phases,
 )
 from vecenv.system.process_settings import ONE_PER_PROCESS, Settings, read_settings
 from vecenv.system.shared_generators import GENERATORS, find_draws, read_states
@@ -302,10 +302,10 @@ def _run_alone(
     states = read_states()
     if describe is not None:
         describe(tried.env)
-    play(tried.phase(*plan, delay=delay))
+    run_phases(tried.phase(*plan, delay=delay))
     end, slow = len(tried.record), describe is not None and tried.is_slow
     if not slow:
-        play(tried.phase(*tried.plan, delay=delay))
+        run_phases(tried.phase(*tried.plan, delay=delay))
     record, settings, steps, times = tried.record[:], read_settings(), len(tried.step_seconds), None
     if describe is not None:
         times = replace(tried.times(), draws=tuple(find_draws(states)))
@@ -325,7 +325,7 @@ def _run_together(
     """
     modules = _name_process(indices[1])
     other = TriedEnv(env_fns[1], indices[1], 1)
-    play(other.phase(*_FIRST_PLAN))
+    run_phases(other.phase(*_FIRST_PLAN))
     other_plan, end, other_settings = other.plan, len(other.record), read_settings()
     try:
         first = TriedEnv(env_fns[0], indices[0], 0)
@@ -333,10 +333,10 @@ def _run_together(
         raise RuntimeError(f"an environment {_CANNOT_COEXIST}: {error!r}") from error
     if getattr(first.env, "unwrapped", first.env) is getattr(other.env, "unwrapped", other.env):
         raise same_object_error(indices, first.env)
-    play(other.phase(*other_plan), first.phase(*plan))
+    run_phases(other.phase(*other_plan), first.phase(*plan))
     settings = read_settings()
     other.call("close", other.env.close)
-    play(first.phase(*plan))
+    run_phases(first.phase(*plan))
     loaded = [name for name in sys.modules if name not in modules]
     yield [
         Run(first.record, plan, 0, settings, loaded, len(first.step_seconds)),

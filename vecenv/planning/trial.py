@@ -1,7 +1,7 @@
 """Trials of environments: recorded calls, digests of the returned values, and step times.
 
-Everything here except :func:`time_steps` runs in a child of the probe's process. Calls are recorded as
-``(call, {value: digest})``, so that runs in different processes can be compared value by value.
+Everything here except :func:`run_in_child` runs in a child of the probe's process. Calls are recorded as
+``(call, {name of a value: digest})``, so that runs in different processes can be compared value by value.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _TIMED_STEPS: Final = 10
 _TIMED_SECONDS: Final = 0.03
 _SHORT_SECONDS: Final = 1e-3  # in shorter runs, a single interruption by the scheduler would dominate the mean
 _MAX_RESETS: Final = 4  # per phase
-_SLOW_RESET_SECONDS: Final = 0.1  # after a slower first reset, a phase makes none at step `middle`
+_SLOW_RESET_SECONDS: Final = 0.1  # after a slower first reset, a phase does not reset at step `middle`
 _POLL_SECONDS: Final = 0.005
 CLOSE_SECONDS: Final = 5.0  # for env.close()
 _MASK_KEYS: Final = ("action_mask", "action_masks")
@@ -58,9 +58,9 @@ class StepTimes:
         cpu: Seconds per step spent computing.
         pace: The time of a fixed piece of work, relative to the machine on which the constants of
             :mod:`vecenv.planning.plan` were measured.
-        crowding: The factor by which it takes longer while another process computes: 1 if each has a core of its own, up
+        crowding: The factor by which that work slows down while another process computes: 1 if each has its own core, up
             to 2 if two usable cores are hardware threads of one core.
-        failure: The error raised by a step, or the end of the process; then nothing was measured.
+        failure: The error of a step, or how the process ended; if set, nothing was measured.
         draws: Names of the process-wide generators from which the environment drew.
     """
 
@@ -89,7 +89,7 @@ class StepTimes:
 
 
 def time_steps(env: Any) -> StepTimes:
-    """Reset ``env`` and time some random steps. The first ones, which may compile, allocate and load, come before."""
+    """Reset ``env`` and time some random steps. Step it before that: first steps may compile, allocate and load."""
     env.action_space.seed(0)
     latest = env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(_TIMED_STEPS)]
@@ -152,7 +152,7 @@ class TriedEnv:
         self._entropy = random.Random(place)
 
         def build() -> Any:  # the padding is allocated last: an address freed after it could be reused by the environment
-            self._junk = [bytes(number % 600) for number in range(padding)]
+            self._padding = [bytes(number % 600) for number in range(padding)]
             return env_fn()
 
         self.env: Any = self.call("build", build_env, build, index)
@@ -227,8 +227,8 @@ class TriedEnv:
         return allow_action(self._space, self._space.sample(), *latest)
 
 
-def play(*phases: Generator[None, None, None]) -> None:
-    """Make the calls of all phases alternately."""
+def run_phases(*phases: Generator[None, None, None]) -> None:
+    """Run phases to their ends, alternating their calls."""
     collections.deque(itertools.zip_longest(*phases), 0)
 
 
@@ -269,7 +269,7 @@ def run_in_child(function: Callable[..., Iterator[Any]], *args: Any, seconds: fl
     The child's output is discarded.
 
     Args:
-        function: A generator. What follows its ``yield`` may take :data:`CLOSE_SECONDS`, and its errors are ignored.
+        function: A generator. The code after its ``yield`` may take :data:`CLOSE_SECONDS`, and its errors are ignored.
         args: Its arguments.
         seconds: Time limit for the value.
 

@@ -36,7 +36,7 @@ class Leaf:
 
     @property
     def flat(self) -> bool:
-        """True if a memoryview can write one environment's array: it has one axis, and this machine's byte order."""
+        """True if a memoryview can write one environment's array: it has one axis and native byte order."""
         return len(self.shape) == 1 and self.dtype.isnative
 
 
@@ -94,7 +94,7 @@ class Tree:
 
 
 _FIXED: Final = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-_GYMNASIUM_OWN: Final = {create_shared_memory.dispatch(space) for space in _FIXED}
+_GYMNASIUM_FUNCTIONS: Final = {create_shared_memory.dispatch(space) for space in _FIXED}
 
 
 def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
@@ -108,8 +108,8 @@ def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
         return _branch([(key, fixed_tree(sub, f"{name}[{key!r}]")) for key, sub in space.spaces.items()], keyed=True)
     if isinstance(space, spaces.Tuple):
         return _branch([(i, fixed_tree(sub, f"{name}[{i}]")) for i, sub in enumerate(space.spaces)], keyed=False)
-    if isinstance(space, _FIXED) and create_shared_memory.dispatch(type(space)) in _GYMNASIUM_OWN:
-        # from its text: the dtype of an unpickled space equals numpy's built-in one, but is another object
+    if isinstance(space, _FIXED) and create_shared_memory.dispatch(type(space)) in _GYMNASIUM_FUNCTIONS:
+        # from its string: the dtype of an unpickled space equals numpy's built-in one, but is a different object
         return Tree(leaf=Leaf(name, np.dtype(np.dtype(space.dtype).str), tuple(space.shape or ())))
     return None
 
@@ -150,8 +150,8 @@ class Batch:
         infos: uint8 ``(n, INFO_BYTES)``: the values.
         worker_time, worker_steps: float64 seconds and steps spent inside environments, a row per worker. Short messages are
             sampled, and the latest of them may not be included yet.
-        running: int32, a row per worker: the environment that it called last, counted from its first one; -1: none since it
-            began its latest message (or start). It identifies the environment in which a worker died or hangs.
+        running: int32, a row per worker: the environment that it called last, as an index among its own; -1: none since it
+            started or began its latest message. It identifies the environment in which a worker died or hangs.
         step_time: float64 ``(n,)``: seconds of the last sampled step of each environment.
         no_spin_until: float64 ``(1,)``: no process spins before this time (:class:`vecenv.system.cores.SpinPolicy`).
     """
@@ -183,7 +183,7 @@ class Layout:
         actions: Tree of one action, ``None`` if actions are pickled.
         final: True if there is room for final observations.
         size: Bytes of the whole block.
-        recorded: The number of leading bytes, which hold actions, rewards and flags.
+        recorded: The number of leading bytes that hold actions, rewards and flags.
     """
 
     num_envs: int

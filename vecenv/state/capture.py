@@ -39,7 +39,7 @@ _ATOM, _OTHER, _LAYER, _STAYING, _SPACE, _REFUSED = range(6)
 
 @by_class
 def _treatment_of(kind: type) -> int:
-    """Return the treatment of attributes with a value of this class."""
+    """Return the treatment of attribute values of this class."""
     if kind in _ATOMS:
         return _ATOM
     if _is_layer(kind):
@@ -53,7 +53,7 @@ def _treatment_of(kind: type) -> int:
 
 
 def _is_layer(kind: type) -> bool:
-    """True if objects of a class are environments of their own: they can be reset and stepped, and have attributes."""
+    """True if objects of a class are environments: they can be reset and stepped, and have attributes."""
     has_methods = callable(getattr(kind, "step", None)) and callable(getattr(kind, "reset", None))
     return has_methods and kind.__dictoffset__ != 0 and kind not in _PLAIN
 
@@ -94,7 +94,7 @@ def capture_state(env: Any, layers: list[Any] | None = None) -> bytes:
 
 
 def stands_for_(what: int, *values: Any) -> Any:
-    """Represent a special object in a pickle. ``what`` is a number below; the comment beside it lists the ``values``."""
+    """Represent a special object in a pickle. ``what`` is a constant below; its comment lists the ``values``."""
     raise AssertionError("only read by prepare_restore()")
 
 
@@ -136,7 +136,7 @@ class _Writer(pickle.Pickler):
         return self._file.getvalue()
 
     def _layer_state(self, number: int, layer: Any) -> tuple[Any, Any]:
-        """Return a layer's attributes, and the names of those that stay; or its codec's state, and ``None``."""
+        """Return a layer's attributes and the names of those that stay in place, or its codec's state and ``None``."""
         kind = type(layer)
         rule = _codec_of_layer(kind)
         if rule is not None:
@@ -207,11 +207,11 @@ class _Writer(pickle.Pickler):
                 self._paths.setdefault(key, found)
             path = self._paths.get(id(obj))
         if path is None:
-            raise NotRestorable(f"{type(obj).__name__} is where its counterpart in another environment cannot be found")
+            raise NotRestorable(f"{type(obj).__name__}: its counterpart in another environment cannot be found")
         return path
 
     def _explain_error(self, states: list[tuple[Any, Any]], error: Exception) -> NotRestorable:
-        """Return an error that names the attribute that raised ``error``."""
+        """Return an error that names the attribute that cannot be pickled."""
         for (state, _), layer in zip(states, self._layers, strict=True):
             for name, value in state.items() if isinstance(state, dict) else ():
                 probe = _Writer(self._layers)
@@ -265,7 +265,7 @@ def _wrapped_key(data: Any, implementation: str) -> Any:
 
 
 def reachable_objects(layers: list[Any]) -> dict[int, tuple[Any, str]]:
-    """Return the objects reachable from layers, except parts of spaces, as id -> (object, path in words)."""
+    """Return the objects reachable from layers, except parts of spaces, as id -> (object, formatted path)."""
     numbers = {id(layer): number for number, layer in enumerate(layers)}
     return {
         key: (_find(layers, path), _format_path(layers, path))
@@ -282,7 +282,7 @@ def _find(layers: list[Any], path: ObjectPath) -> Any:
 
 
 def _walk(layers: list[Any], numbers: dict[int, int]) -> Iterator[tuple[int, ObjectPath]]:
-    """Yield (id, path) of everything that is reachable through attributes and items of layers, shortest path first."""
+    """Yield (id, path) of everything reachable through attributes and items of layers, shortest path first."""
     todo: deque[tuple[Any, ObjectPath]] = deque((layer, (number,)) for number, layer in enumerate(layers))
     seen: set[int] = set()
     while todo:
@@ -339,7 +339,7 @@ class _Reader(pickle.Unpickler):
         return thing
 
     def _get_target(self, path: ObjectPath, state: Any) -> Any:
-        """Return the object at ``path`` for its codec to load, or a new one if that is missing, a layer or used before."""
+        """Return the object at ``path`` for its codec to load, or a new one if it is missing, a layer or already used."""
         try:
             thing = self._find_counterpart(path)
         except SnapshotMismatch:

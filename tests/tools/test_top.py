@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,7 +132,7 @@ def test_file_is_private_and_a_forked_child_keeps_it(folder: Path, closes: Any) 
 
 def test_folder_open_to_others_is_not_used(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.mkdir(mode=0o755)
-    monkeypatch.setattr(published.tempfile, "gettempdir", lambda: str(tmp_path / "temporary"))
+    monkeypatch.setattr(published, "tempfile", SimpleNamespace(gettempdir=lambda: str(tmp_path / "temporary")))
     with contextlib.closing(make()) as envs:
         with pytest.raises(OSError, match=r"publish_stats\(\) found no folder.*open to other users; set XDG_RUNTIME_DIR"):
             envs.publish_stats()

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     option("parts", nargs="*", type=_one_of(MICRO), metavar="PART", help=f"{', '.join(MICRO)} (default: all)")
     compared("waits", _waits, "long resets, uneven steps, services, simulators", 16, WAITS)
     compared("episodes", _episodes, "a list of episodes: evaluate, and batch after batch", 8)
-    compared("train", _train, "whole trainings: frames per second, where time goes", 16, TRAININGS)
+    compared("train", _train, "training runs: frames per second, where time goes", 16, TRAININGS)
     option = add("goals", _goals, "measure rows of the first table in bench/RESULTS.md", pace, out)
     parts = goals.PARTS
     option("parts", nargs="*", type=_one_of(parts), metavar="PART", help=f"{', '.join(parts)} (default: all)")
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     option("--sources", type=Path, required=True, help="a folder with a checkout of each program's repository")
     option("--python", default=sys.executable, help="a Python with the programs' requirements (default: this one)")
     option("--rounds", type=int, default=3, help="pairs of runs of each program (default: 3)")
-    option = add("size", _size, "how large the package is, and how much has to be read to follow a step")
+    option = add("size", _size, "size of the package, path of a step")
     option("--json", action="store_true", help="print JSON instead of a table")
     text = "measure what README.md and the first tables of docs/benchmarks.md show, and write it"
     add("figures", _figures, text, pace, out)

@@ -72,16 +72,16 @@ async def measured(seconds: float, num_envs: int, play: Callable[[Counter], Awai
     loop = asyncio.get_running_loop()
     counter, late = Counter(seconds), list[float]()
 
-    async def look() -> None:
+    async def measure_delays() -> None:
         while True:
             due = loop.time() + 0.002
             await asyncio.sleep(0.002)
             if time.perf_counter() >= counter.begins:
                 late.append(max(loop.time() - due, 0.0))
 
-    looking = asyncio.create_task(look())
+    measuring = asyncio.create_task(measure_delays())
     await asyncio.gather(*(play(counter) for _ in range(num_envs)))
-    looking.cancel()
+    measuring.cancel()
     late.sort()
     return {"rate": counter.rate, "late_ms": 1000 * late[int(0.99 * len(late))], "median_ms": 1000 * late[len(late) // 2]}
 

@@ -1,9 +1,8 @@
-"""``python -m bench size``: how large this package is, and how much has to be read to follow a step.
+"""``python -m bench size``: the size of this package, and of the code on the path of a step.
 
-A code line is a line with code on it: no docstring, no comment, no blank. Private words are those of :data:`PRIVATE` that
-name a class, a function, a method or an attribute somewhere in ``vecenv/``; local names do not count. The path of a step is
-measured: its files are those in ``vecenv/`` with functions that run in the caller or in a worker during one ``step`` of two
-worker processes.
+A code line has code on it: docstrings, comments and blank lines do not count. Private words are those of :data:`PRIVATE`
+that name a class, function, method or attribute in ``vecenv/``; local names do not count. The path of a step consists of the
+files in ``vecenv/`` with functions that run in the caller or in a worker during one ``step`` of two workers, as measured.
 """
 
 from __future__ import annotations
@@ -23,11 +22,20 @@ from typing import Any
 
 from bench.workloads import EmptyEnv
 
-__all__ = ["LONGEST_FILE", "LONGEST_FUNCTION", "MOST", "PRIVATE", "code_lines", "measure", "path_of_a_step", "show"]
+__all__ = [
+    "LIMITS",
+    "MAX_FILE_LINES",
+    "MAX_FUNCTION_LINES",
+    "PRIVATE",
+    "count_code_lines",
+    "measure",
+    "measure_step",
+    "show",
+]
 
 ROOT = Path(__file__).parents[1]
-LONGEST_FILE, LONGEST_FUNCTION = 800, 60  # lines, of all kinds
-MOST = {
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 800, 60  # with comments; docstrings count in files only
+LIMITS = {
     "code lines in vecenv/": 20_000,
     "files in vecenv/": 120,
     "code lines in tests/": 24_000,
@@ -35,7 +43,7 @@ MOST = {
     "Python calls of a step, caller's side": 22,
     "files on the path of a step": 9,
 }
-"""The upper limit of each."""
+"""The upper limits; 0 for the other figures, and none for ``bench/``."""
 
 PRIVATE = frozenset({
     "Flight", "Part", "Owed", "owed", "Round", "land", "landed", "lose", "found", "verdict", "calm", "after", "AS_IT_IS",
@@ -44,33 +52,33 @@ PRIVATE = frozenset({
     "Patrol", "bell", "rope", "Holdings", "Patience", "resting_until", "Together", "Once", "say_it_was_closed", "Trial",
     "scout", "Scouted", "Described", "Probe", "works", "over", "cut", "_wary",
 })  # fmt: skip
-"""Words for which the field has a better one."""
-_PUBLIC = {  # names that users read or call
+"""Names that have a common technical equivalent."""
+_PUBLIC = {  # such names in the public API, by file
     "aio/pool.py": {"over"}, "backends/envpool/vector_env.py": {"over"}, "planning/independence.py": {"verdict"},
 }  # fmt: skip
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _PERSONS = re.compile(r"\b(?:whoever|nobody|somebody|everybody|anybody)\b", re.IGNORECASE)
-_NO_CODE = {
+_NON_CODE_TOKENS = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER,
 }  # fmt: skip
-_HAS_BODY = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_DOCUMENTABLE = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_lines(source: str) -> int:
-    """Return the number of lines with code: no docstrings, comments and blanks."""
-    documented: set[int] = set()
+def count_code_lines(source: str) -> int:
+    """Return the number of lines with code, without docstrings, comments and blank lines."""
+    docstring_lines: set[int] = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, _HAS_BODY) and ast.get_docstring(node, clean=False) is not None:
-            documented.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
-    used: set[int] = set()
+        if isinstance(node, _DOCUMENTABLE) and ast.get_docstring(node, clean=False) is not None:
+            docstring_lines.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    code_lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            used.update(range(token.start[0], token.end[0] + 1))
-    return len(used - documented)
+        if token.type not in _NON_CODE_TOKENS:
+            code_lines.update(range(token.start[0], token.end[0] + 1))
+    return len(code_lines - docstring_lines)
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
-    """Return the classes, functions, methods, fields and attributes that a module defines."""
+    """Yield the names of the classes, functions, methods, fields and attributes that a module defines."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.attr
@@ -82,7 +90,7 @@ def _names(tree: ast.Module) -> Iterator[str]:
 
 
 def measure(root: Path = ROOT) -> dict[str, int]:
-    """Return the figures by name."""
+    """Return the figures of the source files, by name."""
     sources = {path: path.read_text() for path in sorted((root / "vecenv").rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     nodes = [node for tree in trees.values() for node in ast.walk(tree)]
@@ -94,14 +102,14 @@ def measure(root: Path = ROOT) -> dict[str, int]:
         for name in PRIVATE.intersection(_names(tree)) - _PUBLIC.get(path.relative_to(root / "vecenv").as_posix(), set())
     }
     return {
-        "code lines in vecenv/": sum(map(code_lines, sources.values())),
+        "code lines in vecenv/": sum(map(count_code_lines, sources.values())),
         "files in vecenv/": len(sources),
-        f"files over {LONGEST_FILE} lines": sum(len(text.splitlines()) > LONGEST_FILE for text in sources.values()),
-        f"functions over {LONGEST_FUNCTION} lines": sum(
-            (node.end_lineno or 0) - node.lineno - len((ast.get_docstring(node) or "").splitlines()) >= LONGEST_FUNCTION
+        f"files over {MAX_FILE_LINES} lines": sum(len(text.splitlines()) > MAX_FILE_LINES for text in sources.values()),
+        f"functions over {MAX_FUNCTION_LINES} lines": sum(
+            (node.end_lineno or 0) - node.lineno - len((ast.get_docstring(node) or "").splitlines()) >= MAX_FUNCTION_LINES
             for node in functions
         ),
-        "code lines in tests/": sum(code_lines(path.read_text()) for path in (root / "tests").rglob("*.py")),
+        "code lines in tests/": sum(count_code_lines(path.read_text()) for path in (root / "tests").rglob("*.py")),
         "words of prose in docs/*.md": sum(
             len(_FENCED.sub("", path.read_text()).split()) for path in (root / "docs").glob("*.md")
         ),
@@ -110,11 +118,11 @@ def measure(root: Path = ROOT) -> dict[str, int]:
         "lines with whoever, nobody, somebody": sum(
             bool(_PERSONS.search(line)) for text in sources.values() for line in text.splitlines()
         ),
-        "code lines in bench/": sum(code_lines(path.read_text()) for path in (root / "bench").glob("*.py")),
+        "code lines in bench/": sum(count_code_lines(path.read_text()) for path in (root / "bench").glob("*.py")),
     }
 
 
-class Profiled(EmptyEnv):
+class ProfiledEnv(EmptyEnv):
     """An environment that records which files run in its worker from its first step to its second."""
 
     def __init__(self) -> None:
@@ -125,15 +133,15 @@ class Profiled(EmptyEnv):
         sys.setprofile(None)
         if not self.files:
             frame: FrameType | None = sys._getframe()
-            while frame is not None and frame.f_code.co_name != "main":  # the loop that has called this continues to run
+            while frame is not None and frame.f_code.co_name != "main":  # its callers run on, and are not called again
                 self.files.add(frame.f_code.co_filename)
                 frame = frame.f_back
             sys.setprofile(lambda frame, event, _: self.files.add(frame.f_code.co_filename) if event == "call" else None)
         return super().step(action)
 
 
-def path_of_a_step(root: Path = ROOT) -> dict[str, int]:
-    """Return the Python functions that a ``step`` calls on the caller's side, and the files on its path there and in a
+def measure_step(root: Path = ROOT) -> dict[str, int]:
+    """Return the number of Python calls of a ``step`` on the caller's side, and of files on its path there and in a
     worker.
     """
     import vecenv
@@ -141,7 +149,7 @@ def path_of_a_step(root: Path = ROOT) -> dict[str, int]:
     files: set[str] = set()
     called: list[str] = []
     counts = []
-    with closing(vecenv.AsyncVectorEnv([Profiled] * 2, num_workers=2)) as envs:
+    with closing(vecenv.AsyncVectorEnv([ProfiledEnv] * 2, num_workers=2)) as envs:
         envs.reset(seed=0)
         actions = envs.action_space.sample()
         for _ in range(20):
@@ -158,10 +166,10 @@ def path_of_a_step(root: Path = ROOT) -> dict[str, int]:
 
 def show(*, as_json: bool = False) -> None:
     """Print the table."""
-    found = {**measure(), **path_of_a_step()}
+    figures = {**measure(), **measure_step()}
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps(figures, indent=1))
         return
-    for name, count in found.items():
-        most = MOST.get(name, "" if name == "code lines in bench/" else 0)
-        print(f"{name:38} {count:8,}" + (f"   at most {most:,}" if isinstance(most, int) else ""))
+    for name, count in figures.items():
+        limit = LIMITS.get(name, "" if name == "code lines in bench/" else 0)
+        print(f"{name:38} {count:8,}" + (f"   at most {limit:,}" if isinstance(limit, int) else ""))

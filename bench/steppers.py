@@ -1,4 +1,4 @@
-"""The engines of :mod:`bench.train` behind one interface: the two halves of a step."""
+"""The engines of :mod:`bench.train` behind one interface: a step as ``send`` and ``recv``."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import numpy as np
 from bench.waits import torchrl_pool
 from vecenv.tools.runners import SEED, EnvFn
 
-__all__ = ["AsyncEnvPool", "Halves", "StableBaselines3", "Stepper"]
+__all__ = ["AsyncEnvPool", "FirstReadyHalves", "StableBaselines3", "Stepper"]
 
 
 class Stepper:
-    """A vector environment of Gymnasium's kind that steps all environments together.
+    """A vector environment with Gymnasium's interface, which steps all environments together.
 
     Attributes:
-        batch: The most rows that :meth:`recv` returns.
-        restarts: True if the row after the end of an episode is its reset, which is not learned from.
+        batch: The maximum number of rows that :meth:`recv` returns.
+        next_step_autoreset: True if the step after an episode only resets the environment; its row is not learned from.
     """
 
-    restarts = True
+    next_step_autoreset = True
 
     def __init__(self, envs: Any, batch: int | None = None) -> None:
         self.envs, self.num_envs = envs, envs.num_envs
         self.batch = batch or self.num_envs
-        self._take(envs.single_observation_space, envs.single_action_space)
+        self._set_spaces(envs.single_observation_space, envs.single_action_space)
 
-    def _take(self, observation_space: Any, action_space: Any) -> None:
+    def _set_spaces(self, observation_space: Any, action_space: Any) -> None:
         self.observation_space, self.action_space = observation_space, action_space
         self._box = None if isinstance(action_space, gymnasium.spaces.Discrete) else action_space
 
-    def _fit(self, actions: np.ndarray) -> np.ndarray:
+    def _clip(self, actions: np.ndarray) -> np.ndarray:
         return actions if self._box is None else np.clip(actions, self._box.low, self._box.high)
 
     def reset(self) -> np.ndarray:
@@ -41,7 +41,7 @@ class Stepper:
         return observations
 
     def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
-        self._actions, self._ids = self._fit(actions), ids
+        self._actions, self._ids = self._clip(actions), ids
 
     def recv(self, count: int) -> tuple[np.ndarray, ...]:
         observations, rewards, terminated, truncated, _ = self.envs.step(self._actions)
@@ -54,11 +54,11 @@ class Stepper:
         return str(self.envs)
 
 
-class Halves(Stepper):
+class FirstReadyHalves(Stepper):
     """vecenv's first-ready batches: the policy acts for one half while the other steps."""
 
     def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
-        self.envs.send(self._fit(actions), ids)
+        self.envs.send(self._clip(actions), ids)
 
     def recv(self, count: int) -> tuple[np.ndarray, ...]:
         observations, rewards, terminated, truncated, infos = self.envs.recv(count=count)
@@ -68,7 +68,7 @@ class Halves(Stepper):
 class StableBaselines3(Stepper):
     """``SubprocVecEnv``, which resets within the step."""
 
-    restarts = False
+    next_step_autoreset = False
 
     def __init__(self, envs: Any) -> None:
         envs.single_observation_space, envs.single_action_space = envs.observation_space, envs.action_space
@@ -81,52 +81,53 @@ class StableBaselines3(Stepper):
 
     def recv(self, count: int) -> tuple[np.ndarray, ...]:
         observations, rewards, done, infos = self.envs.step(self._actions)
-        late = np.array([info.get("TimeLimit.truncated", False) for info in infos])
-        return self._ids, observations, rewards, done & ~late, done
+        truncated = np.array([info.get("TimeLimit.truncated", False) for info in infos])
+        return self._ids, observations, rewards, done & ~truncated, done
 
 
 class AsyncEnvPool(Stepper):
-    """TorchRL's ``AsyncEnvPool``: processes, shared memory, first-ready; resets within the step."""
+    """TorchRL's ``AsyncEnvPool``: processes, shared memory, first-ready batches; resets within the step."""
 
-    restarts = False
+    next_step_autoreset = False
 
     def __init__(self, env_fn: EnvFn, num_envs: int, envs_per_worker: int) -> None:
         self.pool = torchrl_pool(env_fn, num_envs, envs_per_worker)
         self.num_envs, self.batch = num_envs, max(num_envs // 2, 1)
-        one = env_fn()
-        self._take(one.observation_space, one.action_space)
-        one.close()
+        env = env_fn()
+        self._set_spaces(env.observation_space, env.action_space)
+        env.close()
         self._torch = importlib.import_module("torch")
         self._roots: dict[int, Any] = {}
 
     def reset(self) -> np.ndarray:
         self.pool.async_reset_send(env_index=list(range(self.num_envs)))
         roots = self.pool.async_reset_recv(min_get=self.num_envs)
-        ids = self._ids_of(roots)
-        observations = self._observations(roots)
-        found = np.empty_like(observations)
-        found[ids] = observations
-        self._roots = {index: roots[at] for at, index in enumerate(ids.tolist())}
-        return found
+        ids = self._read_ids(roots)
+        rows = self._read_observations(roots)
+        observations = np.empty_like(rows)
+        observations[ids] = rows
+        self._roots = {index: roots[position] for position, index in enumerate(ids.tolist())}
+        return observations
 
-    def _observations(self, rows: Any) -> np.ndarray:
-        found: np.ndarray = rows.get("pixels" if "pixels" in rows.keys() else "observation").numpy()  # noqa: SIM118 - no dict
-        return found  # TorchRL calls a Box of three colours pixels
+    def _read_observations(self, rows: Any) -> np.ndarray:
+        key = "pixels" if "pixels" in rows.keys() else "observation"  # noqa: SIM118 - no dict; "pixels": an RGB image
+        observations: np.ndarray = rows.get(key).numpy()
+        return observations
 
-    def _ids_of(self, rows: Any) -> np.ndarray:
+    def _read_ids(self, rows: Any) -> np.ndarray:
         return np.array(rows.get(self.pool._env_idx_key).tolist())
 
     def send(self, actions: np.ndarray, ids: np.ndarray) -> None:
         roots = self._torch.stack([self._roots.pop(index) for index in ids.tolist()])
-        roots.set("action", self._torch.from_numpy(self._fit(actions)))
+        roots.set("action", self._torch.from_numpy(self._clip(actions)))
         self.pool.async_step_and_maybe_reset_send(roots)
 
     def recv(self, count: int) -> tuple[np.ndarray, ...]:
         stepped, roots = self.pool.async_step_and_maybe_reset_recv(min_get=count)
-        ids = self._ids_of(roots)
-        self._roots |= {index: roots[at] for at, index in enumerate(ids.tolist())}
+        ids = self._read_ids(roots)
+        self._roots |= {index: roots[position] for position, index in enumerate(ids.tolist())}
         rewards, terminated, done = (stepped.get(("next", name)).numpy()[:, 0] for name in ("reward", "terminated", "done"))
-        return ids, self._observations(roots), rewards, terminated, done
+        return ids, self._read_observations(roots), rewards, terminated, done
 
     def close(self) -> None:
         self.pool.close()

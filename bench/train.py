@@ -1,9 +1,8 @@
-"""Whole trainings: frames per second from reset to learned update, by the engine that steps the environments.
+"""Training runs: frames per second, including the policy and learning, for each engine that steps the environments.
 
-``python -m bench train``: proximal policy optimisation with one network and the same updates for every row; what differs is
-only the engine, and whether the policy waits for all of them. The share of the time that goes to the
-environments, the policy and learning is printed and drawn beside the rates. A frame is a step of an environment that is
-learned from: the row of a reset is none.
+``python -m bench train``: proximal policy optimisation with one network and the same updates for every row; only the engine
+differs, and whether the policy waits for all environments. The shares of the time in environments, policy and learning are
+printed and drawn beside the rates. A frame is an environment step that is learned from; resets do not count.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ import numpy as np
 
 import vecenv
 from bench.engines import Pace, sb3_envs
-from bench.steppers import AsyncEnvPool, Halves, StableBaselines3, Stepper
+from bench.steppers import AsyncEnvPool, FirstReadyHalves, StableBaselines3, Stepper
 from bench.workloads import MINIGRID, Workload, make_minigrid
 from vecenv.tools.benchmark import CandidateProcess, Report, compare, new_figure, save
 from vecenv.tools.runners import SEED, Candidate, EnvFn, Unavailable, make_env, run_for
 
 __all__ = ["TRAININGS", "draw_shares", "train"]
 
-ROLLOUT, EPOCHS, MINIBATCHES = 64, 3, 4
+ROLLOUT_STEPS, EPOCHS, MINIBATCHES = 64, 3, 4
 PARTS = ("environments", "policy", "learning")
 
 
@@ -54,11 +53,11 @@ ENVPOOL_IDS = {"pong": ("Pong-v5", {"noop_max": 30}), "ant": ("Ant-v5", {})}
 
 
 class Learner:
-    """One network, and the update of proximal policy optimisation as one compiled function.
+    """A network, and its update by proximal policy optimisation as one compiled function.
 
     Args:
-        observations: Space of one environment; images are convolved, anything else is flattened.
-        actions: Discrete, or a flat Box.
+        observations: Space of one environment; images pass a convolution, anything else is flattened.
+        actions: Space of one environment: Discrete, or a flat Box.
     """
 
     def __init__(self, observations: gymnasium.spaces.Box, actions: gymnasium.Space[Any]) -> None:
@@ -85,50 +84,50 @@ class Learner:
             ratio = jax.numpy.exp(distribution.log_prob(rows["action"]) - rows["log_prob"])
             advantage = rows["advantage"]
             gain = jax.numpy.minimum(ratio * advantage, jax.numpy.clip(ratio, 0.9, 1.1) * advantage)
-            each = 0.5 * (value - rows["target"]) ** 2 - gain - 0.01 * distribution.entropy()
-            return (each * rows["weight"]).sum() / jax.numpy.maximum(rows["weight"].sum(), 1)
+            losses = 0.5 * (value - rows["target"]) ** 2 - gain - 0.01 * distribution.entropy()
+            return (losses * rows["weight"]).sum() / jax.numpy.maximum(rows["weight"].sum(), 1)
 
         def advantages(rollout: dict[str, Any], last: Any) -> Any:
-            def back(later: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
+            def accumulate(later: tuple[Any, Any], row: dict[str, Any]) -> tuple[tuple[Any, Any], Any]:
                 value, advantage = later
                 delta = row["reward"] + 0.99 * value * ~row["terminated"] - row["value"]
                 advantage = delta + 0.99 * 0.95 * advantage * ~row["done"]
                 return (row["value"], advantage), advantage
 
-            wanted = {name: rollout[name] for name in ("reward", "terminated", "done", "value")}
-            return jax.lax.scan(back, (last, jax.numpy.zeros_like(last)), wanted, reverse=True)[1]
+            inputs = {name: rollout[name] for name in ("reward", "terminated", "done", "value")}
+            return jax.lax.scan(accumulate, (last, jax.numpy.zeros_like(last)), inputs, reverse=True)[1]
 
         @jax.jit
         def update(params: Any, state: Any, rollout: dict[str, Any], last: Any, key: Any) -> tuple[Any, Any]:
             advantage = advantages(rollout, net.apply(params, last)[1])
             rollout = {**rollout, "advantage": advantage, "target": advantage + rollout["value"]}
             flat = {name: rows.reshape(-1, *rows.shape[2:]) for name, rows in rollout.items()}
-            orders = jax.vmap(lambda k: jax.random.permutation(k, advantage.size))(jax.random.split(key, EPOCHS))
+            permutations = jax.vmap(lambda k: jax.random.permutation(k, advantage.size))(jax.random.split(key, EPOCHS))
 
             def minibatch(carry: tuple[Any, Any], ids: Any) -> tuple[tuple[Any, Any], None]:
                 params, state = carry
                 grads = jax.grad(loss)(params, {name: rows[ids] for name, rows in flat.items()})
-                changes, state = optimizer.update(grads, state)
-                return (optax.apply_updates(params, changes), state), None
+                updates, state = optimizer.update(grads, state)
+                return (optax.apply_updates(params, updates), state), None
 
-            return jax.lax.scan(minibatch, (params, state), orders.reshape(EPOCHS * MINIBATCHES, -1))[0]
+            return jax.lax.scan(minibatch, (params, state), permutations.reshape(EPOCHS * MINIBATCHES, -1))[0]
 
         self.policy, self._update = act, update
-        self._act = jax.jit(lambda params, observation, key, turn: act(params, observation, jax.random.fold_in(key, turn)))
-        self._turn = 0
+        self._act = jax.jit(lambda params, observation, key, count: act(params, observation, jax.random.fold_in(key, count)))
+        self._act_count = 0
 
     def act(self, observations: np.ndarray, batch: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return actions and the values that learning needs; computed for ``batch`` rows, so that it is compiled once."""
-        self._turn += 1
+        """Return actions, and the values that learning needs. Rows are padded to ``batch``, to compile only once."""
+        self._act_count += 1
         rows = len(observations)
         if rows < batch:
             observations = np.resize(observations, (batch, *observations.shape[1:]))
-        found = self.jax.device_get(self._act(self.params, observations, self.key, self._turn))
-        actions, extras = self.jax.tree.map(lambda part: part[:rows], found)
+        padded = self.jax.device_get(self._act(self.params, observations, self.key, self._act_count))
+        actions, extras = self.jax.tree.map(lambda part: part[:rows], padded)
         return actions, extras
 
     def learn(self, rollout: dict[str, Any], last: Any) -> None:
-        """Learn from ``(ROLLOUT, num_envs, ...)`` rows and the observations ``(num_envs, ...)`` that followed."""
+        """Learn from ``(ROLLOUT_STEPS, num_envs, ...)`` rows and the observations ``(num_envs, ...)`` that followed."""
         self.key, key = self.jax.random.split(self.key)
         self.params, self.state = self._update(self.params, self.state, rollout, last, key)
         self.jax.block_until_ready(self.params)
@@ -138,17 +137,17 @@ class Learner:
 
 
 @dataclass
-class Rows:
+class Rollout:
     """A rollout that is being filled, each environment at its own pace."""
 
     num_envs: int
     fields: dict[str, np.ndarray] = field(default_factory=dict)
 
-    def put(self, turns: np.ndarray, ids: np.ndarray, **rows: np.ndarray) -> None:
+    def put(self, steps: np.ndarray, ids: np.ndarray, **rows: np.ndarray) -> None:
         for name, value in rows.items():
             if name not in self.fields:
-                self.fields[name] = np.zeros((ROLLOUT, self.num_envs, *value.shape[1:]), value.dtype)
-            self.fields[name][turns, ids] = value
+                self.fields[name] = np.zeros((ROLLOUT_STEPS, self.num_envs, *value.shape[1:]), value.dtype)
+            self.fields[name][steps, ids] = value
 
 
 class Training:
@@ -170,35 +169,35 @@ class Training:
 
     def _step(self) -> float:
         stepper, spent, clock = self.stepper, self.spent, time.perf_counter
-        rows, turns, flying = Rows(stepper.num_envs), np.zeros(stepper.num_envs, np.intp), 0
+        rollout, steps, in_flight = Rollout(stepper.num_envs), np.zeros(stepper.num_envs, np.intp), 0
         if self.latest is None:
-            self.latest, self.fresh = stepper.reset(), np.zeros(stepper.num_envs, bool)
-        rows_of_all = np.arange(stepper.num_envs)
-        at_hand = [(ids, self.latest[ids]) for ids in np.split(rows_of_all, stepper.num_envs // stepper.batch)]
+            self.latest, self.reset_due = stepper.reset(), np.zeros(stepper.num_envs, bool)
+        all_ids = np.arange(stepper.num_envs)
+        ready = [(ids, self.latest[ids]) for ids in np.split(all_ids, stepper.num_envs // stepper.batch)]
         self.latest = np.empty_like(self.latest)
-        while at_hand or flying:
+        while ready or in_flight:
             before = clock()
-            for ids, observations in at_hand:
+            for ids, observations in ready:
                 began = clock()
                 actions, extras = self.learner.act(observations, stepper.batch)
                 spent["policy"] += clock() - began
                 before += clock() - began
-                rows.put(turns[ids], ids, observation=observations, action=actions, **extras, weight=~self.fresh[ids])
+                rollout.put(steps[ids], ids, observation=observations, action=actions, **extras, weight=~self.reset_due[ids])
                 stepper.send(actions, ids)
-                flying += len(ids)
-            ids, observations, rewards, terminated, done = stepper.recv(min(stepper.batch, flying))
+                in_flight += len(ids)
+            ids, observations, rewards, terminated, done = stepper.recv(min(stepper.batch, in_flight))
             spent["environments"] += clock() - before
-            flying -= len(ids)
-            rows.put(turns[ids], ids, reward=rewards.astype(np.float32), terminated=terminated, done=done)
-            self.fresh[ids] = done & stepper.restarts
+            in_flight -= len(ids)
+            rollout.put(steps[ids], ids, reward=rewards.astype(np.float32), terminated=terminated, done=done)
+            self.reset_due[ids] = done & stepper.next_step_autoreset
             self.latest[ids] = observations
-            turns[ids] += 1
-            on = turns[ids] < ROLLOUT
-            at_hand = [(ids[on], observations[on])] if on.any() else []
+            steps[ids] += 1
+            unfinished = steps[ids] < ROLLOUT_STEPS
+            ready = [(ids[unfinished], observations[unfinished])] if unfinished.any() else []
         before = clock()
-        self.learner.learn(rows.fields, self.latest)
+        self.learner.learn(rollout.fields, self.latest)
         spent["learning"] += clock() - before
-        return float(rows.fields["weight"].sum())
+        return float(rollout.fields["weight"].sum())
 
     def run(self, seconds: float) -> float:
         if not self.warm:
@@ -207,15 +206,15 @@ class Training:
         return run_for(self._step, seconds)
 
     def shares(self) -> dict[str, float]:
-        whole = sum(self.spent.values()) or 1.0
-        return {part: spent / whole for part, spent in self.spent.items()}
+        total = sum(self.spent.values()) or 1.0
+        return {part: spent / total for part, spent in self.spent.items()}
 
     def close(self) -> None:
         self.stepper.close()
 
 
-class Bridged:
-    """A training with rollouts inside ``jit``, through the bridge."""
+class BridgeTraining:
+    """A training run with rollouts inside ``jit``, through the bridge."""
 
     def __init__(self, env_fn: EnvFn, num_envs: int, workers: int) -> None:
         import vecenv.jax as vj
@@ -230,7 +229,7 @@ class Bridged:
             return action.astype(learner.jax.dtypes.canonicalize_dtype(space.dtype)), extras
 
         def rollout(params: Any, state: Any, key: Any) -> Any:
-            trajectory, state, _ = vj.rollout(bridge, vj.stateless(act), params, state, (), key, ROLLOUT)
+            trajectory, state, _ = vj.rollout(bridge, vj.stateless(act), params, state, (), key, ROLLOUT_STEPS)
             rows = {
                 "observation": trajectory.obs, "action": trajectory.action, **trajectory.policy_extras,
                 "reward": trajectory.reward, "terminated": trajectory.terminated, "done": trajectory.done,
@@ -262,12 +261,12 @@ class Bridged:
         self.engine.close()
 
 
-# --- the rows -----------------------------------------------------------------------------------------------------------
+# --- the engines --------------------------------------------------------------------------------------------------------
 
 
 def _vecenv(env_fn: EnvFn, num_envs: int, batch: int | None, **options: Any) -> Stepper:
     if batch is not None:
-        return Halves(vecenv.AsyncVectorEnv([env_fn] * num_envs, batch_size=batch, **options), batch)
+        return FirstReadyHalves(vecenv.AsyncVectorEnv([env_fn] * num_envs, batch_size=batch, **options), batch)
     return Stepper(vecenv.AsyncVectorEnv([env_fn] * num_envs, **options))
 
 
@@ -297,7 +296,7 @@ def _candidates(name: str, num_envs: int, workers: int) -> list[Candidate]:
         row("auto", "vecenv, auto", partial(_vecenv, env_fn, num_envs, None, num_workers="auto")),
         row("workers", f"vecenv, {workers} workers", partial(_vecenv, env_fn, num_envs, None, num_workers=workers)),
         row("halves", "vecenv, first-ready halves", partial(_vecenv, env_fn, num_envs, num_envs // 2, num_workers=workers)),
-        Candidate("bridge", "vecenv, JAX bridge", partial(Bridged, env_fn, num_envs, workers), kind="vecenv"),
+        Candidate("bridge", "vecenv, JAX bridge", partial(BridgeTraining, env_fn, num_envs, workers), kind="vecenv"),
         row("gym-sync", "Gymnasium SyncVectorEnv", partial(_gymnasium, "SyncVectorEnv", env_fn, num_envs), "gymnasium"),
         row("gym-async", "Gymnasium AsyncVectorEnv", partial(_gymnasium, "AsyncVectorEnv", env_fn, num_envs), "gymnasium"),
         row("sb3", "Stable-Baselines3 SubprocVecEnv", partial(_sb3, env_fn, num_envs), "other"),
@@ -314,18 +313,18 @@ Shares = dict[str, dict[str, float]]
 def train(
     name: str, num_envs: int, workers: int, pace: Pace, names: Iterable[str] | None = None
 ) -> tuple[Report, Shares]:
-    """Measure the frames per second of each row on one of :data:`TRAININGS`, and the shares of the time by row."""
+    """Measure the frames per second and the shares of the time of each row, on one of :data:`TRAININGS`."""
     rows = [row for row in _candidates(name, num_envs, workers) if names is None or row.name in set(names)]
     shares: Shares = {}
 
-    def look(hosts: list[CandidateProcess]) -> None:
+    def record_shares(hosts: list[CandidateProcess]) -> None:
         for host in hosts:
             if host.usable and (found := host.call("shares")):
                 shares[host.candidate.name] = found
 
     report = compare(
         f"PPO on {TRAININGS[name].text}", TRAININGS[name].prepare(), num_envs, rows, check=False, unit="frames/s",
-        inspect=look, **pace,
+        inspect=record_shares, **pace,
     )  # fmt: skip
     return report, shares
 
@@ -341,7 +340,7 @@ def draw_shares(report: Report, shares: Shares, path: Path) -> None:
         axes.barh(range(len(rows)), width, left=left, height=0.7, color=colour, label=part)
         left += width
     axes.set_yticks(range(len(rows)), [row.label for row, _ in rows], fontsize=9)
-    axes.set_xlabel("seconds per 1,000 frames (of the bridge: environments and policy together)", fontsize=8)
+    axes.set_xlabel("seconds per 1,000 frames (bridge: environments and policy together)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments", fontsize=10)
     axes.legend(fontsize=8, frameon=False)
     save(figure, path)

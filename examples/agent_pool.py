@@ -4,9 +4,9 @@ pip install -e '.[examples]'
 python examples/agent_pool.py
 python examples/agent_pool.py --episodes 2000 --size 64 --workers 4
 
-The game is to guess a number. The policy stands in for a language model behind a service: it reads text, replies with text,
-and takes a different time for each call. Meanwhile the other games continue. A game that fails is started again,
-and the others are not affected: ``--crash 0.01`` lets one guess in a hundred kill its worker.
+The game is to guess a number. The policy stands in for a language model behind a service: it reads and returns text, and its
+calls take different amounts of time. Meanwhile the other games continue. Failed games are restarted without affecting the
+others: with ``--crash 0.01``, one guess in a hundred kills its worker.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ HIGHEST = 1000
 
 
 class Guess(gym.Env[str, str]):
-    """A game of guessing a number from 1 to 1000: each guess costs 1, and the right one is worth 20.
+    """A game of guessing a number from 1 to 1000: a wrong guess costs 1, the right one earns 20.
 
     Args:
         seconds: Duration of a step.
-        crash: Probability that a guess kills the process, as in a faulty game.
+        crash: Probability that a guess kills the process, as a faulty game would.
     """
 
     def __init__(self, seconds: float = 0.01, crash: float = 0.0) -> None:
@@ -53,7 +53,7 @@ class Guess(gym.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         time.sleep(self._seconds)
-        if random.SystemRandom().random() < self._crash:  # unseeded, so a restarted game can end
+        if random.SystemRandom().random() < self._crash:  # unseeded, or a restarted game would crash again
             os.kill(os.getpid(), signal.SIGKILL)
         guess = int(action)
         if guess == self._number:
@@ -69,14 +69,14 @@ class Guess(gym.Env[str, str]):
 
 
 async def policy(observation: str) -> str:
-    """Guess about in the middle; takes 1 to 30 ms."""
+    """Guess a number, probably near the middle, after 1 to 30 ms."""
     await asyncio.sleep(random.uniform(0.001, 0.03))
     low, high = map(int, re.findall(r"between (\d+) and (\d+)", observation)[0])
     return str(round(random.triangular(low, high)))
 
 
 async def play(pool: Pool, seed: int) -> float:
-    """Play one game, and start it again until it ends; return its return."""
+    """Play one game, restarting it after each failure; return the sum of its rewards."""
     while True:
         try:
             async with pool.episode(seed=seed) as env:
@@ -100,13 +100,13 @@ async def play_all(args: argparse.Namespace) -> list[float]:
         with Progress() as progress:
             bar = progress.add_task("games", total=args.episodes)
 
-            async def one(seed: int) -> float:
+            async def play_one(seed: int) -> float:
                 total = await play(pool, seed)
                 progress.advance(bar)
                 return total
 
-            returns = await asyncio.gather(*map(one, range(args.episodes)))
-        print(f"{pool.stats()['steps']:.0f} guesses; workers started anew: {pool.stats()['restarts']:.0f}")
+            returns = await asyncio.gather(*map(play_one, range(args.episodes)))
+        print(f"{pool.stats()['steps']:.0f} guesses; restarts: {pool.stats()['restarts']:.0f}")
     return returns
 
 
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=500, help="games (default: 500)")
     parser.add_argument("--size", type=int, default=64, help="games at the same time (default: 64)")
     parser.add_argument("--workers", type=int, default=4, help="processes (default: 4)")
-    parser.add_argument("--game-seconds", type=float, default=0.01, help="time a game takes to reply (default: 0.01)")
+    parser.add_argument("--game-seconds", type=float, default=0.01, help="duration of a step (default: 0.01)")
     parser.add_argument("--crash", type=float, default=0.0, help="probability that a guess kills its worker (default: 0)")
     args = parser.parse_args()
     began = time.perf_counter()

@@ -96,7 +96,7 @@ def test_rows_received_one_by_one_are_counted(mode: AutoresetMode) -> None:
                 if infos.get("_episode", np.zeros(len(rows)))[place]:
                     reported[row].append((float(infos["episode"]["r"][place]), int(infos["episode"]["l"][place])))
             recorded.send(np.ones(len(rows), np.int64), env_id=rows)
-        expected = {row: by_hand(*map(list, zip(*said, strict=True)), mode) for row, said in seen.items()}
+        expected = {row: by_hand(*map(list, zip(*steps, strict=True)), mode) for row, steps in seen.items()}
         assert reported == expected
         assert recorded.episode_count == sum(map(len, expected.values())) > 20
         recorded.close()

@@ -47,8 +47,8 @@ def test_any_number_of_rows_can_be_sent_at_a_time(make: Make) -> None:
     idle: set[int] = set()
     counts = np.zeros(6, dtype=int)
     for _ in range(300):
-        flying = 6 - len(idle)
-        if flying >= 3 and (not idle or rng.random() < 0.5):
+        in_flight = 6 - len(idle)
+        if in_flight >= 3 and (not idle or rng.random() < 0.5):
             ids = envs.recv()[4]["env_id"].tolist()
             counts[ids] += 1
             idle |= set(ids)

@@ -1,7 +1,7 @@
-"""The libraries' own vector environments: their numbers, and the contract of every backend.
+"""Native vector environments: their results, and the contract of every backend.
 
-ALE loads its game anew for every environment that is built or seeded, a quarter of a second each; so the contract over it is
-slow, and other tests use a library of counters where they can.
+ALE reloads its game for every environment that is built or seeded, which takes a quarter of a second. So its contract tests
+are slow, and other tests use :class:`Counters` where they can.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ CARTPOLE = "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv"
 
 
 class Counters(VectorEnv[Any, Any, Any]):
-    """A library for the tests: each environment counts its steps, and ends its episode at ``length``, in the same step.
+    """A fake library. Environment ``i`` counts its steps, ends its episode at ``length + i``, and resets in the same step.
 
-    ``step`` waits for ``gate``. Received actions are kept. Final observations are a batch, as ALE has them.
+    ``step`` waits for ``gate``. Arguments are kept in ``received``. Final observations are a batch, as ALE has them.
     """
 
     def __init__(self, num_envs: int = 3, length: int = 4, **extra: Any) -> None:
@@ -52,17 +52,17 @@ class Counters(VectorEnv[Any, Any, Any]):
         self.metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
         self.gate = threading.Event()
         self.gate.set()
-        self.came: list[Any] = []
+        self.received: list[Any] = []
         self.error: Exception | None = None
         self._counts = np.zeros((num_envs, 2), dtype=np.float32)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.came.append((seed, options))
+        self.received.append((seed, options))
         self._counts[...] = 0
         return {"count": self._counts}, {}
 
     def step(self, actions: Any) -> Any:
-        self.came.append(actions)
+        self.received.append(actions)
         assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
@@ -77,12 +77,12 @@ class Counters(VectorEnv[Any, Any, Any]):
 
 @pytest.fixture
 def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVectorEnv]]:
-    """``counters(does, **options)``: vector environments over :class:`Counters`, closed at the end."""
+    """Build vector environments over :class:`Counters` with ``counters(features, **options)``; close them at the end."""
     with contextlib.ExitStack() as stack:
 
-        def build(does: Any = (), copy: bool = True, **options: Any) -> NativeVectorEnv:
+        def build(features: Any = (), copy: bool = True, **options: Any) -> NativeVectorEnv:
             name = f"{Counters.__module__}.{Counters.__qualname__}"
-            monkeypatch.setitem(native._LIBRARIES, name, does)
+            monkeypatch.setitem(native._LIBRARIES, name, features)
             library = Counters(**options)
             envs = stack.enter_context(contextlib.closing(NativeVectorEnv(library, copy=copy)))
             stack.callback(library.gate.set)
@@ -92,13 +92,13 @@ def counters(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., NativeVe
 
 
 @pytest.fixture
-def only_vector() -> Iterator[str]:
+def vector_only_id() -> Iterator[str]:
     """Register an id that has only a vector entry point."""
     name = "OnlyVector-v0"
     gymnasium.register(name, vector_entry_point=CARTPOLE, max_episode_steps=30)
     yield name
-    for known in (name, f"vecenv/{name}"):
-        gymnasium.registry.pop(known, None)
+    for registered in (name, f"vecenv/{name}"):
+        gymnasium.registry.pop(registered, None)
 
 
 # --- the contract ---------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ class TestAtari(VectorEnvContract):
         return vecenv.make_vec("ALE/Breakout-v5", num_envs, "native", vector_kwargs=options, **SMALL, **kwargs)
 
 
-# --- the same numbers as by Gymnasium's route -----------------------------------------------------------------------
+# --- the same results as from Gymnasium -----------------------------------------------------------------------------
 
 
 @needs_ale
@@ -199,7 +199,7 @@ def test_cartpole_trajectory_equals_gymnasium() -> None:
 # --- reset ----------------------------------------------------------------------------------------------------------
 
 
-def test_library_with_seeds_per_row_gets_31_bits(counters: Any) -> None:
+def test_library_with_seeds_per_row_receives_31_bit_seeds(counters: Any) -> None:
     envs = counters({"rows"})
     mask = np.array([True, False, True])
     options: dict[str, Any] = {"reset_mask": mask}
@@ -210,7 +210,7 @@ def test_library_with_seeds_per_row_gets_31_bits(counters: Any) -> None:
     for wrong in ([1.5, 2, 3], ["1", 2, 3]):
         with pytest.raises(TypeError):
             envs.reset(seed=wrong)
-    assert envs.library.came == []
+    assert envs.library.received == []
     for seed, chosen, wanted in (
         (4, None, [4, 5, 6]),
         ([2**31 + 5, None, np.int64(7)], None, [5, -1, 7]),
@@ -218,7 +218,7 @@ def test_library_with_seeds_per_row_gets_31_bits(counters: Any) -> None:
         (9, options, [9, 11]),
     ):
         envs.reset(seed=seed, options=chosen)
-        seeds, rest = envs.library.came[-1]
+        seeds, rest = envs.library.received[-1]
         assert seeds.tolist() == wanted
         assert rest is None or rest["reset_mask"].tolist() == mask.tolist()
     assert list(options) == ["reset_mask"]
@@ -234,12 +234,12 @@ def test_library_with_one_generator_accepts_consecutive_seeds(counters: Any) -> 
     ):
         with pytest.raises(NotImplementedError, match=text):
             envs.reset(**refused)
-    assert envs.library.came == []
-    everyone = {"reset_mask": np.ones(3, np.bool_), "mine": 1}
-    for seed, options in ((4, None), ([4, 5, 6], everyone), (None, {}), ([None] * 3, None)):
+    assert envs.library.received == []
+    options_for_all = {"reset_mask": np.ones(3, np.bool_), "custom": 1}
+    for seed, options in ((4, None), ([4, 5, 6], options_for_all), (None, {}), ([None] * 3, None)):
         envs.reset(seed=seed, options=options)
-    assert envs.library.came == [(4, None), (4, {"mine": 1}), (None, None), (None, None)]
-    assert set(everyone) == {"reset_mask", "mine"}
+    assert envs.library.received == [(4, None), (4, {"custom": 1}), (None, None), (None, None)]
+    assert set(options_for_all) == {"reset_mask", "custom"}
 
 
 # --- step, actions --------------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ def test_wrong_actions_are_refused_before_the_library_is_called(counters: Any, a
     for call in (envs.step, envs.step_async, envs.send):
         with pytest.raises(error, match=text):
             call(actions)
-    assert len(envs.library.came) == 1
+    assert len(envs.library.received) == 1
     assert envs.step([0, 1, 2])[1].tolist() == [1.0, 1.0, 1.0]
 
 
@@ -270,7 +270,7 @@ def test_actions_of_other_kinds_are_cast_or_refused(counters: Any) -> None:
     box = counters(action_space=spaces.Box(-1, 1, (2,), np.float32))
     box.reset()
     box.step(np.full((3, 2), 0.1))
-    assert box.library.came[-1].dtype == np.float32
+    assert box.library.received[-1].dtype == np.float32
     for wrong in (np.full((3, 2), 1.5), np.full((3, 2), np.nan), np.zeros((3, 1))):
         with pytest.raises(ValueError, match=r"3 actions of Box|got shape"):
             box.step(wrong)
@@ -278,28 +278,28 @@ def test_actions_of_other_kinds_are_cast_or_refused(counters: Any) -> None:
     pair.reset()
     actions = pair.action_space.sample()
     pair.step(actions)
-    assert pair.library.came[-1] is not actions
+    assert pair.library.received[-1] is not actions
     with pytest.raises(ValueError, match="3 actions of Dict"):
         pair.step({"a": actions["a"]})
 
 
-# --- what comes back ------------------------------------------------------------------------------------------------
+# --- results --------------------------------------------------------------------------------------------------------
 
 
 def test_every_info_is_an_array_with_its_mask(counters: Any) -> None:
     envs = counters()
     envs.reset()
     infos = envs.step([0, 0, 0])[4]
-    everyone = np.ones(3, np.bool_)
+    all_rows = np.ones(3, np.bool_)
     wanted = {
         "half": np.full(3, 0.5, np.float32),
         "one for all": np.full(3, 7),
-        "deep": {"word": np.array(["a"] * 3), "_word": everyone},
+        "deep": {"word": np.array(["a"] * 3), "_word": all_rows},
     }
-    assert_identical(infos, {**wanted, **{f"_{key}": everyone for key in wanted}})
+    assert_identical(infos, {**wanted, **{f"_{key}": all_rows for key in wanted}})
 
 
-def test_final_observations_have_gymnasium_s_form(counters: Any) -> None:
+def test_final_observations_have_gymnasiums_form(counters: Any) -> None:
     envs = counters()
     envs.reset()
     for _ in range(3):
@@ -321,8 +321,8 @@ def test_observations_are_copies_unless_copy_is_false(counters: Any) -> None:
     assert shared.step([0, 0, 0])[0]["count"] is same["count"]
 
 
-def test_the_autoreset_mode_of_one_vector_environment_is_not_that_of_the_next() -> None:
-    class Silent(Counters):
+def test_autoreset_mode_does_not_leak_into_the_next_vector_environment() -> None:
+    class WithoutMetadata(Counters):
         def __init__(self) -> None:
             super().__init__()
             del self.metadata
@@ -330,7 +330,7 @@ def test_the_autoreset_mode_of_one_vector_environment_is_not_that_of_the_next() 
     before = dict(VectorEnv.metadata)
     VectorEnv.metadata["autoreset_mode"] = AutoresetMode.DISABLED  # as ALE leaves it
     try:
-        with contextlib.closing(NativeVectorEnv(Silent())) as envs:
+        with contextlib.closing(NativeVectorEnv(WithoutMetadata())) as envs:
             assert envs.metadata["autoreset_mode"] is AutoresetMode.NEXT_STEP
     finally:
         VectorEnv.metadata.clear()
@@ -344,15 +344,15 @@ def test_library_without_threads_steps_in_step_wait(counters: Any) -> None:
     envs = counters()
     envs.reset()
     envs.step_async([0, 1, 2])
-    assert len(envs.library.came) == 1
+    assert len(envs.library.received) == 1
     with pytest.raises(NotImplementedError, match=r"backend 'native': .*Counters steps in the caller's thread"):
         envs.step_wait(timeout=1.0)
     assert envs.step_wait()[0]["count"].tolist() == [[1, 1]] * 3
 
 
-@pytest.mark.parametrize("does", [(), ("threads",)], ids=["without-threads", "with-threads"])
-def test_an_error_of_the_library_is_raised_once_and_the_next_call_goes_on(counters: Any, does: Any) -> None:
-    envs = counters(does)
+@pytest.mark.parametrize("features", [(), ("threads",)], ids=["without-threads", "with-threads"])
+def test_library_error_is_raised_once_and_the_next_step_succeeds(counters: Any, features: Any) -> None:
+    envs = counters(features)
     envs.reset()
     envs.library.error = OSError("no ROM")
     with pytest.raises(OSError, match="no ROM"):
@@ -375,11 +375,11 @@ def test_interrupted_wait_leaves_the_result_pending(counters: Any) -> None:
     assert envs.step_wait()[0]["count"].tolist() == [[1, 1]] * 3
 
 
-# --- threads, forks, the end ----------------------------------------------------------------------------------------
+# --- threads, close, render -----------------------------------------------------------------------------------------
 
 
-def wait_until_it_steps(library: Counters) -> None:
-    while len(library.came) < 2:
+def wait_until_stepping(library: Counters) -> None:
+    while len(library.received) < 2:
         time.sleep(0.001)
 
 
@@ -388,27 +388,27 @@ def test_close_waits_for_another_thread_up_to_its_timeout(counters: Any) -> None
     envs.reset()
     library = envs.library
     library.gate.clear()
-    said: list[str] = []
+    refusals: list[str] = []
 
     def step() -> None:
         with pytest.raises(ClosedEnvironmentError) as refused:
             envs.step([0, 0, 0])
-        said.append(str(refused.value))
+        refusals.append(str(refused.value))
 
-    first = threading.Thread(target=step)
-    first.start()
-    wait_until_it_steps(library)
+    thread = threading.Thread(target=step)
+    thread.start()
+    wait_until_stepping(library)
     envs.close(timeout=0.05)
     assert envs.closed
     assert not library.closed  # the call that is under way still needs it, and closes it
     library.gate.set()
-    first.join()
-    assert said
+    thread.join()
+    assert refusals
     assert library.closed
     assert envs.library is None
 
 
-def test_render_is_the_librarys(counters: Any) -> None:
+def test_render_calls_the_library(counters: Any) -> None:
     envs = counters()
     assert envs.render() is None
     envs.render_mode = "rgb_array"
@@ -419,12 +419,12 @@ def test_render_is_the_librarys(counters: Any) -> None:
 # --- make_vec, register ---------------------------------------------------------------------------------------------
 
 
-def test_native_engine_is_used_only_if_requested_or_the_only_one(only_vector: str) -> None:
+def test_native_engine_is_used_only_if_requested_or_the_only_one(vector_only_id: str) -> None:
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2)) as envs:
         assert type(envs) is vecenv.AsyncVectorEnv
     with contextlib.closing(vecenv.make_vec("CartPole-v1", 2, "native")) as envs:
         assert str(envs.plan).endswith("CartPoleVectorEnv: backend='native' was requested")
-    with contextlib.closing(vecenv.make_vec(only_vector, 2)) as envs:
+    with contextlib.closing(vecenv.make_vec(vector_only_id, 2)) as envs:
         assert str(envs.plan).endswith("CartPoleVectorEnv: OnlyVector-v0 has only a vector entry point")
         assert envs.library.max_episode_steps == 30
         assert repr(envs) == "NativeVectorEnv(OnlyVector-v0, num_envs=2)"
@@ -432,11 +432,11 @@ def test_native_engine_is_used_only_if_requested_or_the_only_one(only_vector: st
             assert again.num_envs == 2
             assert_identical(again.reset(seed=1), envs.reset(seed=1))
     with pytest.raises(gymnasium.error.Error, match="backend='native'"):
-        vecenv.make_vec(only_vector, 2, "serial")
+        vecenv.make_vec(vector_only_id, 2, "serial")
 
 
-def test_registered_names_build_their_environments(only_vector: str) -> None:
-    name = vecenv.register(only_vector, max_episode_steps=9)
+def test_registered_names_build_their_environments(vector_only_id: str) -> None:
+    name = vecenv.register(vector_only_id, max_episode_steps=9)
     for make in (gymnasium.make_vec, vecenv.make_vec):
         with contextlib.closing(make(name, num_envs=2)) as envs:
             assert type(envs) is NativeVectorEnv

@@ -22,9 +22,9 @@ def table_of_reports(stats: Mapping[str, Iterable[Any]]) -> str:
             if "call" in known and category in ("passed", "failed", "error", "xfailed"):
                 if category == "passed" and report.when != "call":
                     continue
-                said = {"passed": "refused" if "refused" in known else "yes", "xfailed": "not yet"}.get(category, "FAILED")
+                cell = {"passed": "refused" if "refused" in known else "yes", "xfailed": "not yet"}.get(category, "FAILED")
                 place = known["call"], known["backend"]
-                cells[place] = min(said, cells.get(place, said), key=_WORST.index)
+                cells[place] = min(cell, cells.get(place, cell), key=_WORST.index)
     return text(cells)
 
 

@@ -112,16 +112,16 @@ class Walk(gymnasium.Env[Any, Any]):
 
 
 def test_own_generators_give_the_same_results_for_any_hosts() -> None:
-    said = []
+    results = []
     for engine, options in ((VectorEnvHere, {"num_hosts": 2}), (vecenv.AsyncVectorEnv, {"num_workers": 0})):
         envs: Any = engine([Walk] * 4, generators="own", **options)
-        said.append([envs.reset(seed=3)[0], *(envs.step(np.zeros(4, np.int64))[0] for _ in range(30))])
+        results.append([envs.reset(seed=3)[0], *(envs.step(np.zeros(4, np.int64))[0] for _ in range(30))])
         kept = envs.save()
-        said[-1] += [envs.step(np.zeros(4, np.int64))[0] for _ in range(9)]
+        results[-1] += [envs.step(np.zeros(4, np.int64))[0] for _ in range(9)]
         envs.load(kept)
-        assert_identical([envs.step(np.zeros(4, np.int64))[0] for _ in range(9)], said[-1][-9:])
+        assert_identical([envs.step(np.zeros(4, np.int64))[0] for _ in range(9)], results[-1][-9:])
         envs.close()
-    assert_identical(said[0], said[1])
+    assert_identical(results[0], results[1])
 
 
 def test_calls_reach_every_environment_with_its_own_arguments(closes: Any) -> None:

@@ -253,8 +253,8 @@ class RowByRow:
         self.n = num_envs
         self.due: dict[int, Any] = {}
 
-    def expect(self, row: int, said: tuple[Any, ...]) -> None:
-        *values, infos = said
+    def expect(self, row: int, result: tuple[Any, ...]) -> None:
+        *values, infos = result
         info = own_info(infos, row)
         self.due[row] = [value[row] for value in values], info
 

@@ -116,8 +116,8 @@ def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"episodes": 0}, ValueError, "no episode to run"),
-        ({"episodes": []}, ValueError, "no episode to run"),
+        ({"episodes": 0}, ValueError, "no episodes to run"),
+        ({"episodes": []}, ValueError, "no episodes to run"),
         ({"episodes": -1}, ValueError, "episodes must not be negative"),
         ({"episodes": 1.5}, TypeError, "episodes must be a number, or a list of vecenv.Episode, got 1.5"),
         ({"episodes": "ten"}, TypeError, "episodes must be a number"),

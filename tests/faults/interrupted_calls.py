@@ -446,7 +446,7 @@ class Subject:
             BaseException: It failed.
         """
         self.tick += 1
-        self._told = ""
+        self._excused_texts = ""
         call = make_call(name, self.setting, self.tick)
         with Watchdog(self.known) as watchdog:
             try:
@@ -454,12 +454,12 @@ class Subject:
                 self._checked()
             except BaseException as error:
                 if watchdog.bit:
-                    raise Hung(f"it hung; ended by force it said: {brief(error)}") from None
+                    raise Hung(f"it hung; after its workers were killed: {brief(error)}") from None
                 raise
         if watchdog.bit:
             raise Hung("it went on only when its workers were killed")
         for interruption in interruptions:
-            assert not interruption.swallowed or interruption.name in self._told, f"{interruption} was swallowed"
+            assert not interruption.swallowed or interruption.name in self._excused_texts, f"{interruption} was swallowed"
 
     def _attempt(self, call: Call, part: str, interruptions: list[Interruption]) -> None:
         envs = self.envs
@@ -489,9 +489,9 @@ class Subject:
                 begun = begun or state == call.state
                 todo = call.wait if begun else call.whole
         except Exception as error:
-            if isinstance(error, AssertionError) or not self._names_a_local(said := brief(error, whole=True)):
+            if isinstance(error, AssertionError) or not self._names_a_local(text := brief(error, whole=True)):
                 raise
-            self._excuse(said)
+            self._excuse(text)
             return
         assert_identical(call.read(found), wanted, call.name)
         assert state == "default", f"after {call.name} the state is {state!r}"
@@ -518,9 +518,9 @@ class Subject:
         for name in ("mark", "marks"):
             assert_identical(envs.get_attr(name), same.get_attr(name), f"{name} afterwards")
 
-    def _excuse(self, said: str) -> None:
+    def _excuse(self, text: str) -> None:
         """Accept that an environment in the calling process was hit itself, if it is named."""
-        self._told += said
+        self._excused_texts += text
         self.excused += 1
         self.in_step()
 

@@ -117,7 +117,7 @@ def last_line(program: Path, *arguments: object, within: float) -> Any:
 class Trainer:
     """A separate program that uses the engine; see ``trainer.py`` for its scenarios.
 
-    It prints messages as lines of JSON; :meth:`hear` returns the next one.
+    It prints messages as lines of JSON; :meth:`read_message` returns the next one.
     """
 
     def __init__(self, scenario: str, method: str, folder: Path, *, prefix: list[str], terminal: int | None) -> None:
@@ -132,15 +132,15 @@ class Trainer:
             start_new_session=True,
         )
 
-    def hear(self, within: float = 60.0) -> dict[str, Any]:
+    def read_message(self, within: float = 60.0) -> dict[str, Any]:
         """Return the trainer's next message."""
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], within)
         line = self.process.stdout.readline() if ready else b""
-        assert line, f"the trainer said nothing within {within:g} s; stderr: {self.complaints()}"
+        assert line, f"no message from the trainer within {within:g} s; stderr: {self.read_stderr()}"
         return json.loads(line)
 
-    def complaints(self) -> str:
+    def read_stderr(self) -> str:
         """Return everything that it wrote to stderr so far."""
         return Path(self.errors.name).read_text()
 

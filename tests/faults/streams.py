@@ -109,7 +109,7 @@ class Stream:
         assert len(ids) == len(set(ids)) >= self.envs.batch_size
         assert at_least or len(ids) == self.envs.batch_size
         for at, row in enumerate(ids):
-            assert row in self.expected, f"row {row} came and was not on its way"
+            assert row in self.expected, f"row {row} was received without being in flight"
             wanted = self.expected.pop(row)
             for field, name in enumerate(("observations", "rewards", "terminations", "truncations")):
                 assert_identical(result[field][at], wanted[field][0], f"{name} of env {row}")
@@ -136,12 +136,12 @@ class Stream:
 
     def cycle(self, which: str, interruption: Interruption, tick: int) -> None:
         """Send, receive all, reset, receive all; one of these is interrupted."""
-        everyone = list(range(self.count))
+        all_rows = list(range(self.count))
         again = Interruption(interruption.kind, tick * 11 % 40, Stopped)
         timeout = None if tick % 2 else 30.0
         with Watchdog(self.known) as watchdog:
             try:
-                self.send(everyone[:: 1 if tick % 2 else -1], interruption if which == "send" else UNDISTURBED)
+                self.send(all_rows[:: 1 if tick % 2 else -1], interruption if which == "send" else UNDISTURBED)
                 many = which == "recv at least"
                 hit = many or which == "recv"
                 ids = self.receive(*[interruption, again] if hit else [], timeout=timeout, at_least=many)

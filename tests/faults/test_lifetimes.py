@@ -136,7 +136,7 @@ def test_fd_limit(launch: Launch, method: str, left: int) -> None:
     text = str(caught.value)
     assert "RLIMIT_NOFILE" in text
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", text)]
-    assert any(number >= 64 for number in numbers), f"what 32 workers need is not said: {text}"
+    assert any(number >= 64 for number in numbers), f"the number that 32 workers need is missing: {text}"
 
 
 @pytest.mark.long
@@ -231,11 +231,11 @@ Start = Callable[..., Trainer]
 
 def wait_until_running(trainer: Trainer, scenario: str, folder: Path) -> list[int]:
     """Wait until the scenario is running; return the pids of all processes but the trainer."""
-    everybody = trainer.hear()
+    processes = trainer.read_message()
     if scenario in ("stepping", "gil", "interrupted"):
         wait_for(folder / "begun")
         time.sleep(0.05)  # the file is written just before it hangs
-    pids = [*everybody["workers"], *everybody.get("helpers", [])]
+    pids = [*processes["workers"], *processes.get("helpers", [])]
     assert all(map(alive, pids))
     return pids
 
@@ -253,7 +253,7 @@ def test_killed_trainer_leaves_no_orphans(trainer: Start, scenario: str, tmp_pat
     program.process.kill()
     program.process.wait(60)
     assert not still_running(pids, PATIENCE)
-    assert "Traceback" not in program.complaints()
+    assert "Traceback" not in program.read_stderr()
 
 
 @pytest.mark.long
@@ -303,7 +303,7 @@ def test_ctrl_c(trainer: Start, terminal: tuple[int, int], tmp_path: Path) -> No
     program = trainer("interrupted", terminal=screen)
     pids = wait_until_running(program, "interrupted", tmp_path)
     os.write(keyboard, b"\x03")
-    end = program.hear()
+    end = program.read_message()
     assert (end["interrupts"], end["closed"]) == (1, True)
     assert end["seconds"] < PATIENCE
     assert program.process.wait(60) == 0
@@ -318,11 +318,11 @@ def test_step_continues_after_ctrl_c(trainer: Start, terminal: tuple[int, int], 
     """After Ctrl-C in ``step_wait`` the result is still pending: waiting again returns it, and it is the right one."""
     keyboard, screen = terminal
     program = trainer("interrupted_then_on", terminal=screen)
-    program.hear()
+    program.read_message()
     wait_for(tmp_path / "begun")
     time.sleep(0.2)
     os.write(keyboard, b"\x03")
-    end = program.hear()
+    end = program.read_message()
     assert (end["interrupts"], end["closed"], end["ticks"]) == (1, True, [1, 1, 1])
     assert program.process.wait(60) == 0
     assert "Traceback" not in read_terminal(keyboard)
@@ -333,11 +333,11 @@ def test_step_continues_after_ctrl_c(trainer: Start, terminal: tuple[int, int], 
 def test_exit_with_pending_step(trainer: Start, scenario: str, code: int) -> None:
     """The program ends without a close while a step is pending forever: it exits all the same."""
     program = trainer(scenario)
-    end = program.hear()
-    assert program.process.wait(60) == code, program.complaints()
+    end = program.read_message()
+    assert program.process.wait(60) == code, program.read_stderr()
     assert time.monotonic() - end["ended"] < PATIENCE
     assert not still_running(end["workers"], PATIENCE)
-    assert "Traceback" not in program.complaints()
+    assert "Traceback" not in program.read_stderr()
 
 
 def isolated(commands: str) -> list[str]:
@@ -366,7 +366,7 @@ def test_small_dev_shm(trainer: Start) -> None:
     """
     prefix = isolated("mount -t tmpfs -o size=1m tmpfs /dev/shm")
     assert prefix or not may_mount(), "a small /dev/shm could be mounted here, and was not"
-    end = trainer("small_shm", prefix=prefix).hear()
+    end = trainer("small_shm", prefix=prefix).read_message()
     if prefix:
         assert end["shm"] == 2**20
     if "refused" in end:  # without memfd: both sizes are in the message, and nothing was started

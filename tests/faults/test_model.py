@@ -155,7 +155,7 @@ class Model:
 
     Attributes:
         pending: The kind of the pending call, and the check of its result.
-        flying: Rows that were sent and not received, with their expected values.
+        in_flight: Rows that were sent and not received, with their expected values.
         kept: The last saved state, how it is loaded, and the rows at that time.
         armed: The interruption of the next call.
     """
@@ -177,7 +177,7 @@ class Model:
         self.envs = self.setting.open()
         self.rows = [Row(self.setting, index) for index in range(COUNT)]
         self.pending: tuple[str, Callable[[Any], None]] | None = None
-        self.flying: dict[int, tuple[Any, ...]] = {}
+        self.in_flight: dict[int, tuple[Any, ...]] = {}
         self.armed: list[Interruption] = []
         self.recover()
         self.proved = not self.setting.local
@@ -234,7 +234,7 @@ class Model:
         if self.autoresets:
             self.envs.set_next_options()  # an environment that failed has forgotten them, and the others have not
         self.pending = None
-        self.flying = {}
+        self.in_flight = {}
 
     def all_began(self, infos: dict[str, Any], seed: int, ids: Any) -> None:
         """Check that these rows begin anew, without values from before. (``load`` may have changed their index.)"""
@@ -256,7 +256,7 @@ class Model:
                 self.learn_calls()
             except Exception as error:
                 if watchdog.bit:
-                    raise Hung(f"it hung; ended by force it said: {brief(error)}") from None
+                    raise Hung(f"it hung; after its workers were killed: {brief(error)}") from None
                 if isinstance(error, AssertionError) or not self.excused(error):
                     raise
                 COUNTS["excused"] += 1
@@ -336,7 +336,7 @@ class Model:
         if (hit := self.on_record(before)) and self.was_interrupted:
             if self.envs._state.value == "reset":
                 self.envs.reset_wait()
-            raise RuntimeError(f"env {hit[0]} was interrupted in a step of an abandoned request")
+            raise RuntimeError(f"env {hit[0]} was interrupted in a step that a reset dropped")
 
     def all_rows(self, result: tuple[Any, ...], wanted: list[tuple[Any, ...]]) -> None:
         for index in range(COUNT):
@@ -380,14 +380,14 @@ class Model:
         result = self.until_done(lambda: self.envs.reset(**arguments), self.envs.reset_wait, "reset")
         self.fell_into_what_was_dropped(before)
         self.all_rows(result, wanted)
-        self.flying = {}
+        self.in_flight = {}
 
     def reset_async(self, seed: int | None) -> None:
         arguments, wanted = self.reset_rows(seed, None)
         before = len(self.envs.errors)
         self.until_done(lambda: self.envs.reset_async(**arguments), None, "reset")
         self.fell_into_what_was_dropped(before)
-        self.flying = {}
+        self.in_flight = {}
         self.launched = dict(enumerate(wanted))
         self.pending = "reset", lambda result: self.all_rows(result, wanted)
 
@@ -474,7 +474,7 @@ class Model:
             assert np.array_equal(observations[at], then[index].last), f"env {index} was loaded and says {observations[at]}"
 
     def send(self, ids: list[int], numbers: list[int]) -> None:
-        ids = [index for index in ids if index not in self.flying]
+        ids = [index for index in ids if index not in self.in_flight]
         if not ids:
             return
         numbers = numbers[: len(ids)]
@@ -488,7 +488,7 @@ class Model:
             if more:
                 break
         for index, number in zip(ids, numbers, strict=True):
-            self.flying[index] = self.rows[index].step(self.action_of(number))
+            self.in_flight[index] = self.rows[index].step(self.action_of(number))
 
     def recv(self, timeout: float | None) -> None:
         result = None
@@ -504,12 +504,12 @@ class Model:
                 assert timeout is not None
                 timeout = None
         if self.pending is not None:  # a reset, received row by row
-            self.flying, self.pending = self.launched, None
+            self.in_flight, self.pending = self.launched, None
         ids = result[-1]["env_id"].tolist()
         assert len(set(ids)) == BATCH
         for at, index in enumerate(ids):
-            assert index in self.flying, f"row {index} came and was not on its way"
-            assert_row(result, at, self.flying.pop(index), f"env {index}")
+            assert index in self.in_flight, f"row {index} was received without being in flight"
+            assert_row(result, at, self.in_flight.pop(index), f"env {index}")
 
     def go_wrong(self, numbers: list[int]) -> None:
         """Make a step in which some environments raise, and some kill their worker with all its rows."""
@@ -700,9 +700,9 @@ class Model:
                 wait()
         with pytest.raises((ValueError, AlreadyPendingCallError)):
             envs.step(self.actions([1] * (COUNT - 1)))
-        if self.flying:
+        if self.in_flight:
             with pytest.raises(AlreadyPendingCallError):
-                envs.send(self.actions([1]), np.array([next(iter(self.flying))]))
+                envs.send(self.actions([1]), np.array([next(iter(self.in_flight))]))
 
 
 NUMBERS = st.lists(st.integers(0, RAISE - 1), min_size=COUNT, max_size=COUNT)
@@ -720,7 +720,7 @@ def chosen(most: int) -> st.SearchStrategy[list[int]]:
 
 
 def idle(model: Model) -> bool:
-    return model.pending is None and not model.flying
+    return model.pending is None and not model.in_flight
 
 
 def may_fail(model: Model) -> bool:
@@ -782,10 +782,10 @@ class Calm(RuleBasedStateMachine):
     save = a_move("save", idle, whole=st.booleans())
     load = a_move("load", lambda model: idle(model) and model.kept, which=st.integers(0, 2), ids=chosen(COUNT))
     send = a_move(
-        "send", lambda model: model.pending is None and len(model.flying) < COUNT, ids=chosen(COUNT), numbers=NUMBERS
+        "send", lambda model: model.pending is None and len(model.in_flight) < COUNT, ids=chosen(COUNT), numbers=NUMBERS
     )
     recv = a_move(
-        "recv", lambda model: len(model.flying) >= BATCH or (model.pending or " ")[0] == "reset",
+        "recv", lambda model: len(model.in_flight) >= BATCH or (model.pending or " ")[0] == "reset",
         timeout=st.sampled_from(POLLS),
     )  # fmt: skip
     environments_fail = a_move("go_wrong", may_fail, numbers=WRONG)
@@ -808,7 +808,7 @@ class Calm(RuleBasedStateMachine):
             return
         kind = model.pending[0] if model.pending is not None else "default"
         assert model.envs._state.value == kind
-        assert in_flight(model.envs) == len(model.flying) + (COUNT if kind in ("reset", "step") else 0)
+        assert in_flight(model.envs) == len(model.in_flight) + (COUNT if kind in ("reset", "step") else 0)
 
     def teardown(self) -> None:
         model = getattr(self, "model", None)

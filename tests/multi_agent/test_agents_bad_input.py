@@ -139,7 +139,7 @@ def test_defaultdict_of_rewards_covers_all_agents() -> None:
 
 @pytest.mark.sampled(5)
 @WORKERS
-@pytest.mark.parametrize("leaves", [True, False], ids=["nobody-left", "still-listed"])
+@pytest.mark.parametrize("leaves", [True, False], ids=["none-left", "still-listed"])
 @pytest.mark.parametrize("last", [True, False], ids=["told", "silent"])
 @pytest.mark.parametrize("which", [("terminations",), ("truncations",), ("terminations", "truncations")], ids="+".join)
 def test_all_flag_ends_every_agent(
@@ -151,15 +151,15 @@ def test_all_flag_ends_every_agent(
         assert envs.step(actions)[2].tolist() == [[True, False, False, False]] * 2
         envs.step(actions)
         _, rewards, terminations, truncations, infos = envs.step(actions)
-        everybody = [False, True, True, False]  # a was dead, and d was not present
-        nobody = [False] * 4
-        assert terminations.tolist() == [everybody if "terminations" in which else nobody, nobody]
-        assert truncations.tolist() == [everybody if "truncations" in which else nobody, nobody]
+        living = [False, True, True, False]  # a was dead, and d was not present
+        no_agents = [False] * 4
+        assert terminations.tolist() == [living if "terminations" in which else no_agents, no_agents]
+        assert truncations.tolist() == [living if "truncations" in which else no_agents, no_agents]
         assert rewards[0].tolist() == ([0, 1, 1, 0] if last else [0] * 4)
-        assert infos["agent_mask"].tolist() == [nobody, everybody]
+        assert infos["agent_mask"].tolist() == [no_agents, living]
         envs.step(actions)  # resets the first one
         _, rewards, terminations, *_ = envs.step(actions)
-        assert terminations.tolist() == [[True, False, False, False], nobody]
+        assert terminations.tolist() == [[True, False, False, False], no_agents]
         assert rewards.tolist() == [[1, 1, 1, 0], [0, 1, 1, 0]]
 
 

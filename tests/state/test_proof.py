@@ -252,9 +252,9 @@ def actions_for(envs: Any, infos: Any) -> Any:
     return np.argmax(chance * infos["action_mask"], axis=-1)
 
 
-def latest_infos(said: Any) -> Any:
+def latest_infos(results: Any) -> Any:
     """Return the infos of a step, with those of the reset after it."""
-    step, again = said
+    step, again = results
     return step[4] if again is None else {**step[4], **again[1]}
 
 
@@ -264,9 +264,9 @@ def run_elsewhere(path: str) -> None:
         name, mode, kept, actions = pickle.load(file)
     with closing(CASES[name](mode, 0)) as envs:
         envs.load(kept)
-        said = [advanced(envs, mode, one) for one in actions]
+        results = [advanced(envs, mode, one) for one in actions]
     with open(path + ".out", "wb") as file:
-        pickle.dump(said, file)
+        pickle.dump(results, file)
 
 
 @pytest.mark.timeout(1800)
@@ -290,21 +290,21 @@ def test_snapshot_continues_bit_for_bit_in_other_processes(
         here.load(kept)
         there.reset(seed=1)
         there.load(kept)
-        actions, said = [], []
+        actions, results = [], []
         for number in range(steps):
             actions.append(actions_for(envs, infos))
-            said.append(advanced(envs, mode, actions[-1]))
+            results.append(advanced(envs, mode, actions[-1]))
             for other in (here, there):
-                assert_identical(advanced(other, mode, actions[-1]), said[-1], f"step {number}")
-            infos = latest_infos(said[-1])
-        assert any((step[2] | step[3]).any() for step, _ in said)
+                assert_identical(advanced(other, mode, actions[-1]), results[-1], f"step {number}")
+            infos = latest_infos(results[-1])
+        assert any((step[2] | step[3]).any() for step, _ in results)
     path = str(tmp_path / "kept")
     with open(path, "wb") as file:
         pickle.dump((name, mode, kept, actions), file)
     program = ELSEWHERE.format(folder=__file__.rpartition("/")[0], path=path)
     subprocess.run([sys.executable, "-c", program], check=True, timeout=900)
     with open(path + ".out", "rb") as file:
-        assert_identical(pickle.load(file), said)
+        assert_identical(pickle.load(file), results)
 
 
 BOX2D = [name for name in BOXES if installed("Box2D")]

@@ -346,10 +346,10 @@ def test_damaged_bytes_are_never_loaded(what: str, every: bool) -> None:
                 assert place <= inside or place >= len(whole) - 8, f"byte {place} of {len(whole)}"
                 continue
             try:
-                said = load(found)
+                result = load(found)
             except SnapshotMismatch:
                 continue
-            assert_identical(said, wanted, f"byte {place} of {len(whole)}")  # a byte without a meaning
+            assert_identical(result, wanted, f"byte {place} of {len(whole)}")  # a byte without a meaning
         for _ in range(30):
             assert_identical(envs.step(ACTIONS), twin.step(ACTIONS))
         assert framing < 200 or not every
@@ -501,16 +501,16 @@ def test_program_that_saves_on_ctrl_c_resumes_undisturbed(tmp_path: Path) -> Non
     blocks = re.findall(r"```python\n(.*?)```", STATE_PAGE.read_text(), re.DOTALL)
     (program,) = (block for block in blocks if "SIGINT" in block)
 
-    def said(source: str, folder: str) -> str:
+    def run_program(source: str, folder: str) -> str:
         (tmp_path / folder).mkdir(exist_ok=True)
         script = tmp_path / folder / "program.py"
         script.write_text(source)
         command = [sys.executable, str(script)]
         return subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=250, check=True).stdout
 
-    whole = said(program, "whole")
-    assert said(INTERRUPTED + program, "broken") == "saved; run it again to go on\n"
-    assert said(program, "broken") == whole != ""
+    whole = run_program(program, "whole")
+    assert run_program(INTERRUPTED + program, "broken") == "saved; run it again to go on\n"
+    assert run_program(program, "broken") == whole != ""
     assert not (tmp_path / "broken" / "run.pickle").exists()
 
 
@@ -524,10 +524,10 @@ def test_searches_agree_and_snapshots_need_fewer_steps() -> None:
     options = ["CartPole-v1", "--moves=20", "--expansions=4", "--horizon=8", "--num-workers=2"]
     options.append("--by=snapshots,replay,frozen")
     ran = subprocess.run([sys.executable, TREE_SEARCH, *options], check=True, capture_output=True, text=True, timeout=300)
-    said = ran.stdout
-    by_snapshots, by_replay, by_copies = (int(steps.replace(",", "")) for steps in re.findall(r"([\d,]+) steps of", said))
-    assert re.search(r"snapshots +20 moves, score 20:", said)
-    assert said.count("the same moves") == 2
+    output = ran.stdout
+    by_snapshots, by_replay, by_copies = (int(steps.replace(",", "")) for steps in re.findall(r"([\d,]+) steps of", output))
+    assert re.search(r"snapshots +20 moves, score 20:", output)
+    assert output.count("the same moves") == 2
     assert by_snapshots <= 20 * 4 * 9 * 2 < by_replay
     assert by_copies == by_snapshots
 

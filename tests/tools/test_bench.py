@@ -241,7 +241,7 @@ class Odd:
 
 
 def test_docstrings_comments_and_blanks_are_not_code() -> None:
-    assert size.code_lines(SOURCE) == len(["TEXT", "of code", "class", "value", "def", "return", "self.value", "]"])
+    assert size.count_code_lines(SOURCE) == len(["TEXT", "of code", "class", "value", "def", "return", "self.value", "]"])
 
 
 def test_everything_is_counted(tmp_path: Path) -> None:
@@ -256,8 +256,8 @@ def test_everything_is_counted(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {**size.measure(), **size.path_of_a_step()}
-    for part in ("measure", "path_of_a_step"):
+    found = {**size.measure(), **size.measure_step()}
+    for part in ("measure", "measure_step"):
         monkeypatch.setattr(size, part, lambda: found)
     size.show()
     names = [line[:38].rstrip() for line in capsys.readouterr().out.splitlines()]
@@ -269,14 +269,14 @@ def test_the_table_has_a_line_for_each(capsys: pytest.CaptureFixture[str], monke
     assert 5 < found["files on the path of a step"] < 40
 
 
-# --- whole trainings --------------------------------------------------------------------------------
+# --- training runs ----------------------------------------------------------------------------------
 
 CARTPOLE = partial(runners.make_env, "CartPole-v1")
 WAYS: dict[str, Any] = {
     "all": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, None, num_workers=2)),
     "halves": partial(train.Training, partial(train._vecenv, CARTPOLE, 4, 2, num_workers=2)),
     "gymnasium": partial(train.Training, partial(train._gymnasium, "SyncVectorEnv", CARTPOLE, 4)),
-    "bridge": partial(train.Bridged, CARTPOLE, 4, 2),
+    "bridge": partial(train.BridgeTraining, CARTPOLE, 4, 2),
 }
 
 
@@ -309,7 +309,7 @@ def test_rows_are_transitions(way: str) -> None:
     assert any(training.learner.jax.tree.leaves(changed))
     for rows in seen:
         observations, on = rows["observation"], rows["weight"] & ~rows["done"]
-        assert observations.shape == (train.ROLLOUT, 4, 4)
+        assert observations.shape == (train.ROLLOUT_STEPS, 4, 4)
         assert 0.5 < on.mean() < 1
         moved = observations[:-1, :, 0] + 0.02 * observations[:-1, :, 1]
         np.testing.assert_allclose(observations[1:, :, 0][on[:-1]], moved[on[:-1]], atol=1e-6)

@@ -38,7 +38,7 @@ def test_gains_of_trainings_equal_the_table() -> None:
 
 
 def training(name: str) -> str:
-    return cells(BENCHMARKS.split("## Whole trainings")[1], name)[0]
+    return cells(BENCHMARKS.split("## Training runs")[1], name)[0]
 
 
 def test_waiting_steps_are_as_slow_as_in_the_readme() -> None:

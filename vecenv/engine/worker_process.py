@@ -1,4 +1,4 @@
-"""The caller's handles of workers: processes, and the caller's own share of the environments."""
+"""Handles for the workers: processes, and the caller's own share of the environments."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from vecenv.worker.main import execute
 from vecenv.worker.snapshot_rows import SnapshotRows
 
 PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
-"""A pending message: the head of the reply that ``Exchange.receive`` applies by itself, its rows, and its request.
+"""A message without a reply so far: the head of a plain reply to it, its rows, and its request.
 
-The head is that of a plain reply, which has nothing to report. Its code is 0, which no reply has, if the message rebuilds
-environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
+``Exchange.receive`` need not decode a reply that equals the head. The head's code is 0, which no reply has, if the message
+rebuilds environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)
@@ -133,9 +133,8 @@ class WorkerProcess:
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
         sent_at: When its latest message that ``max_concurrency`` held back was sent; minus infinity if there was none.
         rebuild_deadline: The ``time.monotonic()`` by which it must have started, or have replied to a message of code 0 (see
-            :data:`PendingMessage`); 0.0: no limit. Set when it replaces a dead worker and for each rebuild, also in a live
-            worker; anew after the reply to one of several and when messages are dropped. Without ``step_timeout``, only a
-            start has a limit.
+            :data:`PendingMessage`); 0.0: no limit. Set for a replacement and for each rebuild; renewed after the reply to
+            one of several rebuilds, and when messages are dropped. Without ``step_timeout``, only a start has a limit.
         forked: True if it was forked, and so has the caller's own classes.
         shares_core: True if it is bound to the caller's core, and so runs only while the caller sleeps.
         token: The token that marks all processes that its environments start.
@@ -152,7 +151,7 @@ class WorkerProcess:
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
         token: int, running: Any, shares_core: bool = False,
     ) -> None:  # fmt: skip
-        self._running = running  # one int32 in shared memory
+        self._running = running  # one int32 in shared memory: the position of the environment called last
         self.index, self.rows, self.process, self.channel, self.token = index, rows, process, channel, token
         self.pid, self.label = process.pid, f"worker {index}, pid {process.pid}"
         self.stack_file, self.descriptors = stack_file, descriptors
@@ -233,7 +232,7 @@ class WorkerProcess:
         end_group([self.pid])
         return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running)
 
-    # -- its stack ----------------------------------------------------------------------------------------------------
+    # -- the stack ----------------------------------------------------------------------------------------------------
 
     def read_stack(self) -> str:
         """Return the Python stack of a worker that is late, or ``""`` if it is not available. The worker is not affected."""
@@ -291,7 +290,7 @@ class WorkerProcess:
         self.watch.signal(number)
 
     def request_close(self) -> None:
-        """Send the request to close its environments, which it executes after its current message.
+        """Send the request to close its environments, which it executes after its pending messages.
 
         Only the first call sends anything, even if it is interrupted.
         """
@@ -331,7 +330,7 @@ class WorkerProcess:
         return True
 
     def closing_deadline(self, deadline: float, step_timeout: float | None) -> float:
-        """Return the time at which to kill it: ``deadline``, or earlier if it is still busy with a step or a reset then."""
+        """Return the time at which to kill it: ``deadline``, or the earlier time limit of a pending step or reset."""
         unanswered = list(self.pending)[self._drained :]
         if step_timeout is None or not unanswered or unanswered[0][2].command not in ("step", "reset"):
             return deadline
@@ -352,7 +351,7 @@ Worker: TypeAlias = WorkerProcess | LocalWorker
 
 
 def _copy_action(action: Any) -> Any:
-    """Return a copy of an action, or the action itself if it cannot be copied, as one that holds a lock."""
+    """Return a copy of an action, or the action itself if it cannot be copied, for example because it holds a lock."""
     return call_with_fallback(partial(deepcopy, action), lambda _: action, Exception)
 
 
@@ -360,7 +359,7 @@ def end_workers(
     workers: Sequence[WorkerProcess], timeout: float, terminate: bool, failures: list[tuple[Failure, Any]] | None = None,
     step_timeout: float | None = None,
 ) -> None:  # fmt: skip
-    """End workers within about ``timeout`` seconds, and all processes that their environments started.
+    """End workers, and all processes that their environments started, within about ``timeout`` seconds.
 
     Args:
         workers: The workers.
@@ -395,7 +394,7 @@ def _wait_for_exit(
     workers: Sequence[WorkerProcess], deadline: float, failures: list[tuple[Failure, Any]] | None,
     step_timeout: float | None = None, report_at: float = math.inf,
 ) -> None:  # fmt: skip
-    """Wait for the end of workers until ``deadline``, and log one line if they are still running at ``report_at``."""
+    """Wait until all workers end or ``deadline`` passes; log one line if any is still running at ``report_at``."""
     for worker in workers:
         if worker.watch.descriptor < 0:
             continue
@@ -406,7 +405,7 @@ def _wait_for_exit(
             poll.register(reply_fd, select.POLLIN)
             if not worker.flush():
                 poll.register(worker.channel.out, select.POLLOUT)
-            worker.drain(failures)  # the wait for another worker may have taken long
+            worker.drain(failures)  # its pipe may have filled during the wait for another worker
         while not worker.watch.has_ended():
             now = time.monotonic()
             if (left := worker.closing_deadline(deadline, step_timeout) - now) <= 0:

@@ -23,7 +23,7 @@ from vecenv.state.snapshots import Snapshot
 
 __all__ = ["Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "parse_episodes"]
 
-_BASE_SEEDS: Final = 2**30  # random seeds are below it, so that seed + index is valid for every engine
+_RANDOM_SEED_LIMIT: Final = 2**30  # so low that seed + index is valid for every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class Episodes:
             raise ValueError(f"retries must be a non-negative integer, got {retries!r}")
 
     def begin(self, index: int, row: int) -> Attempt:
-        """Begin an attempt at an episode in a row."""
+        """Begin an attempt at an episode in environment ``row``."""
         self.attempts[index] += 1
         rng = np.random.default_rng(np.random.SeedSequence(self.entropy, spawn_key=(index,)))
         return Attempt(self.episodes[index], index, row, rng)
@@ -235,16 +235,16 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
 
     Raises:
         TypeError: ``episodes`` is neither a number nor a list of episodes, or a field of an episode has a wrong type.
-        ValueError: There is no episode, a seed is negative, or an episode cannot begin with its snapshot.
+        ValueError: There are no episodes, a seed is negative, or an episode cannot begin with its snapshot.
         SnapshotMismatch: The bytes of a snapshot are damaged.
     """
-    base = secrets.randbelow(_BASE_SEEDS) if seed is None else _parse_natural(seed, "seed")
+    base = secrets.randbelow(_RANDOM_SEED_LIMIT) if seed is None else _parse_non_negative(seed, "seed")
     if isinstance(episodes, str | bytes | Mapping | Episode | Snapshot):
         raise TypeError(f"episodes must be a number, or a list of vecenv.Episode or snapshots, got {episodes!r}")
     is_list = isinstance(episodes, Sequence)
-    parsed: list[Any] = list(episodes) if is_list else [Episode()] * _parse_natural(episodes, "episodes")
+    parsed: list[Any] = list(episodes) if is_list else [Episode()] * _parse_non_negative(episodes, "episodes")
     if not parsed:
-        raise ValueError(f"there is no episode to run: got episodes={episodes!r}")
+        raise ValueError(f"there are no episodes to run: got episodes={episodes!r}")
     for index, episode in enumerate(parsed):
         if isinstance(episode, Snapshot):
             episode = Episode(snapshot=episode)
@@ -259,7 +259,7 @@ def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
         if episode.env is not None and (not isinstance(episode.env, str) or "env" in (episode.options or {})):
             found = f"{episode.env!r}" + " and options with 'env'" * ("env" in (episode.options or {}))
             raise TypeError(f"episodes[{index}].env must be a name, got {found}")
-        episode_seed = base + index if episode.seed is None else _parse_natural(episode.seed, f"episodes[{index}].seed")
+        episode_seed = base + index if episode.seed is None else _parse_non_negative(episode.seed, f"episodes[{index}].seed")
         parsed[index] = Episode(episode_seed, episode.options, episode.snapshot, episode.env)
     return parsed, base
 
@@ -281,7 +281,7 @@ def _require_valid_start(index: int, episode: Episode) -> None:
         raise ValueError(f"{name} was taken {when}")
 
 
-def _parse_natural(number: Any, name: str) -> int:
+def _parse_non_negative(number: Any, name: str) -> int:
     if isinstance(number, bool | np.bool_):
         raise TypeError(f"{name} must be an integer, got {number!r}")
     try:

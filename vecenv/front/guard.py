@@ -25,11 +25,11 @@ R = TypeVar("R")
 
 _OWN_ERRORS: Final = VecEnvError, gymnasium.error.Error, AlreadyPendingCallError, NoAsyncCallError
 _BUILTIN_ERRORS: Final = {AssertionError, AttributeError, IndexError, KeyError, OSError, RuntimeError, TypeError, ValueError}
-_OTHER_THREAD_TIMEOUT: Final = 10.0
+_OTHER_THREAD_SECONDS: Final = 10.0
 _RESET_METHODS: Final = ("reset", "reset_async")
 _WAIT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
-"""Methods that wait. An exception counts as an interruption of the wait, except for vecenv's and Gymnasium's own and those
-of exactly the class TypeError or ValueError."""
+"""Methods that wait. An exception in them counts as an interruption, unless it is one of vecenv's or Gymnasium's own, or of
+exactly the class TypeError or ValueError."""
 
 
 class CallState:
@@ -48,14 +48,14 @@ class CallState:
         self.changing, self.caller, self.unusable, self.owner = False, 0, "", 0
 
     def wait_for_other_thread(self) -> None:
-        """Wait until the call in another thread has ended, after its workers were killed. Give up after a time limit."""
-        until = time.monotonic() + _OTHER_THREAD_TIMEOUT
+        """Wait, up to a time limit, until the call in another thread has ended. Its workers must have been killed."""
+        until = time.monotonic() + _OTHER_THREAD_SECONDS
         while self.caller and time.monotonic() < until:
             time.sleep(0.001)
 
 
 def exclusive(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorate a method so that a call of it is admitted only if no other call is in progress.
+    """Decorate a method so that it can be called only while no other call is in progress.
 
     After an interrupted change of state, only a reset is admitted.
 
@@ -135,9 +135,7 @@ def _check_usable(envs: Any, driver: Any, method: str) -> None:
         if is_inside_call(envs, 3):  # 3: above this function and the refused call
             raise BusyError(f"a call on this {kind} is under way in this thread; `{method}` was refused")
     if state.changing and method not in _RESET_METHODS:
-        raise ResetNeeded(
-            f"an exception interrupted an earlier call on this {kind} in the middle, and its result is lost: call reset()"
-        )
+        raise ResetNeeded(f"an exception interrupted an earlier call on this {kind}, and its result is lost: call reset()")
 
 
 def is_inside_call(envs: object, depth: int = 1) -> bool:
@@ -146,7 +144,7 @@ def is_inside_call(envs: object, depth: int = 1) -> bool:
     The attribute ``caller`` does not suffice: an exception at the first instruction after a failed call leaves it set.
     """
     frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:  # without "thread", a handler interrupted the frame before its call began
+    while frame is not None:  # a frame without "thread" was interrupted before its call began
         if frame.f_code is _GUARDED_CODE and frame.f_locals["self"] is envs and "thread" in frame.f_locals:
             return True
         frame = frame.f_back

@@ -141,7 +141,7 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
         if ids is not None and mask is not None:
             raise ValueError("env_id and options['reset_mask'] both select the environments to reset: pass one of them")
         if self._driver.state.changing and not of_all:
-            raise ResetNeeded("an exception interrupted an earlier call in the middle: reset() all environments first")
+            raise ResetNeeded("an exception interrupted an earlier call: reset() all environments first")
         self._driver.submit_reset(seeds, ids if mask is None else np.flatnonzero(mask), others, for_recv=ids is not None)
 
     @exclusive

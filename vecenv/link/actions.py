@@ -53,7 +53,7 @@ class ActionStage:
         """
         if actions.__class__ is np.ndarray and actions.shape == self._shape:
             dtype = actions.dtype
-            if dtype is self._dtype or dtype == self._dtype:  # `==` takes three times as long, but `is` fails for samples
+            if dtype is self._dtype or dtype == self._dtype:  # `is` is three times as fast, but False for sampled actions
                 self._leaves[0][...] = actions
                 return None
         return self.put_some(actions, ..., self._num_envs)

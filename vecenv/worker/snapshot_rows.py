@@ -80,9 +80,9 @@ class SnapshotRows(EnvRows):
                 if not latest or not _build_same_env(latest[0][0], env_fn):
                     scratch.close()
                     latest[:] = [(env_fn, self._new_proof(env_fn, scratch))]
-                if isinstance(found := latest[0][1], NotRestorable):
-                    raise found
-                return found
+                if isinstance(proof := latest[0][1], NotRestorable):
+                    raise proof
+                return proof
 
             def prove_row(k: int) -> None:
                 env = self._env(k)
@@ -103,7 +103,7 @@ class SnapshotRows(EnvRows):
         return proof
 
     def check(self, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
-        """Prepare to load snapshots, without changing the rows. A snapshot that does not fit is a failure in the outcome."""
+        """Prepare to load snapshots, without changing the rows. The outcome reports those that do not fit as failures."""
         snapshot_by_row = dict(snapshots)
 
         def prepare_row(k: int) -> None:
@@ -121,10 +121,10 @@ class SnapshotRows(EnvRows):
             self._steps[k] = self._step_after_reset(k, saved.pending)
             self._used[k] = saved.used
 
-        out = self._call_each(ks, load_row, fatal=True)
+        outcome = self._call_each(ks, load_row, fatal=True)
         for k in ks:
             self._prepared.pop(k, None)
-        return out
+        return outcome
 
     def _prepare(self, k: int, snapshot: Snapshot) -> Callable[[], None]:
         """Return a function that loads a snapshot into row k. Raise if the snapshot does not fit."""

@@ -19,7 +19,7 @@ from gymnasium.vector import SyncVectorEnv
 from signals import handled
 
 import vecenv
-from vecenv.engine.exchange import Exchange
+from vecenv.engine.pending_messages import PendingMessages
 from vecenv.errors import WorkerDied
 from vecenv.testing import assert_identical
 
@@ -147,7 +147,7 @@ def test_infos_are_complete_after_a_reply_was_lost(num_workers: int, monkeypatch
 
     with open_engine(num_workers=num_workers) as envs:
         envs.reset(seed=0)
-        monkeypatch.setattr(Exchange, "_apply", interrupt)
+        monkeypatch.setattr(PendingMessages, "apply", interrupt)
         with pytest.raises(TimeoutError):
             envs.step(ACTIONS)
         monkeypatch.undo()

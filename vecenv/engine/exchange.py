@@ -1,4 +1,4 @@
-"""The exchange of messages with workers: submits requests, waits, applies replies, and handles failures.
+"""The exchange of messages with workers: submits requests, writes their messages, and waits for replies.
 
 A signal handler can raise between any two bytecodes. So state changes only in short blocks between ``state.changing = True``
 and ``state.changing = False``, and no block waits for a reply. An exception during a *wait* loses nothing, and the wait can
@@ -7,46 +7,31 @@ raises ``ResetNeeded``, and ``reset()`` drops all pending requests. Blocks only 
 because a write can wake a worker that then takes the caller's core for a whole step. The caller's own environments are
 stepped inside a block.
 
-docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
+The blocks are in this module; most of their contents are methods of :mod:`vecenv.engine.pending_messages`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
-from vecenv.engine.failures import FailureLog, Policy, Rebuilder
+from vecenv.engine.pending_messages import NEVER_PLAIN, PLAIN, PendingMessages
 from vecenv.engine.requests import Request, reset_payload
-from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error
 from vecenv.front.arguments import ResetOptions, deadline_after, earlier_deadline
-from vecenv.front.driver import (
-    Counters,
-    RequestSummary,
-    require_no_step,
-    require_order,
-    too_few_in_flight_error,
-    wait_method,
-)
+from vecenv.front.driver import RequestSummary, require_no_step, require_order, too_few_in_flight_error, wait_method
 from vecenv.front.guard import CallState
-from vecenv.link.channel import ChannelClosed
-from vecenv.link.infos import NO_INFO, InfoReader
-from vecenv.link.messages import HEAD, PLAIN_OUTCOME, Op, Outcome, Reply, decode, decode_outcome, pack_head
-from vecenv.link.observations import Store
-from vecenv.shm import Batch
-from vecenv.system.reporting import warn
+from vecenv.link.infos import NO_INFO
+from vecenv.link.messages import PLAIN_OUTCOME, Op, pack_head
 from vecenv.system.supervision import innermost_location
 
-_STEP, _STEP_SOME, _PLAIN = int(Op.STEP), int(Op.STEP_SOME), int(Reply.PLAIN)  # packing an enum is slower
-_FOR_ALL_ROWS: Final = {_STEP_SOME: _STEP, int(Op.RESET_SOME): int(Op.RESET)}
-_NEVER_PLAIN: Final = 0
-"""The code of a pending message if its reply ends a rebuild's time limit. No reply has it, so ``_apply`` handles that."""
+_STEP, _STEP_SOME = int(Op.STEP), int(Op.STEP_SOME)  # packing an enum is slower
 
 
 class Exchange:
@@ -54,59 +39,36 @@ class Exchange:
 
     Args:
         state: The state of the current call, shared with the guard.
-        pool: The workers.
-        policy, failures, rebuilder: The handling of failures, their log, and the restarts.
-        batch, store, infos: The results, observations and infos that workers write.
-        counters: The numbers of steps and resets that were returned.
+        pending: The pending messages, with the workers, the results and the handling of failures.
 
     Attributes:
         request: The pending request, if one method returns all its results together; otherwise ``None``.
-        in_flight: Rows that were sent and that ``recv`` has not returned yet.
-        ready: Rows in flight that ``recv`` may return, in the order in which they finished.
-        resetting: Rows in flight that were reset, not stepped.
-        not_counted: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
-        ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
-        unsettled: Requests for ``recv`` with failures that :meth:`settle_received` has to handle.
-        unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
-        warned: Fields for which a warning was logged.
+        in_flight, ready: Those of ``pending``: the rows that ``recv`` has not returned yet, and those that it may return.
         rows_at_once: The maximum number of rows in one message of ``send``; ``None`` for no limit.
     """
 
-    def __init__(
-        self, state: CallState, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, batch: Batch,
-        store: Store, infos: InfoReader, counters: Counters,
-    ) -> None:  # fmt: skip
-        self.state, self.pool, self.policy = state, pool, policy
-        self.failures, self.rebuilder, self.counters = failures, rebuilder, counters
-        self.batch, self.store, self.infos = batch, store, infos
-        self.num_envs = len(batch.rewards)
+    def __init__(self, state: CallState, pending: PendingMessages) -> None:
+        self.state, self.pending, self.num_envs = state, pending, pending.num_envs
+        self.in_flight, self.ready = pending.in_flight, pending.ready
+        self.pool, self.batch, self.store, self.counters = pending.pool, pending.batch, pending.store, pending.counters
+        self.policy, self.failures, self.rebuilder = pending.policy, pending.failures, pending.rebuilder
         self.request: Request | None = None
-        self.in_flight: set[int] = set()
-        self.ready: list[int] = []
-        self.resetting: set[int] = set()
-        self.not_counted: set[int] = set()
-        self.ready_infos: dict[int, Any] = {}
-        self.ready_finals: dict[int, Any] = {}
-        self.unsettled: list[Request] = []
-        self.unraised: deque[tuple[Exception, set[int]]] = deque()
-        self.warned: set[str] = set()
         self.rows_at_once: int | None = None
         self._own_share_deferred = False  # the last wait deferred the caller's own share, because a worker had a reply
-        self._seq = 0
 
     # -- sending -----------------------------------------------------------------------------------------------------
 
     def send_plain_step(self, *, for_recv: bool) -> None:
         """Send a step of all rows, with the actions in shared memory."""
-        pool = self.pool
+        pool, pending = self.pool, self.pending
         if pool.max_concurrency is not None:
             self.send_step(range(self.num_envs), None, for_recv=for_recv)
             return
         workers = pool.workers
         self.state.changing = True
-        self._seq = seq = self._seq % 0xFFFFFFFF + 1
+        pending.seq = seq = pending.seq % 0xFFFFFFFF + 1
         request = Request("step", len(workers), for_recv)
-        expected = pack_head(_PLAIN, seq)
+        expected = pack_head(PLAIN, seq)
         for worker in workers:
             worker.pending.append((expected, worker.rows, request))
         if for_recv:
@@ -130,21 +92,21 @@ class Exchange:
             for _, worker, mine in messages
         ]
         self.state.changing = True
-        request = Request("step", 0, for_recv)
+        pending, request = self.pending, Request("step", 0, for_recv)
         if failed:
             if not self.policy.restart:  # they failed after the engine's check, during an observer's call
                 self.state.changing = False
                 raise failed_earlier_error({row: self.failures.failed[row] for row in failed})
-            if (error := self._queue_rebuilds(request, failed)) is not None:
+            if (error := pending.queue_rebuilds(request, failed)) is not None:
                 self.state.changing = False
                 raise error
-            self.not_counted.update(failed)
+            pending.not_counted.update(failed)
         latest_round = -1
         for (send_round, worker, mine), payload in zip(messages, payloads, strict=True):
             if send_round != latest_round:
                 latest_round = send_round
-                self.next_number()
-            self.queue(worker, _STEP_SOME, mine, request, payload)
+                pending.next_number()
+            pending.queue(worker, _STEP_SOME, mine, request, payload)
         if for_recv:
             self.in_flight.update(rows)
         else:
@@ -158,32 +120,33 @@ class Exchange:
         if not failed:
             return []
         self.state.changing = True
-        self.find_deaths(failed.keys() & set(rows))
+        self.pending.find_deaths(failed.keys() & set(rows))
         self.state.changing = False
         return sorted(failed.keys() & set(rows))
 
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
-        payloads = self.pickled_reset(rows, seeds, options)  # may raise
+        pending, payloads = self.pending, self.pickled_reset(rows, seeds, options)  # may raise
         self.state.changing = True
         if not for_recv:
-            self.drop_pending()
+            self.request = None
+            pending.drop_all()
         if not for_recv and len(rows) < self.num_envs:
             others = np.isin(np.arange(self.num_envs), rows, invert=True)
             self.batch.info_schemas[others], self.batch.final[others] = NO_INFO, False
             self.rebuilder.restore_observations(self.failures.failed.keys() - set(rows))
-        self.find_deaths(rows)
-        if (error := self.replace_dead(rows)) is not None:
+        pending.find_deaths(rows)
+        if (error := pending.replace_dead(rows)) is not None:
             self.state.changing = False
             raise error
         self.failures.forget(rows)
         request = Request("reset", 0, for_recv)
         request.seeds, request.options, request.rows = seeds, options, rows
-        self.next_number()
+        pending.next_number()
         for (worker, mine), payload in zip(self.pool.split(rows), payloads, strict=True):
-            self.queue(worker, Op.RESET_SOME, mine, request, payload)
+            pending.queue(worker, Op.RESET_SOME, mine, request, payload)
         if for_recv:
-            self.put_reset_in_flight(rows)
+            pending.put_reset_in_flight(rows)
         else:
             self.request = request
         self.state.changing = False
@@ -193,50 +156,14 @@ class Exchange:
         """Return the payload of a reset for each worker of these rows."""
         return [self.pool.pickled(worker, reset_payload(mine, seeds, options)) for worker, mine in self.pool.split(rows)]
 
-    def next_number(self) -> None:
-        """Advance the sequence number, which is never 0, for the messages that are queued next."""
-        self._seq = self._seq % 0xFFFFFFFF + 1
-
-    def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
-        """Queue a message with the latest number. ``STEP_SOME`` for all rows of a worker becomes ``STEP``; resets too."""
-        seq = self._seq
-        if len(rows) == len(worker.rows):
-            op = _FOR_ALL_ROWS.get(op, op)
-        else:
-            self.batch.requested[rows] = seq  # marks the rows of this message for the worker
-        request.remaining += 1
-        expected = _NEVER_PLAIN if worker.rebuild_deadline else _PLAIN  # `_apply` ends the deadline
-        worker.pending.append((pack_head(expected, seq), rows, request))
-        self.pool.queue(worker, op, seq, payload)
-
-    def drop_pending(self) -> None:
-        """Drop all pending requests and all results not returned yet. Sequence numbers identify late replies."""
-        self.request = None
-        for container in (
-            self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals,
-            self.unsettled, self.unraised,
-        ):  # fmt: skip
-            container.clear()
-        for worker in self.pool.workers:
-            worker.pending.clear()
-            if isinstance(worker, WorkerProcess) and worker.rebuild_deadline:
-                self._limit_rebuild(worker)  # it is still starting, or executing a dropped message
-        self.pool.drop_unsent()
-
     def drop_if_droppable(self) -> bool:
         """Drop a pending call that an interrupted method left behind; return ``True`` if no request is pending now."""
         if self.request is None:
             return True
         if not self.request.droppable:
             return False
-        request = self.request
         self.state.changing = True
-        for worker in self.pool.workers:
-            others = [pending for pending in worker.pending if pending[2] is not request]
-            worker.pending.clear()
-            worker.pending.extend(others)
-        if (local := self.pool.local) is not None:
-            local.drop_calls()
+        self.pending.drop_request(self.request)
         self.request = None
         self.state.changing = False
         return True
@@ -254,9 +181,9 @@ class Exchange:
         self.state.changing = True
         request = Request(command, 0, for_recv=False)
         request.droppable = True
-        self.next_number()
+        self.pending.next_number()
         for (worker, _), payload in zip(parts, payloads, strict=True):
-            self.queue(worker, op, worker.rows, request, payload)
+            self.pending.queue(worker, op, worker.rows, request, payload)
         self.request = request
         self.state.changing = False
         self.flush()
@@ -284,21 +211,24 @@ class Exchange:
         self.request = None
         return request.results
 
-    def count_results(self, request: Request) -> None:
-        if request.command == "step":
-            self.counters.steps += self.num_envs - len(self.not_counted)
-            self.not_counted.clear()
-        elif request.command == "reset":
-            self.counters.resets += self.num_envs if request.rows is None else len(request.rows)
+    def finish_quietly(self) -> Request:
+        """Return the pending call with its replies, without recording or raising its failures."""
+        request = self.request
+        assert request is not None
+        if request.remaining:
+            self.wait_for(request, None)
+        self.request = None
+        return request
 
-    # -- rows that recv returns --------------------------------------------------------------------------------------
-
-    def put_reset_in_flight(self, rows: Sequence[int]) -> None:
-        """Put the rows of a reset in flight, so that ``recv`` returns them."""
-        batch = self.batch
-        batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
-        self.in_flight.update(rows)
-        self.resetting.update(rows)
+    def settle(self, request: Request) -> Exception | None:
+        """Settle the failures of the pending request: return the exception, which ends it, or queue rebuild messages."""
+        self.state.changing = True
+        error = self.pending.settle(request)
+        if error is not None:
+            self.request = None
+            self.pending.count_results(request)
+        self.state.changing = False
+        return error
 
     def drain(self) -> None:
         """Wait for all replies before a reset that drops all results: of some rows, or of all while messages are held.
@@ -321,42 +251,11 @@ class Exchange:
         if request.command != "reset":
             require_no_step(RequestSummary(request.phase, self.num_envs, for_recv=False))
             require_order(request.phase, "reset_async", self, name="recv")
-        rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
         self.state.changing = True
-        self.request, request.for_recv = None, True
-        self.put_reset_in_flight(rows)
-        waiting = {
-            row for worker in self.pool.workers for _, mine, other in worker.pending if other is request for row in mine
-        }
-        self._make_ready(request, [row for row in rows if row not in waiting])
-        self.settle_received()
+        self.request = None
+        self.pending.return_by_row(request)
         self.state.changing = False
         self.flush()
-
-    def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
-        """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
-        if request.has_failed:
-            if request not in self.unsettled:
-                self.unsettled.append(request)
-            failed = self._find_rows_to_settle(request)
-            rows = [row for row in rows if row not in failed]
-        if request.infos or request.finals:
-            self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
-            self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
-        self.ready += rows
-
-    def _find_rows_to_settle(self, request: Request) -> set[int]:
-        """Return the rows that ``settle`` rebuilds or raises for, so that they do not become ready now."""
-        restart = self.policy.restart
-        return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
-
-    def settle_received(self) -> None:
-        """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
-        while self.unsettled:
-            request = self.unsettled.pop(0)
-            failed = self._find_rows_to_settle(request)
-            if (error := self.settle(request, failed)) is not None:
-                self.unraised.append((error, failed))
 
     def wait_for_rows(self, count: int, deadline: float | None, least: tuple[int, float] | None) -> bool:
         """Wait until ``count`` rows are ready; ``False`` if the deadline passes first. Raises the first of ``unraised``.
@@ -368,7 +267,7 @@ class Exchange:
         enough, enough_from = (count, math.inf) if least is None else least
         are_all = least is None and count == self.num_envs
         while True:
-            if self.unraised:
+            if self.pending.unraised:
                 self._raise_next()
             ready = len(self.ready)
             if ready >= count:
@@ -384,7 +283,7 @@ class Exchange:
                     return True
             elif not (self._wait_for_all if are_all and len(self.in_flight) == count else self._wait_for_any)(deadline):
                 self._apply_arrived_replies()
-                if self.unraised or len(self.ready) >= count:
+                if self.pending.unraised or len(self.ready) >= count:
                     continue
                 if limit is None:
                     return False
@@ -392,41 +291,20 @@ class Exchange:
 
     def _raise_next(self) -> None:
         self.state.changing = True
-        error, rows = self.unraised.popleft()
-        self.in_flight -= rows
-        self.resetting -= rows
-        self.not_counted -= rows
+        error = self.pending.take_unraised()
         self.state.changing = False
         try:
             raise error
         finally:
             del error
 
-    def remove_received(self, listed: list[int]) -> None:
-        """Remove the rows that ``recv`` returns, and count them."""
-        del self.ready[: len(listed)]
-        self.in_flight.difference_update(listed)
-        steps = len(listed)
-        if self.resetting:
-            resets = len(self.resetting.intersection(listed))
-            self.resetting.difference_update(listed)
-            self.counters.resets += resets
-            steps -= resets
-        if self.not_counted:
-            steps -= len(self.not_counted.intersection(listed))
-            self.not_counted.difference_update(listed)
-        self.counters.steps += steps
-        if self.ready_infos or self.ready_finals:
-            for row in listed:
-                self.ready_infos.pop(row, None)
-                self.ready_finals.pop(row, None)
-
     # -- writing and waiting -----------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Drop the pending request and all references to shared memory, on closing."""
         self.request = None
-        for name in ("batch", "store", "infos", "rebuilder"):
+        self.pending.release()
+        for name in ("batch", "store", "rebuilder"):
             self.__dict__.pop(name, None)
 
     def flush(self) -> None:
@@ -440,8 +318,8 @@ class Exchange:
             self.state.changing = False
         for worker in pool.flush():
             self.state.changing = True
-            self.handle_death(worker)
-            self.settle_received()
+            self.pending.handle_death(worker)
+            self.pending.settle_received()
             self.state.changing = False
 
     def wait_for(self, request: Request, deadline: float | None) -> bool:
@@ -470,7 +348,7 @@ class Exchange:
 
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
-        pool, workers = self.pool, self.pool.processes
+        pool, pending, workers = self.pool, self.pending, self.pool.processes
         self.execute_own_messages()
         for position, index in enumerate(pool.wait_order):
             may_have_replied = position > 0
@@ -489,20 +367,20 @@ class Exchange:
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                received = may_have_replied = self.receive(worker)
+                received = may_have_replied = pending.receive(worker)
                 if ended and not received:
-                    self.handle_death(worker)
-                if self.unsettled:
-                    self.settle_received()
+                    pending.handle_death(worker)
+                if pending.unsettled:
+                    pending.settle_received()
                 self.state.changing = False
-                if self.unraised:
+                if pending.unraised:
                     return True
         return True
 
     def _wait_for_any(self, deadline: float | None) -> bool:
         """Wait for replies and apply those that have arrived; ``False`` if the deadline passes first."""
         self.flush()
-        pool = self.pool
+        pool, pending = self.pool, self.pending
         local = pool.local
         if local is not None and local.messages:
             if self._own_share_deferred or not (pool.processes and pool.has_reply()):
@@ -523,9 +401,9 @@ class Exchange:
             return True
         self.state.changing = True
         for worker, ended in events:
-            if worker.death is None and not self.receive(worker) and ended:
-                self.handle_death(worker)
-        self.settle_received()
+            if worker.death is None and not pending.receive(worker) and ended:
+                pending.handle_death(worker)
+        pending.settle_received()
         self.state.changing = False
         if pool.unsent:  # rebuild messages, which have a time limit
             self.flush()
@@ -537,40 +415,10 @@ class Exchange:
         """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
-            while worker.pending and worker.death is None and self.receive(worker):
+            while worker.pending and worker.death is None and self.pending.receive(worker):
                 pass
-            self.settle_received()
+            self.pending.settle_received()
             self.state.changing = False
-
-    def receive(self, worker: WorkerProcess) -> bool:
-        """Apply the next reply of a worker, or its death; ``False`` if no complete reply has arrived."""
-        try:
-            message = worker.channel.receive()
-        except ChannelClosed:
-            self.handle_death(worker)
-            return True
-        if message is None:
-            return False
-        pending = worker.pending
-        if pending and message == pending[0][0]:  # nearly always
-            _, rows, request = pending.popleft()
-            request.remaining -= 1
-            if request.for_recv:
-                self.ready += rows
-        else:
-            self._apply_message(worker, message)
-        return True
-
-    def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
-        code, _, payload = decode(message)
-        if code == Reply.READY:
-            worker.set_ready(payload)
-            if self.policy.step_timeout is None:
-                worker.rebuild_deadline = 0.0
-        else:
-            worker.start_failures = []  # it has built its environments by now
-            outcome = None if payload is None else decode_outcome(payload)
-            self._apply(worker, message[1:HEAD], outcome, code != _PLAIN)
 
     def execute_own_messages(self) -> None:
         """Execute all messages to the caller's own share."""
@@ -598,167 +446,10 @@ class Exchange:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            number = pack_head(_NEVER_PLAIN, seq)[1:]
-            self._apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
-            self.settle_received()
+            number = pack_head(NEVER_PLAIN, seq)[1:]
+            self.pending.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
+            self.pending.settle_received()
         self.state.changing = False
-
-    def _apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
-        """Apply a reply to its request, which ``number`` identifies: a sequence number, as in the head of a message.
-
-        ``has_infos``: infos or final observations lie in shared memory, or in ``outcome``, the pickled part of the reply.
-        """
-        if outcome is not None:
-            self.infos.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
-            for field, text in outcome.warnings:
-                if field not in self.warned:
-                    self.warned.add(field)
-                    warn(text)
-        pending = worker.pending
-        index = 0  # nearly always the right one
-        while index < len(pending) and pending[index][0][1:] != number:
-            index += 1
-        if index == len(pending):  # the request was dropped
-            if not pending:
-                worker.rebuild_deadline = 0.0
-            if outcome is not None:
-                failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
-                self.failures.record("step", failures, mark="none")
-            return
-        expected, rows, request = pending[index]
-        del pending[index]
-        if expected[0] == _NEVER_PLAIN:
-            self._end_rebuild_limit(worker)
-        request.remaining -= 1
-        if has_infos:
-            request.has_infos = True
-        if outcome is not None:
-            request.collect()
-            for row, observation in outcome.observations.items():
-                self.store.accept(row, observation)
-            request.infos.update(outcome.infos)
-            request.finals.update(outcome.finals)
-            request.results.update(outcome.results)
-            request.failures += [(failure, worker) for failure in outcome.failures]
-        if request.rebuilding:
-            self._apply_rebuilt(request, rows)
-        if request.for_recv:
-            self._make_ready(request, rows)
-
-    def _apply_rebuilt(self, request: Request, rows: Sequence[int]) -> None:
-        """End the episodes of rows that were rebuilt. The next ``settle`` rebuilds those that failed again."""
-        failed = {failure.env for failure, _ in request.failures}
-        rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
-        self.failures.forget(rebuilt)
-        self.failures.counted -= failed
-        self.rebuilder.end_episodes(request, rebuilt)
-
-    # -- failures ----------------------------------------------------------------------------------------------------
-
-    def settle(self, request: Request, rows_to_rebuild: Collection[int] = ()) -> Exception | None:
-        """Record the failures of a request. Return the exception to raise, or queue messages that rebuild the rows.
-
-        Args:
-            request: The request. An error finishes it, unless it is for ``recv``.
-            rows_to_rebuild: The rows to rebuild if the request is for ``recv``; otherwise all rows that failed are rebuilt.
-        """
-        within_block, self.state.changing = self.state.changing, True
-        rebuilds = self.policy.restart and request.command in ("step", "reset")
-        raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
-        error: Exception | None
-        if rebuilds:
-            failed = {failure.env for failure, _ in request.failures} | request.lost
-            error = self._queue_rebuilds(request, sorted(rows_to_rebuild if request.for_recv else failed))
-        else:
-            error = self.failures.combine(request, raised)
-        request.failures.clear()
-        request.deaths.clear()
-        request.lost.clear()
-        if error is not None and not request.for_recv:
-            self.request = None
-            self.count_results(request)
-        self.state.changing = within_block
-        return error
-
-    def _queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
-        """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
-        request.collect()
-        error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers)
-        if error is None:
-            error = self.replace_dead(rows)
-        if error is None:
-            for worker, mine in self.pool.split(rows):
-                self._queue_rebuild(worker, mine, request)
-        return error
-
-    def find_deaths(self, rows: Collection[int]) -> None:
-        """Handle the deaths of workers of these rows that no wait has noticed."""
-        for worker in self.pool.processes:
-            if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
-                self.handle_death(worker)
-        self.settle_received()
-
-    def replace_dead(self, rows: Sequence[int]) -> Exception | None:
-        """Replace the dead workers of these rows without waiting for the new ones; return the error if one cannot start."""
-        for worker in list(self.pool.processes):
-            if worker.death is not None and not set(rows).isdisjoint(worker.rows):
-                try:
-                    self._limit_rebuild(self.pool.replace(worker))
-                except OSError as error:
-                    if isinstance(error, TimeoutError):  # of a signal handler with a time limit, not of the start
-                        raise
-                    return error
-        return None
-
-    def _limit_rebuild(self, worker: WorkerProcess) -> None:
-        """Limit the time of a worker to start, and with ``step_timeout`` also that to rebuild and reset environments."""
-        start, step = self.policy.start_timeout, self.policy.step_timeout
-        if step is not None or not worker.ready:
-            worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
-
-    def _end_rebuild_limit(self, worker: Worker) -> None:
-        """End the time limit of a rebuild that the worker has replied to, and begin that of its next pending rebuild."""
-        worker.rebuild_deadline = 0.0
-        if isinstance(worker, WorkerProcess) and any(expected[0] == _NEVER_PLAIN for expected, *_ in worker.pending):
-            self._limit_rebuild(worker)
-
-    def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
-        """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
-        payload = self.pool.pickled(worker, self.rebuilder.prepare(request, rows))
-        self.next_number()
-        seq = self._seq
-        self.batch.requested[rows] = seq
-        request.remaining += 1
-        worker.pending.append((pack_head(_NEVER_PLAIN, seq), rows, request))
-        self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
-        if isinstance(worker, WorkerProcess):
-            self._limit_rebuild(worker)
-
-    def handle_death(self, worker: WorkerProcess) -> None:
-        """Record the death of a worker, once. Its pending messages are lost."""
-        if worker.death is not None:
-            return
-        for message in worker.channel.receive_rest():  # replies that it wrote before it ended
-            self._apply_message(worker, message)
-        pending = list(worker.pending)
-        death = worker.record_death()
-        self.pool.drop_messages(worker)
-        worker.pending.clear()
-        self.failures.record_death(death)
-        for _, rows, request in pending:
-            request.collect()
-            request.remaining -= 1
-            request.lost.update(rows)
-            rebuilt = request.rebuilding.keys() & set(rows)
-            self.failures.counted -= rebuilt  # a death during their rebuild counts as another restart
-            for row in rebuilt:
-                del request.rebuilding[row]
-            if death not in request.deaths:
-                request.deaths.append(death)
-            if worker.start_failures:  # its own report is better than its exit code
-                request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
-        for request in {id(request): request for _, _, request in pending if request.for_recv}.values():
-            self._make_ready(request, [])
 
     # -- late replies ------------------------------------------------------------------------------------------------
 
@@ -766,7 +457,7 @@ class Exchange:
         """Kill workers that exceeded ``step_timeout`` (without restarts: raise); return the time of the next check."""
         late = self.pool.find_late(limit)
         if call is not None:  # only the workers that have to finish a step before this call
-            late = [worker for worker in late if call in [part[2] for part in worker.pending][1:]]
+            late = [worker for worker in late if any(part[2] is call for part in islice(worker.pending, 1, None))]
         if late and not self.policy.restart:
             error = self.pool.timeout_error(method, limit, late)
             self.failures.record_late(error, late)
@@ -779,7 +470,7 @@ class Exchange:
         """Kill a worker that took too long to rebuild environments."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
         if worker.ready and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held
-            return self._limit_rebuild(worker)
+            return self.pending.limit_rebuild(worker)
         return self._kill([worker], f"it hung for more than {seconds} seconds", seconds)
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
@@ -790,8 +481,8 @@ class Exchange:
             worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
             worker.signal(9)
-            self.handle_death(worker)
-            self.settle_received()
+            self.pending.handle_death(worker)
+            self.pending.settle_received()
             self.state.changing = False
 
     def kill_pending(self, rows: Collection[int]) -> None:

@@ -19,6 +19,7 @@ from vecenv.engine.calls import Calls
 from vecenv.engine.exchange import Exchange
 from vecenv.engine.failures import FailureLog, Policy, Rebuilder
 from vecenv.engine.observers import Observer
+from vecenv.engine.pending_messages import PendingMessages
 from vecenv.engine.requests import Request
 from vecenv.engine.stats import measure_workers
 from vecenv.engine.submissions import Submissions
@@ -89,9 +90,10 @@ class Engine(WorkerDriver):
             options.placements, options.caller_spin = placements(num_workers)
         limited_commands = () if policy.step_timeout is None else ("step", "reset")
         self.pool = WorkerPool(plan, self.arena, batch, options, limited_commands)
-        self.exchange = Exchange(
-            self.state, self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
+        pending = PendingMessages(
+            self.pool, policy, self.failures, self.rebuilder, batch, self.store, self.infos, self.counters
         )
+        self.exchange = Exchange(self.state, pending)
         self.calls = Calls(self.exchange, self.mode, self.observers)
         try:
             self.mismatches = self._start(env_fns, plan, num_workers, caller_share)
@@ -199,10 +201,10 @@ class Engine(WorkerDriver):
             observer.on_result(None, (*result[:4], row_infos) if request.command == "step" else (observations, row_infos))
         self.state.changing = True  # until the guard has returned the result
         exchange.request = None
-        if request.command == "step" and not exchange.not_counted:  # the usual case
+        if request.command == "step" and not exchange.pending.not_counted:  # the usual case
             self.counters.steps += self.num_envs
         else:
-            exchange.count_results(request)
+            exchange.pending.count_results(request)
         if self.policy.restart:
             self.rebuilder.keep_observations(range(self.num_envs))
         return result
@@ -244,12 +246,12 @@ class Engine(WorkerDriver):
             StepTimeout: The rows did not finish within ``step_timeout``.
             Exception: The exception of an environment, or the death of a worker; rows that did not fail stay ready.
         """
-        exchange = self.exchange
+        exchange, pending = self.exchange, self.exchange.pending
         if exchange.request is not None and not exchange.drop_if_droppable():
             exchange.convert_for_recv(exchange.request)
         if count is None:
             count = self.batch_size
-        if (exchange.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, least):
+        if (pending.unraised or len(exchange.ready) < count) and not exchange.wait_for_rows(count, deadline, least):
             return None
         listed = exchange.ready[:count]
         rows = np.array(listed, np.intp)
@@ -259,14 +261,14 @@ class Engine(WorkerDriver):
         except Exception:
             if succeeds_when_repeated(lambda: self.store.take(rows)):
                 raise  # a signal handler raised it
-            self.exchange.remove_received(listed)
+            pending.remove_received(listed)
             raise
         infos = self._read_row_infos(listed, rows)
         result = observations, batch.rewards[rows], batch.terminations[rows], batch.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        self.exchange.remove_received(listed)
+        pending.remove_received(listed)
         self.last_received = rows
         if self.policy.restart:
             self.rebuilder.keep_observations(listed)
@@ -277,17 +279,17 @@ class Engine(WorkerDriver):
         return self.recv(count, deadline, (enough, enough_from))
 
     def _read_row_infos(self, listed: list[int], rows: Array) -> RowInfos:
-        exchange = self.exchange
+        pending = self.exchange.pending
         finals: dict[int, Any] = {} if self.batch.final_observations is None else self._shared_finals(listed)
         infos: dict[int, Any] = {}
-        if exchange.ready_infos or exchange.ready_finals:
-            infos = {row: exchange.ready_infos[row] for row in listed if row in exchange.ready_infos}
-            finals |= {row: exchange.ready_finals[row] for row in listed if row in exchange.ready_finals}
+        if pending.ready_infos or pending.ready_finals:
+            infos = {row: pending.ready_infos[row] for row in listed if row in pending.ready_infos}
+            finals |= {row: pending.ready_finals[row] for row in listed if row in pending.ready_finals}
         return WorkerInfos(self.infos, rows, len(rows), infos, finals)
 
     def submissions(self) -> Submissions:
         """Return the interface for event loops, which replaces the methods that wait."""
-        return Submissions(self.exchange, self.calls)
+        return Submissions(self.state, self.exchange.pending, self.calls)
 
     # -- calls into environments ---------------------------------------------------------------------------------------
 

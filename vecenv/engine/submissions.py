@@ -15,10 +15,11 @@ from functools import partial
 from typing import Any, Final
 
 from vecenv.engine.calls import Calls
-from vecenv.engine.exchange import Exchange
+from vecenv.engine.pending_messages import PendingMessages
 from vecenv.engine.requests import Death, Request
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvFailed, failed_earlier_error
+from vecenv.front.guard import CallState
 from vecenv.front.infos import count_steps
 from vecenv.link.envs import call_env
 from vecenv.link.messages import OVERLAPS, Op, summary
@@ -46,7 +47,8 @@ class Submissions:
     """Requests to the worker processes of one engine, each about one row.
 
     Args:
-        exchange: The exchange of an engine without rows in the calling process. Its methods that wait are not used.
+        state: The state of the current call.
+        pending: The pending messages of an engine without rows in the calling process.
         calls: The engine's calls, for snapshots.
 
     Attributes:
@@ -57,11 +59,11 @@ class Submissions:
             a process may not make its descriptor readable; ``None`` elsewhere.
     """
 
-    def __init__(self, exchange: Exchange, calls: Calls) -> None:
-        self._exchange, self._calls = exchange, calls
-        self.failed, self.verified = exchange.failures.failed, calls.verified
+    def __init__(self, state: CallState, pending: PendingMessages, calls: Calls) -> None:
+        self._state, self._pending, self._calls = state, pending, calls
+        self.failed, self.verified = pending.failures.failed, calls.verified
         self.deaths: deque[Death] = deque()
-        workers = exchange.pool.processes
+        workers = pending.pool.processes
         self._index_of = {row: worker.index for worker in workers for row in worker.rows}
         self._selector = selectors.DefaultSelector()
         self._descriptors = DescriptorOwner(self)
@@ -94,13 +96,13 @@ class Submissions:
             SnapshotMismatch: The observation of the snapshot does not fit.
             Exception: The payload cannot be pickled.
         """
-        exchange, worker = self._exchange, self._find_worker(row)
+        pending, worker = self._pending, self._find_worker(row)
         if worker.death is not None or (command != "reset" and row in self.failed):
             raise failed_earlier_error({row: self.failed[row]})
         if command == "check":
-            require_observation(exchange.store, row, payload.row)
+            require_observation(pending.store, row, payload.row)
         op, name, pack = _COMMANDS[command]
-        packed = exchange.pool.pickled(worker, pack(row - worker.rows[0], payload))
+        packed = pending.pool.pickled(worker, pack(row - worker.rows[0], payload))
         request = Request(name, 0, for_recv=False)
         request.rows = [row]
         if command == "save":
@@ -110,12 +112,12 @@ class Submissions:
         elif command == "load":
             request.convert_result = partial(self._accept_loaded, row, payload)
         elif command == "reset":
-            exchange.failures.forget([row])
-        exchange.state.changing = True
-        exchange.next_number()
-        exchange.queue(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
-        exchange.in_flight.add(row)
-        exchange.state.changing = False
+            pending.failures.forget([row])
+        self._state.changing = True
+        pending.next_number()
+        pending.queue(worker, op | OVERLAPS if len(worker.rows) > 1 else op, [row], request, packed)
+        pending.in_flight.add(row)
+        self._state.changing = False
         self._flush()
         return request
 
@@ -136,20 +138,20 @@ class Submissions:
             ended |= {worker: True for worker in self._watched if worker.watch.has_ended()}
         finished: list[Request] = []
         for worker, has_ended in ended.items():
-            self._exchange.state.changing = True
+            self._state.changing = True
             finished += self._receive(worker, has_ended)
-            self._exchange.state.changing = False
+            self._state.changing = False
         if self._full_pipes:
             self._flush()
         return [(request, *self._take_result(request)) for request in finished]
 
     def _receive(self, worker: WorkerProcess, ended: bool) -> list[Request]:
         """Apply the replies of a worker or its death, and return the requests that are now finished."""
-        exchange, submitted = self._exchange, list(worker.pending)
+        pending, submitted = self._pending, list(worker.pending)
         if ended:
-            exchange.handle_death(worker)
+            pending.handle_death(worker)
         else:
-            while exchange.receive(worker) and worker.pending:
+            while pending.receive(worker) and worker.pending:
                 pass
         finished = [request for _, _, request in submitted if not request.remaining]
         if worker.death is not None and worker in self._watched:
@@ -165,16 +167,16 @@ class Submissions:
 
     def _take_result(self, request: Request) -> tuple[Any, Exception | None]:
         """Return the result of a finished request, or its error."""
-        exchange, command = self._exchange, request.command
+        pending, command = self._pending, request.command
         assert request.rows is not None
         row = request.rows[0]
         if command != "start":
-            exchange.in_flight.discard(row)
+            pending.in_flight.discard(row)
         if request.deaths:
             return None, request.deaths[0].error()
         if request.failures:
             ((_, worker), *_) = request.failures
-            ((_, error), *_) = exchange.failures.record(command, request.failures)
+            ((_, error), *_) = pending.failures.record(command, request.failures)
             if command not in ("step", "reset"):
                 return None, error
             failure = EnvFailed(f"env {row}, {worker.label}, during {command}: {summary(error)}")
@@ -186,25 +188,25 @@ class Submissions:
             return None, error
 
     def _read(self, request: Request, row: int) -> Any:
-        exchange, batch = self._exchange, self._exchange.batch
+        pending, batch = self._pending, self._pending.batch
         if request.command not in ("step", "reset"):
             result = request.results.get(row)
             return result if request.convert_result is None else request.convert_result(result)
         if row in request.infos:
             info = request.infos[row]
         else:
-            info = exchange.infos.row_info(row) if request.has_infos else {}
-        observation = exchange.store.row(row)
+            info = pending.infos.row_info(row) if request.has_infos else {}
+        observation = pending.store.row(row)
         if request.command == "reset":
-            exchange.counters.resets += 1
+            pending.counters.resets += 1
             return observation, info
-        exchange.counters.steps += count_steps(info)
+        pending.counters.steps += count_steps(info)
         flags = bool(batch.terminations[row]), bool(batch.truncations[row])
         return observation, float(batch.rewards[row]), *flags, info
 
     def _accept_loaded(self, row: int, snapshot: Snapshot, _: Any) -> Any:
         self._calls.accept_loaded(row, snapshot)
-        return self._exchange.store.row(row)
+        return self._pending.store.row(row)
 
     # -- workers ---------------------------------------------------------------------------------------------------------
 
@@ -228,21 +230,21 @@ class Submissions:
             RestartsExhausted: The budget is exhausted.
             OSError: The system lacks resources at the moment. Further attempts are not counted again.
         """
-        exchange, worker = self._exchange, self._find_worker(row)
+        pending, worker = self._pending, self._find_worker(row)
         if (death := worker.death) is None:
             raise ValueError(f"{worker.label}, is alive")
-        if budget is not None and (error := exchange.rebuilder.count_restarts(worker.rows, [worker], budget)) is not None:
+        if budget is not None and (error := pending.rebuilder.count_restarts(worker.rows, [worker], budget)) is not None:
             raise error
         try:
-            new = exchange.pool.replace(worker)
+            new = pending.pool.replace(worker)
         except OSError as error:
             if budget is not None:
                 cause = f"{death.first_line}; a new process cannot be started: {error}"
-                exchange.failures.restart_log.log(cause)
+                pending.failures.restart_log.log(cause)
             raise
         if budget is None:
-            exchange.failures.restarts += 1
-        exchange.failures.forget(worker.rows)
+            pending.failures.restarts += 1
+        pending.failures.forget(worker.rows)
         request = self._starting[new] = Request("start", 0, for_recv=False)
         request.rows = list(new.rows)
         self._watch(new)
@@ -267,7 +269,7 @@ class Submissions:
         self._selector.close()
 
     def _find_worker(self, row: int) -> WorkerProcess:
-        return self._exchange.pool.processes[self._index_of[row]]
+        return self._pending.pool.processes[self._index_of[row]]
 
     def _watch(self, worker: WorkerProcess) -> None:
         # A duplicate, because the original is closed before `_unwatch` can unregister it, and a copy of it in a forked child
@@ -287,7 +289,7 @@ class Submissions:
 
     def _flush(self) -> None:
         """Write queued messages as far as pipes accept them, and watch full pipes."""
-        pool = self._exchange.pool
+        pool = self._pending.pool
         if pool.held:
             pool.release_held()
         pool.flush()  # collect() detects workers that have closed their pipes

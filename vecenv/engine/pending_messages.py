@@ -1,0 +1,373 @@
+"""The pending messages of an engine: queues messages, applies replies, and handles failures.
+
+Nothing here writes messages or waits for replies. Every method changes state, so it is called inside
+a block of state changes (see :mod:`vecenv.engine.exchange`), which has to end before the queued messages are written.
+
+docs/architecture.md describes replies and restarts: *The life of a step*, *The life of a failure*.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+from vecenv.engine.failures import FailureLog, Policy, Rebuilder
+from vecenv.engine.requests import Request
+from vecenv.engine.worker_pool import WorkerPool
+from vecenv.engine.worker_process import Worker, WorkerProcess
+from vecenv.front.driver import Counters
+from vecenv.link.channel import ChannelClosed
+from vecenv.link.infos import InfoReader
+from vecenv.link.messages import HEAD, Op, Outcome, Reply, decode, decode_outcome, pack_head
+from vecenv.link.observations import Store
+from vecenv.shm import Batch
+from vecenv.system.reporting import warn
+
+PLAIN: Final = int(Reply.PLAIN)  # packing an enum is slower
+NEVER_PLAIN: Final = 0
+"""The code of a pending message if its reply ends a rebuild's time limit. No reply has it, so ``apply`` handles that."""
+_FOR_ALL_ROWS: Final = {int(Op.STEP_SOME): int(Op.STEP), int(Op.RESET_SOME): int(Op.RESET)}
+
+
+class PendingMessages:
+    """The messages of one engine without a reply, and the rows for ``recv`` that their replies make ready.
+
+    Args:
+        pool: The workers.
+        policy, failures, rebuilder: The handling of failures, their log, and the restarts.
+        batch, store, infos: The results, observations and infos that workers write.
+        counters: The numbers of steps and resets that were returned.
+
+    Attributes:
+        seq: The number of the latest message; never 0 after the first.
+        in_flight: Rows that were sent and that ``recv`` has not returned yet. This set and ``ready`` are never replaced.
+        ready: Rows in flight that ``recv`` may return, in the order in which they finished.
+        resetting: Rows in flight that were reset, not stepped.
+        not_counted: Rows that are rebuilt instead of stepped, because they failed earlier; this is not counted as a step.
+        ready_infos, ready_finals: By row: pickled infos and final observations of ready rows.
+        unsettled: Requests for ``recv`` with failures that :meth:`settle_received` has to handle.
+        unraised: Exceptions that the next calls of ``recv`` raise, each with its rows, which are in flight until then.
+        warned: Fields for which a warning was logged.
+    """
+
+    def __init__(
+        self, pool: WorkerPool, policy: Policy, failures: FailureLog, rebuilder: Rebuilder, batch: Batch, store: Store,
+        infos: InfoReader, counters: Counters,
+    ) -> None:  # fmt: skip
+        self.pool, self.policy, self.failures, self.rebuilder, self.counters = pool, policy, failures, rebuilder, counters
+        self.batch, self.store, self.infos, self.num_envs = batch, store, infos, len(batch.rewards)
+        self.seq = 0
+        self.in_flight: set[int] = set()
+        self.ready: list[int] = []
+        self.resetting: set[int] = set()
+        self.not_counted: set[int] = set()
+        self.ready_infos: dict[int, Any] = {}
+        self.ready_finals: dict[int, Any] = {}
+        self.unsettled: list[Request] = []
+        self.unraised: deque[tuple[Exception, set[int]]] = deque()
+        self.warned: set[str] = set()
+
+    # -- queueing ----------------------------------------------------------------------------------------------------
+
+    def next_number(self) -> None:
+        """Advance the sequence number, which is never 0, for the messages that are queued next."""
+        self.seq = self.seq % 0xFFFFFFFF + 1
+
+    def queue(self, worker: Worker, op: int, rows: Sequence[int], request: Request, payload: Any) -> None:
+        """Queue a message with the latest number. ``STEP_SOME`` for all rows of a worker becomes ``STEP``; resets too."""
+        seq = self.seq
+        if len(rows) == len(worker.rows):
+            op = _FOR_ALL_ROWS.get(op, op)
+        else:
+            self.batch.requested[rows] = seq  # marks the rows of this message for the worker
+        request.remaining += 1
+        expected = NEVER_PLAIN if worker.rebuild_deadline else PLAIN  # `apply` ends the deadline
+        worker.pending.append((pack_head(expected, seq), rows, request))
+        self.pool.queue(worker, op, seq, payload)
+
+    def drop_all(self) -> None:
+        """Drop all pending messages, and all results not returned yet. Sequence numbers identify late replies."""
+        for container in (
+            self.in_flight, self.ready, self.resetting, self.not_counted, self.ready_infos, self.ready_finals,
+            self.unsettled, self.unraised,
+        ):  # fmt: skip
+            container.clear()
+        for worker in self.pool.workers:
+            worker.pending.clear()
+            if isinstance(worker, WorkerProcess) and worker.rebuild_deadline:
+                self.limit_rebuild(worker)  # it is still starting, or executing a dropped message
+        self.pool.drop_unsent()
+
+    def drop_request(self, request: Request) -> None:
+        """Drop the messages of one request, which is a call."""
+        for worker in self.pool.workers:
+            others = [pending for pending in worker.pending if pending[2] is not request]
+            worker.pending.clear()
+            worker.pending.extend(others)
+        if (local := self.pool.local) is not None:
+            local.drop_calls()
+
+    def _queue_rebuild(self, worker: Worker, rows: Sequence[int], request: Request) -> None:
+        """Queue a message that rebuilds environments and resets them, in place of a step or a reset."""
+        payload = self.pool.pickled(worker, self.rebuilder.prepare(request, rows))
+        self.next_number()
+        seq = self.seq
+        self.batch.requested[rows] = seq
+        request.remaining += 1
+        worker.pending.append((pack_head(NEVER_PLAIN, seq), rows, request))
+        self.pool.queue(worker, Op.REBUILD_SOME, seq, payload)
+        if isinstance(worker, WorkerProcess):
+            self.limit_rebuild(worker)
+
+    # -- rows that recv returns --------------------------------------------------------------------------------------
+
+    def put_reset_in_flight(self, rows: Sequence[int]) -> None:
+        """Put the rows of a reset in flight, so that ``recv`` returns them."""
+        batch = self.batch
+        batch.rewards[rows], batch.terminations[rows], batch.truncations[rows] = 0.0, False, False
+        self.in_flight.update(rows)
+        self.resetting.update(rows)
+
+    def return_by_row(self, request: Request) -> None:
+        """Convert a reset into one with rows that ``recv`` returns as they become ready."""
+        rows = list(range(self.num_envs)) if request.rows is None else list(request.rows)
+        request.for_recv = True
+        self.put_reset_in_flight(rows)
+        waiting = {
+            row for worker in self.pool.workers for _, mine, other in worker.pending if other is request for row in mine
+        }
+        self._make_ready(request, [row for row in rows if row not in waiting])
+        self.settle_received()
+
+    def _make_ready(self, request: Request, rows: Sequence[int]) -> None:
+        """Make rows with a reply ready for ``recv``, except for those that failed, which are settled later."""
+        if request.has_failed:
+            if not any(other is request for other in self.unsettled):
+                self.unsettled.append(request)
+            failed = self._find_rows_to_settle(request)
+            rows = [row for row in rows if row not in failed]
+        if request.infos or request.finals:
+            self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
+            self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
+        self.ready += rows
+
+    def _find_rows_to_settle(self, request: Request) -> set[int]:
+        """Return the rows that ``settle`` rebuilds or raises for, so that they do not become ready now."""
+        restart = self.policy.restart
+        return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
+
+    def settle_received(self) -> None:
+        """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
+        while self.unsettled:
+            request = self.unsettled.pop(0)
+            failed = self._find_rows_to_settle(request)
+            if (error := self.settle(request)) is not None:
+                self.unraised.append((error, failed))
+
+    def take_unraised(self) -> Exception:
+        """Remove the oldest exception that ``recv`` has to raise, with its rows, and return it."""
+        error, rows = self.unraised.popleft()
+        self.in_flight -= rows
+        self.resetting -= rows
+        self.not_counted -= rows
+        return error
+
+    def remove_received(self, listed: list[int]) -> None:
+        """Remove the rows that ``recv`` returns, and count them."""
+        del self.ready[: len(listed)]
+        self.in_flight.difference_update(listed)
+        steps = len(listed)
+        if self.resetting:
+            resets = len(self.resetting.intersection(listed))
+            self.resetting.difference_update(listed)
+            self.counters.resets += resets
+            steps -= resets
+        if self.not_counted:
+            steps -= len(self.not_counted.intersection(listed))
+            self.not_counted.difference_update(listed)
+        self.counters.steps += steps
+        if self.ready_infos or self.ready_finals:
+            for row in listed:
+                self.ready_infos.pop(row, None)
+                self.ready_finals.pop(row, None)
+
+    def count_results(self, request: Request) -> None:
+        """Count the steps or the resets of a request that one call returns."""
+        if request.command == "step":
+            self.counters.steps += self.num_envs - len(self.not_counted)
+            self.not_counted.clear()
+        elif request.command == "reset":
+            self.counters.resets += self.num_envs if request.rows is None else len(request.rows)
+
+    # -- replies -----------------------------------------------------------------------------------------------------
+
+    def receive(self, worker: WorkerProcess) -> bool:
+        """Apply the next reply of a worker, or its death; ``False`` if no complete reply has arrived."""
+        try:
+            message = worker.channel.receive()
+        except ChannelClosed:
+            self.handle_death(worker)
+            return True
+        if message is None:
+            return False
+        pending = worker.pending
+        if pending and message == pending[0][0]:  # nearly always
+            _, rows, request = pending.popleft()
+            request.remaining -= 1
+            if request.for_recv:
+                self.ready += rows
+        else:
+            self._apply_message(worker, message)
+        return True
+
+    def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
+        code, _, payload = decode(message)
+        if code == Reply.READY:
+            worker.set_ready(payload)
+            if self.policy.step_timeout is None:
+                worker.rebuild_deadline = 0.0
+        else:
+            worker.start_failures = []  # it has built its environments by now
+            outcome = None if payload is None else decode_outcome(payload)
+            self.apply(worker, message[1:HEAD], outcome, code != PLAIN)
+
+    def apply(self, worker: Worker, number: bytes, outcome: Outcome | None, has_infos: bool) -> None:
+        """Apply a reply to its request, which ``number`` identifies: a sequence number, as in the head of a message.
+
+        ``has_infos``: infos or final observations lie in shared memory, or in ``outcome``, the pickled part of the reply.
+        """
+        if outcome is not None:
+            self.infos.learn(outcome.schemas)  # even for a dropped request: a worker rarely repeats them
+            for field, text in outcome.warnings:
+                if field not in self.warned:
+                    self.warned.add(field)
+                    warn(text)
+        pending = worker.pending
+        index = 0  # nearly always the right one
+        while index < len(pending) and pending[index][0][1:] != number:
+            index += 1
+        if index == len(pending):  # the request was dropped
+            if not pending:
+                worker.rebuild_deadline = 0.0
+            if outcome is not None:
+                failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
+                self.failures.record("step", failures, mark="none")
+            return
+        expected, rows, request = pending[index]
+        del pending[index]
+        if expected[0] == NEVER_PLAIN:
+            self._end_rebuild_limit(worker)
+        request.remaining -= 1
+        if has_infos:
+            request.has_infos = True
+        if outcome is not None:
+            request.collect()
+            for row, observation in outcome.observations.items():
+                self.store.accept(row, observation)
+            request.infos.update(outcome.infos)
+            request.finals.update(outcome.finals)
+            request.results.update(outcome.results)
+            request.failures += [(failure, worker) for failure in outcome.failures]
+        if request.rebuilding:
+            self._apply_rebuilt(request, rows)
+        if request.for_recv:
+            self._make_ready(request, rows)
+
+    def _apply_rebuilt(self, request: Request, rows: Sequence[int]) -> None:
+        """End the episodes of rows that were rebuilt. The next ``settle`` rebuilds those that failed again."""
+        failed = {failure.env for failure, _ in request.failures}
+        rebuilt = [row for row in rows if row in request.rebuilding and row not in failed]
+        self.failures.forget(rebuilt)
+        self.failures.counted -= failed
+        self.rebuilder.end_episodes(request, rebuilt)
+
+    # -- failures ----------------------------------------------------------------------------------------------------
+
+    def settle(self, request: Request) -> Exception | None:
+        """Record the failures of a request. Return the exception to raise, or queue messages that rebuild the rows."""
+        rebuilds = self.policy.restart and request.command in ("step", "reset")
+        raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
+        error: Exception | None
+        if rebuilds:
+            error = self.queue_rebuilds(request, sorted(self._find_rows_to_settle(request)))
+        else:
+            error = self.failures.combine(request, raised)
+        request.failures.clear()
+        request.deaths.clear()
+        request.lost.clear()
+        return error
+
+    def queue_rebuilds(self, request: Request, rows: Sequence[int]) -> Exception | None:
+        """Queue messages that rebuild and reset the environments of failed rows; return the error if that is impossible."""
+        request.collect()
+        error: Exception | None = self.rebuilder.count_restarts(rows, self.pool.workers)
+        if error is None:
+            error = self.replace_dead(rows)
+        if error is None:
+            for worker, mine in self.pool.split(rows):
+                self._queue_rebuild(worker, mine, request)
+        return error
+
+    def find_deaths(self, rows: Collection[int]) -> None:
+        """Handle the deaths of workers of these rows that no wait has noticed."""
+        for worker in self.pool.processes:
+            if (worker.kill_reason or worker.has_ended()) and not set(rows).isdisjoint(worker.rows):
+                self.handle_death(worker)
+        self.settle_received()
+
+    def replace_dead(self, rows: Sequence[int]) -> Exception | None:
+        """Replace the dead workers of these rows without waiting for the new ones; return the error if one cannot start."""
+        for worker in list(self.pool.processes):
+            if worker.death is not None and not set(rows).isdisjoint(worker.rows):
+                try:
+                    self.limit_rebuild(self.pool.replace(worker))
+                except OSError as error:
+                    if isinstance(error, TimeoutError):  # of a signal handler with a time limit, not of the start
+                        raise
+                    return error
+        return None
+
+    def limit_rebuild(self, worker: WorkerProcess) -> None:
+        """Limit the time of a worker to start, and with ``step_timeout`` also that to rebuild and reset environments."""
+        start, step = self.policy.start_timeout, self.policy.step_timeout
+        if step is not None or not worker.ready:
+            worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
+
+    def _end_rebuild_limit(self, worker: Worker) -> None:
+        """End the time limit of a rebuild that the worker has replied to, and begin that of its next pending rebuild."""
+        worker.rebuild_deadline = 0.0
+        if isinstance(worker, WorkerProcess) and any(expected[0] == NEVER_PLAIN for expected, *_ in worker.pending):
+            self.limit_rebuild(worker)
+
+    def handle_death(self, worker: WorkerProcess) -> None:
+        """Record the death of a worker, once. Its pending messages are lost."""
+        if worker.death is not None:
+            return
+        for message in worker.channel.receive_rest():  # replies that it wrote before it ended
+            self._apply_message(worker, message)
+        pending = list(worker.pending)
+        death = worker.record_death()
+        self.pool.drop_messages(worker)
+        worker.pending.clear()
+        self.failures.record_death(death)
+        for _, rows, request in pending:
+            request.collect()
+            request.remaining -= 1
+            request.lost.update(rows)
+            rebuilt = request.rebuilding.keys() & set(rows)
+            self.failures.counted -= rebuilt  # a death during their rebuild counts as another restart
+            for row in rebuilt:
+                del request.rebuilding[row]
+            if death not in request.deaths:
+                request.deaths.append(death)
+            if worker.start_failures:  # its own report is better than its exit code
+                request.failures += [(failure, worker) for failure in worker.start_failures if failure.env in rows]
+        for request in {id(request): request for _, _, request in pending if request.for_recv}.values():
+            self._make_ready(request, [])
+
+    def release(self) -> None:
+        """Drop all references to shared memory, on closing."""
+        for name in ("batch", "store", "infos", "rebuilder"):
+            self.__dict__.pop(name, None)

@@ -21,7 +21,9 @@ from vecenv.testing import FaultyEnv
 
 
 class Log(vecenv.Observer):
-    """A list of all events, with copies of their arguments."""
+    """A list of all events, with copies of their arguments. ``on_dropped`` is left out unless ``shows_drops``."""
+
+    shows_drops = False
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -35,6 +37,10 @@ class Log(vecenv.Observer):
 
     def on_step(self, rows: Any, actions: Any) -> None:
         self.events.append(("step", None if rows is None else list(rows), np.array(actions).tolist()))
+
+    def on_dropped(self, rows: Any, *, submitted: Any) -> None:
+        if self.shows_drops:
+            self.events.append(("dropped", list(rows), list(submitted)))
 
     def on_call(self, rows: Any, name: str, arguments: Any) -> None:
         self.events.append((name, list(rows), arguments))
@@ -255,6 +261,26 @@ def test_an_exception_of_an_observer_comes_out_of_the_call_and_loses_nothing(met
         broken.raises = False
         result = envs.step([0, 1]) if method == "on_step" else envs.step_wait()
         np.testing.assert_array_equal(result[0], twin.step([0, 1])[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_reset_announces_which_steps_it_drops(engine: str) -> None:
+    """A step that was announced and then refused did not reach the environments."""
+    broken = Broken("on_step")
+    with logged_engine(counters(3), **ENGINES[engine]) as (envs, log):
+        log.shows_drops = True
+        envs.send(np.array([1]), [2])
+        envs.add_observer(broken)
+        with pytest.raises(OSError, match="the disk is full"):
+            envs.send(np.array([1]), [0])
+        broken.raises = False
+        envs.reset_async(env_id=[1])
+        assert names(log.take()) == [("step", [2]), ("step", [0]), ("dropped", [0, 1]), ("reset", [1])]
+        envs.recv(count=1)
+        log.take()
+        pending = envs.in_flight.tolist()
+        envs.reset(seed=5)
+        assert log.take()[0] == ("dropped", [0, 1, 2], pending)
 
 
 def test_an_observer_may_have_some_methods_only_and_backends_without_workers_refuse_it() -> None:

@@ -72,7 +72,7 @@ class Program:
             self.envs = envs
             self.attempt(partial(envs.reset, seed=self.seed()))
             for _ in range(self.random.randint(1, 12)):
-                envs._driver.recorder._next_snapshot_time = 0.0
+                envs._recorder._next_snapshot_time = 0.0
                 calls = self.calls() if self.random.random() < 0.7 else self.failures()
                 name = self.random.choice(list(calls))
                 self.made.append(name)

@@ -207,7 +207,7 @@ def require_calls_repeat(
 ) -> None:
     folder = tmp_path_factory.mktemp("records")
     with start_recorded(HistoryEnv, folder, 3, snapshot_every=every, **engine) as envs:
-        recorder = envs._driver.recorder
+        recorder = envs._recorder
         held: list[Any] = []
         envs.reset(seed=9)
         for call, number in calls:
@@ -227,11 +227,11 @@ def test_replay_starts_at_the_snapshot_after_old_steps_are_dropped(tmp_path: Pat
         begun, over = np.ones(4, int), np.zeros(4, bool)
         steps = np.zeros(4, int)
         for _ in range(500):
-            envs._driver.recorder._next_snapshot_time = 0.0
+            envs._recorder._next_snapshot_time = 0.0
             _, _, terminated, truncated, _ = envs.step(envs.action_space.sample())
             begun, steps = begun + over, np.where(over, 0, steps + 1)
             over = terminated | truncated
-        assert envs._driver.recorder._capacity == 32
+        assert envs._recorder._capacity == 32
         for row in range(4):
             result, made = replay_file(path := envs.record(row))
             assert result.status == AGAIN, result.text
@@ -304,7 +304,7 @@ def test_interruptions_record_every_call_once(seconds: float, tmp_path: Path) ->
         envs.reset(seed=1)
         interrupted, until = 0, time.monotonic() + seconds
         while time.monotonic() < until:
-            envs._driver.recorder._next_snapshot_time = 0.0
+            envs._recorder._next_snapshot_time = 0.0
             actions = rng.integers(0, 5, 4)
             try:
                 armed[0] = True
@@ -787,7 +787,7 @@ def test_replay_after_many_resets_starts_at_a_snapshot_or_says_what_is_missing(
         envs.set_attr("knob", 5)
         envs.reset(seed=1)
         for number in range(100):
-            envs._driver.recorder._next_snapshot_time = 0.0
+            envs._recorder._next_snapshot_time = 0.0
             envs.step([1, 2])
             envs.reset(options={"start": number})
         if every:

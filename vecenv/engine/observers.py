@@ -40,6 +40,17 @@ class Observer(Protocol):
         """
         return
 
+    def on_dropped(self, rows: Rows, *, submitted: Rows) -> None:
+        """Observe, before the ``on_reset`` of a reset by the program, which announced steps will have no result.
+
+        Args:
+            rows: Indices of the environments that then have no pending request: all if the reset drops pending results,
+                otherwise those that are not in flight.
+            submitted: Those of ``rows`` with a pending request: environments execute it, but its result is dropped. A step
+                of any other row that was announced and has no result was refused, or interrupted before it was submitted.
+        """
+        return
+
     def on_step(self, rows: Rows | None, actions: Any) -> None:
         """Observe a step of these rows before it is submitted.
 

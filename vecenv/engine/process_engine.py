@@ -361,7 +361,7 @@ class Engine(WorkerDriver):
     def capabilities(self) -> Capabilities:
         return Capabilities(
             self.backend, restarts=self.policy.restart, snapshots=True, freezing=not self.reason("freezing"),
-            recording=self.recorder is not None, in_this_process=self.pool.local is not None,
+            in_this_process=self.pool.local is not None,
         )  # fmt: skip
 
     def reason(self, capability: str) -> str:
@@ -408,7 +408,6 @@ class Engine(WorkerDriver):
         self.pool.release()
         self.exchange.release()
         self.observers.clear()
-        self.recorder = None
         abandoned_after_fork.discard(self)
         for name in ("arena", "batch", "store", "infos", "rebuilder", "calls", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it

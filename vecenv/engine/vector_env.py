@@ -440,7 +440,9 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         """Let a flight recorder observe an engine, if ``record_failures=`` was given."""
         if self._recording is not None:
             save, stats = weakref.WeakMethod(engine.snapshots), weakref.WeakMethod(engine.stats)
-            engine.set_recorder(Recorder(self._recording, env_fns, self._env_id, plan, save, stats))
+            recorder = Recorder(self._recording, env_fns, self._env_id, plan, save, stats)
+            engine.observers.append(recorder)
+            self._recorder = weakref.proxy(recorder)
 
     def add_observer(self, observer: Observer) -> None:
         """Report all calls, results and failures to an observer, from now on until :meth:`close`.

@@ -461,7 +461,6 @@ class WorkerDriver(Driver):
         failures: The log of failures, with ``errors``, ``failed`` and ``restarts``.
         store: The latest observations.
         observers: The observers to notify of calls, results and failures.
-        recorder: The observer that writes files about failures, or ``None``.
         last_received: The rows that ``recv`` returned last.
         stage: The staging area for actions.
         restarts_rows: True if the next step rebuilds failed environments; otherwise it raises.
@@ -472,7 +471,6 @@ class WorkerDriver(Driver):
     failures: Any
     store: Any
     observers: list[Any]
-    recorder: Any = None
     last_received: npt.NDArray[np.intp]
     stage: Any
     restarts_rows: bool
@@ -544,11 +542,6 @@ class WorkerDriver(Driver):
         """Send a step of rows for ``recv``; ``items`` are their actions, or ``None`` if those are staged in arrays."""
         raise NotImplementedError
 
-    def set_recorder(self, recorder: Any) -> None:
-        """Let a flight recorder observe all calls."""
-        self.recorder = recorder
-        self.observers.append(recorder)
-
     def announce_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, drops: bool) -> list[Any]:
         """Notify the observers of a reset. Return all seeds, including those that observers filled in.
 
@@ -556,11 +549,16 @@ class WorkerDriver(Driver):
         """
         if not self.observers:
             return seeds
+        exchange, request, every = self.exchange, self.exchange.request, list(range(self.num_envs))
+        if not drops:
+            idle, submitted = sorted(set(every) - exchange.in_flight), []
+        elif request is None or request.command not in PHASES:
+            idle, submitted = every, sorted(exchange.in_flight)
+        else:
+            idle, submitted = every, every if request.rows is None else list(request.rows)
         mine = [seeds[row] for row in rows]
-        if self.recorder is not None:
-            is_pending = self.exchange.request is not None
-            self.recorder.prepare_reset(self.exchange.in_flight, step_is_pending=is_pending, drops=drops)
         for observer in self.observers:
+            observer.on_dropped(idle, submitted=submitted)
             observer.on_reset(rows, mine, select_options(options, rows))
         completed = dict(zip(rows, mine, strict=True))
         return [completed.get(row, seed) for row, seed in enumerate(seeds)]

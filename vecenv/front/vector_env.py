@@ -11,6 +11,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar, Final, Generic
@@ -694,6 +695,7 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     """The common base of vector environments with workers, on this machine or on others."""
 
     _env_id: str
+    _recorder: Any = None  # a weak reference to the recorder of `record_failures=`, one of the driver's observers
 
     def __repr__(self) -> str:
         name = f"{self.spec.id}, " if self.spec is not None else ""
@@ -720,6 +722,11 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
     def _describe_size(self) -> str:
         """Return the numbers of environments and workers for ``repr``."""
         raise NotImplementedError
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """The capabilities of this backend."""
+        return replace(self._driver.capabilities, recording=self._recorder is not None)  # type: ignore[no-any-return]
 
     @property
     def observations(self) -> ObsType:
@@ -768,10 +775,8 @@ class WorkerVectorEnv(VectorEnvBase[ObsType, ActType, ArrayType]):
             ValueError: There is no such environment.
             OSError: The file cannot be written.
         """
-        recorder = self._driver.recorder
-        if recorder is None:
-            raise_unsupported(self, "`record`", self._driver.reason("recording"))
-        return recorder.record(parse_rows([env_id], self.num_envs)[0], path)  # type: ignore[no-any-return]
+        self._require_capability("recording", "record")
+        return self._recorder.record(parse_rows([env_id], self.num_envs)[0], path)  # type: ignore[no-any-return]
 
     @exclusive
     def abandon(self, env_id: Any) -> None:

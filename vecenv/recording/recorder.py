@@ -24,7 +24,7 @@ import re
 import signal
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -294,22 +294,15 @@ class Recorder:
         self._next, self._open = tick + 1, False
         return tick
 
-    def prepare_reset(self, in_flight: Collection[int], *, step_is_pending: bool, drops: bool) -> None:
-        """Forget the steps that were announced, but never submitted: they were refused or interrupted.
-
-        Args:
-            in_flight: The rows that are in flight.
-            step_is_pending: True if a step of all rows is pending.
-            drops: True if the reset drops all pending results.
-        """
+    def on_dropped(self, rows: Any, *, submitted: Any) -> None:
+        """Keep the steps that were submitted, without a result, and forget the others, which the environments never got."""
         self._move_log()
-        if step_is_pending:
+        if submitted:
             self._mark_submitted()
         self._close_step()
         if self._has_sent_steps:
-            self._withdraw([row for row in range(self._num_envs) if row not in in_flight])
-            if drops:
-                self._in_flight[:] = -1
+            self._withdraw(set(rows).difference(submitted))
+            self._in_flight[submitted] = -1
 
     def _withdraw(self, rows: Iterable[int]) -> None:
         """Forget the steps of rows that were announced for ``recv``, but not submitted."""

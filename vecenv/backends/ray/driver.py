@@ -354,9 +354,7 @@ class HostsDriver(WorkerDriver):
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            "ray", restarts=self.exchange.restart, snapshots=True, recording=self.recorder is not None
-        )
+        return Capabilities("ray", restarts=self.exchange.restart, snapshots=True)
 
     # -- statistics and the end -------------------------------------------------------------------------------------------
 
@@ -386,7 +384,6 @@ class HostsDriver(WorkerDriver):
         if self.state.unusable == "closed":
             self.exchange.drop_pending()
             self.observers.clear()
-            self.recorder = None
             abandoned_after_fork.discard(self)
 
 

@@ -147,7 +147,9 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             driver.copies, driver.batch_size = bool(copies), batch_size or self.num_envs
             if recording is not None:
                 save, stats = weakref.WeakMethod(driver.snapshots), weakref.WeakMethod(driver.stats)
-                driver.set_recorder(recorder_for_hosts(self, recording, self._env_id, save, stats))  # type: ignore[arg-type]
+                recorder = recorder_for_hosts(self, recording, self._env_id, save, stats)  # type: ignore[arg-type]
+                driver.observers.append(recorder)
+                self._recorder = weakref.proxy(recorder)
             self._finalizer = weakref.finalize(self, _close_here, os.getpid(), self._cluster)
             self._open(driver)
         except BaseException:

@@ -163,15 +163,18 @@ class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
     Attributes:
         timeout: The timeout in seconds; ``None`` if it is unknown.
         envs: Indices of the environments without a reply; empty if the backend does not know them.
+        where: Environment -> its worker, request and line of Python, as a text, for environments of the first few workers.
     """
 
-    def __init__(self, *args: object, timeout: float | None = None, envs: Sequence[int] = ()) -> None:
+    def __init__(
+        self, *args: object, timeout: float | None = None, envs: Sequence[int] = (), where: Mapping[int, str] | None = None
+    ) -> None:
         super().__init__(*args)
-        self.timeout, self.envs = timeout, tuple(envs)
+        self.timeout, self.envs, self.where = timeout, tuple(envs), dict(where or {})
 
     def copy(self) -> StepTimeout:
         """Return a copy without the traceback, because a traceback keeps the program's frames alive."""
-        return StepTimeout(*self.args, timeout=self.timeout, envs=self.envs)
+        return StepTimeout(*self.args, timeout=self.timeout, envs=self.envs, where=self.where)
 
 
 class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):

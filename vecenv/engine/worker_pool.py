@@ -28,7 +28,7 @@ from vecenv.engine.watchdog import Watchdog
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess, end_workers
 from vecenv.errors import StartupTimeout, StepTimeout, envs_text
 from vecenv.front.arguments import deadline_after, milliseconds_until
-from vecenv.front.driver import abandoned_after_fork, step_timeout_error
+from vecenv.front.driver import LateReplies, abandoned_after_fork, step_timeout_error
 from vecenv.front.guard import closed_during_call
 from vecenv.link.channel import Channel, ChannelClosed
 from vecenv.link.envs import WorkerPlan
@@ -58,7 +58,7 @@ from vecenv.system.spawning import (
     missing_guard,
     spawn,
 )
-from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_process
+from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_process, innermost_location
 from vecenv.worker.main import Ready, Start, main
 
 _LATE_WORKERS_NAMED: Final = 4
@@ -525,18 +525,21 @@ class WorkerPool:
         """Return the exception of a call that got no reply in time; ``late``: the workers to name, if not all."""
         return step_timeout_error(method, timeout, lambda seconds: self.describe_late(seconds, late or self.find_late()))
 
-    def describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> tuple[str, list[int]]:
-        """Describe the first few workers that have not replied within ``seconds``; return that text and the rows of all."""
-        text, asks_for_stacks = "", (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
+    def describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
+        """Describe the workers that have not replied within ``seconds``, but only the first few of them in the text."""
+        text, where, asks_for_stacks = "", {}, (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
         for worker in late[:_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]
-            stack = f"\n{frames}" if asks_for_stacks and (frames := worker.read_stack()) else ""
+            stack = worker.read_stack() if asks_for_stacks else ""
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
             running = worker.running_row
             envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
-            text += f"\n{envs}, {worker.label}, during {request.command}: no reply yet.{state}{stack}"
-        return text, sorted({row for worker in late for _, rows, _ in worker.pending for row in rows})
+            request_text = f"{envs}, {worker.label}, during {request.command}"
+            text += f"\n{request_text}: no reply yet.{state}" + (f"\n{stack}" if stack else "")
+            location = f", at {found}" if (found := innermost_location(stack)) else ""
+            where.update(dict.fromkeys(rows, request_text + location))
+        return LateReplies(text, sorted({row for worker in late for _, rows, _ in worker.pending for row in rows}), where)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -364,9 +364,9 @@ class Driver:
         """Return the exception for a call that has timed out."""
         return step_timeout_error(method, timeout, self._describe_late)
 
-    def _describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
-        """Describe the workers that are late after this many seconds, one per line; return the text and their rows."""
-        return "", []
+    def _describe_late(self, seconds: float | None) -> LateReplies:
+        """Describe the replies that are late after this many seconds."""
+        return LateReplies("", [], {})
 
     # -- statistics and the end -----------------------------------------------------------------------------------------
 
@@ -397,17 +397,24 @@ class Driver:
         """Release all resources. Idempotent."""
 
 
-def step_timeout_error(
-    method: str, timeout: Any, describe: Callable[[float | None], tuple[str, list[int]]]
-) -> StepTimeout:
-    """Return the exception for a call that has timed out; ``describe`` lists the late workers and their rows."""
+class LateReplies(NamedTuple):
+    """The replies for which a call waited too long: a text about them, their rows, and :attr:`StepTimeout.where`."""
+
+    text: str
+    rows: list[int]
+    where: Mapping[int, str]
+
+
+def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | None], LateReplies]) -> StepTimeout:
+    """Return the exception for a call that has timed out; ``describe`` gets the number of seconds."""
     seconds = parse_timeout(timeout)
-    late, rows = describe(seconds)
+    late = describe(seconds)
     return StepTimeout(
         f"The call to `{method}` has timed out after {seconds} second(s)."
-        f"{late}\nThe result is still pending: call `{method}` again, or `close()`.",
+        f"{late.text}\nThe result is still pending: call `{method}` again, or `close()`.",
         timeout=seconds,
-        envs=rows,
+        envs=late.rows,
+        where=late.where,
     )
 
 

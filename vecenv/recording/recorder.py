@@ -54,7 +54,6 @@ from vecenv.shm import Layout, fixed_tree
 from vecenv.shm.layout import Array
 from vecenv.state.snapshots import Snapshot
 from vecenv.system.signals import deferred_signals
-from vecenv.system.supervision import innermost_location
 
 _log = logging.getLogger("vecenv")
 _RING_BYTES: Final = 128 * 2**20
@@ -66,8 +65,6 @@ _PICKLED_ACTION_BYTES: Final = 100
 _MAX_MESSAGES: Final = 10_000
 _NUMBERS: Final = "rewards", "terminations", "truncations"
 _ARRAY: Final = np.ndarray
-_HANGING: Final = re.compile(r"^((?:env \d+, of )?envs \[[\d, ]+\]), (.+): no reply yet\..*((?:\n(?!envs? ).*)*)", re.M)
-"""The lines of a :class:`StepTimeout` about a worker: its environments, its name and request, and its stack."""
 _SNAPSHOT_TIME_SHARE: Final = 0.002
 _LONG_REPLAY_SECONDS: Final = 5.0
 """Snapshots are taken only if the replay of one environment would take longer, because the first snapshot has a lasting
@@ -663,11 +660,7 @@ def recorder_for_hosts(
 def _describe_hang(error: StepTimeout, row: int) -> str:
     """Return a line about the hang of a row's worker, with the environment and line of Python if the error names them."""
     text = "it hung" if error.timeout is None else f"it hung for more than {error.timeout:g} seconds"
-    for envs, worker, stack in _HANGING.findall(str(error)):
-        if row in map(int, re.findall(r"\d+", envs.rpartition("[")[2])):
-            location = innermost_location(stack)
-            return f"{text}: {envs}, {worker}" + (f", at {location}" if location else "")
-    return text
+    return f"{text}: {error.where[row]}" if row in error.where else text
 
 
 def _compact(values: Array) -> Array:

@@ -6,18 +6,22 @@ read, such as ``error.envs``, become rows.
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from vecenv.engine.vector_env import Observer
 from vecenv.errors import EnvFailed, ErrorRecord, WorkerDied
 
-_NOTE: Final = re.compile(r"'env \d+' is place .* of env (\d+)")
+
+class _PlaceNote(str):
+    """A note about failed places. Its ``row`` is that of the first one, or ``None`` if it ran no episode."""
+
+    __slots__ = ("row",)
+    row: int | None
 
 
 class PlaceNotes(Observer):
@@ -33,7 +37,9 @@ class PlaceNotes(Observer):
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
         """Return the note, and name the rows in the error that ``envs.errors`` keeps."""
         name_rows(error, self._envs.places)
-        return "; ".join(map(self._note, rows))
+        note = _PlaceNote("; ".join(map(self._note, rows)))
+        note.row = self._envs.row_of_place(rows[0]) if rows else None
+        return note
 
     def _note(self, place: int) -> str:
         row = self._envs.row_of_place(place)
@@ -65,5 +71,4 @@ def records_of_rows(records: Iterable[ErrorRecord]) -> deque[ErrorRecord]:
 
 
 def _noted_row(error: BaseException) -> int | None:
-    found = [match for note in getattr(error, "__notes__", ()) if (match := _NOTE.match(note))]
-    return int(found[0][1]) if found else None
+    return next((note.row for note in getattr(error, "__notes__", ()) if isinstance(note, _PlaceNote)), None)

@@ -543,7 +543,9 @@ class EpisodePrefetcher(VectorEnv[Any, Any, Any]):
 
     def _name_late_rows(self, error: StepTimeout) -> None:
         """Replace the places without a reply by their rows; spares have none."""
-        error.envs = tuple(row for row, place in enumerate(self.places) if place in error.envs)
+        rows = [(row, place) for row, place in enumerate(self.places) if place in error.envs]
+        error.envs = tuple(row for row, _ in rows)
+        error.where = {row: error.where[place] for row, place in rows if place in error.where}
         error.add_note(f"these are places; the envs without a reply are {list(error.envs)}")
 
     def row_of_place(self, place: int) -> int | None:

@@ -18,6 +18,7 @@ from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
     PHASES,
+    LateReplies,
     Phase,
     RequestSummary,
     Stepped,
@@ -331,15 +332,15 @@ class HostsDriver(WorkerDriver):
             for host in late:
                 self.exchange.kill_host(host, "it was abandoned")
 
-    def _describe_late(self, seconds: float | None) -> tuple[str, list[int]]:
+    def _describe_late(self, seconds: float | None) -> LateReplies:
         self.overdue = True
-        parts = self.exchange.parts.values()
+        parts, text, where = self.exchange.parts.values(), "", {}
         late = {part.host.index: part for part in reversed(parts)}
-        text = "".join(
-            f"\nenvs {list(part.rows)}, {part.host.label}, during {part.request.command}: no reply yet."
-            for part in list(late.values())[:_LATE_HOSTS_NAMED]
-        )
-        return text, sorted({row for part in parts for row in part.rows})
+        for part in list(late.values())[:_LATE_HOSTS_NAMED]:
+            request_text = f"envs {list(part.rows)}, {part.host.label}, during {part.request.command}"
+            text += f"\n{request_text}: no reply yet."
+            where.update(dict.fromkeys(part.rows, request_text))
+        return LateReplies(text, sorted({row for part in parts for row in part.rows}), where)
 
     @property
     def seconds_waited(self) -> float:

@@ -81,6 +81,7 @@ class Engine(WorkerDriver):
         batch = self.batch = layout.view(self.arena.buffer)
         self.store = make_store(batch)
         self.infos = InfoReader(batch.info_schemas, batch.infos)
+        self._no_infos = WorkerInfos(self.infos, None, self.num_envs, {}, {})
         self.failures = FailureLog(self.observers, like_gymnasium=policy.logs_like_gymnasium)
         self.rebuilder = Rebuilder(
             policy, self.failures, batch, self.store, self.infos, layout.observations, self.mode, self.counters,
@@ -197,8 +198,11 @@ class Engine(WorkerDriver):
             raise
         result = observations, batch.rewards.copy(), batch.terminations.copy(), batch.truncations.copy(), infos
         for observer in self.observers:
-            row_infos = infos if isinstance(infos, RowInfos) else WorkerInfos(self.infos, None, self.num_envs, {}, {})
-            observer.on_result(None, (*result[:4], row_infos) if request.command == "step" else (observations, row_infos))
+            row_infos = infos or self._no_infos
+            if request.command == "step":
+                observer.on_result(None, (observations, result[1], result[2], result[3], row_infos))
+            else:
+                observer.on_result(None, (observations, row_infos))
         self.state.changing = True  # until the guard has returned the result
         exchange.request = None
         if request.command == "step" and not exchange.pending.not_counted:  # the usual case

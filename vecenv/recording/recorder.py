@@ -392,8 +392,8 @@ class Recorder:
         """Record rewards and flags. After an interruption, the same result may arrive twice."""
         staged = self._staged
         if rows is None and staged is not None and len(result) == 5:
-            data, at = b"".join((staged, *result[1:4])), self._num_logged
-            self._log[at] = data
+            at = self._num_logged
+            self._log[at] = b"".join((staged, result[1], result[2], result[3]))  # slicing `result` costs as much as this
             self._num_logged, self._staged = at + 1, None  # a signal handler cannot run between these three stores
             if at == self._last_log_index:
                 self._is_logging = False

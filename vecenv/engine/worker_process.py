@@ -41,8 +41,8 @@ from vecenv.worker.snapshot_rows import SnapshotRows
 PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the head of a plain reply to it, its rows, and its request.
 
-``PendingMessages.receive`` need not decode a reply that equals the head. The head's code is 0, which no reply has, if the message
-rebuilds environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
+``PendingMessages.receive`` need not decode a reply that equals the head. The head's code is 0, which no reply has, if the
+message rebuilds environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
 
 _log = logging.getLogger("vecenv")
 _STEP: Final = int(Op.STEP)

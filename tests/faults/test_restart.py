@@ -128,6 +128,20 @@ def test_restart_during_reset_keeps_seeds_and_options(launch: Launch, tmp_path: 
 
 
 @CHEAP
+def test_restart_during_reset_without_seeds_can_be_repeated(launch: Launch) -> None:
+    """The rebuilt environment gets a seed from the engine's own sequence, which the latest seeded reset began."""
+    seeds = []
+    for _ in range(2):
+        envs = launch(make_env_fns(2, {1: faulty_env_fn(1, "raises", reset=2)}), num_workers=1, on_failure="restart")
+        envs.reset(seed=3)
+        observations, infos = envs.reset()
+        assert infos["_restarted"].tolist() == [False, True]
+        seeds.append([WitnessEnv.read(row)["seed"] for row in observations])
+    assert seeds[0] == seeds[1]
+    assert seeds[0][1] > 3
+
+
+@CHEAP
 def test_restart_during_reset_keeps_options_per_row(launch: Launch, tmp_path: Path) -> None:
     faulty = faulty_env_fn(3, "kill", reset=2, once=tmp_path / "once")
     envs = launch(make_env_fns(4, {3: faulty}), num_workers=2, on_failure="restart")

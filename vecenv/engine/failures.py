@@ -347,8 +347,8 @@ class Rebuilder:
     def prepare(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
         """Mark rows as being rebuilt for a request; return the payload: seeds, options, True if the next step resets.
 
-        A row that fails in a reset gets the reset's options at every rebuild, but its seed only once; all other seeds are
-        fresh.
+        A row that fails in a reset gets the reset's options at every rebuild, but its seed, if there is one, only once; all
+        other seeds are fresh.
         """
         stepping = request.command == "step"
         for row in rows:
@@ -356,7 +356,8 @@ class Rebuilder:
         seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
             reseeded = set(rows if request.rows is None else request.rows) - request.repeated
-            seeds = [request.seeds[row] if row in reseeded else fresh for row, fresh in zip(rows, seeds, strict=True)]
+            given = [request.seeds[row] if row in reseeded else None for row in rows]
+            seeds = [fresh if seed is None else seed for seed, fresh in zip(given, seeds, strict=True)]
             request.repeated.update(rows)
         for observer in self._observers:
             observer.on_reset(rows, seeds, select_options(request.options, rows))

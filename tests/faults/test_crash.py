@@ -17,12 +17,15 @@ from typing import Any
 
 import gymnasium
 import numpy as np
+import psutil
 import pytest
+from envs import open_engine
 from faulty_envs import ForkAndReturnLater, Pause, RowChecker, faulty_env_fn, make_env_fns, write_pid_then
 from gymnasium.vector import AutoresetMode
 from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
 from sampling import each_once
 
+from vecenv.engine import worker_process
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import EnvError, RemoteTraceback, StepTimeout, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
@@ -321,6 +324,17 @@ def test_programs_of_environments_end(launch: Launch, ending: str, tmp_path: Pat
     if not envs.closed:
         envs.close(terminate=ending == "terminate")
     assert not still_running([helper], PATIENCE)
+
+
+@pytest.mark.linux
+def test_group_of_a_dead_worker_is_ended_before_its_pid_can_be_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    exists: list[bool] = []
+    monkeypatch.setattr(worker_process, "end_group", lambda pids: exists.extend(map(psutil.pid_exists, pids)))
+    with open_engine(make_env_fns(1, {0: faulty_env_fn(0, "exit_now", step=1)}), num_workers=1, context="fork") as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WorkerDied):
+            envs.step([1])
+        assert exists == [True]
 
 
 def test_worker_that_loses_its_caller_ends_its_helpers(launch: Launch) -> None:

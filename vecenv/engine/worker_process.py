@@ -218,6 +218,7 @@ class WorkerProcess:
         if not self.watch.has_ended(_EXIT_GRACE_SECONDS):
             self.signal(signal.SIGKILL)
             reason = reason or "it closed its pipe, so it was killed"
+        end_group([self.pid])  # before `exit_code` reaps it
         self.exitcode = self.watch.exit_code()
         command = self.command
         stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
@@ -229,7 +230,6 @@ class WorkerProcess:
             text += f", at {location}"
         if stack:
             text += f"\nits last Python stack:\n{stack}"
-        end_group([self.pid])
         return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running)
 
     # -- the stack ----------------------------------------------------------------------------------------------------

@@ -401,6 +401,22 @@ def test_abandon_with_restarts_returns_rows_of_new_environments() -> None:
         assert (infos["env_id"].tolist(), truncations.tolist(), infos["restarted"].tolist()) == ([0], [True], [True])
 
 
+def test_a_death_after_an_interrupted_timeout_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes while the stack of a late worker is read, and then the worker dies for another reason."""
+
+    def interrupt(_: WorkerProcess) -> str:
+        raise KeyboardInterrupt
+
+    with ready_engine([HANGS(0)], num_workers=1, on_failure="restart", step_timeout=0.2) as envs:
+        monkeypatch.setattr(WorkerProcess, "read_stack", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            envs.step([1])
+        monkeypatch.undo()
+        os.kill(worker_pids(envs)[0], signal.SIGKILL)
+        assert envs.step_wait()[-1]["restarted"].tolist() == [True]
+        assert [record.error.timeout for record in envs.errors] == [None]
+
+
 # --- A call beside a step of `send` that hangs in the same worker ---------------------------------
 
 

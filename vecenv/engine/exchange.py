@@ -475,11 +475,11 @@ class Exchange:
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         for worker in workers:
-            worker.timeout = timeout
             stack = worker.read_stack()
             where = f" at {location}" if (location := innermost_location(stack)) else ""
-            worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`
+            worker.timeout = timeout
+            worker.kill_reason = f"{reason} and was killed{where}" + (f"\nits stack:\n{stack}" if stack else "")
             worker.signal(9)
             self.pending.handle_death(worker)
             self.pending.settle_received()

@@ -20,6 +20,7 @@ from signals import handled
 
 import vecenv
 from vecenv.engine.pending_messages import PendingMessages
+from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import WorkerDied
 from vecenv.testing import assert_identical
 
@@ -133,6 +134,30 @@ def test_interrupted_change_of_state_needs_a_reset(
             with pytest.raises(ResetNeeded, match="reset"):
                 refused(envs)
         equal_after_reset(envs)
+
+
+def raise_after(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> None:
+    """Raise the alarm whenever this method has been called."""
+    original = getattr(owner, method)
+
+    def alarmed(*arguments: Any, **options: Any) -> Any:
+        result = original(*arguments, **options)
+        signal.raise_signal(signal.SIGALRM)
+        return result
+
+    monkeypatch.setattr(owner, method, alarmed)
+
+
+def test_a_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine() as envs:
+        envs.reset(seed=1)
+        raise_after(monkeypatch, WorkerProcess, "_describe_death")
+        with pytest.raises(TimeoutError):
+            envs.step(np.array([1, KILL, 3, 4]))
+        monkeypatch.undo()
+        assert [record.error.envs for record in envs.errors] == [(0, 1)]
+        equal_after_reset(envs)
+        assert len(envs.errors) == 1
 
 
 # --- an exception in a wait -----------------------------------------------------------------------

@@ -24,6 +24,7 @@ from vecenv.link.messages import HEAD, Op, Outcome, Reply, decode, decode_outcom
 from vecenv.link.observations import Store
 from vecenv.shm import Batch
 from vecenv.system.reporting import warn
+from vecenv.system.signals import deferred_signals
 
 PLAIN: Final = int(Reply.PLAIN)  # packing an enum is slower
 NEVER_PLAIN: Final = 0
@@ -348,10 +349,11 @@ class PendingMessages:
         for message in worker.channel.receive_rest():  # replies that it wrote before it ended
             self._apply_message(worker, message)
         pending = list(worker.pending)
-        death = worker.record_death()
+        with deferred_signals():  # an exception between them would leave a death that is never recorded
+            death = worker.record_death()
+            self.failures.record_death(death)
         self.pool.drop_messages(worker)
         worker.pending.clear()
-        self.failures.record_death(death)
         for _, rows, request in pending:
             request.collect()
             request.remaining -= 1

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -158,6 +159,33 @@ def test_a_death_is_recorded_if_its_handling_is_interrupted(monkeypatch: pytest.
         assert [record.error.envs for record in envs.errors] == [(0, 1)]
         equal_after_reset(envs)
         assert len(envs.errors) == 1
+
+
+class HangsLater:
+    """A function that builds an environment, and hangs once a file exists."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __call__(self) -> Counting:
+        if self.path.exists():
+            time.sleep(60)
+        return Counting(0)
+
+
+def test_a_start_has_a_time_limit_if_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    options = vecenv.WorkerOptions(start_timeout=0.5)
+    with open_engine([HangsLater(tmp_path / "file")], num_workers=1, worker_options=options) as envs:
+        envs.reset(seed=1)
+        with pytest.raises(WorkerDied):
+            envs.step([KILL])
+        (tmp_path / "file").touch()
+        raise_after(monkeypatch, envs._pool, "_start")
+        with pytest.raises(TimeoutError):
+            envs.reset()
+        monkeypatch.undo()
+        with pytest.raises(WorkerDied, match=r"it hung for more than 0\.5 seconds"):
+            envs.reset()
 
 
 # --- an exception in a wait -----------------------------------------------------------------------

@@ -97,8 +97,9 @@ class PendingMessages:
             container.clear()
         for worker in self.pool.workers:
             worker.pending.clear()
-            if isinstance(worker, WorkerProcess) and worker.rebuild_deadline:
-                self.limit_rebuild(worker)  # it is still starting, or executing a dropped message
+            if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.ready):
+                # it is executing a dropped message, or still starting: without a limit, if `replace` was interrupted
+                self.limit_rebuild(worker)
         self.pool.drop_unsent()
 
     def drop_request(self, request: Request) -> None:

@@ -80,10 +80,25 @@ def test_always_failing_environment_exhausts_its_budget_soon() -> None:
 
 
 def test_explicit_limit_applies_to_all_and_is_named() -> None:
-    restarts, error = _step_until_exhausted([3] * 4, 100, limit=6, period=30.0)
+    restarts, error = _step_until_exhausted([3] * 2, 100, limit=6, period=30.0)
     assert restarts == 6
     text = "more than 6 restarts within 30 seconds, which is the budget that on_failure=Restart(limit=, period=) sets"
     assert text in str(error)
+
+
+def test_restarts_that_exceed_the_budget_together_are_neither_counted_nor_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Four environments fail in one step, then again: the budget has two restarts left, so none is restarted."""
+    with caplog.at_level(logging.WARNING, "vecenv"):
+        restarts, error = _step_until_exhausted([3] * 4, 100, limit=6)
+    assert isinstance(error, RestartsExhausted)
+    assert restarts == len(caplog.records) == 4
+
+
+def test_a_refunded_restart_can_be_made_later() -> None:
+    budget = RestartBudget(2, 60.0, lambda: 0.0)
+    assert [budget.spend(f"cause {index}") for index in range(3)] == [True, True, False]
+    budget.refund(1)
+    assert [budget.spend(f"cause {index}") for index in range(2)] == [True, False]
 
 
 def test_steps_earn_restarts(monkeypatch: pytest.MonkeyPatch) -> None:

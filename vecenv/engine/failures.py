@@ -321,11 +321,14 @@ class Rebuilder:
             causes.append((death.first_line, list(death.envs)))
             uncounted -= set(death.envs)
         causes += [(f"env {row}: {failures.failed.get(row, 'it failed again')}", [row]) for row in sorted(uncounted)]
-        for cause, mine in causes:
+        for position, (cause, mine) in enumerate(causes):
             if notes := failures.notes.get(mine[0]):
                 cause += f" ({'; '.join(notes)})".replace("\n", " ")
+                causes[position] = cause, mine
             if not budget.spend(cause, mine):
+                budget.refund(position)  # the rows of earlier causes are not restarted either
                 return self._exhausted_error(mine, workers, budget)
+        for cause, mine in causes:
             failures.restarts += 1
             failures.counted |= failures.failed.keys() & set(mine)
             failures.restart_log.log(cause)

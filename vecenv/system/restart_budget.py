@@ -47,6 +47,11 @@ class RestartBudget:
         self._spent.append((now, mine, self._steps()))
         return True
 
+    def refund(self, count: int) -> None:
+        """Undo the latest ``count`` restarts that :meth:`spend` allowed, because they are not made."""
+        for _ in range(count):
+            self._spent.pop()
+
     def _balance(self, mine: tuple[int, ...]) -> tuple[int, float]:
         """Return how many restarts these rows had in the period, and how many they may have."""
         if self.limit is not None:

@@ -166,6 +166,32 @@ def test_worker_killed_while_idle_is_restarted(launch: Launch) -> None:
         assert restarted == {2 * worker, 2 * worker + 1}
 
 
+@CHEAP
+def test_death_in_a_restart_is_named(launch: Launch, tmp_path: Path) -> None:
+    """The environment raises in a step, and the reset of the one that replaces it ends the worker."""
+    fault = faulty_env_fn(1, "raises", step=1, once=tmp_path / "raised")
+    envs = launch([healthy_env_fn(0), functools.partial(DiesInItsFirstReset, fault, tmp_path)], on_failure="restart")
+    envs.reset(seed=1)
+    assert envs.step([1, 1])[-1]["_restarted"].tolist() == [False, True]
+    raised, died = envs.errors
+    assert (raised.command, died.command) == ("step", "step")
+    assert re.search(r"env 1\) died during step, in a restart: killed by SIGKILL", str(died))
+
+
+class DiesInItsFirstReset(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """A wrapper that ends the process in the first reset after ``folder / "raised"`` was created, but only once."""
+
+    def __init__(self, make: Any, folder: Path) -> None:
+        super().__init__(make())
+        self.folder = folder
+
+    def reset(self, **kwargs: Any) -> Any:
+        if (self.folder / "raised").exists() and not (self.folder / "died").exists():
+            (self.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().reset(**kwargs)
+
+
 # --- the limit of restarts ----------------------------------------------------------------------
 
 

@@ -225,6 +225,8 @@ class WorkerProcess:
         running = None if command == "idle" else self.running_row
         where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows, running)})"
         activity = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
+        if self.ready and self.pending and self.pending[0][1][0] in self.pending[0][2].rebuilding:
+            activity += ", in a restart"
         text = f"{where} died {activity}: {reason or describe_exit(self.exitcode)}"
         if location := innermost_location(stack):
             text += f", at {location}"

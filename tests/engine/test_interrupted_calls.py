@@ -23,7 +23,7 @@ import vecenv
 from vecenv.engine.pending_messages import PendingMessages
 from vecenv.engine.worker_process import WorkerProcess
 from vecenv.errors import WorkerDied
-from vecenv.testing import assert_identical
+from vecenv.testing import FaultyEnv, assert_identical
 
 KILL = 9
 
@@ -222,6 +222,31 @@ def test_an_interrupted_wait_for_a_step_can_be_repeated() -> None:
         os.kill(pid, signal.SIGCONT)
         assert_identical(envs.step_wait(), twin.step(ACTIONS), "the interrupted step")
         assert_identical(envs.step(ACTIONS), twin.step(ACTIONS), "the next one")
+
+
+class Nap:
+    """A fault that delays the result."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __call__(self, result: Any) -> Any:
+        time.sleep(self.seconds)
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "use_caller": True}], ids=str)
+def test_a_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> None:
+    """One environment raises, then Ctrl-C interrupts the wait for the others."""
+    fns = [partial(FaultyEnv, FNS[0](), "raises", step=1), *FNS[1:3], partial(FaultyEnv, FNS[3](), Nap(0.3), step=1)]
+    with open_engine(fns, **options) as envs:
+        envs.reset(seed=1)
+        signal.setitimer(signal.ITIMER_REAL, 0.15)
+        with pytest.raises(TimeoutError):
+            envs.step(ACTIONS)
+        assert not envs.errors
+        assert envs.reset(seed=5)[0][:, 2].tolist() == [5, 6, 7, 8]
+        assert [(record.env, record.command, type(record.error)) for record in envs.errors] == [(0, "step", ValueError)]
 
 
 CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {

@@ -127,7 +127,10 @@ class Exchange:
     def send_reset(self, rows: Sequence[int], seeds: list[Any], options: ResetOptions, *, for_recv: bool) -> None:
         """Send a reset of some rows and replace their dead workers. Unless ``for_recv``, first drop all pending requests."""
         pending, payloads = self.pending, self.pickled_reset(rows, seeds, options)  # may raise
+        dropped = None if for_recv or self.state.changing else self.request  # otherwise, an interrupted `settle` has begun
         self.state.changing = True
+        if dropped is not None:
+            pending.record_dropped(dropped)
         if not for_recv:
             self.request = None
             pending.drop_all()

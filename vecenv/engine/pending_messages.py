@@ -102,8 +102,13 @@ class PendingMessages:
                 self.limit_rebuild(worker)
         self.pool.drop_unsent()
 
+    def record_dropped(self, request: Request) -> None:
+        """Record the failures of a request that is about to be dropped, as ``apply`` does with those that arrive later."""
+        self.failures.record(request.command, [pair for pair in request.failures if pair[0].fatal], mark="none")
+
     def drop_request(self, request: Request) -> None:
         """Drop the messages of one request, which is a call."""
+        self.record_dropped(request)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
             worker.pending.clear()

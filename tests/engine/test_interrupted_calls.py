@@ -249,6 +249,18 @@ def test_a_failure_in_a_dropped_step_is_recorded(options: dict[str, Any]) -> Non
         assert [(record.env, record.command, type(record.error)) for record in envs.errors] == [(0, "step", ValueError)]
 
 
+def test_a_late_failure_in_a_dropped_reset_is_recorded_as_one_of_a_reset() -> None:
+    slow = FaultyEnv(FaultyEnv(FNS[0](), Nap(0.3), reset=2), "raises", reset=2)
+    with open_engine([lambda: slow], num_workers=1) as envs:
+        envs.reset(seed=1)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(TimeoutError):
+            envs.reset(seed=2)
+        assert envs.reset(seed=5)[0][:, 2].tolist() == [5]
+        assert [(record.env, record.command, type(record.error)) for record in envs.errors] == [(0, "reset", ValueError)]
+        assert not envs._pool.processes[0].dropped
+
+
 CALLS: dict[str, tuple[float, Callable[[Any], Any], Any]] = {
     "call": (0.1, lambda envs: envs.call("nap", 0.15), (0, 1, 2, 3)),
     "get_attr": (0.1, lambda envs: envs.exec_func(Counting.nap, None, 0.15), (0, 1, 2, 3)),

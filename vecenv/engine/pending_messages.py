@@ -96,7 +96,9 @@ class PendingMessages:
         ):  # fmt: skip
             container.clear()
         for worker in self.pool.workers:
-            worker.pending.clear()
+            if worker.pending:
+                worker.dropped.update((head[1:], request.command) for head, _, request in worker.pending)
+                worker.pending.clear()
             if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.ready):
                 # it is executing a dropped message, or still starting: without a limit, if `replace` was interrupted
                 self.limit_rebuild(worker)
@@ -111,6 +113,7 @@ class PendingMessages:
         self.record_dropped(request)
         for worker in self.pool.workers:
             others = [pending for pending in worker.pending if pending[2] is not request]
+            worker.dropped.update((head[1:], request.command) for head, _, other in worker.pending if other is request)
             worker.pending.clear()
             worker.pending.extend(others)
         if (local := self.pool.local) is not None:
@@ -258,9 +261,10 @@ class PendingMessages:
         if index == len(pending):  # the request was dropped
             if not pending:
                 worker.rebuild_deadline = 0.0
+            command = worker.dropped.pop(number, "step")
             if outcome is not None:
                 failures = [(failure, worker) for failure in outcome.failures if failure.fatal]
-                self.failures.record("step", failures, mark="none")
+                self.failures.record(command, failures, mark="none")
             return
         expected, rows, request = pending[index]
         del pending[index]

@@ -76,6 +76,7 @@ class LocalWorker:
         self.index, self.rows, self.env_rows = index, rows, env_rows
         self.pid, self.label = os.getpid(), f"stepped by the caller, pid {os.getpid()}"
         self.pending: deque[PendingMessage] = deque()
+        self.dropped: dict[bytes, str] = {}
         self.messages: deque[tuple[int, int, Any]] = deque()
 
     def __repr__(self) -> str:
@@ -127,6 +128,7 @@ class WorkerProcess:
 
     Attributes:
         pending: Messages without a reply, oldest first.
+        dropped: Number of a message without a reply that was dropped, as in its head -> the command of its request.
         ready: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
@@ -158,6 +160,7 @@ class WorkerProcess:
         self.shares_core = shares_core
         self.forked = process._popen.method == "fork"
         self.pending: deque[PendingMessage] = deque()
+        self.dropped: dict[bytes, str] = {}
         self.ready = self.overdue = self._close_requested = False
         self.start_failures: list[Failure] = []
         self.death: Death | None = None

@@ -25,9 +25,10 @@ from gymnasium.vector import AutoresetMode
 from observe import CHEAP, FAULTS, METHODS, PATIENCE, Launch, alive, names, report, still_running, wait_for, worker_pids
 from sampling import each_once
 
+from vecenv import Restart
 from vecenv.engine import worker_process
 from vecenv.engine.worker_process import WorkerProcess
-from vecenv.errors import EnvError, RemoteTraceback, StepTimeout, WorkerDied
+from vecenv.errors import EnvError, RemoteTraceback, RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.testing.faulty import KeywordOnlyError, TwoArgumentsError, UnprintableError, WitnessEnv
 
 pytestmark = FAULTS
@@ -545,6 +546,37 @@ def test_half_written_observation_is_not_returned(
     observations, _ = envs.reset(seed=20, options={"reset_mask": np.array([False, False, True, True])})
     assert observations[2:].tolist() == [[22] * 3, [23] * 3]
     assert observations[1].tolist() == whole
+
+
+class HalfReset(InPlace):
+    """The last environment fails in its first reset, half-way, once a file exists."""
+
+    def __init__(self, index: int, path: Path) -> None:
+        super().__init__(index)
+        self.path = path
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        if self.index == COUNT - 1:
+            self.buffer[:1] = 77
+            self.path.with_suffix(".half").touch()
+            wait_for(self.path)
+            raise ValueError("half-way")
+        return super().reset(seed=seed, options=options)
+
+
+@CHEAP
+def test_half_written_first_observation_is_not_kept(launch: Launch, tmp_path: Path) -> None:
+    """With restarts, the observations of the first partial ``recv`` are kept, but not those that are being written."""
+    path = tmp_path / "file"
+    envs = launch([functools.partial(HalfReset, index, path) for index in range(COUNT)], on_failure=Restart(0))
+    envs.reset_async(seed=[5, 6, 7, 8])
+    wait_for(path.with_suffix(".half"))
+    envs.recv(count=COUNT - 1)
+    path.touch()
+    with pytest.raises(RestartsExhausted):
+        envs.recv(count=1)
+    observations, _ = envs.reset(seed=20, options={"reset_mask": np.array([True] * (COUNT - 1) + [False])})
+    assert observations.tolist() == [[20 + index] * 3 for index in range(COUNT - 1)] + [[0] * 3]
 
 
 class NeverRepeats(ResetInfoOnlyInLastEnv):

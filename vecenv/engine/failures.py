@@ -264,9 +264,11 @@ class LastGoodObservations:
         if self._tree is None:
             for row in rows:
                 self._rows[row] = self._store.row(row)
-        elif self._batch is None or all_rows:
+        elif all_rows:
             self._batch = self._store.batch(copy=True)
         elif rows:
+            if self._batch is None:  # workers may be writing the observations of the other rows
+                self._batch = self._tree.map(np.zeros_like, self._store.batch(copy=True))
             new_leaves = flatten(self._tree, self._store.take(np.array(rows)))
             for leaf, new_leaf in zip(flatten(self._tree, self._batch), new_leaves, strict=True):
                 leaf[list(rows)] = new_leaf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -287,6 +288,27 @@ def test_reset_rebuilds_only_the_failed_environment(every_engine: Options) -> No
         # the others are the same objects, in their second episode; the third was rebuilt
         assert observations[:, 2:].tolist() == [[2, 5], [2, 6], [1, 7]]
         assert envs.step([0, 0, 0])[0][:, 1].tolist() == [1, 1, 1]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("by_row", [True, False], ids=["by row", "at once"])
+@pytest.mark.parametrize("method", ["step", "reset"])
+def test_only_the_failed_environment_is_not_counted(every_engine: Options, method: str, by_row: bool) -> None:
+    with ready_engine([*counters(2), raising(2, ValueError("x"), method)], **every_engine) as envs:
+        envs.step([0, 0, 0])
+        before = envs.stats()
+        if not by_row:
+            with pytest.raises(ValueError, match="x"):
+                envs.step([0, 0, 0]) if method == "step" else envs.reset()
+        elif method == "step":
+            envs.send([0, 0, 0], range(3))
+        else:
+            envs.reset_async()
+        for _ in range(3 if by_row else 0):
+            with contextlib.suppress(ValueError):
+                envs.recv(count=1)
+        after = envs.stats()
+        assert [after[name] - before[name] for name in ("steps", "resets")] == ([2, 0] if method == "step" else [0, 2])
 
 
 def test_step_of_a_failed_environment_raises_and_steps_none(every_engine: Options) -> None:

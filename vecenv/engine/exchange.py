@@ -226,10 +226,11 @@ class Exchange:
     def settle(self, request: Request) -> Exception | None:
         """Settle the failures of the pending request: return the exception, which ends it, or queue rebuild messages."""
         self.state.changing = True
+        failed = self.pending.find_rows_to_settle(request)
         error = self.pending.settle(request)
         if error is not None:
             self.request = None
-            self.pending.count_results(request)
+            self.pending.count_results(request, failed)
         self.state.changing = False
         return error
 

@@ -156,14 +156,14 @@ class PendingMessages:
         if request.has_failed:
             if not any(other is request for other in self.unsettled):
                 self.unsettled.append(request)
-            failed = self._find_rows_to_settle(request)
+            failed = self.find_rows_to_settle(request)
             rows = [row for row in rows if row not in failed]
         if request.infos or request.finals:
             self.ready_infos.update((row, request.infos.pop(row)) for row in rows if row in request.infos)
             self.ready_finals.update((row, request.finals.pop(row)) for row in rows if row in request.finals)
         self.ready += rows
 
-    def _find_rows_to_settle(self, request: Request) -> set[int]:
+    def find_rows_to_settle(self, request: Request) -> set[int]:
         """Return the rows that ``settle`` rebuilds or raises for, so that they do not become ready now."""
         restart = self.policy.restart
         return {failure.env for failure, _ in request.failures if restart or not failure.has_result} | request.lost
@@ -172,7 +172,7 @@ class PendingMessages:
         """Settle the failures of requests for ``recv``: the next wait writes the messages that rebuild rows, or raises."""
         while self.unsettled:
             request = self.unsettled.pop(0)
-            failed = self._find_rows_to_settle(request)
+            failed = self.find_rows_to_settle(request)
             if (error := self.settle(request)) is not None:
                 self.unraised.append((error, failed))
 
@@ -203,13 +203,13 @@ class PendingMessages:
                 self.ready_infos.pop(row, None)
                 self.ready_finals.pop(row, None)
 
-    def count_results(self, request: Request) -> None:
-        """Count the steps or the resets of a request that one call returns."""
+    def count_results(self, request: Request, failed: Collection[int] = ()) -> None:
+        """Count the steps or the resets of a request that one call returns, except those of rows that failed."""
         if request.command == "step":
-            self.counters.steps += self.num_envs - len(self.not_counted)
+            self.counters.steps += self.num_envs - len(self.not_counted.union(failed))
             self.not_counted.clear()
         elif request.command == "reset":
-            self.counters.resets += self.num_envs if request.rows is None else len(request.rows)
+            self.counters.resets += (self.num_envs if request.rows is None else len(request.rows)) - len(failed)
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
@@ -302,7 +302,7 @@ class PendingMessages:
         raised = self.failures.record(request.command, request.failures, mark="all" if rebuilds else "fatal")
         error: Exception | None
         if rebuilds:
-            error = self.queue_rebuilds(request, sorted(self._find_rows_to_settle(request)))
+            error = self.queue_rebuilds(request, sorted(self.find_rows_to_settle(request)))
         else:
             error = self.failures.combine(request, raised)
         request.failures.clear()

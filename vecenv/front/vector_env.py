@@ -618,12 +618,13 @@ class VectorEnvBase(NoCloseOnCollect, VectorEnv[ObsType, ActType, ArrayType], Ge
     def stats(self) -> dict[str, float]:
         """Return statistics since construction.
 
-        ``steps`` and ``resets`` of single environments, counted when their results are returned; ``steps_per_second``;
-        ``wait_fraction`` (share of the time that the caller spent waiting); ``step_time_mean`` and ``step_time_slowest_env``
-        in seconds; ``straggler_share`` (share of their time that workers were idle because another one took longer);
-        ``restarts``; ``errors``; ``bytes_pickled``; ``in_flight`` (environments with a step or reset that has not been
-        fetched). Counts are exact; times inside environments are extrapolated if a worker's share of a batch takes less than
-        a millisecond. Values unknown to a backend are nan. After :meth:`close` they stay unchanged.
+        ``steps`` and ``resets`` of single environments, counted when their results are returned, or when an exception of
+        another one is raised in their place; ``steps_per_second``; ``wait_fraction`` (share of the time that the caller
+        spent waiting); ``step_time_mean`` and ``step_time_slowest_env`` in seconds; ``straggler_share`` (share of their time
+        that workers were idle because another one took longer); ``restarts``; ``errors``; ``bytes_pickled``; ``in_flight``
+        (environments with a step or reset that has not been fetched). Counts are exact; times inside environments are
+        extrapolated if a worker's share of a batch takes less than a millisecond. Values unknown to a backend are nan. After
+        :meth:`close` they stay unchanged.
         """
         return self._driver.stats()  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Functions that build every kind of vector environment: :func:`make_vec`, like Gymnasium's, and :func:`register`.
+"""Construction of every kind of vector environment: :func:`make_vec`, like Gymnasium's, and :func:`register`.
 
 A backend is one row of a table: the function that builds it, the libraries that it needs and the extra that installs them.
 Wrong arguments (an unknown id, backend or option) and missing libraries are reported before anything is built, and the error
@@ -94,7 +94,7 @@ def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: b
     if entry_point is None and vector:
         raise gymnasium.error.Error(f"{spec.id!r} has no vector entry point, so backend 'native' has nothing to build")
     if entry_point is None:
-        hint = ": its library steps them, backend='native'" if spec.vector_entry_point is not None else ""
+        hint = "; backend='native' builds its library's vector environment" if spec.vector_entry_point is not None else ""
         raise gymnasium.error.Error(f"{spec.id!r} has no entry point, so there is no single environment to build{hint}")
     if vector:
         _check_names(env_kwargs, entry_point, _NATIVE_OPTIONS, f"{spec.id!r}, backend 'native',")
@@ -106,7 +106,7 @@ def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: b
 def _check_names(
     names: Iterable[str], entry_point: Any, extra: Sequence[str], owner: str, vector_options: Sequence[str] = ()
 ) -> None:
-    """Raise for options that are neither parameters of an entry point nor ``extra``, if it does not take all keywords."""
+    """Raise for options that are neither parameters of an entry point nor ``extra``, unless it takes ``**kwargs``."""
     parameters = parameters_of(entry_point)
     if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         check_option_names(names, sorted({*parameters, *extra}), owner, vector_options=vector_options)
@@ -125,7 +125,7 @@ def parameters_of(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
         return None
 
 
-def only_vector(spec: EnvSpec) -> bool:
+def is_vector_only(spec: EnvSpec) -> bool:
     """True if there is only a vector entry point, and no single environment to build."""
     return spec.entry_point is None and spec.vector_entry_point is not None
 
@@ -133,42 +133,42 @@ def only_vector(spec: EnvSpec) -> bool:
 AnyVectorEnv: TypeAlias = VectorEnv[Any, Any, Any]
 EnvFn: TypeAlias = Callable[..., gymnasium.Env[Any, Any]]
 Wrappers: TypeAlias = Sequence[Callable[[Any], Any]]
-VectorKwargs: TypeAlias = Mapping[str, Any] | None
+OptionDict: TypeAlias = Mapping[str, Any] | None
 
 
 @overload  # not expressible in types: an id with only a vector entry point gives a NativeVectorEnv
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: Literal["process", "serial"] = "process", *,
-    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
+    vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AsyncVectorEnv[Any, Any]: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["envpool"], *,
-    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any,
+    vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, **options: Any,
 ) -> EnvPoolVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["brax", "playground"], *,
-    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any,
+    vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, **options: Any,
 ) -> JaxVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int, backend: Literal["ray"], *,
-    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
+    vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> RayVectorEnv[Any, Any]: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec, num_envs: int, backend: Literal["native"], *,
-    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any,
+    vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, **options: Any,
 ) -> NativeVectorEnv: ...  # fmt: skip
 @overload
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
-    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
+    vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AnyVectorEnv: ...  # fmt: skip
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: str = "process", *,
-    vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, wrappers: Wrappers | None = None, **options: Any,
+    vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
 ) -> AnyVectorEnv:  # fmt: skip
     """Build a vector environment, from the id of its environments and the name of a backend.
 
@@ -197,18 +197,18 @@ def make_vec(
         The vector environment, with its ``spec`` set.
 
     Raises:
-        gymnasium.error.UnregisteredEnv: There is no such environment. The text names similar ids.
-        ValueError: There is no such backend (the text lists all), there are wrappers for a backend without Python
+        gymnasium.error.UnregisteredEnv: There is no such environment. The message names similar ids.
+        ValueError: There is no such backend (the message lists all), there are wrappers for a backend without Python
             environments, or ``num_envs`` is invalid.
-        TypeError: There is no such option (the text lists all), the vector environment and the environment both have it, or
-            an argument has a wrong type.
-        ImportError: A library is missing. The text contains the command that installs it.
+        TypeError: There is no such option (the message lists all), the vector environment and the environment both have it,
+            or an argument has a wrong type.
+        ImportError: A library is missing. The message contains the command that installs it.
         NotImplementedError: The backend does not support ``spare_workers``.
     """
     entry = _find_backend(backend)
-    found = entry.spec(id_or_env_fn)
+    spec = entry.spec(id_or_env_fn)
     vector_options, kwargs = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
-    _sort_options(options, vector_options, kwargs, entry.options(), _parameter_names(found or id_or_env_fn))
+    _sort_options(options, vector_options, kwargs, entry.options(), _parameter_names(spec or id_or_env_fn))
     if {**options, **vector_options}.get("spare_workers") and backend not in ("process", "serial"):
         reason = "only worker processes on this machine can move between rows, those of backend='process'"
         raise_unsupported(f"backend {backend!r}", "have spare workers", reason)
@@ -217,18 +217,18 @@ def make_vec(
             id_or_env_fn, num_envs, vector_options, wrappers, kwargs
         )
     check_option("num_envs", num_envs)
-    if found is not None and found.vector_entry_point == _REGISTERED:
-        settings = kwargs if found is id_or_env_fn else {**found.kwargs, **kwargs}
+    if spec is not None and spec.vector_entry_point == _REGISTERED:
+        settings = kwargs if spec is id_or_env_fn else {**spec.kwargs, **kwargs}
         settings["options"] = {**settings["options"], **vector_options}
         if backend != "process":
             settings["backend"] = backend
         return _make_registered(int(num_envs), wrappers=wrappers, **settings)
-    if backend == "process" and found is not None and only_vector(found):
+    if backend == "process" and spec is not None and is_vector_only(spec):
         entry = _BACKENDS["native"]
     request = MakeRequest(id_or_env_fn, int(num_envs), vector_options, _parse_wrappers(wrappers), kwargs)
     envs = entry.build(request)
-    if (spec := request.result_spec(entry.mode, envs.unwrapped.spec)) is not None:
-        envs.unwrapped.spec = spec
+    if (result_spec := request.result_spec(entry.mode, envs.unwrapped.spec)) is not None:
+        envs.unwrapped.spec = result_spec
     return envs
 
 
@@ -244,7 +244,7 @@ def _merge_recorded(
 
 
 def register(
-    id: str, *, backend: str = "process", vector_kwargs: VectorKwargs = None, env_kwargs: VectorKwargs = None, **options: Any
+    id: str, *, backend: str = "process", vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, **options: Any
 ) -> str:
     """Register a name under which ``gymnasium.make_vec`` builds an environment with vecenv.
 
@@ -270,7 +270,7 @@ def register(
     vector_options, env_options = _parse_kwargs("vector_kwargs", vector_kwargs), _parse_kwargs("env_kwargs", env_kwargs)
     _sort_options(options, vector_options, env_options, entry.options(), _parameter_names(found))
     if isinstance(found, EnvSpec):
-        check_env_options(found, env_options, vector=backend == "native" or (backend == "process" and only_vector(found)))
+        check_env_options(found, env_options, vector=backend == "native" or (backend == "process" and is_vector_only(found)))
     name = f"vecenv/{id.rpartition(':')[2].replace('/', '-')}"
     kwargs = {**env_options, "id": id, "backend": backend, "options": vector_options}
     registry.pop(name, None)
@@ -297,7 +297,7 @@ class MakeRequest:
     wrappers: tuple[Callable[[Any], Any], ...]
     env_kwargs: dict[str, Any]
 
-    def name(self, backend: str) -> str:
+    def require_name(self, backend: str) -> str:
         """Return the environment's name, for backends that do not step Python environments.
 
         Raises:
@@ -449,23 +449,23 @@ def _build_process(request: MakeRequest) -> AnyVectorEnv:
     threads = any(name in sys.modules for name in ("jax", "torch"))  # their threads do not survive a fork
     if options.get("context") is None and threads and "forkserver" in multiprocessing.get_all_start_methods():
         options["context"] = "forkserver"
-    return _engine(request, options)
+    return _build_engine(request, options)
 
 
 def _build_serial(request: MakeRequest) -> AnyVectorEnv:
     if request.vector_kwargs.get("num_workers", 0) != 0:
         raise ValueError("backend 'serial' steps environments in this process; num_workers is for backend='process'")
-    return _engine(request, {**request.vector_kwargs, "num_workers": 0})
+    return _build_engine(request, {**request.vector_kwargs, "num_workers": 0})
 
 
-def _engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
+def _build_engine(request: MakeRequest, options: dict[str, Any]) -> AnyVectorEnv:
     spares = options.pop("spare_workers", 0)
     check_option("spare_workers", spares)
-    env_fns = [_env_fn(request)] * request.num_envs
+    env_fns = [_make_env_fn(request)] * request.num_envs
     return EpisodePrefetcher.from_env_fns(env_fns, spares, **options) if spares else AsyncVectorEnv(env_fns, **options)
 
 
-def _env_fn(request: MakeRequest) -> EnvFn:
+def _make_env_fn(request: MakeRequest) -> EnvFn:
     env_fn, kwargs = request.id_or_env_fn, request.env_kwargs
     if isinstance(env_fn, str | EnvSpec):
         spec = copy.deepcopy(find_spec(env_fn) if isinstance(env_fn, str) else env_fn)
@@ -481,10 +481,10 @@ def _env_fn(request: MakeRequest) -> EnvFn:
         )
     if env_fn is request.id_or_env_fn:
         _check_names(kwargs, env_fn, (), getattr(env_fn, "__qualname__", repr(env_fn)), engine_options())
-    return functools.partial(_build, env_fn, request.wrappers, kwargs)
+    return functools.partial(_build_env, env_fn, request.wrappers, kwargs)
 
 
-def _build(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+def _build_env(env_fn: EnvFn, wrappers: Wrappers, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     env = env_fn(**kwargs)
     for wrapper in wrappers:
         env = wrapper(env)
@@ -500,13 +500,13 @@ def _ray_options() -> tuple[str, ...]:
 def _build_ray(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import RayVectorEnv
 
-    return RayVectorEnv([_env_fn(request)] * request.num_envs, **request.vector_kwargs)
+    return RayVectorEnv([_make_env_fn(request)] * request.num_envs, **request.vector_kwargs)
 
 
 def _build_native(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import NativeVectorEnv
 
-    request.name("native")
+    request.require_name("native")
     spec = copy.deepcopy(find_spec(request.id_or_env_fn) if isinstance(request.id_or_env_fn, str) else request.id_or_env_fn)
     assert isinstance(spec, EnvSpec)
     if isinstance(request.id_or_env_fn, EnvSpec):
@@ -519,7 +519,7 @@ def _build_native(request: MakeRequest) -> AnyVectorEnv:
         mode = parse_autoreset_mode(mode)
         if "autoreset_mode" in (parameters_of(spec.vector_entry_point) or ()):
             options["autoreset_mode"] = mode
-    reason = f"{spec.id} has only a vector entry point" if only_vector(spec) else "backend='native' was requested"
+    reason = f"{spec.id} has only a vector entry point" if is_vector_only(spec) else "backend='native' was requested"
     refusal = f"backend 'native': the library of {spec.id!r} does not offer {mode}"
     try:
         library = gymnasium.make_vec(spec, request.num_envs, "vector_entry_point", **options)
@@ -537,7 +537,7 @@ def _build_native(request: MakeRequest) -> AnyVectorEnv:
 def _build_envpool(request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends import EnvPoolVectorEnv
 
-    name = request.name("envpool")
+    name = request.require_name("envpool")
     return EnvPoolVectorEnv(name, request.num_envs, **request.vector_kwargs, **request.env_kwargs)
 
 
@@ -547,19 +547,19 @@ def _find_envpool(name: str) -> str:
     return family_of(name)
 
 
-def _jax_native(library: str, request: MakeRequest) -> AnyVectorEnv:
+def _build_jax(library: str, request: MakeRequest) -> AnyVectorEnv:
     from vecenv.backends.jax_native import JaxVectorEnv
 
     options = {**request.vector_kwargs, **request.env_kwargs}
-    return JaxVectorEnv(request.name(library), request.num_envs, library=library, **options)
+    return JaxVectorEnv(request.require_name(library), request.num_envs, library=library, **options)
 
 
 _BACKENDS: dict[str, Backend] = {
     "process": Backend(_build_process, find_spec, mode="async", options=_process_options),
     "serial": Backend(_build_serial, find_spec, mode="sync", options=_process_options),
     "envpool": Backend(_build_envpool, _find_envpool, ("envpool",), "envpool"),
-    "brax": Backend(functools.partial(_jax_native, "brax"), str, ("jax", "brax"), "brax"),
-    "playground": Backend(functools.partial(_jax_native, "playground"), str, ("jax", "mujoco_playground"), "playground"),
+    "brax": Backend(functools.partial(_build_jax, "brax"), str, ("jax", "brax"), "brax"),
+    "playground": Backend(functools.partial(_build_jax, "playground"), str, ("jax", "mujoco_playground"), "playground"),
     "ray": Backend(_build_ray, find_spec, ("ray",), "ray", mode="async", options=_ray_options),
     "native": Backend(_build_native, find_spec),
 }

@@ -47,7 +47,7 @@ class PatchReport:
         self.refused = ""
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def opened(self, envs: _AsyncReplacement) -> None:
+    def record_opened(self, envs: _AsyncReplacement) -> None:
         """Count a new vector environment."""
         if self.began is None:
             self.began = time.monotonic()
@@ -56,7 +56,7 @@ class PatchReport:
         self._open.add(envs)
         envs._reported = False
 
-    def ended(self, envs: _AsyncReplacement) -> None:
+    def record_ended(self, envs: _AsyncReplacement) -> None:
         """Add the statistics of a vector environment, once: when it is closed or collected, or for the final report."""
         if not envs._reported:
             envs._reported = True  # a flag, because garbage collection removes objects from `_open`
@@ -68,7 +68,7 @@ class PatchReport:
 
     def __str__(self) -> str:
         for envs in list(self._open):
-            self.ended(envs)
+            self.record_ended(envs)
         more = ""
         if self.kept:
             more = f"; these still derive from Gymnasium's class, as they use its internals: {', '.join(self.kept)}"
@@ -156,15 +156,15 @@ class _AsyncReplacement(  # type: ignore[misc]
         except Exception as error:
             REPORT.refused = summary(error)
             raise
-        REPORT.opened(self)
+        REPORT.record_opened(self)
 
     def close(self, **kwargs: Any) -> None:
         super().close(**kwargs)
-        REPORT.ended(self)
+        REPORT.record_ended(self)
 
     def __del__(self) -> None:
         if not self.__dict__.get("closed", True) and not self._pool.abandoned:
-            REPORT.ended(self)
+            REPORT.record_ended(self)
         super().__del__()
 
 
@@ -183,7 +183,7 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
     ) -> None:
         if isinstance(env_fns, Iterator):  # `gymnasium.make_vec` passes an iterator before Gymnasium 1.4
             env_fns = list(env_fns)
-        self._requires_shared_memory = False  # `__new__` took SyncVectorEnv's second argument, `copy`, for it
+        self._requires_shared_memory = False  # `__new__` mistook the second argument, `copy`, for `shared_memory`
         super().__init__(env_fns, copy=copy, observation_mode=observation_mode, autoreset_mode=autoreset_mode)
 
     @property

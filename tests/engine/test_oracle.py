@@ -541,16 +541,16 @@ FAULTS: list[tuple[Any, str, dict[str, Any]]] = [
     (_two_dimensional_rewards, FIVE, {"mode": SAME, "num_envs": 3}),
     (_infos_in_a_list, FIVE, {"mode": NEXT, "num_envs": 3}),
     (_same_reward_array, "test_rewards_and_flags_are_fresh_arrays_at_every_step", {}),
-    (_same_observation_array, "test_observations_of_an_earlier_step_stay_as_they_were", {}),
+    (_same_observation_array, "test_observations_of_an_earlier_step_do_not_change", {}),
     (_no_masks, "test_every_info_has_a_mask_with_one_flag_for_each_environment", {"mode": NEXT}),
     (_noise, "test_the_same_seed_gives_the_same_trajectory", {"mode": NEXT}),
     (_noise, "test_seeding_again_starts_the_same_trajectory_again", {}),
-    (_pays_for_the_reset, "test_next_step_autoreset_ignores_one_action_and_pays_nothing_for_it", {}),
+    (_pays_for_the_reset, "test_next_step_autoreset_ignores_one_action_and_gives_zero_reward", {}),
     (_no_final_observation, FINAL, {}),
     (_final_observation_for_all, FINAL, {}),
-    (IgnoresSeeds, "test_an_integer_seed_is_that_seed_and_the_next_ones", {}),
+    (IgnoresSeeds, "test_an_integer_seed_gives_consecutive_seeds", {}),
     (IgnoresSeeds, "test_a_masked_reset_gives_the_chosen_rows_their_own_seeds", {}),
-    (IgnoresMasks, "test_a_masked_reset_leaves_the_other_rows_as_they_are", {"mode": NEXT}),
+    (IgnoresMasks, "test_a_masked_reset_does_not_change_the_other_rows", {"mode": NEXT}),
     (StepsFirst, "test_the_wrong_number_of_actions_is_refused_before_anything_happens", {"count": 2}),
 ]
 
@@ -574,7 +574,7 @@ def test_contract_fails_if_calls_work_after_close() -> None:
             return SyncVectorEnv(scripted(num_envs), autoreset_mode=autoreset_mode)
 
     with pytest.raises(pytest.fail.Exception):
-        Contract().test_use_after_close_says_so()
+        Contract().test_use_after_close_raises()
 
 
 def test_unsupported_features_are_skipped_with_a_reason() -> None:

@@ -86,7 +86,7 @@ def test_startup_with_unpicklable_env_fn(launch: Launch, method: str, kind: str)
     text = report(caught.value)
     assert not isinstance(caught.value, (StartupTimeout, WorkerDied)), text
     assert re.search(r"\benv(_fns?)?\b[^\n]{0,3}\b3\b", text), text
-    assert {"pickle": "stays where it is", "unpickle": "cannot be loaded here"}[kind] in text
+    assert {"pickle": "cannot be pickled", "unpickle": "cannot be loaded here"}[kind] in text
 
 
 @pytest.mark.parametrize("method", ["fork"], indirect=True)

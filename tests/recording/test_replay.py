@@ -234,7 +234,7 @@ def test_the_file_of_a_sibling_names_the_one_to_replay(fault: str, tmp_path: Pat
     done = run(files[2], "--yes")
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1] == (
-        f"Env 2 only shared a worker with env 1, which was running when that failed: replay {files[1]}"
+        f"Env 2 only shared a worker with env 1, which was running when the worker failed: replay {files[1]}"
     )
     assert json.loads(run(files[0], "--yes", "--json").stdout)["instead"] == str(files[1])
 
@@ -250,7 +250,7 @@ def test_another_failure_is_not_the_one_to_replay(tmp_path: Path) -> None:
     found = {_find_running(file, each) for file, each in headers.items() if each.failure == newest}
     assert found == {(1, files[1]), (None, None)}
     done = run(files[0], "--yes")
-    assert done.stdout.splitlines()[-1].endswith("env 1, which was running when that failed: its file is gone")
+    assert done.stdout.splitlines()[-1].endswith("env 1, which was running when the worker failed: its file is gone")
 
 
 @pytest.mark.long
@@ -625,16 +625,16 @@ def test_missing_file() -> None:
 def test_a_file_that_the_recorder_removed(file: Path) -> None:
     done = run(file.with_name("Ant-v5-env3-episode17-step412.vecenv"), "--yes")
     assert done.returncode == 2
-    assert done.stderr.endswith("step412.vecenv' (the recorder keeps the newest files; see keep=)\n")
+    assert done.stderr.endswith("step412.vecenv' (the recorder keeps only the newest files; see keep=)\n")
 
 
 def test_unpickling_needs_confirmation(file: Path) -> None:
     done = run(file)
     assert done.returncode == 2
-    reason = "the file contains a pickle, which can run any code; pass --yes if it is yours"
+    reason = "the file contains a pickle, which can run arbitrary code; pass --yes if it is yours"
     assert done.stderr == f"vecenv: not replayed, because {reason}\n"
     output = converse([sys.executable, "-m", "vecenv", "replay", str(file)], ("[y/N]", "n"))
-    assert output.splitlines()[-1] == "vecenv: not replayed."
+    assert output.splitlines()[-1] == "vecenv: not replayed"
 
 
 @pytest.mark.long

@@ -364,7 +364,7 @@ def test_the_table_is_the_same_at_every_width(
     [(12.34, "12.3"), (999, "999"), (1234, "1.23k"), (58_946, "58.9k"), (308_817, "309k"), (1_250_000, "1.25M")],
 )
 def test_short_rates(rate: float, shown: str) -> None:
-    assert benchmark.show_rate(rate) == shown
+    assert benchmark.format_rate(rate) == shown
 
 
 def test_plot_names_dead_rows_and_its_labels_do_not_touch(

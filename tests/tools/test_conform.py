@@ -12,7 +12,7 @@ import pytest
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 import vecenv.tools.conform
-from vecenv.testing.conformity import CHECKS, Check, program
+from vecenv.testing.conformity import CHECKS, Check, make_program
 from vecenv.tools.cli import main
 from vecenv.tools.conform import conform
 
@@ -85,7 +85,7 @@ def test_broken_promise_fails_its_row(engine: str, tmp_path: Path) -> None:
 def test_program_of_a_kept_promise_succeeds(check: Check) -> None:
     """So a program that shows a broken promise fails because of it, and not because of a missing name."""
     engine = "vecenv:AsyncVectorEnv" if check.fault else "gymnasium.vector:SyncVectorEnv"
-    text = program(check, engine, f"{engine.partition(':')[2]}(makers(3), autoreset_mode={check.modes[0]})")
+    text = make_program(check, engine, f"{engine.partition(':')[2]}(make_env_fns(3), autoreset_mode={check.modes[0]})")
     names: dict[str, Any] = {}
     try:
         exec(compile(text, check.name, "exec"), names)
@@ -125,8 +125,8 @@ def test_the_command_prints_rows_programs_and_json(capsys: pytest.CaptureFixture
     assert "actions and rewards belong to this step" in output
     assert "an environment got another's action" in output
     assert "Documented: " in output
-    assert "envs = SwapsActions(makers(num_envs" not in output
-    assert "envs = SwapsActions(makers(3), autoreset_mode=AutoresetMode.NEXT_STEP)" in output
+    assert "envs = SwapsActions(make_env_fns(num_envs" not in output
+    assert "envs = SwapsActions(make_env_fns(3), autoreset_mode=AutoresetMode.NEXT_STEP)" in output
     assert main(["conform", "gymnasium.vector:SyncVectorEnv", "--modes", "SameStep, Disabled", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["engine"] == "gymnasium.vector:SyncVectorEnv"
@@ -144,7 +144,7 @@ def test_the_command_warns_of_an_engine_that_draws_from_shared_generators(capsys
     [
         (["gymnasium.vector"], "is not of the form MODULE:NAME"),
         (["no_such_module_here:X"], "cannot import 'no_such_module_here'"),
-        (["gymnasium.vector:SyncVectorEn"], "'gymnasium.vector' has no 'SyncVectorEn' that can be called"),
+        (["gymnasium.vector:SyncVectorEn"], "'gymnasium.vector' has no callable 'SyncVectorEn'"),
         (["broken_engines:needs_an_argument"], "could not be built: TypeError"),
         (["gymnasium.vector:SyncVectorEnv", "--modes", "sometimes"], "--modes: 'sometimes' is not a valid AutoresetMode"),
     ],

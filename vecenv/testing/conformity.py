@@ -1,8 +1,8 @@
 """Checks of the promises in Gymnasium's documentation of vector environments, as short programs for any engine.
 
-Each check is a function of one or two open vector environments; :func:`program` turns its body into a program that shows
-the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Those over :class:`ReportsInputs` environments
-compare exact results; the others also fit engines that bring their own environments. Each check lists issues about engines
+Each check is a function of one or two open vector environments; :func:`make_program` turns its body into a program that
+shows the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Checks with an :class:`InputReportingEnv`
+compare exact results; the others also fit engines that build their own environments. Each check lists issues about engines
 with the defect.
 """
 
@@ -23,9 +23,12 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-__all__ = ["CHECKS", "COUNT", "Check", "ReportsInputs", "as_gymnasium", "makers", "program", "stepped", "until_an_end"]
+__all__ = [
+    "CHECKS", "NUM_ENVS", "Check", "InputReportingEnv", "as_gymnasium", "make_env_fns", "make_program", "step_until_done",
+    "step_with_resets",
+]  # fmt: skip
 
-COUNT: Final = 3  # environments per check
+NUM_ENVS: Final = 3  # environments per check
 _MAX_STEPS: Final = 300  # an episode must end within this many
 
 _VECTOR: Final = "https://gymnasium.farama.org/api/vector/"
@@ -35,7 +38,7 @@ EVERY: Final = tuple(AutoresetMode)
 NEXT, SAME, NEVER = (AutoresetMode.NEXT_STEP,), (AutoresetMode.SAME_STEP,), (AutoresetMode.DISABLED,)
 
 
-class ReportsInputs(gymnasium.Env[Any, Any]):
+class InputReportingEnv(gymnasium.Env[Any, Any]):
     """An environment that reports its inputs: its observation is (latest seed or -1, episode, step, latest action).
 
     The reward is 100 times the episode plus the step. Episodes end by termination, truncation, or both, in turn. Within an
@@ -77,13 +80,13 @@ class ReportsInputs(gymnasium.Env[Any, Any]):
         return state, float(100 * episode + step), bool(over and terminated), bool(over and truncated), info
 
 
-def makers(count: int = COUNT) -> list[Callable[[], ReportsInputs]]:
+def make_env_fns(count: int = NUM_ENVS) -> list[Callable[[], InputReportingEnv]]:
     """Return functions that build environments with episodes of 3, 4, 5 ... steps."""
-    return [partial(ReportsInputs, 3 + index) for index in range(count)]
+    return [partial(InputReportingEnv, 3 + index) for index in range(count)]
 
 
-def stepped(envs: Any, actions: Any) -> Any:
-    """Step and return the results. If autoreset is disabled, also reset the environments with ended episodes."""
+def step_with_resets(envs: Any, actions: Any) -> Any:
+    """Step and return the results. If autoreset is disabled, also reset environments after the end of an episode."""
     results = envs.step(actions)
     if (ended := results[2] | results[3]).any() and envs.metadata.get("autoreset_mode") == AutoresetMode.DISABLED:
         envs.reset(options={"reset_mask": ended})
@@ -112,7 +115,7 @@ class Check:
 
     @property
     def needs_inputs(self) -> bool:
-        """True if the check needs :class:`ReportsInputs` environments, because it compares exact results."""
+        """True if the check needs :class:`InputReportingEnv` environments, because it compares exact results."""
         return next(iter(inspect.signature(self.run).parameters)) == "envs"
 
     @property
@@ -136,14 +139,14 @@ def _check(
     return add
 
 
-def program(check: Check, engine: str, built: str) -> str:
-    """Return a complete program that shows the defect; ``built`` is the expression that builds the engine."""
+def make_program(check: Check, engine: str, expression: str) -> str:
+    """Return a complete program that shows the defect; ``expression`` builds the engine."""
     module, _, name = engine.partition(":")
     lines = inspect.getsource(check.run).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("def ")) + 1
     body = textwrap.dedent("\n".join(lines[first:]))
     first_name, *others = inspect.signature(check.run).parameters
-    opened = "\n".join(f"{each} = {built}" for each in (first_name, *others))
+    opened = "\n".join(f"{variable} = {expression}" for variable in (first_name, *others))
     return (
         "import copy\nimport gymnasium\nimport numpy as np\nfrom gymnasium.vector import AutoresetMode\n"
         f"from gymnasium.vector.utils import batch_space\nfrom {module} import {name}\n"
@@ -197,7 +200,7 @@ def fresh_arrays(any_envs: Any) -> None:
 
 @_check("every info has a mask", f"each key of infos has a bool mask `_key`: {_VECTOR}", known="ALE#614")
 def masks(any_envs: Any) -> None:
-    infos = [any_envs.reset(seed=1)[1]] + [stepped(any_envs, any_envs.action_space.sample())[4] for _ in range(5)]
+    infos = [any_envs.reset(seed=1)[1]] + [step_with_resets(any_envs, any_envs.action_space.sample())[4] for _ in range(5)]
     for key in [key for info in infos for key in info if not str(key).startswith("_")]:
         for info in [info for info in infos if key in info]:
             assert np.shape(info.get(f"_{key}")) == (any_envs.num_envs,), f"{key!r} has no mask"
@@ -209,11 +212,11 @@ def same_seed(any_envs: Any, twin: Any) -> None:
     any_envs.action_space.seed(1)
     for _ in range(20):
         actions = any_envs.action_space.sample()
-        for mine, other in zip(stepped(any_envs, actions)[:4], stepped(twin, actions)[:4], strict=True):
+        for mine, other in zip(step_with_resets(any_envs, actions)[:4], step_with_resets(twin, actions)[:4], strict=True):
             np.testing.assert_equal(mine, other)
 
 
-@_check("an int seeds environment i by seed + i", f"an int is that seed, the next, and so on: {_VECTOR}")
+@_check("an int seeds environment i by seed + i", f"an int n seeds the environments with n, n + 1, ...: {_VECTOR}")
 def consecutive_seeds(any_envs: Any, twin: Any) -> None:
     mine = any_envs.reset(seed=5)[0]
     try:
@@ -224,7 +227,7 @@ def consecutive_seeds(any_envs: Any, twin: Any) -> None:
 
 
 @_check("a masked reset leaves the others alone",
-        f"`options['reset_mask']` resets only those: {_MODES}", known="ALE#673, #676")  # fmt: skip
+        f"`options['reset_mask']` resets only the environments that it marks: {_MODES}", known="ALE#673, #676")  # fmt: skip
 def masked_reset(any_envs: Any) -> None:
     any_envs.reset(seed=1)
     before = copy.deepcopy(any_envs.step(any_envs.action_space.sample())[0])
@@ -286,7 +289,7 @@ def flags(envs: Any) -> None:
     endings = set()
     envs.reset(seed=1)
     for _ in range(40):
-        _, rewards, terminations, truncations, _ = stepped(envs, np.zeros(3, np.int64))
+        _, rewards, terminations, truncations, _ = step_with_resets(envs, np.zeros(3, np.int64))
         rows = zip(rewards, terminations, truncations, strict=True)
         endings |= {(int(reward // 100) % 3, bool(end), bool(cut)) for reward, end, cut in rows if end or cut}
     assert endings == {(0, True, False), (1, False, True), (2, True, True)}, sorted(endings)
@@ -294,7 +297,7 @@ def flags(envs: Any) -> None:
 
 @_check("the mask of an info marks the environments with it",
         f"a mask is True for environments that reported the key: {_VECTOR}")  # fmt: skip
-def masks_of_some(envs: Any) -> None:
+def partial_masks(envs: Any) -> None:
     if not envs.reset(seed=1)[1]:
         raise NotImplementedError("its infos are empty")
     assert envs.step(np.zeros(3, np.int64))[4]["_odd"].tolist() == [True] * 3
@@ -331,7 +334,7 @@ def same_step(envs: Any) -> None:
     assert infos["begins"][0] == 1
 
 
-@_check("same-step: no final keys before an end", f"final keys are there only where an episode ended: {_MODES}", SAME)
+@_check("same-step: no final keys before an end", f"final keys are present only if an episode ended: {_MODES}", SAME)
 def no_final_keys(envs: Any) -> None:
     envs.reset(seed=1)
     for _ in range(4):
@@ -340,7 +343,7 @@ def no_final_keys(envs: Any) -> None:
         assert infos.get("_final_obs", np.zeros(3, bool)).tolist() == (terminations | truncations).tolist()
 
 
-def until_an_end(any_envs: Any) -> tuple[Any, Any]:
+def step_until_done(any_envs: Any) -> tuple[Any, Any]:
     """Take random steps until an episode ends; return the mask of ended episodes, and the infos of that step."""
     any_envs.reset(seed=1)
     for _ in range(_MAX_STEPS):
@@ -353,16 +356,16 @@ def until_an_end(any_envs: Any) -> tuple[Any, Any]:
 @_check("next-step: a reset has reward 0", f"the step after an end resets, with reward 0 and flags False: {_MODES}", NEXT,
         known="Gymnasium#914, EnvPool#194")  # fmt: skip
 def reset_has_reward_0(any_envs: Any) -> None:
-    over, _ = until_an_end(any_envs)
+    over, _ = step_until_done(any_envs)
     _, rewards, terminations, truncations, _ = any_envs.step(any_envs.action_space.sample())
     results = [np.asarray(one)[over].tolist() for one in (rewards, terminations, truncations)]
     assert not any(map(any, results)), f"the step after an end returned rewards and flags {results}"
 
 
-@_check("same-step: an end has a final observation", f"`final_obs` with a mask of the ended ones: {_MODES}", SAME,
+@_check("same-step: an end has a final observation", f"infos have `final_obs`, with a mask of ended rows: {_MODES}", SAME,
         known="IsaacLab#4369, mujoco_playground#305")  # fmt: skip
 def end_has_final(any_envs: Any) -> None:
-    over, infos = until_an_end(any_envs)
+    over, infos = step_until_done(any_envs)
     assert "final_obs" in infos, "the last observation of an episode that ended is not in the infos"
     assert np.asarray(infos["_final_obs"]).tolist() == over.tolist()
 
@@ -476,7 +479,7 @@ class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
         others = dict(options or {})
         mask = others.pop("reset_mask", None)
         if isinstance(seed, list):
-            raise NotImplementedError("it accepts one seed")
+            raise NotImplementedError("it accepts only one seed")
         return self._reset(seed, mask, others)
 
     def _reset(self, seed: int | None, mask: Any, options: dict[str, Any]) -> Any:
@@ -494,7 +497,7 @@ class _OtherLibraryEnvs(VectorEnv[Any, Any, Any]):
 
 
 class _Sb3Envs(_OtherLibraryEnvs):
-    """Stable-Baselines3's interface: same-step autoreset, with ``info["terminal_observation"]`` as the final observation.
+    """An adapter for Stable-Baselines3: same-step autoreset, and ``info["terminal_observation"]`` as final observation.
 
     ``info["TimeLimit.truncated"]`` marks a truncation.
     """
@@ -512,14 +515,14 @@ class _Sb3Envs(_OtherLibraryEnvs):
         return self.inner.reset(), self._merge_infos(self.inner.reset_infos)
 
     def step(self, actions: Any) -> Any:
-        observations, rewards, over, infos = self.inner.step(actions)
-        cut = np.array([bool(info.pop("TimeLimit.truncated", False)) for info in infos])
+        observations, rewards, dones, infos = self.inner.step(actions)
+        truncated = np.array([bool(info.pop("TimeLimit.truncated", False)) for info in infos])
         final = [info.pop("terminal_observation", None) for info in infos]
         infos_by_row = [
             info if last is None else {**begin, "final_obs": last, "final_info": info}
             for info, last, begin in zip(infos, final, self.inner.reset_infos, strict=True)
         ]
-        return observations, np.asarray(rewards), over & ~cut, over & cut, self._merge_infos(infos_by_row)
+        return observations, np.asarray(rewards), dones & ~truncated, dones & truncated, self._merge_infos(infos_by_row)
 
     def get_attr(self, name: str) -> Any:
         return self.inner.get_attr(name)
@@ -530,7 +533,7 @@ class _Sb3Envs(_OtherLibraryEnvs):
 
 
 class _TianshouEnvs(_OtherLibraryEnvs):
-    """Tianshou's interface: no autoreset; ``reset(ids)`` resets some environments."""
+    """An adapter for Tianshou: no autoreset; ``reset(ids)`` resets some environments."""
 
     def __init__(self, envs: Any) -> None:
         observations, actions = (envs.get_env_attr(name)[0] for name in ("observation_space", "action_space"))
@@ -556,7 +559,7 @@ class _TianshouEnvs(_OtherLibraryEnvs):
 
 
 class _TorchRLEnvs(_OtherLibraryEnvs):
-    """TorchRL's interface: no autoreset, tensors everywhere, and no infos. The key ``"_reset"`` marks environments to reset.
+    """An adapter for TorchRL: no autoreset, tensors everywhere, and no infos. The key ``"_reset"`` marks rows to reset.
 
     Observations must be a single array, and actions categorical.
     """

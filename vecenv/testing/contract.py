@@ -2,7 +2,7 @@
 
 The tests do not depend on where environments run: in processes, in threads, on devices or hosts. They build a vector
 environment through one factory, use only the interface of :class:`gymnasium.vector.VectorEnv`, and check its results.
-A backend declares in class attributes which abilities it lacks, and the tests of these abilities are skipped::
+A backend declares missing abilities in class attributes, and the tests of these abilities are skipped::
 
     class TestMyVectorEnv(VectorEnvContract):
         autoreset_modes = (AutoresetMode.NEXT_STEP,)
@@ -37,12 +37,12 @@ class Subject:
     Attributes:
         autoreset_modes: The modes that :meth:`make` accepts; tests of the others are skipped.
         honours_seeds: True if the same seed gives the same trajectory.
-        supports_reset_mask: True if ``options["reset_mask"]`` resets some environments and leaves the others.
+        supports_reset_mask: True if ``options["reset_mask"]`` resets some environments and not the others.
         seeds_masked_resets: True if such a reset accepts seeds.
         refuses_wrong_actions: True if a batch of the wrong length raises before any environment is stepped.
         fresh_observations: True if earlier observations stay unchanged (``copy=True`` in Gymnasium's terms).
         masks_infos: True if infos are dicts of arrays with a mask for every key.
-        gives_final_observations: True if same-step autoreset reports ``final_obs`` and ``final_info``.
+        gives_final_observations: True if same-step autoreset returns ``final_obs`` and ``final_info``.
         max_steps: The number of random steps within which an episode must end.
         wrong_action_errors: The exceptions that a wrong batch of actions may raise.
     """
@@ -108,7 +108,7 @@ class Subject:
                 return result
         pytest.fail(f"no episode ended within {self.max_steps} random steps; override max_steps or make()")
 
-    def _needs(self, attribute: str) -> None:
+    def _skip_without(self, attribute: str) -> None:
         """Skip the test if the backend lacks an ability."""
         if not getattr(self, attribute):
             pytest.skip(f"{type(self).__name__}.{attribute} is False")
@@ -139,7 +139,7 @@ class VectorEnvContract(Subject):
     # -- interface and results: spaces, shapes, dtypes, infos with masks ---------------------------------------------
 
     @pytest.mark.parametrize("num_envs", [1, 3])
-    def test_it_is_a_gymnasium_vector_env_of_batched_spaces(self, num_envs: int) -> None:
+    def test_envs_are_a_vector_env_with_batched_spaces(self, num_envs: int) -> None:
         with self.opened(num_envs) as envs:
             assert isinstance(envs, VectorEnv)
             assert isinstance(envs.unwrapped, VectorEnv)
@@ -152,7 +152,7 @@ class VectorEnvContract(Subject):
         with self.opened(autoreset_mode=mode) as envs:
             assert envs.metadata["autoreset_mode"] is mode
 
-    def test_a_new_one_is_open_and_has_a_render_mode_and_a_spec_or_none(self) -> None:
+    def test_a_new_vector_env_is_open_with_a_render_mode_and_spec_or_none(self) -> None:
         with self.opened() as envs:
             assert envs.closed is False
             assert envs.render_mode is None or isinstance(envs.render_mode, str)
@@ -186,7 +186,7 @@ class VectorEnvContract(Subject):
                 if mode is AutoresetMode.DISABLED and (result[2] | result[3]).any():
                     envs.reset()
 
-    def test_a_reset_in_the_middle_of_an_episode_works_and_so_does_the_step_after_it(self) -> None:
+    def test_a_reset_and_a_step_work_in_the_middle_of_an_episode(self) -> None:
         with self.opened() as envs:
             for seed in range(3):
                 observations, _ = envs.reset(seed=seed)
@@ -203,8 +203,8 @@ class VectorEnvContract(Subject):
                 assert_identical(one, before, f"{name} of an earlier step")
                 assert one.flags.writeable, f"{name} cannot be written to"
 
-    def test_observations_of_an_earlier_step_stay_as_they_were(self) -> None:
-        self._needs("fresh_observations")
+    def test_observations_of_an_earlier_step_do_not_change(self) -> None:
+        self._skip_without("fresh_observations")
         with self.opened() as envs:
             observations = [envs.reset(seed=1)[0]]
             copies = [copy.deepcopy(observations[0])]
@@ -215,8 +215,8 @@ class VectorEnvContract(Subject):
                 assert_identical(one, before, f"observations of step {t}")
 
     def test_observations_can_be_written_to_without_changing_the_next_ones(self) -> None:
-        self._needs("fresh_observations")
-        self._needs("honours_seeds")
+        self._skip_without("fresh_observations")
+        self._skip_without("honours_seeds")
         with self.opened() as envs, self.opened() as untouched:
             envs.reset(seed=1)
             untouched.reset(seed=1)
@@ -231,7 +231,7 @@ class VectorEnvContract(Subject):
 
     @pytest.mark.parametrize("mode", AutoresetMode)
     def test_every_info_has_a_mask_with_one_flag_for_each_environment(self, mode: AutoresetMode) -> None:
-        self._needs("masks_infos")
+        self._skip_without("masks_infos")
         with self.opened(autoreset_mode=mode) as envs:
             _check_masks(envs.reset(seed=1)[1], envs.num_envs)
             _check_masks(self.step_until_done(envs)[4], envs.num_envs)
@@ -253,19 +253,19 @@ class VectorEnvContract(Subject):
 
     @pytest.mark.parametrize("mode", AutoresetMode)
     def test_the_same_seed_gives_the_same_trajectory(self, mode: AutoresetMode) -> None:
-        self._needs("honours_seeds")
+        self._skip_without("honours_seeds")
         if mode is AutoresetMode.DISABLED:
-            self._needs("supports_reset_mask")
+            self._skip_without("supports_reset_mask")
         with self.opened(autoreset_mode=mode) as one, self.opened(autoreset_mode=mode) as other:
             self._assert_same_trajectory(one, other, 7, 7)
 
-    def test_an_integer_seed_is_that_seed_and_the_next_ones(self) -> None:
-        self._needs("honours_seeds")
+    def test_an_integer_seed_gives_consecutive_seeds(self) -> None:
+        self._skip_without("honours_seeds")
         with self.opened(3) as one, self.opened(3) as other:
             self._assert_same_trajectory(one, other, 7, [7, 8, 9])
 
     def test_seeding_again_starts_the_same_trajectory_again(self) -> None:
-        self._needs("honours_seeds")
+        self._skip_without("honours_seeds")
         with self.opened() as envs, self.opened() as fresh:
             envs.reset(seed=3)
             for _ in range(5):
@@ -278,8 +278,8 @@ class VectorEnvContract(Subject):
         assert_same_steps(one, other, 20, lambda: self.sample_actions(one))
 
     @pytest.mark.parametrize("mode", AutoresetMode)
-    def test_a_masked_reset_leaves_the_other_rows_as_they_are(self, mode: AutoresetMode) -> None:
-        self._needs("supports_reset_mask")
+    def test_a_masked_reset_does_not_change_the_other_rows(self, mode: AutoresetMode) -> None:
+        self._skip_without("supports_reset_mask")
         with self.begun(3, mode) as envs:
             before = copy.deepcopy(self.step(envs)[0])
             mask = np.array([False, True, False])
@@ -292,8 +292,8 @@ class VectorEnvContract(Subject):
             assert_identical(mask, np.array([False, True, False]), "the caller's mask")
 
     def test_a_masked_reset_gives_the_chosen_rows_their_own_seeds(self) -> None:
-        self._needs("supports_reset_mask")
-        self._needs("seeds_masked_resets")
+        self._skip_without("supports_reset_mask")
+        self._skip_without("seeds_masked_resets")
         with self.opened(3) as envs, self.opened(3) as fresh:
             envs.reset(seed=1)
             self.step(envs)
@@ -309,7 +309,7 @@ class VectorEnvContract(Subject):
 
     # -- the step that ends an episode, and the one after it ----------------------------------------------------------
 
-    def test_next_step_autoreset_ignores_one_action_and_pays_nothing_for_it(self) -> None:
+    def test_next_step_autoreset_ignores_one_action_and_gives_zero_reward(self) -> None:
         with self.begun(autoreset_mode=AutoresetMode.NEXT_STEP) as envs:
             for _ in range(3):
                 _, _, terminations, truncations, infos = self.step_until_done(envs)
@@ -318,11 +318,11 @@ class VectorEnvContract(Subject):
                 observations, rewards, terminations, truncations, _ = self.step(envs)
                 assert observations in envs.observation_space
                 assert (rewards[dones] == 0.0).all(), "the step that resets must have reward 0"
-                assert not terminations[dones].any(), "the step that resets ends nothing"
-                assert not truncations[dones].any(), "the step that resets ends nothing"
+                assert not terminations[dones].any(), "the step that resets must not end an episode"
+                assert not truncations[dones].any(), "the step that resets must not end an episode"
 
     def test_same_step_autoreset_reports_the_final_observation_and_info(self) -> None:
-        self._needs("gives_final_observations")
+        self._skip_without("gives_final_observations")
         with self.begun(autoreset_mode=AutoresetMode.SAME_STEP) as envs:
             for _ in range(3):
                 result = self.step_until_done(envs)
@@ -339,16 +339,16 @@ class VectorEnvContract(Subject):
                 for done, final in zip(dones, final_obs, strict=True):
                     assert (final in envs.single_observation_space) if done else (final is None)
 
-    def test_same_step_autoreset_reports_nothing_final_while_no_episode_ends(self) -> None:
-        self._needs("gives_final_observations")
+    def test_same_step_autoreset_has_no_final_keys_if_no_episode_ends(self) -> None:
+        self._skip_without("gives_final_observations")
         with self.begun(autoreset_mode=AutoresetMode.SAME_STEP) as envs:
             for _ in range(5):
                 _, _, terminations, truncations, infos = self.step(envs)
                 if not (terminations | truncations).any():
                     assert not {"final_obs", "_final_obs", "final_info", "_final_info"} & set(infos)
 
-    def test_same_step_autoreset_goes_on_from_the_new_episode(self) -> None:
-        self._needs("honours_seeds")
+    def test_same_step_autoreset_returns_the_new_episode(self) -> None:
+        self._skip_without("honours_seeds")
         with (
             self.opened(1, autoreset_mode=AutoresetMode.SAME_STEP) as same,
             self.opened(1, autoreset_mode=AutoresetMode.NEXT_STEP) as following,
@@ -365,7 +365,7 @@ class VectorEnvContract(Subject):
                 assert_identical(one[0], other[0], f"observation of step {t}")
 
     def test_without_autoreset_a_masked_reset_starts_the_next_episode(self) -> None:
-        self._needs("supports_reset_mask")
+        self._skip_without("supports_reset_mask")
         with self.begun(autoreset_mode=AutoresetMode.DISABLED) as envs:
             for _ in range(3):
                 _, _, terminations, truncations, infos = self.step_until_done(envs)
@@ -376,7 +376,7 @@ class VectorEnvContract(Subject):
     # -- wrong arguments, and close() ---------------------------------------------------------------------------------
 
     def test_a_list_of_seeds_of_the_wrong_length_is_refused_and_changes_nothing(self) -> None:
-        self._needs("honours_seeds")
+        self._skip_without("honours_seeds")
         with self.opened(3) as envs:
             for seeds in ([1, 2], [1, 2, 3, 4]):
                 with pytest.raises(ValueError, match="3"):
@@ -397,7 +397,7 @@ class VectorEnvContract(Subject):
         ids=["list", "too-short", "two-dimensional", "integers", "all-false"],
     )
     def test_a_wrong_reset_mask_is_refused_and_changes_nothing(self, mask: Any, error: type[Exception]) -> None:
-        self._needs("supports_reset_mask")
+        self._skip_without("supports_reset_mask")
         with self.begun(3) as envs:
             with pytest.raises(error, match="reset_mask"):
                 envs.reset(options={"reset_mask": mask})
@@ -405,7 +405,7 @@ class VectorEnvContract(Subject):
 
     @pytest.mark.parametrize("count", [2, 4], ids=["too-few", "too-many"])
     def test_the_wrong_number_of_actions_is_refused_before_anything_happens(self, count: int) -> None:
-        self._needs("refuses_wrong_actions")
+        self._skip_without("refuses_wrong_actions")
         with self.opened(3) as envs, self.opened(3) as untouched:
             envs.reset(seed=1)
             untouched.reset(seed=1)
@@ -434,7 +434,7 @@ class VectorEnvContract(Subject):
                 envs.close()
                 assert envs.closed is True
 
-    def test_use_after_close_says_so(self) -> None:
+    def test_use_after_close_raises(self) -> None:
         with self.begun() as envs:
             actions = self.sample_actions(envs)
             envs.close()
@@ -466,7 +466,7 @@ class VectorEnvContract(Subject):
             pytest.fail(f"no episode ended within {self.max_steps} random steps; override max_steps or make()")
 
     def test_dict_info_to_list_gives_one_dict_for_each_environment(self) -> None:
-        self._needs("masks_infos")
+        self._skip_without("masks_infos")
         with self.opened() as envs:
             wrapped = gymnasium.wrappers.vector.DictInfoToList(envs)
             _, reset_infos = wrapped.reset(seed=1)
@@ -476,13 +476,13 @@ class VectorEnvContract(Subject):
                 assert len(infos) == envs.num_envs
                 assert all(isinstance(info, dict) for info in infos)
 
-    def test_a_reward_wrapper_sees_every_reward(self) -> None:
+    def test_a_reward_wrapper_changes_every_reward(self) -> None:
         with self.opened() as envs:
             wrapped = gymnasium.wrappers.vector.TransformReward(envs, lambda rewards: rewards * 0.0 - 1.0)
             wrapped.reset(seed=1)
             np.testing.assert_array_equal(self.step(wrapped)[1], -np.ones(envs.num_envs))
 
-    def test_closing_a_wrapper_closes_what_is_inside(self) -> None:
+    def test_closing_a_wrapper_closes_the_wrapped_vector_env(self) -> None:
         with self.opened() as envs:
             wrapped = gymnasium.wrappers.vector.RecordEpisodeStatistics(envs)
             wrapped.reset(seed=1)

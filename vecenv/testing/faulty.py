@@ -51,7 +51,7 @@ def fault(function: _F) -> _F:
     return function
 
 
-def find(name: str | Fault) -> Fault:
+def find_fault(name: str | Fault) -> Fault:
     """Return the fault of this name; return a function unchanged."""
     if callable(name):
         return name
@@ -118,7 +118,7 @@ def arithmetic_error(result: Any) -> NoReturn:
 
 @fault
 def kill(result: Any) -> NoReturn:
-    """Raise SIGKILL, as the kernel does when memory runs out."""
+    """Send SIGKILL, as the kernel does when memory runs out."""
     _signal_self("SIGKILL")
 
 
@@ -413,7 +413,7 @@ def fork_helper(result: Any) -> Any:
 
 @fault
 def fork_helper_and_die(result: Any) -> NoReturn:
-    """Fork like :func:`fork_helper`, then raise SIGKILL: the helper keeps the pipe open, so no end of file arrives."""
+    """Fork like :func:`fork_helper`, then send SIGKILL: the helper keeps the pipe open, so no end of file arrives."""
     fork_helper(result)
     kill(result)
 
@@ -469,7 +469,7 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         gym.Wrapper.__init__(self, env)
         if not close and all(condition is None for condition in (step, reset, seed, action)):
             raise ValueError("specify when to trigger the fault: step=, reset=, seed=, action= or close=True")
-        self._fault = find(fault)
+        self._fault = find_fault(fault)
         self._at_step, self._at_reset, self._at_seed, self._at_action, self._at_close = step, reset, seed, action, close
         self._once = once
         self._steps = self._resets = 0
@@ -490,13 +490,13 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         result = self.env.step(action)
         self._steps += 1
         triggers_in_steps = self._at_step is not None or self._at_action is not None
-        this_action = self._at_action is None or np.array_equal(action, self._at_action)
-        if triggers_in_steps and this_action and _matches(self._steps, self._at_step) and self._seed_matches():
+        action_matches = self._at_action is None or np.array_equal(action, self._at_action)
+        if triggers_in_steps and action_matches and _matches(self._steps, self._at_step) and self._seed_matches():
             result = self._trigger(result)
         return result
 
     def close(self) -> None:
-        """Close the inner environment, or trigger the fault instead."""
+        """Trigger the fault if ``close=True`` was passed, then close the inner environment."""
         if self._at_close:
             self._at_close = False  # a second close, by a finalizer for example, closes the inner environment
             self._trigger(None)
@@ -529,7 +529,7 @@ class FaultyConstructor:
 
     def __init__(self, env_fn: Callable[[], gym.Env[Any, Any]], fault: str | Fault, *, everywhere: bool = False) -> None:
         self.env_fn = env_fn
-        self.fault = find(fault)
+        self.fault = find_fault(fault)
         self.everywhere = everywhere
 
     def __call__(self) -> gym.Env[Any, Any]:
@@ -549,7 +549,7 @@ class UnpicklableConstructor:
         return self.env_fn()
 
     def __reduce__(self) -> NoReturn:
-        raise pickle.PicklingError("this constructor stays where it is")
+        raise pickle.PicklingError("this constructor cannot be pickled")
 
 
 def _refuse_to_load() -> NoReturn:
@@ -669,7 +669,7 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
         expected = _checksums(fields, len(row))
         if not np.array_equal(row[len(fields) :], expected):
             wrong = np.flatnonzero(row[len(fields) :] != expected) + len(fields)
-            raise AssertionError(f"torn row: fields {fields.tolist()} do not belong to entries {wrong.tolist()} of {row}")
+            raise AssertionError(f"torn row: fields {fields.tolist()} do not match entries {wrong.tolist()} of {row}")
         return dict(zip(cls.FIELDS, fields.tolist(), strict=True))
 
 

@@ -89,7 +89,7 @@ class CandidateProcess:
     """A candidate in a process of its own, which serves one request at a time, each with a timeout.
 
     The :class:`~vecenv.system.helper_process.HelperProcess` and everything that it started end when the calling process
-    ends, even while an engine is being built. Its output goes to a file.
+    ends, even while an engine is being built. The process writes its output to a file.
 
     Attributes:
         failed, missing: The reason, once the process has failed or a library is missing.
@@ -132,7 +132,7 @@ class CandidateProcess:
         self.description = self._wait_for_reply(START_TIMEOUT) or ""
 
     def call(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner, which is rebuilt first after :meth:`suspend`; return ``None`` after a failure."""
+        """Call a method of the runner, and rebuild a suspended runner first; return ``None`` after a failure."""
         if self.usable and not self.running:
             self.start()
             self.wait_until_ready()
@@ -164,16 +164,16 @@ class CandidateProcess:
         if self.candidate.is_crowd:
             self.close()
 
-    def restart(self) -> None:
-        """End the process at once and forget its failure; the next request starts a new one."""
+    def kill(self) -> None:
+        """End the process at once and forget its failure; the next call starts a new one."""
         self.close(timeout=0.0)
         self.failed = None
 
     def trajectory(self, steps: int, seconds: float = math.inf) -> list[Step]:
         """Return the trajectory for the fixed seeds and actions; empty if the candidate failed."""
-        found = self.call("trajectory", steps, seconds, timeout=START_TIMEOUT)
+        trajectory = self.call("trajectory", steps, seconds, timeout=START_TIMEOUT)
         self.suspend()
-        return found or []
+        return trajectory or []
 
     def rate(self, seconds: float) -> float:
         """Measure one sample, in units per second; NaN if the candidate failed."""
@@ -233,8 +233,8 @@ def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: Non
 # --- the comparison ---------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine of a measurement: processor, cores, versions and load."""
+def describe_machine() -> dict[str, Any]:
+    """Describe this machine: processor, cores, versions and load."""
     model = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -336,10 +336,10 @@ class Report:
 def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> list[Step]:
     """Return the trajectory of ``SyncVectorEnv``, run in a process of its own."""
     with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
-        found = sync.trajectory(steps, seconds)
-    if not found:
-        raise CliError(f"{env}: the environment fails in Gymnasium's SyncVectorEnv too: {sync.failed}")
-    return found
+        trajectory = sync.trajectory(steps, seconds)
+    if not trajectory:
+        raise CliError(f"{env}: the environment fails in Gymnasium's SyncVectorEnv: {sync.failed}")
+    return trajectory
 
 
 def _check_trajectories(
@@ -354,7 +354,7 @@ def _check_trajectories(
         if difference is None:
             continue
         if first_difference(expected, rerun(steps, math.inf)) is not None:
-            return "not comparable: SyncVectorEnv itself returns different trajectories in each run"
+            return "not comparable: SyncVectorEnv itself returns different trajectories from run to run"
         text = f"WRONG RESULTS, nothing was timed: {host.candidate.label} differs from SyncVectorEnv {difference}"
         raise CliError(text, WRONG)
     good = sum(host.usable for host in checked_hosts)
@@ -385,14 +385,14 @@ def compare(
         seconds: Length of one sample.
         repeats: Rounds; a round has one sample of every candidate.
         check: True to compare the trajectories of ``checked`` candidates with ``SyncVectorEnv`` first.
-        unit: Unit of the rates, for tables and pictures.
+        unit: Unit of the rates, for tables and plots.
         progress: Called with the current stage, the number of samples done, and their total (both 0 before the rounds).
         inspect: Called after the last round, while all candidates are alive (to measure memory).
 
     Raises:
-        CliError: An engine gives wrong results, or the environment fails in ``SyncVectorEnv`` too; nothing was timed.
+        CliError: An engine returns wrong results, or the environment fails in ``SyncVectorEnv``; nothing was timed.
     """
-    details, reference = machine(), partial(_reference, env, env_fn, num_envs)
+    machine, reference = describe_machine(), partial(_reference, env, env_fn, num_envs)
     expected, checked = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
@@ -406,7 +406,7 @@ def compare(
                 host.rate(min(seconds, WARM_UP))
             inspect(hosts)
         rows = [_make_result_row(host, rates[host.candidate.name]) for host in hosts]
-    return Report(env, num_envs, seconds, repeats, checked, details, rows, unit)
+    return Report(env, num_envs, seconds, repeats, checked, machine, rows, unit)
 
 
 def _measure_rates(
@@ -427,9 +427,11 @@ def _measure_rates(
 
 
 def _make_result_row(host: CandidateProcess, rates: list[float]) -> ResultRow:
-    details = host.candidate
+    candidate = host.candidate
     log = host.log.read_text(errors="replace")[-8000:] if host.failed and host.log.exists() else ""
-    return ResultRow(details.name, details.label, details.kind, rates, host.failed, host.missing, host.description, log)
+    return ResultRow(
+        candidate.name, candidate.label, candidate.kind, rates, host.failed, host.missing, host.description, log
+    )
 
 
 # --- tables and plots ------------------------------------------------------------------------------
@@ -437,7 +439,7 @@ def _make_result_row(host: CandidateProcess, rates: list[float]) -> ResultRow:
 COLOURS: Final = {"vecenv": "#1b7f5c", "gymnasium": "#c8553d", "other": "#7a7f87", "bound": "#33373d"}
 
 
-def show_rate(rate: float) -> str:
+def format_rate(rate: float) -> str:
     """Format a rate with three significant digits, in thousands (k) or millions (M) if it is large."""
     if rate < 1e3:
         return f"{rate:.3g}"
@@ -467,7 +469,7 @@ def _style(row: ResultRow) -> str | None:
 
 def print_report(report: Report) -> None:
     """Print the table of one comparison, and below it the reasons for empty rows."""
-    details, baselines = report.machine, [name for name in BASELINES if report.row(name)]
+    machine, baselines = report.machine, [name for name in BASELINES if report.row(name)]
     table = _table(report.unit, "min - max", *(BASELINES[name][0] for name in baselines))
     for row in report.rows:
         summary = row.summary
@@ -478,7 +480,7 @@ def print_report(report: Report) -> None:
         table.add_row(
             row.label,
             f"{summary.median:,.0f}" if summary.median >= 100 else f"{summary.median:.3g}",
-            f"{show_rate(summary.minimum)} - {show_rate(summary.maximum)}",
+            f"{format_rate(summary.minimum)} - {format_rate(summary.maximum)}",
             *(f"{ratio.median:{form}}" if ratio else "-" for form, ratio in ratios),
             style=_style(row),
         )
@@ -486,8 +488,8 @@ def print_report(report: Report) -> None:
     rounds = f"{report.repeats} interleaved rounds of {report.seconds:g} s"
     print(f"{report.env}, {report.num_envs} environments: {rounds}")
     _print_table(table)
-    versions = f"Python {details['python']}, Gymnasium {details['gymnasium']}, row writer {details['row_writer']}"
-    print(f"{details['cpu']}, {details['usable_cores']} usable cores; {versions}")
+    versions = f"Python {machine['python']}, Gymnasium {machine['gymnasium']}, row writer {machine['row_writer']}"
+    print(f"{machine['cpu']}, {machine['usable_cores']} usable cores; {versions}")
     if "bare-loop" in baselines:
         print("The bare loop is the upper bound: env.step and nothing else, on all cores.")
     auto = report.row("auto")
@@ -505,12 +507,13 @@ def _print_reasons(rows: Sequence[ResultRow], where: str = "") -> None:
 
 
 def print_scale(reports: Sequence[Report]) -> None:
-    """Print the medians over the number of environments."""
+    """Print the median rates by number of environments."""
     table = _table(*(str(report.num_envs) for report in reports))
     for last in reports[-1].rows:  # the last report has every candidate
         summaries = [row.summary if (row := report.row(last.name)) else None for report in reports]
-        table.add_row(last.label, *(show_rate(each.median) if each else "-" for each in summaries), style=_style(last))
-    print(f"{reports[0].env}: steps per second over the number of environments (median)")
+        rates = (format_rate(summary.median) if summary else "-" for summary in summaries)
+        table.add_row(last.label, *rates, style=_style(last))
+    print(f"{reports[0].env}: steps per second by number of environments (median)")
     _print_table(table)
     for report in reports:
         _print_reasons(report.rows, f", {report.num_envs} environments,")
@@ -544,36 +547,37 @@ def draw_bars(report: Report, path: Path) -> None:
         spread = [[summary.median - summary.minimum], [summary.maximum - summary.median]]
         axes.barh(y, summary.median, xerr=spread, color=COLOURS[row.kind], height=0.7, capsize=3, ecolor="#00000088")
         axes.plot(row.rates, [y] * len(row.rates), ".", color="#000000", alpha=0.35, markersize=4)
-        axes.annotate(f" {show_rate(summary.median)}", (summary.maximum, y), va="center", fontsize=8)
+        axes.annotate(f" {format_rate(summary.median)}", (summary.maximum, y), va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [row.label for row in rows], fontsize=9)
     axes.margins(x=0.15)
     axes.set_xlim(left=0)
     axes.locator_params(axis="x", nbins=6)
-    axes.xaxis.set_major_formatter(lambda rate, _: show_rate(rate))
+    axes.xaxis.set_major_formatter(lambda rate, _: format_rate(rate))
     axes.set_xlabel(f"{report.unit} (bar: median, whisker: minimum to maximum, dots: samples)", fontsize=8)
     axes.set_title(f"{report.env}, {report.num_envs} environments, {report.machine['usable_cores']} cores", fontsize=10)
     save(figure, path)
 
 
 def draw_scale(reports: Sequence[Report], path: Path) -> None:
-    """Draw throughput over the number of environments, one line per candidate, the spread as a band."""
+    """Plot throughput against the number of environments: a line per candidate, with its spread as a band."""
     figure = new_figure(8.0, 5.0)
     axes = figure.subplots()
     sizes = [report.num_envs for report in reports]
     for name, row in {row.name: row for report in reports for row in report.rows}.items():
         summaries = [other.summary if (other := report.row(name)) else None for report in reports]
-        medians, least, most = (
-            [getattr(each, value) if each else math.nan for each in summaries] for value in ("median", "minimum", "maximum")
+        medians, minima, maxima = (
+            [getattr(summary, name) if summary else math.nan for summary in summaries]
+            for name in ("median", "minimum", "maximum")
         )
         linestyle = {"bound": "--", "gymnasium": ":"}.get(row.kind)
         style = {"label": row.label, "color": COLOURS[row.kind] if linestyle else None, "linestyle": linestyle}
         (line,) = axes.plot(sizes, medians, marker="o", markersize=4, **style)
-        axes.fill_between(sizes, least, most, color=line.get_color(), alpha=0.12, linewidth=0)
+        axes.fill_between(sizes, minima, maxima, color=line.get_color(), alpha=0.12, linewidth=0)
     axes.set_xlim(sizes[0] / 1.1, sizes[-1] * 1.1)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda rate, _: show_rate(rate))
+    axes.yaxis.set_major_formatter(lambda rate, _: format_rate(rate))
     axes.set_xlabel("environments")
     axes.set_ylabel("steps per second (median; band: minimum to maximum)")
     axes.set_title(f"{reports[0].env}, {reports[0].machine['usable_cores']} cores", fontsize=10)

@@ -34,17 +34,17 @@ _ENV_ID = (
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser of commands that report their own unrecognized arguments, with their own usage."""
+    """A parser that reports unrecognized arguments of a command with that command's usage."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            if self.prog.endswith(" replay") and not any(each.startswith("-") for each in rest):
-                self.error(f"replay takes one FILE, got {len(rest) + 1}")
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            if self.prog.endswith(" replay") and not any(text.startswith("-") for text in unknown):
+                self.error(f"replay takes one FILE, got {len(unknown) + 1}")
             in_run = self.prog.endswith(" run")
             hint = "; the program's own options follow its name: vecenv run train.py --seed 1" if in_run else ""
-            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-        return found, rest
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return parsed, unknown
 
 
 def _positive(kind: type[Any]) -> Callable[[str], Any]:
@@ -162,7 +162,7 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
     option("--num-workers", "--workers", dest="workers", type=_count, default=usable_cores(), metavar="N", help=text)
     option("--seconds", type=_number, metavar="S", help="seconds per sample (default: 1, or 0.4 with --scale)")
     option("--repeats", type=_count, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
-    text = "measure only these engines, separated by commas, such as auto,gym-sync (default: all; a wrong name lists them)"
+    text = "only these engines, separated by commas, such as auto,gym-sync (default: all; an unknown name lists them)"
     option("--engines", metavar="NAMES", help=text)
     option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
     text = "folder for the results (default: bench-results)"
@@ -173,7 +173,7 @@ def _add_bench_options(option: Callable[..., Any]) -> None:
 def _bench(arguments: argparse.Namespace) -> int:
     """measure vecenv on an environment, next to Gymnasium's engines and a bare loop
 
-    First checks that the engine's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
+    First checks that vecenv's trajectories equal SyncVectorEnv's for the same seeds and actions, then measures all
     engines in interleaved rounds. The bare loop, which only steps environments on all cores, is the upper bound. Prints a
     table, and writes JSON and a PNG. The defaults take about two minutes.
 
@@ -186,10 +186,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     env_fn = runners.resolve(arguments.env_id)
     try:
         reports = _measure(arguments, env_fn)
-        _show(arguments, reports)
+        _write_and_print(arguments, reports)
     except OSError as error:
         raise tools.CliError(f"cannot write the results to {arguments.out}: {error}") from None
-    return tools.DIED if any(row.failed for each in reports for row in each.rows) else 0
+    return tools.DIED if any(row.failed for report in reports for row in report.rows) else 0
 
 
 def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[benchmark.Report]:
@@ -201,12 +201,12 @@ def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[bench
         make_candidates = partial(runners.default_candidates, env_fn, workers=arguments.workers)
         sizes, seconds, repeats = [arguments.num_envs], 1.0, 7
     names = _choose(make_candidates(num_envs=arguments.num_envs), arguments)  # small sizes lack some engines
-    pace: dict[str, Any] = {"seconds": arguments.seconds or seconds, "repeats": arguments.repeats or repeats}
+    timing: dict[str, Any] = {"seconds": arguments.seconds or seconds, "repeats": arguments.repeats or repeats}
     reports = []
     with tools.progress_bar() as bar:
         for size in sizes:
             rows = [row for row in make_candidates(num_envs=size) if row.name in names]
-            reports.append(benchmark.compare(arguments.env_id, env_fn, size, rows, progress=bar, **pace))
+            reports.append(benchmark.compare(arguments.env_id, env_fn, size, rows, progress=bar, **timing))
     return reports
 
 
@@ -215,23 +215,23 @@ def _powers_of_two(top: int) -> list[int]:
     return [1 << k for k in range(top.bit_length()) if 1 << k < top] + [top]
 
 
-def _show(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> None:
-    """Write the results as JSON and as a picture, and print them."""
+def _write_and_print(arguments: argparse.Namespace, reports: list[benchmark.Report]) -> None:
+    """Write the results as JSON and as a plot, and print them."""
     name = re.sub(r"[^\w.-]+", "_", arguments.env_id) + f"-{arguments.num_envs}" + ("-scale" if arguments.scale else "")
-    table, picture = (arguments.out / f"{name}.{kind}" for kind in ("json", "png"))
+    json_path, plot_path = (arguments.out / f"{name}.{suffix}" for suffix in ("json", "png"))
     values = [report.to_dict() for report in reports]
     text = json.dumps(values if arguments.scale else values[0], indent=1)
-    table.write_text(text + "\n")
-    benchmark.draw_scale(reports, picture) if arguments.scale else benchmark.draw_bars(reports[0], picture)
+    json_path.write_text(text + "\n")
+    benchmark.draw_scale(reports, plot_path) if arguments.scale else benchmark.draw_bars(reports[0], plot_path)
     if arguments.json:
         print(text)
         return
     benchmark.print_scale(reports) if arguments.scale else benchmark.print_report(reports[0])
-    print(f"Written: {table}, {picture}")
+    print(f"Written: {json_path}, {plot_path}")
 
 
 def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
-    """Return the names of the engines to measure. Raise before anything is started if this machine cannot hold them."""
+    """Return the names of the engines to measure, and create the output folder. Raise if this machine cannot run them."""
     from vecenv.tools.limits import shortage  # here, because it cannot be imported on Windows
 
     if arguments.engines is not None:
@@ -240,8 +240,8 @@ def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) 
         if unknown := selected - set(known):
             raise tools.CliError(f"no engine {min(unknown)!r}. The engines are: {', '.join(known)}")
         candidates = [candidate for candidate in candidates if candidate.name in selected]
-    largest_crowd = max((each.processes + 1 for each in candidates if each.is_crowd), default=0)
-    others = sum(each.processes + 1 for each in candidates if not each.is_crowd)
+    largest_crowd = max((crowd.processes + 1 for crowd in candidates if crowd.is_crowd), default=0)
+    others = sum(other.processes + 1 for other in candidates if not other.is_crowd)
     if (reason := shortage(others + largest_crowd)) is not None:
         raise tools.CliError(f"{reason}; use fewer environments or workers, or only some --engines")
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from vecenv.front.arguments import parse_autoreset_mode
 from vecenv.system.shared_generators import describe_draws, find_draws, read_states
-from vecenv.testing.conformity import CHECKS, COUNT, as_gymnasium, makers, program
+from vecenv.testing.conformity import CHECKS, NUM_ENVS, as_gymnasium, make_env_fns, make_program
 from vecenv.tools import WRONG, CliError, import_module_or_exit
 from vecenv.tools.benchmark import started
 from vecenv.tools.runners import Candidate
@@ -33,8 +33,8 @@ _START_SECONDS: Final = 120.0  # added for the first check of a process: imports
 
 
 @dataclass
-class Promise:
-    """An engine's behaviour in one check.
+class Result:
+    """The result of one check, by autoreset mode.
 
     Attributes:
         name, about, known: As in :class:`~vecenv.testing.conformity.Check`.
@@ -61,7 +61,7 @@ class Promise:
         return REFUSED
 
 
-def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), *, faults: bool = False) -> list[Promise]:
+def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), *, faults: bool = False) -> list[Result]:
     """Check an engine against every promise.
 
     Args:
@@ -73,29 +73,29 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     Raises:
         CliError: The engine does not exist or could not be built.
     """
-    build = engine_named(engine)
-    rows: dict[int, Promise] = {}
+    build = import_engine(engine)
+    rows: dict[int, Result] = {}
     limit = _CHECK_SECONDS + _START_SECONDS
     with started([Candidate("engine", engine, partial(CheckRunner, engine))]) as (host,):
         for mode in modes:
-            refusal = ""  # the reason, if the engine lacks this mode; it is not built again then
+            refusal = ""  # why the engine lacks this mode; then it is not built again
             for number, check in enumerate(CHECKS):
                 if mode not in check.modes or (check.fault and not faults):
                     continue
-                row = rows.setdefault(number, Promise(check.name, check.about, check.known))
+                row = rows.setdefault(number, Result(check.name, check.about, check.known))
                 reply = (REFUSED, refusal, []) if refusal else host.call("run_check", number, mode, timeout=limit)
                 limit = _CHECK_SECONDS
                 state, why, draws = reply or (BROKEN, str(host.failed), [])
                 row.draws += [name for name in draws if name not in row.draws]
                 row.modes[mode.name], row.why[mode.name] = state, why
                 if state == BROKEN and not row.program:
-                    row.program = program(check, engine, _build_expression(engine, build, mode))
+                    row.program = make_program(check, engine, _build_expression(engine, build, mode))
                 if why.startswith(_ONLY_MODE_PREFIX):
                     refusal = why
                 if refusal or state == BROKEN or check.fault:  # closing the engine may hang
-                    host.restart()
+                    host.kill()
                     limit = _CHECK_SECONDS + _START_SECONDS
-        host.restart()  # ends the process at once, because closing the engines may hang
+        host.kill()  # closing the engines may hang
     if rows and all(row.state == REFUSED for row in rows.values()):
         why = next(iter(next(iter(rows.values())).why.values()))
         raise CliError(f"{engine} could not be built: {why}; it must accept functions that build environments, or num_envs=")
@@ -120,7 +120,7 @@ class CheckRunner:
         self.close()
         check = CHECKS[number]
         try:
-            engine = engine_named(self._engine)
+            engine = import_engine(self._engine)
             if check.needs_inputs and not _takes_functions(engine):
                 return REFUSED, "it builds its own environments", []
             while len(self._built) < check.engines:
@@ -147,12 +147,13 @@ class CheckRunner:
 
 def _build(engine: Any, mode: AutoresetMode) -> Any:
     options = {"autoreset_mode": mode} if _takes_mode(engine) else {}
-    return as_gymnasium(engine(makers(), **options) if _takes_functions(engine) else engine(num_envs=COUNT, **options))
+    envs = engine(make_env_fns(), **options) if _takes_functions(engine) else engine(num_envs=NUM_ENVS, **options)
+    return as_gymnasium(envs)
 
 
 def _build_expression(name: str, engine: Any, mode: AutoresetMode) -> str:
     """Return an expression that builds the engine as :func:`_build` does, for a program."""
-    argument = f"makers({COUNT})" if _takes_functions(engine) else f"num_envs={COUNT}"
+    argument = f"make_env_fns({NUM_ENVS})" if _takes_functions(engine) else f"num_envs={NUM_ENVS}"
     expression = f"{name.partition(':')[2]}({argument}{f', autoreset_mode={mode}' if _takes_mode(engine) else ''})"
     return expression if isinstance(engine, type) and issubclass(engine, VectorEnv) else f"as_gymnasium({expression})"
 
@@ -165,7 +166,8 @@ def _parameters(engine: Any) -> Mapping[str, inspect.Parameter]:
 
 def _takes_mode(engine: Any) -> bool:
     parameters = _parameters(engine)
-    return "autoreset_mode" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "autoreset_mode" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def _takes_functions(engine: Any) -> bool:
@@ -207,7 +209,7 @@ def main(arguments: argparse.Namespace) -> int:
     return WRONG if counts[BROKEN] else 0
 
 
-def _print_table(rows: Sequence[Promise]) -> None:
+def _print_table(rows: Sequence[Result]) -> None:
     width = max(len(row.name) for row in rows)
     for row in rows:
         states = {
@@ -224,7 +226,7 @@ def _print_table(rows: Sequence[Promise]) -> None:
             print(textwrap.indent(row.program, "    "))
 
 
-def engine_named(name: str) -> Any:
+def import_engine(name: str) -> Any:
     """Import ``"module:name"``.
 
     Raises:
@@ -233,9 +235,9 @@ def engine_named(name: str) -> Any:
     module, _, attribute = name.partition(":")
     if not attribute:
         raise CliError(f"{name!r} is not of the form MODULE:NAME, such as gymnasium.vector:AsyncVectorEnv")
-    found = import_module_or_exit(module)
-    if not callable(engine := getattr(found, attribute, None)):
-        raise CliError(f"{module!r} has no {attribute!r} that can be called")
+    engine = getattr(import_module_or_exit(module), attribute, None)
+    if not callable(engine):
+        raise CliError(f"{module!r} has no callable {attribute!r}")
     return engine
 
 

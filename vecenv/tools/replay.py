@@ -54,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
     """repeat a failure from the file that record_failures= wrote
 
     Builds the environment, resets it with its seed and options, repeats its actions, and reports whether it fails in the
-    same way, and where. FILE contains a pickle, which can execute any code: replay only files of your own.
+    same way, and where. FILE contains a pickle, which can run arbitrary code: replay only your own files.
 
     Exit codes: 0 it happened again, or the replay stopped before step N; 1 it did not happen again; 2 it cannot be replayed,
     or wrong usage; 130 interrupted.
@@ -69,12 +69,12 @@ def main(arguments: argparse.Namespace) -> int:
             print(f"Recorded with {', '.join(differences)}")
     if not arguments.yes:
         _require_trust(path)
-    begins = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
+    starting_points = ("snapshot",) if arguments.from_snapshot else ("latest", "first")
     images: Sequence[_Image] | None = None
     if arguments.pdb:
-        result = _debug(path, begin=begins[0], until=arguments.until, frames=arguments.frames)
+        result = _debug(path, begin=starting_points[0], until=arguments.until, frames=arguments.frames)
     else:
-        result, images = _replay_from(path, begins, until=arguments.until, render=arguments.frames is not None)
+        result, images = _replay_from(path, starting_points, until=arguments.until, render=arguments.frames is not None)
     running, instead = _find_running(path, header) if result.status == DIFFERENT else (None, None)
     if arguments.json:
         print(json.dumps({
@@ -86,7 +86,8 @@ def main(arguments: argparse.Namespace) -> int:
         _print_result(result)
     if running is not None and not arguments.json:
         advice = f"replay {instead}" if instead else "its file is gone"
-        print(f"Env {header.env} only shared a worker with env {running}, which was running when that failed: {advice}")
+        shared = f"Env {header.env} only shared a worker with env {running}"
+        print(f"{shared}, which was running when the worker failed: {advice}")
     if arguments.frames is not None and images is not None and result.status != CANNOT:
         print(_write_frames(images, arguments.frames), file=sys.stderr if arguments.json else sys.stdout)
     return _EXIT_CODES[result.status]
@@ -105,7 +106,7 @@ def _check(arguments: argparse.Namespace) -> Header:
         header, _ = read_header(path)
     except FileNotFoundError as error:
         removed = _NAME.fullmatch(path.name) and path.parent.is_dir()
-        raise CliError(f"{error}{' (the recorder keeps the newest files; see keep=)' if removed else ''}") from None
+        raise CliError(f"{error}{' (the recorder keeps only the newest files; see keep=)' if removed else ''}") from None
     except (OSError, UnreadableRecord) as error:
         raise CliError(str(error)) from None
     if arguments.until is not None and arguments.until > header.step:
@@ -155,19 +156,19 @@ def _describe_folder(folder: Path) -> str:
 def _require_trust(path: Path) -> None:
     """Raise unless the user confirms at a terminal that the file is trusted."""
     if not sys.stdin.isatty():
-        reason = "the file contains a pickle, which can run any code; pass --yes if it is yours"
+        reason = "the file contains a pickle, which can run arbitrary code; pass --yes if it is yours"
         raise CliError(f"not replayed, because {reason}")
-    question = f"{path} holds a pickle, which can do anything: replay it only if it is your own. Replay it? [y/N] "
+    question = f"{path} contains a pickle, which can run arbitrary code: continue only if it is yours. Replay it? [y/N] "
     try:
         answer = input(question)
     except EOFError:
         answer = ""
     if answer.strip().lower() not in ("y", "yes"):
-        raise CliError("not replayed.")
+        raise CliError("not replayed")
 
 
 def _write_frames(images: Sequence[_Image], path: Path) -> str:
-    """Write the frames, and return a line about them."""
+    """Write the frames, and return a message for the user."""
     if not images:
         return "No frames: it failed before the first step"
     try:
@@ -196,7 +197,7 @@ class _Image(NamedTuple):
 
 
 _Message = Failed | _NextCall | _Image | None
-"""The messages of the separate process before the result."""
+"""A message from the separate process before the result."""
 
 
 class _Attempt(NamedTuple):
@@ -206,21 +207,21 @@ class _Attempt(NamedTuple):
     images: Sequence[_Image]
 
 
-def replay(path: Path, begins: Sequence[str] = ("latest", "first"), *, until: int | None = None) -> ReplayResult:
+def replay(path: Path, starting_points: Sequence[str] = ("latest", "first"), *, until: int | None = None) -> ReplayResult:
     """Replay a file in a separate process.
 
     Args:
-        path: The file. It is unpickled, which can execute any code.
-        begins: The starting points (:class:`~vecenv.recording.replay.Replay`), tried in order until the failure is repeated.
+        path: The file. It is unpickled, which can run arbitrary code.
+        starting_points: Values of ``begin`` (:class:`~vecenv.recording.replay.Replay`), tried until the failure is repeated.
             State that an environment keeps across resets is missing when the replay begins with ``"latest"``.
         until: Stop before this step of the episode; ``None``: replay the whole record.
     """
-    return _replay_from(path, begins, until=until, render=False).result
+    return _replay_from(path, starting_points, until=until, render=False).result
 
 
-def _replay_from(path: Path, begins: Sequence[str], **options: Any) -> _Attempt:
+def _replay_from(path: Path, starting_points: Sequence[str], **options: Any) -> _Attempt:
     attempts: list[_Attempt] = []
-    for begin in begins:
+    for begin in starting_points:
         attempts.append(_replay(path, begin=begin, **options))
         if attempts[-1].result.status != DIFFERENT:
             break
@@ -234,7 +235,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
     helper = HelperProcess(context, _child, (path, stack_file, options), name="vecenv-replay", daemon=False)
     failed: Failed | None = None
     images: deque[_Image] = deque(maxlen=_MAX_FRAMES)
-    place, hung, limit = _NextCall("while it was built", None), False, math.inf  # building has no limit
+    call, hung, limit = _NextCall("while it was built", None), False, math.inf  # building has no limit
     try:
         helper.start()
         while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
@@ -245,7 +246,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
             if isinstance(message, _Image):
                 images.append(message)
             elif isinstance(message, _NextCall):
-                place = message
+                call = message
                 limit = failed.seconds + _GRACE_SECONDS if failed is not None and failed.seconds else math.inf
             else:
                 failed = message
@@ -253,14 +254,14 @@ def _replay(path: Path, **options: Any) -> _Attempt:
             _request_stack(helper, stack_file)
         else:
             helper.has_ended(_GRACE_SECONDS)
-        return _Attempt(_unfinished_result(failed, helper.exit_code(), place, hung, env_frames(stack_file.read())), images)
+        return _Attempt(_unfinished_result(failed, helper.exit_code(), call, hung, env_frames(stack_file.read())), images)
     finally:
         helper.end()
         descriptors.close()
 
 
 def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
-    """Let a process that hangs write its stack."""
+    """Make a hanging process write its stack."""
     assert helper.pid is not None
     for number in STACK_SIGNALS:
         if not catches_signal(helper.pid, number):
@@ -274,17 +275,15 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
             time.sleep(0.01)
 
 
-def _unfinished_result(
-    failed: Failed | None, exitcode: int | None, place: _NextCall, hung: bool, stack: str
-) -> ReplayResult:
+def _unfinished_result(failed: Failed | None, exitcode: int | None, call: _NextCall, hung: bool, stack: str) -> ReplayResult:
     """Return the result of a replay that did not finish."""
     text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
-    if place.renders:
+    if call.renders:
         verb = "hung" if hung else "died"
         return ReplayResult(CANNOT, f"cannot be rendered, because the process {verb} in render(): {text}")
     same = failed is not None and (failed.how == "hung" if hung else failed.how == "died" and failed.exitcode == exitcode)
     return ReplayResult.from_failure(
-        failed, place.where, text, same=same, step=place.step, location=innermost_location(stack), stack=stack
+        failed, call.where, text, same=same, step=call.step, location=innermost_location(stack), stack=stack
     )
 
 
@@ -308,15 +307,15 @@ def _replay_here(
     report: Callable[[_Message], object],
     inspect: Callable[[Replay, Iterator[int], ReplayResult], ReplayResult] | None = None,
 ) -> ReplayResult:
-    """Replay a file in this process, which a crash of the environment ends.
+    """Replay a file in this process; a crash of the environment ends it.
 
     Args:
         path, begin, until: The arguments of :func:`replay`.
         render: Render a frame before each step, and one after the last.
         report: A function that receives the recorded failure, each request and each frame.
-        inspect: A function that starts the debugger and returns the result. Its arguments are the replay, its remaining
-            requests and the result so far. It is called where the replay stopped or ended. Without ``until``, the replay
-            stops before a request in which the process died or hung, as that would leave no frame to inspect.
+        inspect: A function that starts the debugger and returns the final result. It is called when the replay has stopped
+            or ended, with the replay, its remaining requests and the result so far. Without ``until``, the replay stops
+            before a request in which the process died or hung, as that would leave no frame to inspect.
     """
     header, body = read_header(path)
     try:
@@ -365,7 +364,7 @@ class _EnvDebugger(pdb.Pdb):
         """Show the prompt at once. Pdb's own handler waits for the next line, which a hanging call never reaches."""
         self.message("\nInterrupted")
         self.set_trace(frame)
-        sys.settrace(None)  # what is typed at the prompt is not to be traced
+        sys.settrace(None)  # do not trace what is typed at the prompt
         self.interaction(frame, None)
         if self.quitting:
             raise bdb.BdbQuit

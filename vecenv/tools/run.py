@@ -26,7 +26,7 @@ _DEFAULTS: Final = ("num_workers", "on_failure", "step_timeout", "record_failure
 def main(arguments: argparse.Namespace) -> Callable[[], None]:
     """run an unmodified program with vecenv in place of Gymnasium's AsyncVectorEnv
 
-    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, even where gymnasium.make_vec(...,
+    Runs a Python program with vecenv's AsyncVectorEnv in place of Gymnasium's, even if gymnasium.make_vec(...,
     vectorization_mode="async") builds it. The options set arguments that the program does not pass itself. The exit code and
     tracebacks are the program's own.
 
@@ -46,7 +46,8 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
         settings = settings or "one worker per environment"
         print(f"vecenv run: gymnasium.vector.{replaced} vecenv's ({settings})", file=sys.stderr)
         if defaults.get("num_workers") == "auto":
-            print(f"vecenv run: auto first tries environments in temporary processes, <= {MAX_STEPS} steps", file=sys.stderr)
+            note = f"auto first tries environments in temporary processes, up to {MAX_STEPS} steps"
+            print(f"vecenv run: {note}", file=sys.stderr)
         atexit.register(_report, os.getpid())
     sys.argv = list(program_arguments)
     return start
@@ -94,15 +95,15 @@ def _prepare_file(name: str) -> Callable[[], None]:
 
 
 def _prepare_container(name: str, path: str) -> Callable[[], None]:
-    found = PathFinder.find_spec("__main__", [path])
-    if found is None:
+    spec = PathFinder.find_spec("__main__", [path])
+    if spec is None:
         raise CliError(f"no such program: {name} has no __main__.py")
 
     def run() -> None:
         if sys.flags.safe_path:  # even under -P, Python searches the folder or archive that it runs
             sys.path.insert(0, path)
         _replace_first_path_entry(path)
-        _execute_spec(found)
+        _execute_spec(spec)
 
     return run
 

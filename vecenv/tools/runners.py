@@ -34,7 +34,7 @@ CROWD_PROCESSES: Final = 16  # a candidate with more processes than this, and th
 
 
 class Unavailable(Exception):
-    """The error for a candidate that cannot run here, such as for lack of a library. It counts as missing, not as failed."""
+    """The error for a candidate that cannot run here, for example without a library. It counts as missing, not as failed."""
 
 
 class Runner(Protocol):
@@ -73,9 +73,9 @@ def resolve(env_id: str) -> EnvFn:
 
     module, _, name = env_id.rpartition(":")
     if module:
-        found: Any = getattr(import_module_or_exit(module), name, None)
-        if callable(found) and name not in gymnasium.registry:
-            return found  # type: ignore[no-any-return]
+        env_fn: Any = getattr(import_module_or_exit(module), name, None)
+        if callable(env_fn) and name not in gymnasium.registry:
+            return env_fn  # type: ignore[no-any-return]
     elif env_id.startswith("ALE/"):
         require(env_id, "ale_py")
         importlib.import_module("ale_py")  # registers these ids
@@ -119,31 +119,31 @@ Step = dict[str, Any]
 
 
 def digest(value: Any) -> bytes:
-    """Return 16 bytes, equal exactly for values that are the same in type and bit for bit. Lists count as tuples."""
-    seen = hashlib.blake2b(digest_size=16)
-    _update_digest(seen, value)
-    return seen.digest()
+    """Return a 16-byte digest, equal only for values that are identical in type and bit for bit. Lists count as tuples."""
+    hasher = hashlib.blake2b(digest_size=16)
+    _update_digest(hasher, value)
+    return hasher.digest()
 
 
-def _update_digest(seen: Any, value: Any) -> None:
+def _update_digest(hasher: Any, value: Any) -> None:
     if isinstance(value, np.ndarray):
-        seen.update(f"{value.dtype.str}{value.shape}".encode())
+        hasher.update(f"{value.dtype.str}{value.shape}".encode())
         if value.dtype == object:
             for item in value.flat:
-                _update_digest(seen, item)
+                _update_digest(hasher, item)
         else:
-            seen.update(np.ascontiguousarray(value).tobytes())
+            hasher.update(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):
-        seen.update(b"{%d" % len(value))
+        hasher.update(b"{%d" % len(value))
         for key in sorted(value, key=repr):
-            seen.update(repr(key).encode())
-            _update_digest(seen, value[key])
+            hasher.update(repr(key).encode())
+            _update_digest(hasher, value[key])
     elif isinstance(value, list | tuple):
-        seen.update(b"[%d" % len(value))
+        hasher.update(b"[%d" % len(value))
         for item in value:
-            _update_digest(seen, item)
+            _update_digest(hasher, item)
     else:
-        seen.update(f"{type(value).__name__}:{value!r}".encode())
+        hasher.update(f"{type(value).__name__}:{value!r}".encode())
 
 
 def first_difference(reference: Sequence[Step], other: Sequence[Step]) -> str | None:
@@ -201,13 +201,13 @@ class VectorRunner:
         self._needs_reset = False
         observations, infos = self.envs.reset(seed=SEED)
         zeros = np.zeros(self.num_envs)
-        found = [self._record(observations, zeros, zeros.astype(bool), zeros.astype(bool), infos)]
+        trajectory = [self._record(observations, zeros, zeros.astype(bool), zeros.astype(bool), infos)]
         end = time.perf_counter() + seconds
         for actions in itertools.islice(itertools.cycle(self.actions), steps):
-            found.append(self._record(*self.envs.step(actions)))
+            trajectory.append(self._record(*self.envs.step(actions)))
             if time.perf_counter() > end:
                 break
-        return found
+        return trajectory
 
     def _record(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
         return {
@@ -243,18 +243,18 @@ class FirstReadyVectorRunner(VectorRunner):
         actions = [list(iterate(batch_space(space, self.num_envs), batch)) for batch in self.actions]
         out: Any = create_empty_array(space, self.batch_size)
         batched = batch_space(self.envs.single_observation_space, self.batch_size)
-        found: list[list[Any]] = [[] for _ in range(self.num_envs)]  # by environment
+        trajectories: list[list[Any]] = [[] for _ in range(self.num_envs)]
         self.envs.reset_async(seed=SEED)
-        while any(len(rows) <= steps for rows in found):
+        while any(len(rows) <= steps for rows in trajectories):
             observations, *numbers, infos = self.envs.recv()
             ids = infos["env_id"].tolist()
-            chosen = [actions[len(found[env]) % len(actions)][env] for env in ids]
+            chosen = [actions[len(trajectories[env]) % len(actions)][env] for env in ids]
             for env, *row in zip(ids, map(digest, iterate(batched, observations)), *numbers, strict=True):
-                found[env].append(row)
+                trajectories[env].append(row)
             self.envs.send(concatenate(space, chosen, out), ids)
         names = ("observation", "reward", "termination", "truncation")
         return [
-            {"infos": b"", **{name: [rows[step][at] for rows in found] for at, name in enumerate(names)}}
+            {"infos": b"", **{name: [rows[step][i] for rows in trajectories] for i, name in enumerate(names)}}
             for step in range(steps + 1)
         ]
 
@@ -303,9 +303,9 @@ class BareLoop:
 
 
 class BarePipes:
-    """The lowest possible cost of worker processes: bare pipes, and the loop ``read, env.step, write`` in each process.
+    """A lower bound on the cost of worker processes: bare pipes, and the loop ``read, env.step, write`` in each process.
 
-    No observation, reward or flag comes back. The caller writes eight bytes to each process and reads eight from each.
+    No observations, rewards or flags are sent. The caller writes eight bytes to each process and reads eight from each.
 
     Args:
         env_fn, num_envs: As for :class:`BareLoop`.
@@ -362,7 +362,7 @@ class BareLoops(BarePipes):
 
 
 class BareLockstep(BarePipes):
-    """The lowest possible cost of a step that waits for all environments: one process per core, including the caller.
+    """A lower bound on the cost of a step that waits for all environments: one process per core, including the caller.
 
     Each process steps its share of the environments. The caller writes to each of the others, steps its own share, and
     reads from each; both sides poll instead of sleeping. No observations or rewards are sent.
@@ -462,7 +462,7 @@ class Candidate:
 
     @property
     def is_crowd(self) -> bool:
-        """True if the candidate has many more processes than there are cores, so that it lives only while it is measured.
+        """True if it has more processes than :data:`CROWD_PROCESSES` and than cores: it runs only while it is measured.
 
         On a virtual machine the mere existence of that many address spaces slows down everything that runs at the same time.
         """
@@ -482,7 +482,7 @@ def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
 def vecenv_candidate(
     name: str, label: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] | None = None, **options: Any
 ) -> Candidate:
-    """Return a vecenv candidate with these options. If ``batch_size`` is among them, the default runner is first-ready."""
+    """Return a vecenv candidate with these options. With ``batch_size``, the default runner is first-ready."""
     make_envs = partial(_build_vecenv, env_fn, num_envs, options)
     workers = options.get("num_workers")
     processes = num_envs if workers is None else 0 if workers == "auto" else workers
@@ -511,8 +511,8 @@ def _shares(num_envs: int, workers: int) -> list[range]:
     return [range(a, b) for a, b in itertools.pairwise(bounds)]
 
 
-def _format_count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 'es' if what.endswith('s') else 's'}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('s') else 's'}"
 
 
 _BOUNDS: Final = {
@@ -523,7 +523,7 @@ _BOUNDS: Final = {
 
 
 def bound_candidate(name: str, env_fn: EnvFn, num_envs: int, workers: int) -> Candidate:
-    """Return a candidate for an upper bound, with ``workers`` processes (at most one per environment)."""
+    """Return the candidate for a bound, with ``workers`` processes (at most one per environment)."""
     (label, kind), shares = _BOUNDS[name], _shares(num_envs, workers)
     where = "one process per env" if kind is BarePipes else _format_count(len(shares), "process")
     processes = len(shares) - (kind is BareLockstep)
@@ -550,7 +550,7 @@ def default_candidates(env_fn: EnvFn, num_envs: int, workers: int) -> list[Candi
 
 
 def scale_candidates(env_fn: EnvFn, num_envs: int, worker_counts: Sequence[int]) -> list[Candidate]:
-    """Return the candidates of the main table, but without first-ready, and with one candidate per number of workers."""
+    """Return the candidates of the main table without first-ready, and with one candidate per number of workers."""
     rows = default_candidates(env_fn, num_envs, max(worker_counts))
     fixed = [
         vecenv_candidate(

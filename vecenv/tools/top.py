@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _HOW_TO_PUBLISH: Final = "a program shows its workers here after envs.publish_stats(), or when run with VECENV_TOP=1"
 _MAX_NAME_LENGTH: Final = 80
-_LATE_SECONDS: Final = 1.5  # without a result, after which a note is shown and the rates are 0
+_LATE_SECONDS: Final = 1.5  # after this time without a result, a note is shown and rates are 0
 _WAITING_SHARE: Final = 0.95  # share of the time outside environments above which a stepping worker counts as waiting
 _HEADINGS: Final = ("worker", "pid", "state", "envs", "steps/s", "waiting", "slowest env", "restarts")
 _COLOURS: Final = {"stepping": "green", "busy": "yellow", "stopped": "red", "dead": "red"}
@@ -42,8 +42,8 @@ class WorkerRow:
     Attributes:
         index, pid: The worker's index and process id; for environments in the caller, the program's process id.
         kind: ``"process"`` or ``"caller"``.
-        state: ``"stepping"``: it finished steps; ``"waiting"``: it did, but they took less than a twentieth of the time;
-            ``"busy"``: it is computing, but finished none; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
+        state: ``"stepping"``: it finished steps; ``"waiting"``: it finished steps, in less than a twentieth of the time;
+            ``"busy"``: it is computing, but finished no step; ``"idle"``; ``"stopped"`` (by SIGSTOP); ``"dead"``.
         envs: The indices of its first and last environments.
         steps_per_second: The steps of all its environments.
         waiting: The share of the time that it was not inside an environment, 0 to 1.
@@ -124,16 +124,16 @@ class Watcher:
                 before, latest = self._latest.get(path, (None, None))
                 now[path] = (before if latest is not None and latest.at == stats.at else latest), stats
         self._latest = now
-        return [_program(before, stats) for before, stats in now.values()]
+        return [_program_row(before, stats) for before, stats in now.values()]
 
 
-def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
+def _program_row(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     seconds_since_result = max(time.monotonic() - now.at, 0.0)
     if seconds_since_result > _LATE_SECONDS:  # no progress since that result: rates of 0
         before = now
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
     earlier = {worker.index: worker for worker in before.workers} if before else {}
-    workers = [_worker(worker, earlier.get(worker.index), seconds) for worker in now.workers]
+    workers = [_worker_row(worker, earlier.get(worker.index), seconds) for worker in now.workers]
     return ProgramRow(
         now.name, now.pid, now.num_envs, steps_per_second=sum(worker.steps_per_second for worker in workers),
         waiting=_share(now.time_waiting - (before.time_waiting if before else 0.0), seconds),
@@ -142,7 +142,7 @@ def _program(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     )  # fmt: skip
 
 
-def _worker(worker: PublishedWorker, before: PublishedWorker | None, seconds: float) -> WorkerRow:
+def _worker_row(worker: PublishedWorker, before: PublishedWorker | None, seconds: float) -> WorkerRow:
     steps = worker.steps - (before.steps if before else 0.0)
     waiting = 1.0 - _share(worker.seconds - (before.seconds if before else 0.0), seconds)
     known = worker.slowest_env >= 0
@@ -209,7 +209,7 @@ def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None 
     Args:
         rows: The programs.
         left_out: The reason for each file that cannot be read.
-        view: The user's choices, corrected to fit the existing workers; ``None``: draw all workers.
+        view: The user's choices; ``first`` is limited to the existing workers. ``None``: draw all workers.
         height: The number of available lines.
     """
     from rich.console import Group
@@ -222,7 +222,7 @@ def draw(rows: Sequence[ProgramRow], left_out: Sequence[str], view: View | None 
     notes = [line(f"Left out: {note}.", "dim") for note in left_out]
     if not rows:
         return Group(Text(f"Nothing to show: {_HOW_TO_PUBLISH}."), *notes)
-    header = [line(text, "bold") for row in rows for text in _summary(row)] + notes
+    header = [line(text, "bold") for row in rows for text in _summary_lines(row)] + notes
     workers = [(row.pid, worker) for row in rows for worker in row.workers]
     footer = []
     if view is not None:
@@ -248,7 +248,7 @@ def _escape_name(name: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in shortened)
 
 
-def _summary(program: ProgramRow) -> tuple[str, str]:
+def _summary_lines(program: ProgramRow) -> tuple[str, str]:
     """Summarize a program in two lines that fit a narrow terminal."""
     late = f", no result for {program.seconds_since_result:.1f} s" if program.seconds_since_result > _LATE_SECONDS else ""
     return (
@@ -268,11 +268,11 @@ def _cells(worker: WorkerRow) -> tuple[RenderableType, ...]:
         "caller" if worker.kind == "caller" else str(worker.index), str(worker.pid),
         Text(worker.state, style=_COLOURS.get(worker.state, "dim")), f"{first}" if first == last else f"{first}-{last}",
         f"{worker.steps_per_second:,.0f}", f"{worker.waiting:.0%}",
-        "-" if slowest is None else f"{slowest}: {_duration(worker.slowest_env_seconds or 0.0)}", str(worker.restarts),
+        "-" if slowest is None else f"{slowest}: {_format_seconds(worker.slowest_env_seconds or 0.0)}", str(worker.restarts),
     )  # fmt: skip
 
 
-def _duration(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:,.1f} s"
@@ -324,12 +324,12 @@ def _show(watcher: Watcher, interval: float) -> int:
     view, rows = View(), watcher.read()
     with (
         contextlib.suppress(KeyboardInterrupt),  # Ctrl-C ends the display
-        _keys() as wait,
+        _key_reader() as read_keys,
         Live(draw(rows, watcher.left_out, view, console.height), console=console, screen=True, auto_refresh=False) as live,
     ):
         next_read = time.monotonic() + interval
         while not view.ended:
-            view.press(wait(max(next_read - time.monotonic(), 0.0)))
+            view.press(read_keys(max(next_read - time.monotonic(), 0.0)))
             if time.monotonic() >= next_read:
                 rows, next_read = watcher.read(), time.monotonic() + interval
             live.update(draw(rows, watcher.left_out, view, console.height), refresh=True)
@@ -337,8 +337,8 @@ def _show(watcher: Watcher, interval: float) -> int:
 
 
 @contextlib.contextmanager
-def _keys() -> Iterator[Callable[[float], bytes]]:
-    """Yield a function that waits for keys for some seconds at most and returns them; restore the terminal afterwards."""
+def _key_reader() -> Iterator[Callable[[float], bytes]]:
+    """Yield a function that returns the keys pressed within some seconds; restore the terminal afterwards."""
     import termios
     import tty
 

@@ -32,7 +32,7 @@ def render_grid(envs: VectorEnv[Any, Any, Any], *, columns: int | None = None, g
 
     Returns:
         uint8 ``(rows * height + gaps, columns * width + gaps, 3)``. Grey frames become RGB, frames smaller than the
-        largest are centred, and of a list of frames (``"rgb_array_list"``) the last is used.
+        largest are centred, and the last of a list of frames (``"rgb_array_list"``) is used.
 
     Raises:
         ValueError: ``envs`` have another ``render_mode``, or a frame is not an image; the error names the environment.
@@ -82,7 +82,7 @@ def tile(images: Sequence[Frame], *, columns: int | None = None, gap: int = 2) -
 
 
 def _choose_columns(count: int, height: int, width: int) -> int:
-    """Return the number of columns that makes the image closest to a square; on a tie, the one with fewer empty places."""
+    """Return the number of columns that makes the image closest to a square; on a tie, the one with fewer empty cells."""
 
     def cost(columns: int) -> tuple[float, int]:
         rows = -(-count // columns)

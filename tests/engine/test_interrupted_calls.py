@@ -174,7 +174,7 @@ class HangsLater:
 
 
 def test_a_start_has_a_time_limit_if_it_was_interrupted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    options = vecenv.WorkerOptions(start_timeout=0.5)
+    options = vecenv.WorkerOptions(start_timeout=2.0)
     with open_engine([HangsLater(tmp_path / "file")], num_workers=1, worker_options=options) as envs:
         envs.reset(seed=1)
         with pytest.raises(WorkerDied):
@@ -184,7 +184,7 @@ def test_a_start_has_a_time_limit_if_it_was_interrupted(monkeypatch: pytest.Monk
         with pytest.raises(TimeoutError):
             envs.reset()
         monkeypatch.undo()
-        with pytest.raises(WorkerDied, match=r"it hung for more than 0\.5 seconds"):
+        with pytest.raises(WorkerDied, match=r"it hung for more than 2\.0 seconds"):
             envs.reset()
 
 

@@ -190,5 +190,5 @@ def test_a_key_that_is_taken_is_refused() -> None:
     with open_engine([lambda: Says(gymnasium.make("CartPole-v1", max_episode_steps=1))], num_workers=0) as envs:
         recorded = RecordEpisodeStatistics(envs)
         recorded.reset(seed=1)
-        with pytest.raises(ValueError, match="infos have a key 'episode' already: set another stats_key"):
+        with pytest.raises(ValueError, match="infos already have a key 'episode': set another stats_key"):
             recorded.step(np.array([0]))

@@ -643,8 +643,8 @@ def test_dict_actions_are_checked_leaf_by_leaf() -> None:
         check({"arm": actions["arm"]}, ids)
     with pytest.raises(TypeError, match="must be a dict"):
         check([1, 2], ids)
-    assert [array.shape for array in check.dummy(3)] == [(3,), (3, 2)]
-    assert check.dummy(1)[0].tolist() == [1]
+    assert [array.shape for array in check.dummy_actions(3)] == [(3,), (3, 2)]
+    assert check.dummy_actions(1)[0].tolist() == [1]
 
 
 def test_options_are_tried_once_except_common_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_a_vector_env_of_several_players_names_the_multi_agent_class() -> None:
 
 def test_rows_in_order_are_not_copied() -> None:
     given = states([0, 1], [0, 0, 1, 1], [1, 2, 3, 4])
-    rows = sorter(2).sorted(given)
+    rows = sorter(2).sort_by_env(given)
     assert rows.players["reward"].tolist() == [[1, 2], [3, 4]]
     assert np.shares_memory(rows.players["reward"], given[3])
     assert rows.envs["done"] is given[2]
@@ -52,21 +52,21 @@ def test_rows_in_order_are_not_copied() -> None:
 
 
 def test_rows_are_sorted_by_environment_and_players_keep_their_order() -> None:
-    rows = sorter(2).sorted(states([5, 2, 3], [5, 5, 2, 2, 3, 3], [1, 2, 3, 4, 5, 6]))
+    rows = sorter(2).sort_by_env(states([5, 2, 3], [5, 5, 2, 2, 3, 3], [1, 2, 3, 4, 5, 6]))
     assert rows.env_ids.tolist() == [2, 3, 5]
     assert rows.players["reward"].tolist() == [[3, 4], [5, 6], [1, 2]]
     assert rows.envs["done"].tolist() == [True, False, False]
 
 
 def test_absent_players_are_masked_and_zero() -> None:
-    rows = sorter(3).sorted(states([1, 0], [1, 0, 0], [7, 8, 9]))
+    rows = sorter(3).sort_by_env(states([1, 0], [1, 0, 0], [7, 8, 9]))
     assert rows.mask.tolist() == [[True, True, False], [True, False, False]]
     assert rows.players["reward"].tolist() == [[8, 9, 0], [7, 0, 0]]
 
 
 def test_absent_numbered_player_leaves_its_row_empty() -> None:
     given = [*states([0, 1], [0, 1, 1], [7, 8, 9]), np.array([1, 1, 0], np.int32)]
-    rows = sorter(2, {**KEYS, "info:players.id": [-1]}).sorted(given)
+    rows = sorter(2, {**KEYS, "info:players.id": [-1]}).sort_by_env(given)
     assert rows.mask.tolist() == [[False, True], [True, True]]
     assert rows.players["reward"].tolist() == [[0, 7], [9, 8]]
 
@@ -74,14 +74,14 @@ def test_absent_numbered_player_leaves_its_row_empty() -> None:
 def test_actions_go_back_without_those_of_absent_players() -> None:
     actions = np.array([[1, 2], [3, 4]], np.int32)
     mask = np.array([[True, False], [True, True]])
-    sent = sorter(2).flat(actions, np.array([4, 7]), mask)
+    sent = sorter(2).build_payload(actions, np.array([4, 7]), mask)
     assert [array.tolist() for array in sent] == [[4, 7], [4, 7, 7], [1, 3, 4]]
 
 
 @pytest.mark.parametrize("wrong", [([0], [0, 0, 0]), ([0], [0, 1]), ([1], [0, 1])])
 def test_invalid_rows_are_refused(wrong: tuple[list[int], list[int]]) -> None:
     with pytest.raises(ValueError, match="player"):
-        sorter(2).sorted(states(*wrong, [0.0] * len(wrong[1])))
+        sorter(2).sort_by_env(states(*wrong, [0.0] * len(wrong[1])))
 
 
 @pytest.mark.parametrize("task_id", ["TicTacToe-v1", "SparrowMahjong-v1", "IntersectionMultiAgent-v0"])
@@ -91,7 +91,7 @@ def test_rows_of_a_real_pool_are_in_order(task_id: str) -> None:
     read = sorter(players, {key: spec.shape for key, spec in pool.spec.state_array_spec.items()})
     pool._reset(np.arange(16, dtype=np.int32))
     for _ in range(20):
-        rows = read.sorted(pool._recv())
+        rows = read.sort_by_env(pool._recv())
         assert rows.env_ids.tolist() == list(range(16))
         assert rows.mask.all()
         assert (rows.players["info:players.env_id"] == np.arange(16)[:, None]).all()
@@ -100,7 +100,7 @@ def test_rows_of_a_real_pool_are_in_order(task_id: str) -> None:
         actions = np.zeros((16, players), np.int32)
         if "info:legal_action_mask" in rows.envs:
             actions[:] = rows.envs["info:legal_action_mask"].argmax(axis=1)[:, None]
-        pool._send(read.flat(actions, rows.env_ids, rows.mask))
+        pool._send(read.build_payload(actions, rows.env_ids, rows.mask))
 
 
 # -- calls of MultiAgentVecEnv ------------------------------------------------------------------------------------------

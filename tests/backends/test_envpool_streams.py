@@ -170,7 +170,7 @@ def test_same_step_equals_next_step_without_reset_rows(family: str, task_id: str
                 continue
             ended += 1
             infos = mine[4]
-            final_obs = next_step._driver._rows.row(next_step._driver._last, 0)  # type: ignore[union-attr]
+            final_obs = next_step._driver._rows.row(next_step._driver._latest_leaves, 0)  # type: ignore[union-attr]
             assert_identical(infos.pop("final_obs")[0], final_obs, "final_obs")
             assert_identical(infos.pop("final_info"), theirs[4], "final_info")
             assert infos.pop("_final_obs").tolist() == infos.pop("_final_info").tolist() == [True]

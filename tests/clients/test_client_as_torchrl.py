@@ -397,7 +397,7 @@ def test_existing_pools_and_torchrls_arguments() -> None:
 
 def test_invalid_arguments_are_refused() -> None:
     envs = vecenv.make_vec("CartPole-v1", 2, "serial")
-    with pytest.raises(TypeError, match="already built"):
+    with pytest.raises(TypeError, match="is a vector environment or builds one"):
         as_torchrl(envs, 3)
     with pytest.raises(TypeError, match=r"no \['num_workers'\]"):
         as_torchrl(envs, num_workers=2)

@@ -68,7 +68,7 @@ def step_often(envs: MultiAgentVecEnv, actions: Any, times: int) -> None:
         ("unknown reward", ValueError, r"env 1: unknown agents \['stranger'\]"),
         ("wrong shape", vecenv.errors.ObservationError, r"env 1, agent 'b'.*shape \(7,\).*expected shape \(2,\)"),
         ("blind", vecenv.errors.ObservationError, r"env 1, agent 'b': is alive, but has no observation"),
-        ("unpaid", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing.*rewards are of \['a'\]"),
+        ("unpaid", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing.*got rewards of \['a'\]"),
         ("unpaid at its end", vecenv.errors.ObservationError, r"env 1, agent 'b': reward is missing"),
         ("reward", vecenv.errors.ObservationError, r"env 1, agent 'b': reward: got 'a lot'"),
         ("raises", ValueError, "out of luck"),

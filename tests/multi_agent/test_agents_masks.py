@@ -407,7 +407,7 @@ class Invalid(Scripted):
     [
         ("no infos", ValueError, r"env 0: reset must return \(observations, infos\), got dict"),
         ("list", ValueError, "env 0: infos must be a dict of agents"),
-        ("mask", ValueError, "env 0, agent 'a': action_mask must be one row of 0 and 1"),
+        ("mask", ValueError, "env 0, agent 'a': action_mask must be a 1-D array of 0s and 1s"),
         ("blind", vecenv.errors.ObservationError, "env 0, agent 'b': is alive, but has no observation"),
     ],
 )

@@ -133,7 +133,7 @@ def test_snapshot_continues_in_any_other_row() -> None:
                 assert_identical(part[::-1].copy(), other)
     with open_engine([vecenv.EnvChoice({"cart": tasks["cart"]})] * 2, num_workers=0) as others:
         others.reset()
-        with pytest.raises(SnapshotMismatch, match="it is of the environment 'short', which this EnvChoice does not offer"):
+        with pytest.raises(SnapshotMismatch, match="it was saved in 'short', which this EnvChoice does not offer"):
             others.load(snapshots)
 
 

@@ -134,7 +134,7 @@ class EnvPoolLike:
         self._starts_episode[rows] = True
 
     def _in_flight(self) -> int:
-        return len(self.vector_env.in_flight)  # not that of stats(), which counts spares that are resetting
+        return len(self.vector_env.in_flight)  # not from stats(), which also counts spare workers that reset
 
     def _receive(self, count: int) -> Step:
         try:

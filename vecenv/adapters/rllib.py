@@ -47,7 +47,7 @@ def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
     if not isinstance(envs, MultiAgentVecEnv):
         raise TypeError(f"RLlib's multi-agent runner needs a vecenv.MultiAgentVecEnv, got {envs!r}")
     if envs.autoreset_mode is not AutoresetMode.NEXT_STEP:
-        raise ValueError(f"RLlib needs autoreset_mode='NextStep', got {envs.autoreset_mode.value!r}: do not pass it")
+        raise ValueError(f"RLlib needs autoreset_mode='NextStep', got {envs.autoreset_mode.value!r}: use the default")
     if getattr(envs._rows, "copy", True) is False:
         raise ValueError("RLlib needs copy=True: episodes keep observations that copy=False would overwrite")
     if envs.layout not in ("stack", "agents"):
@@ -156,10 +156,10 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             for row, flags in zip(values, mask.tolist(), strict=True)
         ]
 
-    def _flags(self, flags: Any, mask: Any, of_episode: Any) -> list[dict[Any, Any]]:
-        """Return flags as :meth:`_agent_dicts` does, with ``of_episode`` under RLlib's key for the whole episode."""
+    def _flags(self, flags: Any, mask: Any, episode_flags: Any) -> list[dict[Any, Any]]:
+        """Return flags as :meth:`_agent_dicts` does, with ``episode_flags`` under RLlib's key for the episode."""
         rows = self._agent_dicts(flags.tolist(), mask)
-        return [{**row, "__all__": episode_flag} for row, episode_flag in zip(rows, of_episode.tolist(), strict=True)]
+        return [{**row, "__all__": episode_flag} for row, episode_flag in zip(rows, episode_flags.tolist(), strict=True)]
 
     def _infos(self, infos: Mapping[str, Any], own: Sequence[Mapping[str, Any]], visible: Any) -> list[dict[Any, Any]]:
         """Return one dict of agents per environment, with its ``own`` infos unchanged and the action masks of ``infos``."""
@@ -182,7 +182,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
 
 
 class _EnvSpaces(MultiAgentEnv):  # type: ignore[misc, unused-ignore]
-    """The agents and spaces of one environment. Action spaces are copies, so that each environment's can be seeded."""
+    """The agents and spaces of one environment. Action spaces are copies, to be seeded separately."""
 
     def __init__(self, envs: RLlibVectorEnv) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class MultiAgentVecEnvRunner(MultiAgentEnvRunner):  # type: ignore[misc, unused-
         self.num_envs = self.env.num_envs
         if self.num_envs != num_envs:
             self.env.close()
-            raise ValueError(f"num_envs_per_env_runner is {num_envs}, but {config.env!r} built {self.num_envs}")
+            raise ValueError(f"num_envs_per_env_runner is {num_envs}, but {config.env!r} built {self.num_envs} environments")
         self._needs_initial_reset = True
         make_callback(
             "on_environment_created",

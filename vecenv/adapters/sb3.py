@@ -214,15 +214,15 @@ def evaluate_sb3(
 
     Args:
         model: An object with ``predict``, ``observation_space`` and ``action_space``, such as SB3's algorithms.
-        envs: A vector environment, or the result of :func:`as_sb3`, also in ``VecMonitor`` and ``VecNormalize``. Other
+        envs: A vector environment, or the result of :func:`as_sb3`, even within ``VecMonitor`` or ``VecNormalize``. Other
             wrappers used in training, such as frame stacking, must be in the single environments.
         episodes: A number of episodes, or a sequence of :class:`vecenv.Episode`.
         deterministic: Use the most likely action. Otherwise actions are drawn from torch's generator, so evaluations differ.
         options: Further arguments of :func:`vecenv.evaluate`.
 
     Raises:
-        TypeError: ``model`` has no ``predict``, ``envs`` is no vector environment, or has another wrapper of
-            Stable-Baselines3.
+        TypeError: ``model`` has no ``predict``, or ``envs`` is not a vector environment or has another wrapper
+            of Stable-Baselines3.
         ValueError: The model's observation or action space differs from that of the environments.
         Exception: The errors of :func:`vecenv.evaluate`.
     """
@@ -253,7 +253,7 @@ class _ModelPolicy:
 
     def __init__(self, model: Any, envs: Any, normalize: Any, deterministic: bool) -> None:
         self._model = model
-        self._rows = getattr(envs, "num_envs", 0) + 1  # one more for padding
+        self._num_rows = getattr(envs, "num_envs", 0) + 1  # one more for padding
         self._deterministic = deterministic
         self._normalize = normalize
         self._states: tuple[npt.NDArray[Any], ...] | None = None
@@ -267,7 +267,7 @@ class _ModelPolicy:
         )
         if states is not None:
             if self._states is None:
-                self._states = tuple(np.zeros((len(part), self._rows, *part.shape[2:]), part.dtype) for part in states)
+                self._states = tuple(np.zeros((len(part), self._num_rows, *part.shape[2:]), part.dtype) for part in states)
             for stored, part in zip(self._states, states, strict=True):
                 stored[:, rows] = part
         return actions

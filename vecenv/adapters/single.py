@@ -34,7 +34,7 @@ def require_settings(
             arrays are not NumPy arrays.
     """
     if not isinstance(envs, VectorEnv):
-        raise TypeError(f"{client} needs a Gymnasium vector environment, as vecenv.make_vec builds, got {envs!r}")
+        raise TypeError(f"{client} needs a Gymnasium vector environment, such as vecenv.make_vec builds, got {envs!r}")
     mode = envs.metadata.get("autoreset_mode")
     if mode not in modes:
         accepted = " or ".join(repr(each.value) for each in modes)
@@ -67,10 +67,10 @@ def reset_all(envs: Any, seed: Any = None, options: Any = None) -> tuple[Any, An
 
 
 def agents_per_env(envs: AnyVectorEnv) -> int:
-    """Return the number of rows that are agents of one environment, which ends for all of them at once; usually 1.
+    """Return the number of rows per environment: the number of its agents in a ``FlattenAgents``, otherwise 1.
 
-    With several, ``infos["env_done"]`` marks the rows of environments that have ended. An agent that ended before them has
-    rows of padding, and cannot be reset.
+    With several, ``infos["env_done"]`` marks the rows of ended environments. An agent that ended before its environment
+    has rows of padding, and cannot be reset alone.
     """
     inner = envs.unwrapped
     return inner.num_agents if isinstance(inner, FlattenAgents) else 1

@@ -1,8 +1,8 @@
 """``as_tianshou``: a vector environment for Tianshou's collectors.
 
 Tianshou resets environments itself, by index, as soon as their episodes have ended; when it has enough episodes, it steps
-only some environments. The adapter resets by a mask, which also replaces a pending autoreset, and steps some environments
-by ``send`` and ``recv``.
+only some environments. The adapter resets with a mask, which also replaces a pending autoreset, and steps some
+environments with ``send`` and ``recv``.
 """
 
 from __future__ import annotations

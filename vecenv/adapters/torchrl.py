@@ -247,7 +247,7 @@ def as_torchrl(
     build: Callable[[], Any]
     if isinstance(envs, VectorEnv) or _is_pool(envs) or (num_envs is None and callable(envs)):
         if options or num_envs is not None:
-            raise TypeError(f"{envs!r} is already built, or builds itself: pass no num_envs and no {sorted(options)}")
+            raise TypeError(f"{envs!r} is a vector environment or builds one: pass no num_envs and no {sorted(options)}")
         build = _make_reopener(envs)
     else:
         build = _make_builder(envs, num_envs, backend, options)
@@ -301,7 +301,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is A
         self._make_specs()
 
     def _open(self, envs: Any) -> None:
-        mode = require_rows(envs)
+        mode = require_row_resets(envs)
         self.vector_env: Any = envs
         self._rows = _Rows(envs, mode, self._observations, self._actions, self._columns)
         self.is_closed = False
@@ -309,8 +309,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is A
     def _info_columns(self, names: list[str] | None) -> dict[str, torch.Tensor]:
         """Return the info columns of a reset and a step, as zeros in the dtype and shape of one row."""
         envs = self.vector_env
-        found = _numeric(envs.reset()[1], envs.num_envs)
-        found |= _numeric(envs.step(envs.action_space.sample())[4], envs.num_envs)
+        found = _numeric_columns(envs.reset()[1], envs.num_envs)
+        found |= _numeric_columns(envs.step(envs.action_space.sample())[4], envs.num_envs)
         if names is None:
             return found
         if missing := [name for name in names if name not in found]:
@@ -461,7 +461,7 @@ class _Rows:
         self._all_rows = np.arange(n)
         self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._by_row
         self._num_agents = agents_per_env(envs)
-        self._env_is_over = np.ones(n, np.bool_)  # False for agents of an environment that goes on
+        self._env_is_over = np.ones(n, np.bool_)  # False for agents of an environment that is still running
         self._unsteppable = np.zeros(n, np.bool_)  # the engine refuses to step these rows, or returns undefined results
         # first observations and infos of episodes that began before TorchRL's reset, valid where `_has_start` is true
         self._starts: Tensors = None
@@ -485,10 +485,10 @@ class _Rows:
         begun = mask & self._has_start if options is None else np.zeros_like(mask)
         to_reset = mask & ~begun
         if self._num_agents > 1:
-            whole = self._rows_of_envs(mask, np.all)
+            whole = self._expand_to_envs(mask, np.all)
             # an agent that ended before its environment has rows of padding, without a reset
             to_reset &= whole | self._env_is_over | ~self.ended
-            to_reset |= whole & self._rows_of_envs(to_reset, np.any)
+            to_reset |= whole & self._expand_to_envs(to_reset, np.any)
             begun &= ~to_reset
         if begun.any():
             self._write_rows(begun, self._starts, begun)
@@ -500,8 +500,8 @@ class _Rows:
             flags & ~mask for flags in (self._has_start, self.terminated, self.truncated)
         )
 
-    def _rows_of_envs(self, rows: Mask, reduce: Callable[..., Any]) -> Mask:
-        """Return all rows of the environments that ``reduce`` chooses by those rows of their agents."""
+    def _expand_to_envs(self, rows: Mask, reduce: Callable[..., Any]) -> Mask:
+        """Return all rows of each environment in which any or all agents (``reduce``) are in ``rows``."""
         chosen: Mask = np.repeat(reduce(rows.reshape(-1, self._num_agents), axis=1), self._num_agents)
         return chosen
 
@@ -566,7 +566,7 @@ class _Rows:
         positions = np.flatnonzero(live[ids])
         rows = ids[positions]
         if len(ids) == len(live):
-            self._has_start = self._has_start & live  # hidden rows were stepped past their first observations
+            self._has_start = self._has_start & live  # the other rows were stepped past their first observations
         self._write_rows(rows, batch, positions)
         self.terminated, self.truncated = self.terminated.copy(), self.truncated.copy()
         self.terminated[rows], self.truncated[rows] = flags[0][positions], flags[1][positions]
@@ -621,7 +621,7 @@ class _Rows:
 _NUMBERS: Final = (bool, int, float, np.number, np.bool_, np.ndarray)
 
 
-def _numeric(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
+def _numeric_columns(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
     """Return the numeric columns of infos, as zeros in the dtype and shape of one row."""
     found = {}
     for key in own_keys(infos):
@@ -648,7 +648,7 @@ def _make_builder(what: Any, num_envs: int | None, backend: str, options: dict[s
     elif num_workers is not None:
         vector["num_workers"] = num_workers
     elif backend == "process" and multiprocessing.current_process().daemon:
-        vector.setdefault("num_workers", 0)  # daemons, such as the processes of TorchRL's collectors, may have no children
+        vector.setdefault("num_workers", 0)  # daemons, such as TorchRL's collector processes, must not have children
     if backend in ("brax", "playground"):
         vector.setdefault("to", "torch")
 
@@ -695,7 +695,7 @@ def _require_vector_env(envs: Any) -> Any:
     return envs
 
 
-def require_rows(envs: Any) -> AutoresetMode:
+def require_row_resets(envs: Any) -> AutoresetMode:
     """Return the autoreset mode; raise if episodes cannot begin row by row, or steps return only some rows."""
     mode = require_settings(envs, "TorchRL", list(AutoresetMode), any_arrays=True)
     capabilities = capabilities_of(envs)

@@ -3,7 +3,7 @@
 The engine steps environments that return an observation, a reward and two flags. The adapter turns a PettingZoo parallel
 environment into such an environment. Its observation holds the observations, rewards, flags and masks of all agents (see
 :meth:`vecenv.multi_agent.roster.Roster.observation_space`), written directly into shared memory; its own flags are those of
-the episode. Only this module decides which agents are alive, which must act, and which are padding.
+the episode. Only this module decides which agents are alive, which must act, and which rows are padding.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def from_aec(env: Any) -> Any:
 
 
 class AgentsAdapter:
-    """The base of adapted environments: provides agents and their spaces, and forwards other attributes to ``env``."""
+    """The base class of adapters: provides agents and their spaces, and forwards other attributes to ``env``."""
 
     agents: Any = ()
 
@@ -135,7 +135,7 @@ class TurnBased(AgentsAdapter):
 
     @property
     def agents_to_act(self) -> tuple[Any, ...]:
-        """The agent to move; empty before the first reset."""
+        """A tuple of the agent to move; empty before the first reset."""
         return (self.env.agent_selection,) if getattr(self.env, "agents", None) else ()
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -151,12 +151,12 @@ class TurnBased(AgentsAdapter):
         if mover not in actions:
             raise ValueError(f"agent {mover!r} is next, but its action is missing")
         game.step(actions[mover])
-        after = [*before, *(agent for agent in game.agents if agent not in before)]
+        involved = [*before, *(agent for agent in game.agents if agent not in before)]
         rewards, terminations, truncations, infos = (
-            {agent: values[agent] for agent in after if agent in values}
+            {agent: values[agent] for agent in involved if agent in values}
             for values in (game.rewards, game.terminations, game.truncations, game.infos)
         )
-        observations = {agent: game.observe(agent) for agent in after if agent in game.agents}
+        observations = {agent: game.observe(agent) for agent in involved if agent in game.agents}
         self._skip_dead_agents()
         return observations, rewards, terminations, truncations, infos
 
@@ -173,7 +173,7 @@ class StackedAgents(AgentsAdapter):
     Its ``reset`` returns observations ``[A, *s]``, with or without an info; in ``Dict`` and ``Tuple`` spaces every leaf has
     the axis of agents. Its ``step`` takes actions ``[A, *a]`` and returns four values (observations, rewards ``[A]`` or
     ``[A, 1]``, dones ``[A]``, info) or five. Agents are named ``agent_0`` and so on. An info dict's ``"action_masks"``
-    ``[A, k]`` become the agents' masks, and all its values are common infos; a list has one info per agent.
+    ``[A, k]`` become the agents' masks, and all its values are common infos; an info list has one info per agent.
 
     An environment with a true ``has_auto_reset`` has already begun its next episode when it reports the end of one:
     ``info["final_observation"]`` is then the last observation, and the next reset without a seed or options returns the
@@ -184,7 +184,7 @@ class StackedAgents(AgentsAdapter):
         self.agent_num = _agent_num(env)
         super().__init__(env, [f"agent_{index}" for index in range(self.agent_num)])
         self._next_episode: Any = None  # the start of the episode that `has_auto_reset` began
-        self.values = 4  # the number of values that its latest step returned
+        self.num_step_values = 4  # of the latest step
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
         """Start an episode with all agents."""
@@ -201,12 +201,12 @@ class StackedAgents(AgentsAdapter):
         """Step all agents; an agent that is done stays in the environment's arrays, but leaves ``agents``."""
         no_action = np.zeros_like(np.asarray(next(iter(actions.values()))))  # for agents that are done
         result = self.env.step(np.stack([np.asarray(actions.get(agent, no_action)) for agent in self.possible_agents]))
-        self.values = len(result)
-        if self.values not in (4, 5):
-            raise ValueError(f"step must return four or five values, got {self.values}")
+        self.num_step_values = len(result)
+        if self.num_step_values not in (4, 5):
+            raise ValueError(f"step must return four or five values, got {self.num_step_values}")
         observations, rewards, *flags, info = result
         ended = [np.broadcast_to(np.asarray(flag, np.bool_).ravel(), self.agent_num) for flag in flags]
-        if self.values == 4:
+        if self.num_step_values == 4:
             truncated = ended[0] & self._time_limit_reached(info)
             ended = [ended[0] & ~truncated, truncated]
         done = ended[0] | ended[1]
@@ -268,7 +268,7 @@ class OneAgent(AgentsAdapter):
     Its infos belong to the environment, except ``"action_mask"`` and ``"action_masks"``, which belong to the agent.
     """
 
-    values = 5
+    num_step_values = 5
 
     def __init__(self, env: gymnasium.Env[Any, Any]) -> None:
         super().__init__(env, ["agent_0"])
@@ -377,7 +377,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._can_zip_actions = roster.layout == "stack" and build_tree(first.action_space, "action").leaf is not None
         self._tree = build_tree(self.observation_space, "observation")
         self._has_scalars = any(leaf.shape == () for leaf in self._tree.leaves())
-        self._must_finish = self._has_scalars or roster.state_space is not None
+        self._needs_building = self._has_scalars or roster.state_space is not None
         self._attach_memory(zeros(self._tree))
 
     def observation_buffer(self, row: dict[str, Any]) -> None:
@@ -396,8 +396,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         for (part, place), name in zip(roster.places(), self._names, strict=True):
             tree = build_tree(part.observation_space, "observation")
             row_observations = row["obs"] if roster.layout == "stack" else row["obs"][part.key]
-            leaves = flatten(build_tree(part.widened(part.observation_space), "observation"), row_observations)
-            leaves = leaves if part.axis else [leaf[None] for leaf in leaves]
+            leaves = flatten(build_tree(part.stack_space(part.observation_space), "observation"), row_observations)
+            leaves = leaves if part.has_axis else [leaf[None] for leaf in leaves]
             self._observation_writers.append(self._make_writer(tree, leaves, place, name))
             self._leaves.append([leaf[place : place + 1] for leaf in leaves])
             if tree.leaf is not None:
@@ -462,7 +462,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._apply_results(present, {name: observations[name] for name in present if name in observations}, {}, {}, {})
         self._acting = self._agents_to_act()
         no_flags = [False] * len(self._names)
-        self._write(no_flags, no_flags, no_flags, no_flags)
+        self._write_signals(no_flags, no_flags, no_flags, no_flags)
         return self._build_observation(), self._info(infos)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
@@ -477,7 +477,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if not isinstance(result, tuple) or len(result) != 5:
             raise ValueError(f"env {self.index}: step must return five dicts, got {_describe_type(result)}")
         if self._all_acted and self._apply_ordinary_step(result):
-            return self._build_observation() if self._must_finish else self._row, 0.0, False, False, {}
+            return self._build_observation() if self._needs_building else self._row, 0.0, False, False, {}
         observations, rewards, terminations, truncations, infos = result
         present = self._present_agents()
         if not (rewards.keys() <= self._agent_names and terminations.keys() <= self._agent_names):
@@ -490,7 +490,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             truncated = [one or alive for one, alive in zip(truncated, self._alive, strict=True)]
             self._alive = [False] * len(self._alive)
         self._acting = self._agents_to_act()
-        self._write(agent_rewards, terminated, truncated, acting)
+        self._write_signals(agent_rewards, terminated, truncated, acting)
         all_single = len(self._single_arrays) == len(self._names)
         self._all_acted = all(acting) and all(self._acting) and not self._takes_turns and all_single
         return self._build_observation(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
@@ -577,7 +577,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             return rewards[name]  # not `in`: a defaultdict has a reward for every agent
         except KeyError:
             raise ObservationError(
-                f"env {self.index}, agent {name!r}: reward is missing, although the agent acted; the rewards are of "
+                f"env {self.index}, agent {name!r}: reward is missing, although the agent acted; got rewards of "
                 f"{list(rewards)}"
             ) from None
 
@@ -598,7 +598,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             for leaf in self._leaves[index]:
                 leaf.fill(self.roster.pad_value)
 
-    def _write(
+    def _write_signals(
         self, rewards: list[Any], terminations: list[bool], truncations: list[bool], transition_mask: list[bool]
     ) -> None:
         for index, reward in enumerate(rewards):
@@ -645,7 +645,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 mask = np.asarray(info[key])
                 if mask.ndim != 1 or mask.dtype.kind not in "biuf":
                     name = f"env {self.index}, agent {self._names[index]!r}"
-                    raise ValueError(f"{name}: {key} must be one row of 0 and 1, got {info[key]!r}")
+                    raise ValueError(f"{name}: {key} must be a 1-D array of 0s and 1s, got {info[key]!r}")
                 rest = {other: value for other, value in info.items() if other not in MASK_KEYS}
                 return {**rest, "action_mask": mask != 0}
         return info
@@ -653,8 +653,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
     # -- the wrapped environment ------------------------------------------------------------------------------------
 
     @property
-    def adapted_env(self) -> Any:
-        """The environment without an adapter for another convention; attributes set on the adapter would be lost."""
+    def inner_env(self) -> Any:
+        """The environment inside its adapter, if it has one: it would not see attributes set on the adapter."""
         return self.env.env if isinstance(self.env, AgentsAdapter) else self.env
 
     def render(self) -> Any:
@@ -667,15 +667,15 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     def has_wrapper_attr(self, name: str) -> bool:
         """True if the wrapped environment or its adapter has the attribute."""
-        return hasattr(self.adapted_env, name) or hasattr(self.env, name)
+        return hasattr(self.inner_env, name) or hasattr(self.env, name)
 
     def get_wrapper_attr(self, name: str) -> Any:
         """Return an attribute of the wrapped environment, or else of its adapter."""
-        return getattr(self.adapted_env if hasattr(self.adapted_env, name) else self.env, name)
+        return getattr(self.inner_env if hasattr(self.inner_env, name) else self.env, name)
 
     def set_wrapper_attr(self, name: str, value: Any, *, force: bool = True) -> bool:
         """Set an attribute on the outermost wrapper that has it, or else on the innermost environment."""
-        env = self.adapted_env
+        env = self.inner_env
         while not (name in getattr(env, "__dict__", {}) or hasattr(type(env), name)):
             inner = getattr(env, "__dict__", {}).get("env")
             if inner is None:
@@ -687,9 +687,9 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
 def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
     """Return a function that selects one agent's action from those of an environment."""
-    if not part.axis:
+    if not part.has_axis:
         return itemgetter(part.key)
-    tree = build_tree(part.widened(part.action_space), "action")
+    tree = build_tree(part.stack_space(part.action_space), "action")
     pick_at_place = itemgetter(place)
     pick: Callable[[Any], Any] = pick_at_place if tree.leaf is not None else lambda action: tree.map(pick_at_place, action)
     if part.key is None:
@@ -707,7 +707,7 @@ def has_wrapper(env: Any, name: str) -> bool:
 
 
 def class_name(kind: type[Any]) -> str:
-    """Return the name of a class with its module."""
+    """Return the module-qualified name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -80,7 +80,7 @@ class PlayerPool(PoolVectorEnv):
 
     def render(self) -> Any:
         """Raise ``NotImplementedError``, because EnvPool cannot render these tasks."""
-        raise_unsupported(self, "`render`", "EnvPool draws no environments of several players")
+        raise_unsupported(self, "`render`", "EnvPool cannot render environments with several players")
 
 
 PlayerPool.__name__ = "MultiAgentVecEnv"  # messages name the class that the caller uses
@@ -128,9 +128,9 @@ class PlayerRows(PoolRows):
         self.begin()
 
     def begin(self) -> None:
-        # the players with an action in a message, and those with one that is used
+        # the players with an action in a payload, and the players that act
         self._sent, self._acting = np.zeros((2, *self._shape), np.bool_)
-        self._sent[:, 0] = True  # EnvPool uses it as that of the current player; Go aborts if there are more
+        self._sent[:, 0] = True  # EnvPool uses this action as the current player's; Go aborts if there are more
 
     def store_held(self, held: Any) -> None:
         ids, present, acting = held
@@ -152,13 +152,13 @@ class PlayerRows(PoolRows):
         values = np.where(acting.reshape(acting.shape + (1,) * (values.ndim - 2)), values, 0).astype(self._action_dtype)
         if self._is_turn_based:
             values[:, 0] = values[np.arange(len(ids)), acting.argmax(axis=1)]
-        return self.flat(values, ids, self._sent[ids])
+        return self.build_payload(values, ids, self._sent[ids])
 
     def filler_payload(self, ids: Array) -> list[Array]:
         mask = self._sent[ids]
-        return self.flat(np.zeros(mask.shape, self._action_dtype), ids, mask)
+        return self.build_payload(np.zeros(mask.shape, self._action_dtype), ids, mask)
 
-    def flat(self, actions: Array, env_ids: Array, mask: Array) -> list[Array]:
+    def build_payload(self, actions: Array, env_ids: Array, mask: Array) -> list[Array]:
         """Return ``[env_id, players.env_id, actions]`` of lengths n, p, p. ``mask`` ``(n, k)`` selects p players."""
         owners = np.repeat(env_ids, mask.sum(axis=1)).astype(np.int32)
         return [env_ids.astype(np.int32), owners, np.ascontiguousarray(actions[mask])]
@@ -184,7 +184,7 @@ class PlayerRows(PoolRows):
         stepped[4].update(env_id=index, _env_id=np.ones(len(ids), np.bool_))
         return stepped, (ids, index.tobytes()), (ids, batch.mask, acting)
 
-    def sorted(self, states: States) -> PlayerBatch:
+    def sort_by_env(self, states: States) -> PlayerBatch:
         """Sort a result by environment.
 
         Raises:
@@ -221,7 +221,7 @@ class PlayerRows(PoolRows):
 
     def _parse_states(self, states: States) -> tuple[Stepped, PlayerBatch, Array]:
         """Return a step of all agents, with infos in the engine's format; the sorted result; and the acting players."""
-        batch = self.sorted(states)
+        batch = self.sort_by_env(states)
         begins = batch.envs["elapsed_step"] == 0
         done = batch.envs["done"].astype(np.bool_) & ~begins
         truncated = done & batch.envs["trunc"].astype(np.bool_)

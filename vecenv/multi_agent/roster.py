@@ -33,19 +33,19 @@ class AgentGroup:
     Attributes:
         key: The key in the batch's dict, ``None`` for the only part of ``"stack"``.
         agents: The indices of the agents.
-        axis: True if the array has an axis of agents.
+        has_axis: True if the array has an axis of agents.
         observation_space, action_space: The spaces of one agent.
     """
 
     key: Any
     agents: tuple[int, ...]
-    axis: bool
+    has_axis: bool
     observation_space: Space[Any]
     action_space: Space[Any]
 
-    def widened(self, space: Space[Any]) -> Space[Any]:
+    def stack_space(self, space: Space[Any]) -> Space[Any]:
         """Return the space of all agents of this part in one environment."""
-        return batch_space(space, len(self.agents)) if self.axis else space
+        return batch_space(space, len(self.agents)) if self.has_axis else space
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Roster:
         """Return the space of one environment's observation: observations, rewards, flags and masks of all agents."""
         count = len(self.agents)
         row: dict[str, Space[Any]] = {
-            "obs": self._join([part.widened(part.observation_space) for part in self.parts]),
+            "obs": self._join([part.stack_space(part.observation_space) for part in self.parts]),
             "signals": spaces.Box(-np.inf, np.inf, (1 + len(FLAGS), count), np.float64),
         }
         if self.state_space is not None:
@@ -86,7 +86,7 @@ class Roster:
 
     def action_space(self) -> Space[Any]:
         """Return the space of one environment's action, with the actions of all agents."""
-        return self._join([part.widened(part.action_space) for part in self.parts])
+        return self._join([part.stack_space(part.action_space) for part in self.parts])
 
     def _join(self, each: Sequence[Space[Any]]) -> Space[Any]:
         if self.layout == "stack":
@@ -124,8 +124,8 @@ def read_agents(env: Any) -> tuple[Any, ...]:
     """Return ``possible_agents`` of a parallel environment.
 
     Raises:
-        TypeError: It has none.
-        ValueError: It is empty, or names an agent twice.
+        TypeError: ``env`` has none.
+        ValueError: The list is empty, or names an agent twice.
     """
     agents = getattr(env, "possible_agents", None)
     if agents is None:
@@ -145,7 +145,7 @@ def read_roster(
     """Read the roster of ``env``, in the requested layout.
 
     Raises:
-        TypeError: It is not a parallel environment, or a space has no fixed size.
+        TypeError: ``env`` is not a parallel environment, or a space has no fixed size.
         ValueError: The layout does not fit the agents or their spaces, or another option has an invalid value.
     """
     for name, value, accepted in (
@@ -155,9 +155,9 @@ def read_roster(
         if value not in accepted:
             raise ValueError(f"`{name}` must be one of {accepted}, got {value!r}")
     agents = read_agents(env)
-    observed = tuple(env.observation_space(agent) for agent in agents)
-    acted = tuple(env.action_space(agent) for agent in agents)
-    for name, each in (("observation", observed), ("action", acted)):
+    observation_spaces = tuple(env.observation_space(agent) for agent in agents)
+    action_spaces = tuple(env.action_space(agent) for agent in agents)
+    for name, each in (("observation", observation_spaces), ("action", action_spaces)):
         for agent, space in zip(agents, each, strict=True):
             _check_fixed(space, f"agent {agent!r}: {name} space")
     state_space = None
@@ -166,10 +166,11 @@ def read_roster(
         if state_space is None:
             raise ValueError(f"state=True, but {env!r} has no `state_space`")
         _check_fixed(state_space, "state space")
-    kind, parts = _build_layout(layout, agents, observed, acted)
+    kind, parts = _build_layout(layout, agents, observation_spaces, action_spaces)
     roster = Roster(
-        agents, observed, acted, parts, kind, state_space, pad_value, episode_end == "any", action_mask == "auto"
-    )
+        agents, observation_spaces, action_spaces, parts, kind, state_space, pad_value,
+        any_end=episode_end == "any", info_masks=action_mask == "auto",
+    )  # fmt: skip
     _check_pad_value(roster)
     return roster
 
@@ -193,15 +194,15 @@ def _check_pad_value(roster: Roster) -> None:
 
 
 def _build_layout(
-    layout: Any, agents: tuple[Any, ...], observed: tuple[Space[Any], ...], acted: tuple[Space[Any], ...]
+    layout: Any, agents: tuple[Any, ...], observation_spaces: tuple[Space[Any], ...], action_spaces: tuple[Space[Any], ...]
 ) -> tuple[Literal["stack", "agents", "groups"], tuple[AgentGroup, ...]]:
-    pairs = list(zip(observed, acted, strict=True))
+    pairs = list(zip(observation_spaces, action_spaces, strict=True))
 
     def build_group(key: Any, indices: tuple[int, ...], name: str) -> AgentGroup:
         """Return a group of these agents; raise ``ValueError`` if their spaces differ."""
         first = indices[0]
         for index in indices:
-            for kind, each in (("observation", observed), ("action", acted)):
+            for kind, each in (("observation", observation_spaces), ("action", action_spaces)):
                 if each[index] != each[first]:
                     raise ValueError(
                         f"{name} needs equal spaces, but the {kind} space of agent {agents[index]!r} is {each[index]}, and "
@@ -283,8 +284,8 @@ _ACCEPTED_KINDS: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
 """The dtype kinds that actions may have, by the dtype kind of their space."""
 
 
-class AgentActions:
-    """A check of batches of actions against a roster, before anything is sent.
+class AgentActionConverter:
+    """A converter of batches of actions to the engine's format, which checks them against a roster.
 
     An environment gets the caller's actions unchanged, except that integers are cast to the integer type of their space, so
     that they fit into shared memory, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
@@ -319,7 +320,7 @@ class AgentActions:
             raise ValueError(f"actions of live agents are missing: {'; '.join(texts)}; nothing was sent")
         out = {}
         for part, tree in self._parts:
-            axes = (count, len(part.agents)) if part.axis else (count,)
+            axes = (count, len(part.agents)) if part.has_axis else (count,)
             if part.key in actions:
                 out[part.key] = map_checked(_make_check(*axes), actions[part.key], tree, f"actions[{part.key!r}]")
             else:

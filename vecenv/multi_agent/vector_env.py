@@ -31,7 +31,7 @@ from vecenv.front.capabilities import raise_unsupported
 from vecenv.front.infos import InfoMerger, object_column
 from vecenv.link.observations import flatten
 from vecenv.multi_agent.adapter import AgentsEnv, EnvFn, as_parallel
-from vecenv.multi_agent.roster import FLAGS, AgentActions, Roster, build_tree, env_name, read_roster, zeros
+from vecenv.multi_agent.roster import FLAGS, AgentActionConverter, Roster, build_tree, env_name, read_roster, zeros
 from vecenv.multi_agent.views import ActionMasks, FlattenAgents, OpenRLView, agents_to_axis, forwarding
 from vecenv.planning.options import EngineOptions, StartMethod, WorkerOptions
 from vecenv.shm.layout import Array
@@ -203,7 +203,7 @@ class MultiAgentVecEnv:
         }
         self.state_space = roster.state_space
         self.seed_stride = seed_stride
-        self._actions = AgentActions(roster)
+        self._actions = AgentActionConverter(roster)
         self._masks = ActionMasks(roster, masks, self.num_envs)
         self._tree = build_tree(roster.observation_space(), "observation")
         self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
@@ -211,7 +211,7 @@ class MultiAgentVecEnv:
         self._begun = np.zeros(self.num_envs, np.bool_)
         self._reset_mask: Bools | None = None  # the mask of the latest reset
         self._all_rows = np.arange(self.num_envs)
-        self._merger = InfoMerger()  # of action masks
+        self._merger = InfoMerger()  # for action masks
 
     def _require_equal_spaces(self) -> None:
         problems = enumerate(self._rows.exec_func(attrgetter("problems")))
@@ -291,9 +291,9 @@ class MultiAgentVecEnv:
         return self._after_reset(*self._rows.reset_wait(timeout))
 
     def _after_reset(self, batch: Any, infos: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        nothing = np.zeros(self.num_envs, np.bool_)
+        no_flags = np.zeros(self.num_envs, np.bool_)
         untouched = None if self._reset_mask is None else ~self._reset_mask
-        obs, *_, out = self._unpack(batch, nothing, nothing, infos, self._all_rows, untouched)
+        obs, *_, out = self._unpack(batch, no_flags, no_flags, infos, self._all_rows, untouched)
         out["transition_mask"] = np.zeros_like(out["agent_mask"])
         del out["env_done"], out["env_terminated"]
         return obs, out
@@ -318,7 +318,7 @@ class MultiAgentVecEnv:
 
     def step_async(self, actions: Any) -> None:
         """Begin a step."""
-        self._require_begun(self._all_rows)
+        self._require_running(self._all_rows)
         self._rows.step_async(self._actions.convert(actions, self._all_rows, self._alive))
 
     def step_wait(self, timeout: float | None = None) -> Step:
@@ -329,7 +329,7 @@ class MultiAgentVecEnv:
     def send(self, actions: Any, env_id: Any = None) -> None:
         """Step some environments without waiting; ``actions`` are as in :meth:`step`, with one row per ``env_id``."""
         rows = self._rows.last_received if env_id is None else parse_env_ids(env_id, self.num_envs)
-        self._require_begun(rows)
+        self._require_running(rows)
         self._rows.send(self._actions.convert(actions, rows, self._alive), rows)
 
     def recv(
@@ -363,14 +363,14 @@ class MultiAgentVecEnv:
             if where := [row for row, info in enumerate(listed) if key in info]:
                 own[key] = object_column(where, [listed[row].pop(key) for row in where], len(listed))
                 own[f"_{key}"] = np.isin(self._all_rows, where)
-        if any(action_masks := [self._masks.masks_of_info(info) for info in listed]):
+        if any(action_masks := [self._masks.extract_masks(info) for info in listed]):
             own["agents"] = self._merger.merge(action_masks, self._all_rows.tolist())
         if name == "reset_wait":
             return self._after_reset(results[0], own), listed
         batch, _, terminated, truncated = results
         return self._unpack(batch, terminated, truncated, own, self._all_rows), listed
 
-    def _require_begun(self, rows: Array) -> None:
+    def _require_running(self, rows: Array) -> None:
         if self._rows.closed:
             return  # the engine raises the error
         if new := rows[~self._begun[rows]].tolist():
@@ -427,11 +427,11 @@ class MultiAgentVecEnv:
             found["final_state"], found["_final_state"] = final_batch["state"], ended.copy()
         return found
 
-    def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], before: Bools) -> None:
-        """Truncate the agents that were alive in the environments that this step restarted."""
+    def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], alive: Bools) -> None:
+        """Truncate the agents that were ``alive`` before this step in the environments that it restarted."""
         rewards[restarted] = 0.0
         flags["terminations"][restarted] = False
-        flags["truncations"][restarted] = flags["transition_mask"][restarted] = before[restarted]
+        flags["truncations"][restarted] = flags["transition_mask"][restarted] = alive[restarted]
         if self.autoreset_mode is not AutoresetMode.SAME_STEP:
             flags["agent_mask"][restarted] = False
 
@@ -463,7 +463,7 @@ class MultiAgentVecEnv:
 
     def save(self, env_id: Any = None, *, verify: bool = True) -> tuple[Snapshot, ...]:
         """Save the state of all or some environments; see :meth:`vecenv.AsyncVectorEnv.save`."""
-        return self._with_agents(self._rows.save(env_id, verify=verify), env_id)
+        return self._add_agent_states(self._rows.save(env_id, verify=verify), env_id)
 
     def load(self, snapshots: Any, env_id: Any = None) -> Any:
         """Continue environments from saved states; see :meth:`vecenv.AsyncVectorEnv.load`.
@@ -473,41 +473,41 @@ class MultiAgentVecEnv:
         """
         rows = parse_rows(env_id, self.num_envs)
         each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
-        return self._load_with_agents(rows, each, lambda: self._rows.load(snapshots, env_id))
+        return self._load_agent_states(rows, each, lambda: self._rows.load(snapshots, env_id))
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
         state = self._rows.state_dict(verify=verify)
-        return StateDict({**state, "snapshots": self._with_agents(state["snapshots"], None)})
+        return StateDict({**state, "snapshots": self._add_agent_states(state["snapshots"], None)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Any:
         """Continue from the result of :meth:`state_dict`; results and errors are those of :meth:`load`."""
         snapshots = state.get("snapshots") if isinstance(state, Mapping) else None
-        return self._load_with_agents(parse_rows(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
+        return self._load_agent_states(parse_rows(None, self.num_envs), snapshots, lambda: self._rows.load_state_dict(state))
 
     def freeze(self, env_id: Any = None) -> list[Frozen]:
         """Copy the processes of environments; see :meth:`vecenv.AsyncVectorEnv.freeze`."""
-        made: list[Frozen] = self._rows.freeze(env_id)
-        for frozen, row in zip(made, parse_rows(env_id, self.num_envs), strict=True):
+        copies: list[Frozen] = self._rows.freeze(env_id)
+        for frozen, row in zip(copies, parse_rows(env_id, self.num_envs), strict=True):
             frozen.beside = self._agent_state(row)
-        return made
+        return copies
 
     def thaw(self, frozen: Frozen, into: Any, *, reseed: bool = False) -> tuple[Any, dict[str, Any]]:
         """Continue environments from a frozen one; see :meth:`vecenv.AsyncVectorEnv.thaw`. The infos are empty."""
         batch, _ = self._rows.thaw(frozen, into, reseed=reseed)
         rows = parse_rows(into, self.num_envs)
-        self._set_agents(rows, [frozen.beside] * len(rows))
+        self._restore_agent_states(rows, [frozen.beside] * len(rows))
         return batch["obs"], {}
 
     def _agent_state(self, row: int) -> Any:
         """Return this object's records of an environment's agents, which the environment's own state does not include."""
-        return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.masks_of_env(row)
+        return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.copy_masks(row)
 
-    def _with_agents(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
+    def _add_agent_states(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
         rows = parse_rows(env_id, self.num_envs)
         return Snapshots(one.having(beside=self._agent_state(row)) for one, row in zip(snapshots, rows, strict=True))
 
-    def _load_with_agents(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
+    def _load_agent_states(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
         """Call ``load``, restore the agents' state and return the observations; ``load`` raises for non-snapshots."""
         each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
         for place, one in enumerate(each):
@@ -518,11 +518,11 @@ class MultiAgentVecEnv:
                     f"snapshots[{place}] has no state of {self._alive.shape[1]} agents: another vector environment saved it"
                 )
         batch = load()
-        self._set_agents(rows, [one.beside for one in each])
+        self._restore_agent_states(rows, [one.beside for one in each])
         return None if batch is None else batch["obs"]
 
-    def _set_agents(self, rows: Sequence[int], beside: Sequence[Any]) -> None:
-        for row, agent_state in zip(rows, beside, strict=True):
+    def _restore_agent_states(self, rows: Sequence[int], states: Sequence[Any]) -> None:
+        for row, agent_state in zip(rows, states, strict=True):
             self._alive[row], self._ended[row], self._begun[row], masks = agent_state
             self._masks.restore_masks(row, masks)
 
@@ -558,7 +558,7 @@ class DifferentEnvs(ValueError):
 
 
 def _call_inside_adapter(env: AgentsEnv, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    return func(env.adapted_env, *args, **kwargs)
+    return func(env.inner_env, *args, **kwargs)
 
 
 def make_openrl(

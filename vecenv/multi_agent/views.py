@@ -1,10 +1,10 @@
 """Two views of a ``MultiAgentVecEnv``: rows for single-agent trainers, and the shapes of the ``agent_num`` convention.
 
-Both reshape the environments' results and pass everything else on. :class:`FlattenAgents` makes every agent a row,
+Both reshape the environments' results and forward everything else. :class:`FlattenAgents` makes every agent a row,
 ``env * A + agent``, of an ordinary Gymnasium vector environment, without copying. A trainer that ignores masks gets the
 episodes of each agent unchanged, and rows of padding after its death. Padding ends with the environment's episode, so no
-value is bootstrapped from it into the next episode, and episode statistics are right. :class:`OpenRLView` is for OpenRL and
-similar on-policy trainers.
+value is bootstrapped from it into the next episode, and episode statistics are correct. :class:`OpenRLView` is for OpenRL
+and similar on-policy trainers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def agents_to_axis(infos: Mapping[Any, Any], num_agents: int, count: int) -> dic
     """Convert the engine's infos of ``count`` environments: keys of agents become arrays ``[count, num_agents, ...]``.
 
     A key of an agent's info that vecenv itself uses (:data:`RESERVED`) gets a trailing underscore. Numeric values of agents
-    get a dtype that fits all of them. Values that are not numeric, or that differ in shape, are in an object array.
+    get a dtype that fits all of them. Values that are not numeric, or that differ in shape, become an object array.
     """
     out: dict[Any, Any] = {}
     for name, value in _transpose(infos.get("agents", {}), num_agents, count).items():
@@ -117,11 +117,11 @@ def list_of_dicts(infos: Mapping[Any, Any], count: int | None = None) -> list[di
 
     Args:
         infos: The infos of ``reset``, ``step`` or ``recv``.
-        count: The number of environments; default: that of ``infos["agent_mask"]``.
+        count: The number of environments; default: the length of ``infos["agent_mask"]``.
 
     Returns:
-        One dict per environment. A key of environments has its value; a key of agents has a row ``[A, ...]``, with its mask
-        under ``"_key"``. Each dict contains only the keys that its environment has.
+        One dict per environment, with only the keys that this environment has. A key of agents maps to an array
+        ``[A, ...]``, with a mask under ``"_key"``.
     """
     rows = len(infos["agent_mask"]) if count is None else count
     out: list[dict[Any, Any]] = [{} for _ in range(rows)]
@@ -177,7 +177,7 @@ class ActionMasks:
             obs: The observations of the batch.
             acting: The ``agent_mask`` of the batch.
             rows: The indices of the environments.
-            untouched: bool, environments that a masked reset left out; their masks stay.
+            untouched: bool, environments that a masked reset left out; their masks do not change.
         """
         if not self._enabled:
             return
@@ -195,7 +195,7 @@ class ActionMasks:
             if index in self._observed:
                 part, place = self._observed[index]
                 observed = (obs if part.key is None else obs[part.key])["action_mask"]
-                mask[:] = (observed[:, place] if part.axis else observed) != 0
+                mask[:] = (observed[:, place] if part.has_axis else observed) != 0
             elif given is not None:
                 for row in np.flatnonzero(given_mask[:, index]):
                     mask[row] = given[row, index]
@@ -211,12 +211,12 @@ class ActionMasks:
             for index, mask in each.items():
                 infos["action_mask"][:, index] = mask
 
-    def masks_of_info(self, info: Mapping[str, Any]) -> dict[int, Any]:
+    def extract_masks(self, info: Mapping[str, Any]) -> dict[int, Any]:
         """Return the masks in one environment's info: ``{agent: {"action_mask": mask}}``."""
         agents = info.get("agents", {}) if self._enabled else {}
         return {index: {"action_mask": own["action_mask"]} for index, own in agents.items() if "action_mask" in own}
 
-    def masks_of_env(self, row: int) -> dict[int, Array]:
+    def copy_masks(self, row: int) -> dict[int, Array]:
         """Return the latest masks of an environment, by agent, for its snapshot."""
         return {index: masks[row].copy() for index, masks in self._latest.items()}
 
@@ -236,18 +236,18 @@ def forwarding(inner: str, *names: str, **renamed: str) -> Callable[[type[C]], t
     Args:
         inner: The name of the attribute that holds the target.
         *names: Names in :class:`~vecenv.AsyncVectorEnv`; methods get its signatures and documentation.
-        **renamed: Name here -> name there.
+        **renamed: New name -> name in the target.
     """
 
     def decorate(kind: type[C]) -> type[C]:
-        for here, there in {**dict(zip(names, names, strict=True)), **renamed}.items():
-            setattr(kind, here, _forwarded(inner, there))
+        for name, target in {**dict(zip(names, names, strict=True)), **renamed}.items():
+            setattr(kind, name, _make_forwarder(inner, target))
         return kind
 
     return decorate
 
 
-def _forwarded(inner: str, name: str) -> Any:
+def _make_forwarder(inner: str, name: str) -> Any:
     method = inspect.getattr_static(AsyncVectorEnv, name, None)
     if not inspect.isfunction(method):
         return property(attrgetter(f"{inner}.{name}"), doc=f"See ``AsyncVectorEnv.{name}``.")
@@ -264,8 +264,8 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
     """The agents of a :class:`~vecenv.MultiAgentVecEnv` with stacked layout as rows of one vector environment.
 
     Args:
-        envs: The vector environment to flatten. Closing the flattened one closes it too.
-        padding_done: On the last step of an environment, rows of missing agents (dead, or not born) get
+        envs: The vector environment to flatten, which ``close`` closes too.
+        padding_done: On the last step of an environment, rows of missing agents (dead, or not yet present) get
             ``terminated=True``. Padding is then visible as episodes of return 0 in rows with a False
             ``infos["transition_mask"]``. With ``False`` the flags are the agents' own, and programs that split episodes at
             the flags count the padding as part of the next episode.
@@ -357,25 +357,25 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         ends = none if ended is None else ended.reshape(-1)
         if not (self._same_step and ends.any()) and last is None:
             return out
-        whole = none if last_mask is None else np.repeat(last_mask, self.num_agents)
-        final = ends if self._same_step else whole
+        env_ended = none if last_mask is None else np.repeat(last_mask, self.num_agents)
+        final = ends if self._same_step else env_ended
         values = np.full(self.num_envs, None, dtype=object)
         for row in np.flatnonzero(final):
-            source = self._rows(last if whole[row] else obs)
+            source = self._rows(last if env_ended[row] else obs)
             values[row] = self._tree.map(lambda leaf, row=row: leaf[row].copy(), source)  # type: ignore[misc]
         if self._same_step:
             ended_infos = {} if final_info is None else self._flatten_infos(final_info, rows)
-            out["final_info"], out["_final_info"] = self._final_infos(out, ended_infos, final, whole), final.copy()
+            out["final_info"], out["_final_info"] = self._final_infos(out, ended_infos, final, env_ended), final.copy()
         out["final_obs"], out["_final_obs"] = values, final.copy()
         return out
 
-    def _final_infos(self, infos: dict[str, Any], of_ended: dict[str, Any], final: Bools, whole: Bools) -> dict[str, Any]:
-        """Return the infos of the rows ``final`` in this step; ``infos`` of the rows ``whole`` are of the next episode."""
+    def _final_infos(self, infos: dict[str, Any], last: dict[str, Any], final: Bools, env_ended: Bools) -> dict[str, Any]:
+        """Return the infos of rows ``final``; where ``env_ended``, from ``last``, as ``infos`` are of the next episode."""
         found: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        now, ended = info_rows(infos, self.num_envs), info_rows(of_ended, self.num_envs)
+        now, ended = info_rows(infos, self.num_envs), info_rows(last, self.num_envs)
         for row in np.flatnonzero(final).tolist():
             found[row] = now[row]
-            if whole[row]:
+            if env_ended[row]:
                 flags = {key: now[row][key] for key in ("transition_mask", "env_done", "env_terminated")}
                 found[row] = {**ended[row], "agent_mask": False, **flags}
         return self._merger.merge(found, range(self.num_envs))
@@ -389,15 +389,15 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
                 out[f"_{key}"] = np.logical_or.reduce([out[key][f"_{name}"] for name in own_keys(out[key])])
             elif mask is not None:
                 out[key], out[f"_{key}"] = (self._to_agent_rows(each, mask.ndim == 2) for each in (value, mask))
-            elif not isinstance(value, dict):  # a dict holds action masks of different sizes, which no array fits
-                of_agents = key in ("agent_mask", "transition_mask", "action_mask")
-                out[key], out[f"_{key}"] = self._to_agent_rows(value, of_agents), rows.copy()
+            elif not isinstance(value, dict):  # a dict: action masks of different sizes, for which there is no array
+                per_agent = key in ("agent_mask", "transition_mask", "action_mask")
+                out[key], out[f"_{key}"] = self._to_agent_rows(value, per_agent), rows.copy()
         return out
 
-    def _to_agent_rows(self, value: Any, of_agents: bool) -> Any:
+    def _to_agent_rows(self, value: Any, per_agent: bool) -> Any:
         if isinstance(value, dict):
-            return {key: self._to_agent_rows(inner, of_agents) for key, inner in value.items()}
-        if of_agents:
+            return {key: self._to_agent_rows(inner, per_agent) for key, inner in value.items()}
+        if per_agent:
             return value.reshape(self.num_envs, *value.shape[2:])
         return np.repeat(value, self.num_agents, axis=0)
 
@@ -573,7 +573,7 @@ class OpenRLView:
         info.update({key: value for key, value in common.items() if key not in info})
 
     def random_action(self, infos: Sequence[dict[str, Any]] | None = None) -> Array:
-        """Draw random actions ``[n, A, ...]`` (``Discrete``: ``[n, A, 1]``), if given only those that ``infos`` allow."""
+        """Draw random actions ``[n, A, ...]`` (``Discrete``: ``[n, A, 1]``); with ``infos``, only allowed ones."""
         space = self.action_space
         shape = (self.env_num, self.agent_num)
         if not isinstance(space, spaces.Discrete):
@@ -585,7 +585,7 @@ class OpenRLView:
             actions[row, agent, 0] = int(space.start) + self._random.choice(options)
         return actions
 
-    # -- pictures ---------------------------------------------------------------------------------------------------
+    # -- rendering --------------------------------------------------------------------------------------------------
 
     def render(self, mode: str | None = None) -> Any:
         """Return frames of the environments in their own ``render_mode``.
@@ -608,7 +608,7 @@ class OpenRLView:
     # -- the environments -------------------------------------------------------------------------------------------
 
     def call_send(self, name: str, /, *args: Any, **kwargs: Any) -> None:
-        """Begin a call of a method of every environment."""
+        """Begin a :meth:`call`."""
         with _openrl_method_names():
             self.envs.call_async(name, *args, **kwargs)
 
@@ -732,7 +732,7 @@ def _do_nothing(env: Any) -> None:
 
 
 def _num_step_values(env: AgentsEnv) -> int:
-    return int(getattr(env.env, "values", 4))
+    return int(getattr(env.env, "num_step_values", 4))
 
 
 def _one_hot(space: spaces.Space[Any], obs: Any) -> Any:

@@ -29,7 +29,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
     environment count ``chunk_steps``.
 
     The action space is ``MultiDiscrete`` of shape ``(horizon,)`` for ``Discrete``; ``Box``, ``MultiDiscrete`` and
-    ``MultiBinary`` get the shape ``(horizon, *shape)``; for any other space it is ``Tuple`` of ``horizon`` spaces.
+    ``MultiBinary`` get the shape ``(horizon, *shape)``; for any other space it is a ``Tuple`` of ``horizon`` spaces.
 
     Args:
         env: The environment. If its ``step`` has a parameter ``render``, all actions but the last of a chunk are executed
@@ -82,7 +82,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Execute the actions of a chunk, and stop if the episode ends; see the class."""
-        actions = self._select_executed(action)
+        actions = self._actions_to_execute(action)
         observations: list[Any] = []
         rewards: list[float] = []
         for single, step in zip(actions, self._step_functions(len(actions)), strict=False):
@@ -105,7 +105,7 @@ class ActionChunks(gymnasium.Wrapper[Any, Any, Any, Any], RecordConstructorArgs)
             return repeat(step)
         return chain(repeat(partial(step, render=False), count - 1), [step])
 
-    def _select_executed(self, action: Any) -> Any:
+    def _actions_to_execute(self, action: Any) -> Any:
         """Return the actions of a chunk that a step executes; raise for an invalid chunk or number of steps."""
         count = self.horizon
         if self._variable:

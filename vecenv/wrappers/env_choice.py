@@ -30,7 +30,7 @@ class EnvChoice:
     Args:
         factories: Name -> function that builds the environment. It gets the arguments of the call, as in
             ``make_vec(EnvChoice(...), render_mode="rgb_array")``.
-        keep: The maximum number of environments that each built environment keeps open, at least 1. Before another is
+        keep: The maximum number of environments that each :class:`ChosenEnv` keeps open, at least 1. Before another is
             built, the least recently used is closed.
 
     Raises:
@@ -54,7 +54,7 @@ class EnvChoice:
         self._shared: dict[str, dict[str, Any]] = {}  # the attributes of all environments, by the arguments of the call
 
     def __call__(self, **kwargs: Any) -> ChosenEnv:
-        """Build an environment. The first call with given arguments also builds the first one, to read its spaces."""
+        """Build an environment. The first call with given arguments builds the first of ``factories`` to read its spaces."""
         shared = self._shared.get(repr(kwargs), {})
         env = ChosenEnv(self.factories, self.keep, kwargs, shared)
         if not shared:
@@ -69,7 +69,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
     """The environment that :class:`EnvChoice` builds.
 
     Attributes:
-        env_choices: The names of the environments, in their order.
+        env_choices: The names of the environments, in the order of ``factories``.
         env_name: The name of the current one.
     """
 
@@ -177,7 +177,7 @@ class ChosenEnv(gymnasium.Env[Any, Any]):
         """
         name, kind, body = state
         if name not in self._factories:
-            raise SnapshotMismatch(f"it is of the environment {name!r}, which this EnvChoice does not offer")
+            raise SnapshotMismatch(f"it was saved in {name!r}, which this EnvChoice does not offer")
         env = self._choose(name)
         if difference := kind.differs_from(kind_of(env)):
             raise SnapshotMismatch(difference)

@@ -175,7 +175,7 @@ class RecordEpisodeStatistics(gymnasium.wrappers.vector.RecordEpisodeStatistics)
 
     def _add_statistics(self, infos: dict[str, Any], rows: npt.NDArray[np.intp], over: npt.NDArray[np.bool_]) -> None:
         if self._key in infos or f"_{self._key}" in infos:
-            raise ValueError(f"infos have a key {self._key!r} already: set another stats_key; got {sorted(map(str, infos))}")
+            raise ValueError(f"infos already have a key {self._key!r}: set another stats_key; got {sorted(map(str, infos))}")
         ended = rows[over]
         seconds = np.round(time.perf_counter() - self.episode_start_times[rows], 6)
         infos[self._key] = {

@@ -2,11 +2,11 @@
 
 EnvPool's pools step C++ environments in their own threads. They are almost Gymnasium vector environments, but spaces are not
 batched, ``reset(seed=...)`` is ignored, infos have no masks, an episode that ends on its last allowed step loses its
-termination, and a short action ends the interpreter. :class:`EnvPoolVectorEnv` fixes this with checks that cost a few
+termination, and too few actions crash the interpreter. :class:`EnvPoolVectorEnv` fixes this with checks that cost a few
 microseconds per step, and adds same-step resets, first-ready batches with a timeout, and errors in place of crashes.
 
-``task`` finds tasks, checks options (unknown ones in a process that they may kill) and builds pools; ``rows`` checks actions
-and converts results; ``drivers`` drives the pools, safe from Ctrl-C and timeouts; ``vector_env`` defines the class.
+``task`` finds tasks, checks options (risky ones in a separate process) and builds pools; ``rows`` checks actions and
+converts results; ``drivers`` runs the pools and survives Ctrl-C and timeouts; ``vector_env`` defines the class.
 """
 
 from __future__ import annotations

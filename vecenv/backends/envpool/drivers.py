@@ -1,9 +1,9 @@
 """The drivers of EnvPool's pools, which track the pending call and the ended episodes.
 
-:class:`WholeBatchDriver` returns all environments at once; :class:`FirstReadyDriver` returns smaller batches, or has several
-players per environment. A pool cannot be seeded again, so a reset with seeds builds a new one.
+:class:`WholeBatchDriver` returns all environments at once; :class:`FirstReadyDriver` returns smaller batches, and
+supports several players per environment. A pool cannot be seeded again, so a reset with seeds builds a new one.
 
-An interrupted wait can continue, because ``wire`` keeps the replies that have arrived: Ctrl-C and timeouts lose nothing.
+An interrupted wait can continue, because ``replies`` keeps the replies that have arrived: Ctrl-C and timeouts lose nothing.
 Python runs signal handlers between bytecode instructions, so one could raise after a C++ function has returned and before
 its result is stored. During a wait in C++, Python runs none. Therefore:
 
@@ -85,33 +85,33 @@ class Receiver:
         self.seconds_waited = waited
         """Seconds spent waiting in :meth:`receive`."""
 
-    def receive(self, wire: list[Any], length: int, deadline: float | None) -> bool:
-        """Wait until ``wire`` has ``length`` entries, one more than before this reply.
+    def receive(self, replies: list[Any], length: int, deadline: float | None) -> bool:
+        """Wait until ``replies`` has ``length`` entries, one more than before this reply.
 
         Args:
-            wire: The list that replies are appended to; the same list until the awaited reply has arrived.
+            replies: The list that replies are appended to; the same list until the awaited reply has arrived.
             length: The length to wait for.
             deadline: A time of ``time.monotonic()``; ``None``: no limit.
 
         Returns:
-            True if it reaches that length before the deadline.
+            True if the list reaches that length before the deadline.
         """
         while True:
-            receiving = bool(self._receiving)  # read before `wire`: the helper extends `wire`, then clears this
-            if len(wire) >= length:
+            receiving = bool(self._receiving)  # read before `replies`: the helper extends that, then clears this
+            if len(replies) >= length:
                 return True
             started = time.perf_counter()
             try:
                 if not receiving and deadline is None:
-                    wire.extend(starmap(self._recv, _NO_ARGS_ONCE))
+                    replies.extend(starmap(self._recv, _NO_ARGS_ONCE))
                     return True
                 if not receiving:
                     self._start()
-                    _call_uninterrupted((self._receiving.append, None), (self._requests.put, wire))
-                # the token may belong to an earlier reply, so the loop checks the wire again
+                    _call_uninterrupted((self._receiving.append, None), (self._requests.put, replies))
+                # the token may belong to an earlier reply, so the loop checks the length again
                 self._received.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
             except Empty:
-                return len(wire) >= length
+                return len(replies) >= length
             finally:
                 self.seconds_waited += time.perf_counter() - started
 
@@ -136,16 +136,16 @@ class Receiver:
 
     def _receive_on_request(self) -> None:
         """Serve requests until ``None`` arrives: the body of the helper thread."""
-        while (wire := self._requests.get()) is not None:
-            wire.extend(starmap(self._recv, _NO_ARGS_ONCE))
+        while (replies := self._requests.get()) is not None:
+            replies.extend(starmap(self._recv, _NO_ARGS_ONCE))
             self._receiving.clear()
             self._received.put(True)
 
 
-# -- threads inside a pool while the interpreter ends -----------------------------------------------------------------
+# -- threads inside a pool at interpreter shutdown ---------------------------------------------------------------------
 #
 # Before Python 3.14, a thread that returns from C++ during the interpreter's shutdown is ended at once, and C++ then calls
-# `abort`: a program with a timeout in its last step would end by SIGABRT, after all its work. (From 3.14 on such a thread
+# `abort`: a program with a timeout in its last step would finish its work, then die of SIGABRT. (From 3.14 on such a thread
 # hangs instead, which is harmless.) So such threads get _EXIT_GRACE_SECONDS to return before Python ends; then a signal
 # stops them inside C++ until the process ends.
 
@@ -195,7 +195,7 @@ class Seeding(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """A request to the pool, sent by ``call(argument)``, about these rows of the driver's call."""
+    """A request to the pool, sent by ``call(argument)``, for some rows of the driver's current call."""
 
     call: Callable[[Any], None]
     argument: Any
@@ -209,7 +209,7 @@ class PoolDriver(Driver):
         pool: EnvPool's pool; ``None`` before the first reset, after :meth:`xla` and after :meth:`close`.
         compiled_pool: A pool that compiled code steps, or ``None``.
         seeding: The seeds of the latest pool, or of the first one before it is built.
-        wire: The replies of the pool to the pending requests.
+        replies: The replies of the pool to the pending requests.
         all_ids: The indices of all environments, int32. A call on all of them passes this same array.
         ended: True for environments with an ended episode and no reset since, bool ``(num_envs,)``.
     """
@@ -244,7 +244,7 @@ class PoolDriver(Driver):
         calls: tuple[Any, Any, Any] = (_no_pool,) * 3 if pool is None else (pool._recv, pool._send, pool._reset)
         recv, self._pool_send, self._pool_reset = calls
         self.receiver = Receiver(recv, self.receiver.seconds_waited)
-        self.wire: list[Any] = []
+        self.replies: list[Any] = []
         self.ended = np.zeros(self.num_envs, dtype=np.bool_)
 
     @property
@@ -344,13 +344,13 @@ class WholeBatchDriver(PoolDriver):
     """A driver that steps all environments at once, one call at a time.
 
     A call may take several round trips: a step, then the resets of rows that it ended; or resets by an action, then resets
-    by a command. The plan lists these requests, and the length of ``wire`` is the only record of the progress through it.
+    by a command. The plan lists these requests, and the length of ``replies`` is the only record of the progress through it.
 
     Attributes:
-        wire: The progress of the latest call: ``None`` for each request that was sent, followed by the states of its reply.
+        replies: The latest call so far: ``None`` for each request that was sent, followed by the states in its reply.
             With an odd length, a reply is pending; the number of round trips so far is half the length.
-        returned: ``(wire, latest)``: the wire of the latest call that has returned its results, and the environments of the
-            latest rows.
+        returned: ``(replies, latest)`` of the latest call that has returned its results: its replies, and the environments
+            of the latest rows.
     """
 
     capabilities = Capabilities(
@@ -359,16 +359,16 @@ class WholeBatchDriver(PoolDriver):
     )
     def _reset_state(self, pool: Any) -> None:
         super()._reset_state(pool)
-        self.returned = self.wire, self.all_ids
+        self.returned = self.replies, self.all_ids
         self._kind, self._for_recv = Phase.DEFAULT, False
         self._ids = self.all_ids
         self._plan: list[_Request] = []
         self._final: tuple[Array, Array, Infos] | None = None  # flags and final infos of a step, before its resets
-        self._last: list[Array] = []
+        self._latest_leaves: list[Array] = []
 
     @property
     def pending_request(self) -> RequestSummary:
-        if self.pool is None or not self.wire or self.returned[0] is self.wire or self.state.changing:
+        if self.pool is None or not self.replies or self.returned[0] is self.replies or self.state.changing:
             return NO_REQUEST
         return RequestSummary(self._kind, len(self._ids), self._for_recv)
 
@@ -392,7 +392,7 @@ class WholeBatchDriver(PoolDriver):
         """Raise if a call is pending: there can be only one at a time."""
         if self.pool is None:
             self.require_pool(method)
-        if self.wire and self.returned[0] is not self.wire:
+        if self.replies and self.returned[0] is not self.replies:
             if not self._for_recv:
                 require_idle(self.pending_request, method)
             raise AlreadyPendingCallError(
@@ -408,15 +408,15 @@ class WholeBatchDriver(PoolDriver):
         self._begin(Phase.WAITING_STEP, for_recv, [_Request(self._pool_send, [ids, ids, *checked], None)], ids)
 
     def _begin_reset(self, ids: Array, *, force: bool, for_recv: bool) -> None:
-        if (length := len(self.wire)) & 1:
-            self.receiver.receive(self.wire, length + 1, None)  # of an interrupted call, which this reset drops
+        if (length := len(self.replies)) & 1:
+            self.receiver.receive(self.replies, length + 1, None)  # the reply to an interrupted call, which this reset drops
         self._begin(Phase.WAITING_RESET, for_recv, self._reset_requests(ids, force), ids)
 
     def _begin(self, kind: Phase, for_recv: bool, plan: list[_Request], ids: Array) -> None:
-        self.wire = []  # while it is empty, nothing is pending
+        self.replies = []  # while it is empty, nothing is pending
         self._kind, self._for_recv, self._plan, self._ids, self._final = kind, for_recv, plan, ids, None
         first = plan[0]
-        self.wire.extend(starmap(first[0], (first[1:2],)))
+        self.replies.extend(starmap(first[0], (first[1:2],)))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -425,12 +425,12 @@ class WholeBatchDriver(PoolDriver):
         if ids is self.all_ids:
             return self._finish(deadline, ids, reader.infos)
         stepped = self._finish(deadline, self.returned[1], partial(reader.scattered_infos, num_rows=self.num_envs))
-        return stepped and (reader.build([leaf.copy() for leaf in self._last]), *stepped[1:])
+        return stepped and (reader.build([leaf.copy() for leaf in self._latest_leaves]), *stepped[1:])
 
     def recv(self, count: int | None, deadline: float | None) -> Stepped | None:
         if self.pool is None:
             self.require_pool("recv")
-        in_flight = len(self._ids) if self.wire and self.returned[0] is not self.wire else 0
+        in_flight = len(self._ids) if self.replies and self.returned[0] is not self.replies else 0
         if not in_flight or (count is not None and count > in_flight):
             raise too_few_in_flight_error(count or 1, in_flight, 0)
         if not self._for_recv:
@@ -451,27 +451,27 @@ class WholeBatchDriver(PoolDriver):
             infos |= final
         result = reader.build(leaves), reader.rewards(states), terminated, truncated, infos
         steps = rows if self._kind is Phase.WAITING_STEP else 0
-        self.finish((self.wire, latest), steps, rows - steps)
+        self.finish((self.replies, latest), steps, rows - steps)
         return result
 
     def _execute_plan(self, deadline: float | None) -> bool:
         """Execute the plan; return True if it finished before the deadline."""
-        wire, plan = self.wire, self._plan
+        replies, plan = self.replies, self._plan
         while True:
-            length = len(wire)
-            if length & 1 and not self.receiver.receive(wire, length + 1, deadline):
+            length = len(replies)
+            if length & 1 and not self.receiver.receive(replies, length + 1, deadline):
                 return False
-            round_trips = len(wire) // 2
+            round_trips = len(replies) // 2
             if round_trips == len(plan) and not (self._same_step and round_trips == 1 and self._add_resets()):
                 return True
             request = plan[round_trips]
-            wire.extend(starmap(request[0], (request[1:2],)))
+            replies.extend(starmap(request[0], (request[1:2],)))
 
     def _add_resets(self) -> bool:
         """Append the resets of ended rows to the plan in same-step mode; return True if there are any."""
         if self._kind is Phase.WAITING_RESET:
             return False
-        states = self.wire[1]
+        states = self.replies[1]
         terminated, truncated, ended = self._rows.flags(states)
         rows = np.flatnonzero(ended)
         if not rows.size:
@@ -482,13 +482,13 @@ class WholeBatchDriver(PoolDriver):
 
     def _read(self) -> tuple[States, list[Array], Array, Array, Infos]:
         """Return the pool's arrays, the leaves of the observation, both flags, and the final infos."""
-        reader, states = self._rows, self.wire[1]
+        reader, states = self._rows, self.replies[1]
         final: Infos = {}
         if self._final is not None:  # a step, and the resets of the rows that it ended
             terminated, truncated, final = self._final
             ended = np.zeros(len(self._ids), dtype=np.bool_)
             for i in reader.visible:
-                states[i][self._plan[1].rows] = self.wire[3][i]
+                states[i][self._plan[1].rows] = self.replies[3][i]
         else:
             if len(self._plan) > 1:
                 states = self._merge_replies()
@@ -500,7 +500,7 @@ class WholeBatchDriver(PoolDriver):
     def _merge_replies(self) -> States:
         """Merge the replies of several round trips, which have no rows in common."""
         merged = []
-        for parts in zip(*self.wire[1::2], strict=True):
+        for parts in zip(*self.replies[1::2], strict=True):
             column = np.empty((len(self._ids), *parts[0].shape[1:]), dtype=parts[0].dtype)
             for request, part in zip(self._plan, parts, strict=True):
                 column[request.rows] = part
@@ -523,11 +523,11 @@ class WholeBatchDriver(PoolDriver):
         """Store the ended episodes, and the latest observations of all environments."""
         ids = self._ids
         if ids is self.all_ids:
-            self.ended, self._last = ended, leaves
+            self.ended, self._latest_leaves = ended, leaves
             return
-        self.ended, self._last = self.ended.copy(), [leaf.copy() for leaf in self._last]
+        self.ended, self._latest_leaves = self.ended.copy(), [leaf.copy() for leaf in self._latest_leaves]
         self.ended[ids] = ended
-        for latest_leaf, leaf in zip(self._last, leaves, strict=True):
+        for latest_leaf, leaf in zip(self._latest_leaves, leaves, strict=True):
             latest_leaf[ids] = leaf
 
 
@@ -547,7 +547,7 @@ class FirstReadyDriver(PoolDriver):
     Attributes:
         returned: ``(latest, held, count, offset)``: the environments of the latest rows; a list with the held ones as its
             only entry, or empty; the number of returned batches of this pool, and of returned rows of the next batch.
-            ``wire`` has all batches but the first ``_num_dropped``.
+            ``replies`` has all batches but the first ``_num_dropped``.
     """
 
     capabilities = Capabilities(
@@ -651,11 +651,11 @@ class FirstReadyDriver(PoolDriver):
 
     def wait_for_result(self, kind: Phase, deadline: float | None) -> Stepped | None:
         self._drop_returned()
-        wire = self.wire
-        while (received := len(wire)) < self.num_envs // self.batch_size:
-            if not self.receiver.receive(wire, received + 1, deadline):
+        replies = self.replies
+        while (received := len(replies)) < self.num_envs // self.batch_size:
+            if not self.receiver.receive(replies, received + 1, deadline):
                 return None
-        stepped, held = self._rows.results_in_order(wire[:], self.all_ids, self.ended)
+        stepped, held = self._rows.results_in_order(replies[:], self.all_ids, self.ended)
         latest, counts = self.returned[0], (self.num_envs, 0)
         if kind is Phase.WAITING_RESET:
             latest, counts = self._all, (0, self.num_envs)
@@ -670,19 +670,19 @@ class FirstReadyDriver(PoolDriver):
             self._release_held()
         if self._call is Phase.WAITING_STEP:
             require_no_step(self.pending_request)
-        wire, size = self.wire, self.batch_size
+        replies, size = self.replies, self.batch_size
         if batches != self._num_dropped:
             self._drop_returned()
         if count is None:
             count = size
-        while size * (received := len(wire)) - offset < count:  # read once, because a helper thread may add to it
+        while size * (received := len(replies)) - offset < count:  # read once, because a helper thread may add to it
             self._require_enough(count, size * received - offset)
-            if not self.receiver.receive(wire, received + 1, deadline):
+            if not self.receiver.receive(replies, received + 1, deadline):
                 return None
         if offset or count != size:
             used, offset, states = self._collect_rows(count, offset)
         else:
-            used, states = 1, wire[0]
+            used, states = 1, replies[0]
         stepped, latest, held = self._rows.results(states, self.ended)
         resets = len(self._resets.intersection(latest[0].tolist())) if self._resets else 0
         self.finish((latest, [held], batches + used, offset), count - resets, resets)
@@ -691,7 +691,7 @@ class FirstReadyDriver(PoolDriver):
     def _drop_returned(self) -> None:
         """Remove the batches that have been returned."""
         batches = self.returned[2]
-        del self.wire[: batches - self._num_dropped]; self._num_dropped = batches  # noqa: E702 - no call or jump between
+        del self.replies[: batches - self._num_dropped]; self._num_dropped = batches  # noqa: E702 - no call or jump between
 
     def _require_enough(self, count: int, ready: int) -> None:
         """Raise if a wait would never end, since the pool returns whole batches only."""
@@ -710,7 +710,7 @@ class FirstReadyDriver(PoolDriver):
         parts, missing, used = [], count, 0
         while missing:
             taken = min(missing, self.batch_size - offset)
-            parts.append(self._rows.copy_rows(self.wire[used], offset, offset + taken))
+            parts.append(self._rows.copy_rows(self.replies[used], offset, offset + taken))
             missing, offset = missing - taken, offset + taken
             if offset == self.batch_size:
                 used, offset = used + 1, 0
@@ -727,7 +727,7 @@ class FirstReadyDriver(PoolDriver):
         size = self.batch_size
         latest, held, count, offset = self.returned
         if offset:
-            rest = self._rows.copy_rows(self.wire[0], offset, size)
+            rest = self._rows.copy_rows(self.replies[0], offset, size)
             count += 1
             self.returned = latest, [self._rows.results(rest, self.ended)[2]], count, 0
             self._release_held()
@@ -738,8 +738,8 @@ class FirstReadyDriver(PoolDriver):
             payload = self._rows.filler_payload(np.array(filler_ids, dtype=np.int32))
             _call_uninterrupted((self._pool_send, payload), (self.idle.difference_update, filler_ids))
         batches = self._count_in_flight() // size
-        while (received := len(self.wire)) < batches:
-            self.receiver.receive(self.wire, received + 1, None)
+        while (received := len(self.replies)) < batches:
+            self.receiver.receive(self.replies, received + 1, None)
         drained = latest, held, count, 0
         all_envs = range(self.num_envs)
-        _call_uninterrupted((self.wire.clear,), (setattr, self, "returned", drained), (self.idle.update, all_envs))
+        _call_uninterrupted((self.replies.clear,), (setattr, self, "returned", drained), (self.idle.update, all_envs))

@@ -114,9 +114,9 @@ class ActionChecker:
         found = [_get_part(actions, path) for path, _ in self._leaves]
         return [check(value, ids) for (_, check), value in zip(self._leaves, found, strict=True)]
 
-    def dummy(self, n: int) -> list[Array]:
+    def dummy_actions(self, n: int) -> list[Array]:
         """Return valid actions for ``n`` environments that ignore them."""
-        return [check.dummy(n) for _, check in self._leaves]
+        return [check.dummy_actions(n) for _, check in self._leaves]
 
 
 def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple[str, ...], gymnasium.Space[Any]]]:
@@ -197,7 +197,7 @@ class _LeafChecker:
                 f"{ids[wrong].tolist()}"
             )
 
-    def dummy(self, n: int) -> Array:
+    def dummy_actions(self, n: int) -> Array:
         valid_action = np.clip(np.zeros(self._shape, dtype=self._dtype), self._low, self._high)
         return np.broadcast_to(valid_action, (n, *self._shape)).copy()
 
@@ -236,7 +236,7 @@ class PoolRows:
         """Prepare for a new pool. Pools with one player per environment need no preparation."""
 
     def store_held(self, held: Any) -> None:
-        """Store the extra data in ``held`` (from :meth:`results`); here it has only ids. Safe to repeat."""
+        """Store what ``held`` (from :meth:`results`) has besides ids, which is nothing here. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``."""
@@ -244,10 +244,10 @@ class PoolRows:
 
     def filler_payload(self, ids: Array) -> list[Array]:
         """Return arguments of the pool's ``_send`` for environments that ignore their actions."""
-        return [ids, ids, *self.check.dummy(len(ids))]
+        return [ids, ids, *self.check.dummy_actions(len(ids))]
 
     def copy_rows(self, states: States, first: int, last: int) -> States:
-        """Return copies of the rows from ``first`` to before ``last``."""
+        """Copy rows ``first`` to ``last - 1``."""
         return [array[first:last].copy() for array in states]
 
     def results_in_order(self, batches: list[States], all_ids: Array, ended: Array) -> tuple[Stepped, Any]:

@@ -66,8 +66,8 @@ _RANGES: Final = {
 _PROBABILITIES: Final = ("repeat_action_probability",)  # from 0 to 1
 # The options that name the game. EnvPool ends the process for an unknown name.
 _GAME_OPTIONS: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
-# The families in which all boolean options were tested.
-_TESTED_SWITCHES: Final = (
+# The families in which all boolean options (switches) were tested.
+_SWITCH_FAMILIES: Final = (
     "atari", "box2d", "classic_control", "toy_text", "mujoco.dmc", "mujoco.gym", "mujoco.metaworld", "vizdoom",
 )  # fmt: skip
 
@@ -186,7 +186,7 @@ class Task:
         Raises:
             UnregisteredEnv: There is no such task.
             TypeError: A configuration key is unknown, or a value has the wrong type.
-            ValueError: EnvPool refuses a value, or a value ends its process.
+            ValueError: EnvPool refuses a value, or a value would end the process.
             ImportError: EnvPool, or a system library that this family needs, is missing.
         """
         family = family_of(task_id)
@@ -396,7 +396,7 @@ def _parse_positive(name: str, value: Any) -> int:
 def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], env_config: Mapping[str, Any]) -> None:
     """Raise unless a task can be built with the options ``env_config`` without ending the process.
 
-    ``defaults`` is its configuration without options. The error names the accepted values, or the end of the trial process.
+    ``defaults`` is its configuration without options. The error names the accepted values, or how the trial process ended.
     """
     title = f"EnvPool's {task_id!r}"
     harmless = {key: _is_harmless(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
@@ -405,7 +405,7 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
     if unknown and (trial_failure := _run_trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
         listed = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
         raise ValueError(
-            f"{title} cannot be built with {listed}: a process that tried it, because EnvPool does not check these options, "
+            f"{title} cannot be built with {listed}: EnvPool does not check these options, and a process that tried them "
             f"ended with {trial_failure}"
         )
 
@@ -430,7 +430,7 @@ def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) ->
         raise ValueError(f"{title}: {key} must be a number, got {value!r}")
     if key in _PROBABILITIES and not 0 <= value <= 1:
         raise ValueError(f"{title}: {key} must be from 0 to 1, got {value!r}")
-    return key in _PROBABILITIES or (isinstance(value, bool) and isinstance(default, bool) and family in _TESTED_SWITCHES)
+    return key in _PROBABILITIES or (isinstance(value, bool) and isinstance(default, bool) and family in _SWITCH_FAMILIES)
 
 
 def _suggest(name: str, names: Collection[str]) -> str:
@@ -490,7 +490,7 @@ def _run_trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
     if done.returncode == 0 and b"survived" in done.stdout:
         return None
     lines = [line.strip() for line in (done.stderr or done.stdout).decode(errors="replace").splitlines() if line.strip()]
-    # C++ prints the error first, then a stack of addresses
+    # C++ prints the error first, then a stack trace
     errors = [line for line in lines if "what():" in line or "Check failure" in line or line.startswith("F")] or lines[-1:]
     return f"exit code {done.returncode}" + (f" ({errors[0]})" if errors else "")
 
@@ -529,5 +529,5 @@ def _parse_seed(seed: Any, env: int, rng: np.random.Generator) -> int:
 
 
 def config_seeds(config: Mapping[str, Any]) -> list[int]:
-    """Return the seeds of the environments in a pool's configuration."""
+    """Return the seeds of the environments from a pool's configuration."""
     return list(config["env_seed"]) or [config["seed"] + i for i in range(config["num_envs"])]

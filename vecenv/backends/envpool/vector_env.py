@@ -182,7 +182,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
         builds a new one.
 
         Raises:
-            ResetNeeded: Before the first reset (``reset_async`` with first-ready batches).
+            ResetNeeded: Before the first reset.
             RuntimeError: JAX is missing, or EnvPool does not offer this on the platform.
         """
         self._driver.require_pool("xla")

@@ -413,7 +413,7 @@ class Engine(WorkerDriver):
         self.exchange.release()
         self.observers.clear()
         abandoned_after_fork.discard(self)
-        for name in ("arena", "batch", "store", "infos", "rebuilder", "calls", "stage"):
+        for name in ("arena", "batch", "store", "infos", "_no_infos", "rebuilder", "calls", "stage"):
             self.__dict__.pop(name, None)  # memory is unmapped once the program holds no array that refers to it
 
 

@@ -74,9 +74,8 @@ class LocalHost(Host):
 
 def reply_of(host: Host) -> Any:
     """Return the reply of a host to a step, as it is sent."""
-    rows = range(ENVS_PER_HOST)
-    host.reset(rows, pickle.dumps(([None] * ENVS_PER_HOST, None)))
-    return host.step(rows, np.zeros(ENVS_PER_HOST, np.int64).tobytes(), False)
+    host.reset(pickle.dumps(([None] * ENVS_PER_HOST, None)))
+    return host.step(np.zeros(ENVS_PER_HOST, np.int64).tobytes())
 
 
 def reply_to(kind: str) -> Any:

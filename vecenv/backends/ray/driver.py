@@ -110,14 +110,15 @@ class HostsDriver(WorkerDriver):
         with exchange.changing():
             for part, *actions in parts:
                 exchange.submit(part, "step", *actions)
-            exchange.rebuild(request, sorted(to_rebuild))
+            if to_rebuild:
+                exchange.rebuild(request, sorted(to_rebuild))
             exchange.return_held(sorted(held))
             exchange.request = None if for_recv else request
 
-    def _pack_actions(self, rows: Sequence[int], item_of: dict[int, Any] | None) -> tuple[bytes, bool]:
-        """Return the packed actions of some rows, and ``True`` if they are a pickled batch for ``iterate``."""
+    def _pack_actions(self, rows: Sequence[int], item_of: dict[int, Any] | None) -> tuple[Any, ...]:
+        """Return the packed actions of some rows, followed by ``True`` if they are a pickled batch for ``iterate``."""
         if item_of is None:
-            return self._actions[index_of(rows)].tobytes(), False
+            return (self._actions[index_of(rows)].tobytes(),)
         return cloudpickle.dumps(_regroup(self._action_space, [item_of[row] for row in rows])), True
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
@@ -250,7 +251,8 @@ class HostsDriver(WorkerDriver):
         Observers get ``announced``, unless it is ``None``. Hosts call ``method``, by default the one named ``command``.
         """
         exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
-        parts = [(part, cloudpickle.dumps(arguments(part))) for part in exchange.split(request, request.rows)]
+        name = method or command
+        parts = [(part, cloudpickle.dumps((name, *arguments(part)))) for part in exchange.split(request, request.rows)]
         if dead := [row for part, _ in parts if part.host.death for row in part.rows]:
             raise failed_earlier_error({row: exchange.failures.failed.get(row, "its host died") for row in dead})
         if announced is not None:
@@ -258,7 +260,7 @@ class HostsDriver(WorkerDriver):
                 observer.on_call(list(rows), command, announced)
         with exchange.changing():
             for part, blob in parts:
-                exchange.submit(part, "call", method or command, blob)
+                exchange.submit(part, "call", blob)
             exchange.request = request
 
     def save(self, rows: list[int], verify: bool) -> Snapshots:

@@ -24,7 +24,7 @@ from gymnasium import Space
 from gymnasium.vector import AutoresetMode
 
 from vecenv.backends.ray.failures import Errors, Failures, combine
-from vecenv.backends.ray.host import HostReply, Lost, RemoteFailure, fields, record_type
+from vecenv.backends.ray.host import NUMBERS, HostReply, Lost, Packed, RemoteFailure, fields, record_type
 from vecenv.backends.ray.hosts import HostPool, RemoteHost
 from vecenv.errors import StepTimeout, VecEnvError, envs_text
 from vecenv.front.arguments import ResetOptions, deadline_after, select_options
@@ -156,9 +156,10 @@ class HostExchange:
         shares = ((host, [row for row in rows if row in host.rows]) for host in self.pool.hosts)
         return [RequestPart(request, host, host_rows, rebuilds) for host, host_rows in shares if host_rows]
 
-    def submit(self, part: RequestPart, method: str, *args: Any) -> None:
-        """Call ``method`` of the part's host with the part's rows and ``args``."""
-        self.parts[self.pool.cluster.submit(part.host.index, method, part.local, *args)] = part
+    def submit(self, part: RequestPart, method: str, data: bytes, *options: Any) -> None:
+        """Call ``method`` of the part's host with ``data``, the part's rows if they are not all, and ``options``."""
+        args = [part.local, *options] if options or len(part.rows) < len(part.host.rows) else []
+        self.parts[self.pool.cluster.submit(part.host.index, method, data, *args)] = part
 
     def rebuild(self, request: HostRequest, rows: Sequence[int]) -> None:
         """Have hosts reset new environments for these rows, with the seeds and options of the request if it is a reset."""
@@ -306,15 +307,17 @@ class HostExchange:
 
     # -- replies ----------------------------------------------------------------------------------------------------------
 
-    def _apply(self, reference: Any, reply: HostReply | bytes | Lost) -> None:
+    def _apply(self, reference: Any, reply: HostReply | Packed | Lost) -> None:
         """Apply one reply to its request."""
         request, host, rows, rebuilds = self.parts[reference]
         if isinstance(reply, Lost):
             self.kill_host(host, str(reply))
             return
         del self.parts[reference]
-        if isinstance(reply, bytes):
-            reply = HostReply(rows, fields(reply, self._records, len(rows)), None, [], False, {}, None)
+        if not isinstance(reply, HostReply):
+            records, leaves = (reply, []) if isinstance(reply, bytes) else reply
+            arrays = fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves
+            reply = HostReply(rows, arrays, None, [], False, {}, None)
         before = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
         where = index_of(reply.rows)
         for column, values in zip(self._arrays, reply.arrays, strict=False):

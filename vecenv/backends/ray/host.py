@@ -4,7 +4,7 @@ Nothing is raised across the network: failures are part of a :class:`HostReply`,
 
 Ray pickles every array separately, which takes longer than copying a small one, but passes ``bytes`` on unchanged. So
 actions, and results with nothing else to report, are sent as the ``bytes`` of an array with a record per row
-(:func:`record_type`). Large results are sent as arrays, which Ray returns without a copy.
+(:func:`record_type`). Large observations are sent as arrays, which Ray returns without a copy.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import resolve_variables
 
 _MAX_RECORD_BYTES: Final = 64 * 1024  # bytes; copying this many takes about as long as pickling four arrays
+NUMBERS: Final = np.dtype([("reward", np.float64), ("termination", np.bool_), ("truncation", np.bool_)])
 
 
 @dataclass(slots=True)
@@ -132,6 +133,10 @@ class HostReply:
     error: PackedError | None
 
 
+Packed = bytes | tuple[bytes, list[Array]]
+"""A reply with results for all environments and nothing else to report: records, or :data:`NUMBERS` and large leaves."""
+
+
 class Lost(Exception):
     """A substitute for the reply of a host that ended or lost its connection."""
 
@@ -195,14 +200,16 @@ class _Events(Observer):
 
 
 class Host:
-    """The implementation of a host. Its public methods execute the caller's requests; ``rows`` are the host's own indices.
+    """The implementation of a host. Its public methods execute the caller's requests.
+
+    ``rows`` are the host's own indices; ``None``: all. Each argument costs Ray 50 to 100 us, so most requests have only one.
 
     Attributes:
         envs: The local vector environment; ``None`` before the start, and if the start failed.
     """
 
     def __init__(self, plan: HostPlan) -> None:
-        self._plan, self._first_row = plan, plan.rows.start
+        self._plan, self._first_row, self._rows = plan, plan.rows.start, range(len(plan.rows))
         self._events = _Events(plan)
         self.envs: Any = None
 
@@ -228,39 +235,42 @@ class Host:
             ready.error = pack_error(error)
         return ready
 
-    def step(self, rows: Sequence[int], actions: bytes, pickled: bool) -> HostReply | bytes:
+    def step(self, actions: bytes, rows: Sequence[int] | None = None, pickled: bool = False) -> HostReply | Packed:
         """Step some environments. ``actions``: a batch in their order, pickled or as one record per environment."""
+        which = self._rows if rows is None else rows
 
         def begin() -> None:
             if pickled:
                 batch = pickle.loads(actions)
             else:
-                batch = self._action_tree.build(iter(fields(actions, self._actions, len(rows))))  # type: ignore[union-attr]
-            self.envs.send(batch, rows)
+                batch = self._action_tree.build(iter(fields(actions, self._actions, len(which))))  # type: ignore[union-attr]
+            self.envs.send(batch, which)
 
-        return self._collect(len(rows), begin)
+        return self._collect(len(which), begin)
 
-    def reset(self, rows: Sequence[int], arguments: bytes) -> HostReply | bytes:
+    def reset(self, arguments: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
         """Reset some environments. ``arguments``: pickled seeds and options, each for these rows or for all."""
+        which = self._rows if rows is None else rows
 
         def begin() -> None:
             seeds, options = pickle.loads(arguments)
-            some = None if len(rows) == self.envs.num_envs else rows  # with None, restarts are seeded from the first seed
-            self.envs.reset_async(seeds, options, env_id=some)
-            self._events.forget(rows)
+            self.envs.reset_async(seeds, options, env_id=rows)  # with None, restarts are seeded from the first seed
+            self._events.forget(which)
             del self._events.events[:1]  # the event of this reset itself
 
-        return self._collect(len(rows), begin)
+        return self._collect(len(which), begin)
 
-    def call(self, rows: Sequence[int], name: str, arguments: bytes) -> HostReply | bytes:
+    def call(self, request: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
         """Call a method of the vector environment, and reply with its results for these rows.
 
-        ``require_fit`` is a method of the host itself; all other names are public methods of the vector environment.
+        The name, arguments and keyword arguments are pickled in ``request``. ``require_fit`` is a method of the host itself;
+        all other names are public methods of the vector environment.
         """
+        rows = self._rows if rows is None else rows
         outcome, errors = Outcome(), []
         self._events.events = []
         try:
-            args, kwargs = pickle.loads(arguments)
+            name, args, kwargs = pickle.loads(request)
             results = getattr(self if name == "require_fit" else self.envs, name)(*args, **kwargs)
             if name in ("call", "exec_func"):
                 results = [results[row] for row in rows]
@@ -292,7 +302,7 @@ class Host:
 
     # -- replies ----------------------------------------------------------------------------------------------------
 
-    def _collect(self, count: int, begin: Callable[[], None]) -> HostReply | bytes:
+    def _collect(self, count: int, begin: Callable[[], None]) -> HostReply | Packed:
         """Begin a step or a reset of ``count`` rows, and reply with the results of all that do not fail."""
         self._events.events = []
         errors: list[Exception] = []
@@ -311,7 +321,7 @@ class Host:
             except Exception as error:
                 errors.append(error)
                 count = len(self.envs.in_flight)  # as many as before if only an info cannot be sent: its row has a result
-        return self._reply(rows, arrays, outcome, errors, rebuilds=self.envs.capabilities.restarts)
+        return self._reply(rows, arrays, outcome, errors, rebuilds=bool(errors) and self.envs.capabilities.restarts)
 
     def _split_result(
         self, outcome: Outcome, observations: Any, *numbers_infos_and_ids: Any
@@ -319,7 +329,7 @@ class Host:
         """Return the sorted rows of a result and their arrays; put everything else into ``outcome``."""
         *arrays, infos, env_ids = numbers_infos_and_ids
         rows = self._events.move(env_ids)
-        outcome.infos.update(each for each in zip(rows, infos, strict=True) if each[1] or type(each[1]) is not dict)
+        outcome.infos.update({row: info for row, info in zip(rows, infos, strict=True) if info or type(info) is not dict})
         if self._tree is not None:
             arrays += flatten(self._tree, observations)
         else:
@@ -332,7 +342,7 @@ class Host:
 
     def _reply(
         self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception], *, rebuilds: bool = False
-    ) -> HostReply | bytes:
+    ) -> HostReply | Packed:
         """Return the reply to a request that raised ``errors``. With ``rebuilds``, failed environments have been rebuilt."""
         events, records = self._events, self.envs.errors
         reported = {event.rows[0] for event in events.events if isinstance(event, RemoteFailure)}
@@ -342,11 +352,11 @@ class Host:
         records.clear()  # the caller keeps them
         reported_nothing = not (outcome.has_payload() or events.events or events.failed or errors)
         is_short = sum(array.nbytes for array in arrays) < _MAX_RECORD_BYTES
-        if reported_nothing and is_short and len(rows) == self.envs.num_envs:
-            batch = np.empty(len(rows), self._records)
-            for name, array in zip(self._records.names or (), arrays, strict=True):
+        if reported_nothing and len(rows) == self.envs.num_envs:
+            batch = np.empty(len(rows), self._records if is_short else NUMBERS)
+            for name, array in zip(batch.dtype.names or (), arrays, strict=False):
                 batch[name] = array
-            return batch.tobytes()
+            return batch.tobytes() if is_short else (batch.tobytes(), arrays[3:])
         # what has failed but raised nothing was repaired: a worker that died while idle, before a reset
         raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in events.events)
         error = events.pack(errors[0]) if errors and not raises else None
@@ -356,9 +366,9 @@ class Host:
 
 def record_type(tree: Tree | None, *, results: bool = False) -> np.dtype[Any]:
     """Return the dtype of a record with the leaves of a space; with ``results``, the reward and the flags come first."""
-    numbers: list[Any] = [("reward", np.float64), ("termination", np.bool_), ("truncation", np.bool_)] if results else []
     leaves = () if tree is None else tree.leaves()
-    return np.dtype([*numbers, *((str(index), leaf.dtype, leaf.shape) for index, leaf in enumerate(leaves))])
+    named: list[Any] = [(str(index), leaf.dtype, leaf.shape) for index, leaf in enumerate(leaves)]
+    return np.dtype(NUMBERS.descr + named if results else named)
 
 
 def fields(data: bytes, records: np.dtype[Any], count: int) -> list[Array]:

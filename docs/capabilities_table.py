@@ -44,7 +44,7 @@ def columns() -> dict[str, Capabilities]:
     engine = {"policy": SimpleNamespace(restart=True), "pool": SimpleNamespace(local=None), "recorder": object()}
     here, there = (lambda _: ""), (lambda _: "its environments are stepped by hosts")
     workers: Any = Engine.__dict__["capabilities"].fget
-    library: Any = native._Library.__dict__["capabilities"].fget
+    library: Any = native._LibraryDriver.__dict__["capabilities"].fget
     return {
         "process": replace(workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True),
         "ray": workers(SimpleNamespace(backend="ray", reason=there, **engine)),

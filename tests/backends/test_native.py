@@ -228,8 +228,8 @@ def test_library_with_one_generator_accepts_consecutive_seeds(counters: Any) -> 
     envs = counters()
     mask = np.array([True, False, True])
     for refused, text in (
-        ({"seed": [1, 5, 2]}, r"backend 'native': .*Counters resets all by one seed"),
-        ({"seed": [1, None, None]}, r"backend 'native': .*Counters resets all by one seed"),
+        ({"seed": [1, 5, 2]}, r"backend 'native': .*Counters resets all environments with one seed"),
+        ({"seed": [1, None, None]}, r"backend 'native': .*Counters resets all environments with one seed"),
         ({"options": {"reset_mask": mask}}, r"NativeVectorEnv cannot reset 2 of 3 environments: .*Counters returns all"),
     ):
         with pytest.raises(NotImplementedError, match=text):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vecenv.jax import adapt
-from vecenv.jax.env import Fixed
+from vecenv.jax.env import FixedSpec
 from vecenv.jax.interop import keys_from, to_numpy
 
 
@@ -95,7 +95,7 @@ class GymEnv(gym.Env[Any, Any]):
         self, env: Any, max_episode_steps: int | None = None, lanes: int = 1, render_mode: str | None = None
     ) -> None:
         adapted = adapt(env, max_episode_steps=max_episode_steps)
-        self.single_env = Fixed(adapted)
+        self.single_env = FixedSpec(adapted)
         self.max_episode_steps = adapted.max_episode_steps
         self.observation_space = adapted.single_observation_space
         self.action_space = adapted.single_action_space

@@ -256,8 +256,8 @@ def test_actions_that_do_not_fit_are_refused_while_tracing() -> None:
         state = env.reset(new_key(0))
         good = {"a": jnp.zeros((2, 2)), "z": jnp.zeros(2, jnp.int32)}
         for bad, error, text in (
-            (jnp.zeros(2), ValueError, "structured as"),
-            ({"a": jnp.zeros((2, 2))}, ValueError, "structured as"),
+            (jnp.zeros(2), ValueError, "structured like"),
+            ({"a": jnp.zeros((2, 2))}, ValueError, "structured like"),
             ({**good, "a": jnp.zeros((3, 2))}, ValueError, r"actions\['a'\]: got shape \(3, 2\)"),
             ({**good, "z": jnp.zeros(2)}, TypeError, r"actions\['z'\] has dtype float32"),
         ):
@@ -306,8 +306,8 @@ def test_states_and_masks_of_the_wrong_kind_are_refused(call_log: vj.Bridge) -> 
     with vj.bridge(SyncVectorEnv(tracks(2), autoreset_mode=AutoresetMode.DISABLED)) as env:
         for error, text, call in (
             (TypeError, "got tuple", lambda: call_log.step((), action)),  # type: ignore[arg-type]
-            (TypeError, "on the device", lambda: call_log.step(state.replace(token=None), action)),
-            (ValueError, r"\(3, 2\) environments", lambda: call_log.step(many, action)),
+            (TypeError, "JAX-native", lambda: call_log.step(state.replace(token=None), action)),
+            (ValueError, r"batch shape \(3, 2\)", lambda: call_log.step(many, action)),
             (ValueError, "DISABLED", lambda: call_log.reset_mask(state, mask, new_key(0))),
             (ValueError, r"mask must be bool\[2\], got bool\[3\]",
              lambda: env.reset_mask(env.reset(new_key(0)), jnp.ones(3, bool), new_key(0))),

@@ -271,7 +271,7 @@ _SHARDED = """
     try:
         FunctionalVectorEnv(Counter(), 5, devices=jax.devices()[:2])
     except ValueError as error:
-        assert "shared equally" in str(error)
+        assert "divided equally" in str(error)
     print("equal on", len(jax.devices()), "devices")
 """
 
@@ -356,7 +356,7 @@ class Faulty(Counter):
 
 @pytest.mark.parametrize(
     ("fault", "text"),
-    [("structure", "another structure"), ("shape", r"\['place'\] of shape \(3,\)"), ("reward", r"reward of shape \(2,\)")],
+    [("structure", "different structure"), ("shape", r"\['place'\] of shape \(3,\)"), ("reward", r"reward of shape \(2,\)")],
 )
 def test_environments_that_break_the_protocol_are_named(fault: str, text: str) -> None:
     env = FunctionalVectorEnv(Faulty(fault), 5)

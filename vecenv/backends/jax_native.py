@@ -119,7 +119,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         self._driver.require_idle("render")
         if self.render_mode is None:
             return None
-        inner = self._driver.current().inner.env
+        inner = self._driver.require_state().inner.env
         single: Any = self.functional.single_env
         chosen = range(self.num_envs) if indices is None else indices
         return tuple(single.render(jax.tree.map(lambda leaf, i=i: leaf[i], inner)) for i in chosen)
@@ -148,8 +148,8 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     def state(self) -> EnvState:
         """A copy of the whole state, as a pytree. Assign it to go back to that state, any number of times.
 
-        Raises (assigning):
-            TypeError, ValueError: It is not a state of these environments, or has another number of them.
+        Raises (on assignment):
+            TypeError, ValueError: It is not a state of these environments, or the number of environments differs.
             StaleStateError: Its arrays have been donated to another computation.
         """
         self._driver.require_idle("state")
@@ -174,7 +174,7 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
             reset).
         """
         self._driver.require_idle("step_chunk")
-        length, stepped = self._driver.chunk(actions)
+        length, stepped = self._driver.step_chunk(actions)
         self._driver.finish(self._driver.returned, length * self.num_envs, 0)
         return stepped
 
@@ -211,7 +211,9 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
         env = adapt(make_env(env, library, **for_env))
     elif for_env or library is not None:
         unknown = sorted(for_env) or ["library"]
-        raise TypeError(f"{unknown} are not options of an existing environment; these are {sorted(_FUNCTIONAL_OPTIONS)}.")
+        raise TypeError(
+            f"{unknown} are not options of an existing environment; the options are {sorted(_FUNCTIONAL_OPTIONS)}."
+        )
     return FunctionalVectorEnv(env, int(num_envs), **given)
 
 
@@ -250,7 +252,7 @@ class JaxDriver(LockstepDriver):
         self.latest = Latest(None, [None] * functional.num_envs, None)
         self._to = to
         self._same_step = functional.autoreset_mode is AutoresetMode.SAME_STEP
-        self._chunk: Any = None
+        self._jitted_chunk: Any = None
 
     @property
     def newest(self) -> EnvState | None:
@@ -265,7 +267,7 @@ class JaxDriver(LockstepDriver):
     def latest_request(self) -> RequestSummary | None:
         return self.latest.call
 
-    def current(self) -> EnvState:
+    def require_state(self) -> EnvState:
         """Return the state.
 
         Raises:
@@ -317,13 +319,13 @@ class JaxDriver(LockstepDriver):
             after = self.functional.step_donating(state, from_torch(actions) if self._to == "torch" else actions)
             self.latest = Latest(after, self.latest.seeds, call)
 
-    def chunk(self, actions: Any) -> tuple[int, Stepped]:
+    def step_chunk(self, actions: Any) -> tuple[int, Stepped]:
         """Take ``T`` steps in one program; return ``T`` and the results."""
-        if self._chunk is None:
-            self._chunk = jax.jit(self._scan_steps, donate_argnums=0)
+        if self._jitted_chunk is None:
+            self._jitted_chunk = jax.jit(self._scan_steps, donate_argnums=0)
         with self._donate_state() as state:
             actions = jax.tree.map(jnp.asarray, from_torch(actions) if self._to == "torch" else actions)
-            self.newest, out = self._chunk(state.inner, state.replace(inner=None), actions)
+            self.newest, out = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
         infos = {**out.info, "next_obs": out.next_obs, "valid": out.valid}
         stepped: Any = (out.obs, out.reward, out.terminated, out.truncated, infos)
         if self._to == "numpy":
@@ -343,7 +345,7 @@ class JaxDriver(LockstepDriver):
     @contextlib.contextmanager
     def _donate_state(self) -> Iterator[EnvState]:
         """Yield the state for donation. If its arrays are gone after a failure, there is no state until the next reset."""
-        state = self.current()
+        state = self.require_state()
         try:
             yield state
         except BaseException:
@@ -353,13 +355,13 @@ class JaxDriver(LockstepDriver):
 
     def copy_state(self) -> EnvState:
         """Return a copy of the state."""
-        return jax.tree.map(jnp.copy, self.current())  # type: ignore[no-any-return]
+        return jax.tree.map(jnp.copy, self.require_state())  # type: ignore[no-any-return]
 
     def assign(self, state: EnvState) -> None:
         """Continue from a copy of ``state``.
 
         Raises:
-            TypeError, ValueError: It is not a state of these environments, or has another number of them.
+            TypeError, ValueError: It is not a state of these environments, or the number of environments differs.
             StaleStateError: Its arrays have been donated to another computation.
         """
         self.functional.check_state(state)
@@ -370,13 +372,13 @@ class JaxDriver(LockstepDriver):
 
     def close(self, *, terminate: bool = False) -> None:
         """Release the device's memory, and the functions compiled here."""
-        self.newest = self._chunk = None
+        self.newest = self._jitted_chunk = None
 
     # -- reading ---------------------------------------------------------------------------------------------------------
 
     def wait(self, deadline: float) -> bool:
         """Wait for the device until ``deadline``; True if it has finished."""
-        began, state = time.monotonic(), self.current()
+        began, state = time.monotonic(), self.require_state()
         leaves: list[Any] = jax.tree.leaves((state.obs, state.reward))
         try:
             while not all(leaf.is_ready() for leaf in leaves):
@@ -390,14 +392,14 @@ class JaxDriver(LockstepDriver):
     def read(self, kind: Phase) -> Stepped:
         """Return the state as the results of a call."""
         try:
-            return self.stepped(infos=kind is Phase.WAITING_STEP)
+            return self.step_results(infos=kind is Phase.WAITING_STEP)
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # an error of an environment: no valid state is left
             self.pending_error, self.newest = error, None
             raise
 
-    def stepped(self, infos: bool) -> Stepped:
+    def step_results(self, infos: bool) -> Stepped:
         """Return the state as the results of ``step``. Pass ``infos=False`` for a state from a reset, which has no infos."""
-        state = self.current()
+        state = self.require_state()
         if self._to != "numpy":
             infos_by_key = self._infos(state, state.done) if infos else {}
             stepped: Any = (state.obs, state.reward, state.terminated, state.truncated, infos_by_key)
@@ -434,7 +436,7 @@ class JaxDriver(LockstepDriver):
 
     def save(self, rows: Sequence[int], verify: bool) -> tuple[Snapshot, ...]:
         """Return snapshots of rows. There is nothing to verify: a functional environment has no other state."""
-        state, seeds = self.current(), self.latest.seeds
+        state, seeds = self.require_state(), self.latest.seeds
         kind, leaves = self._kind(state), [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
         return Snapshots(Snapshot.of(kind, pickle.dumps((seeds[row], [leaf[row] for leaf in leaves]))) for row in rows)
 
@@ -443,19 +445,19 @@ class JaxDriver(LockstepDriver):
         state = self.newest
         if state is None:
             state = self.functional.begin(seed_keys([0] * self.num_envs))
-        given = parse_snapshots(snapshots, rows)
+        saved = parse_snapshots(snapshots, rows)
         kind = self._kind(state)
-        for place, one in enumerate(given):
-            if wrong := one.row.kind.differs_from(kind):
-                raise SnapshotMismatch(f"snapshots[{place}] does not fit: {wrong}")
+        for index, snapshot in enumerate(saved):
+            if wrong := snapshot.row.kind.differs_from(kind):
+                raise SnapshotMismatch(f"snapshots[{index}] does not fit: {wrong}")
 
         def read() -> tuple[list[Any], list[Any]]:
-            found = [pickle.loads(one.body) for one in given]
-            own, leaves = zip(*found, strict=True)
-            return list(own), list(zip(*leaves, strict=True))
+            bodies = [pickle.loads(snapshot.body) for snapshot in saved]
+            own_seeds, leaves = zip(*bodies, strict=True)
+            return list(own_seeds), list(zip(*leaves, strict=True))
 
         try:
-            own, stacks = read()
+            own_seeds, stacks = read()
         except Exception as error:
             if succeeds_when_repeated(read):  # the exception came from a signal handler
                 raise
@@ -463,7 +465,7 @@ class JaxDriver(LockstepDriver):
             raise SnapshotMismatch(text) from error
 
         seeds, columns = list(self.latest.seeds), iter(stacks)
-        for row, seed in zip(rows, own, strict=True):
+        for row, seed in zip(rows, own_seeds, strict=True):
             seeds[row] = seed
 
         def load_rows(leaf: Any) -> Any:
@@ -472,7 +474,7 @@ class JaxDriver(LockstepDriver):
             return jax.device_put(whole, leaf.sharding)
 
         self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_request)
-        observations = self.stepped(infos=False)[0]
+        observations = self.step_results(infos=False)[0]
         return jax.tree.map(lambda leaf: leaf[np.array(rows, np.intp)], observations)
 
     def state_dict(self, spaces: Sequence[Any], verify: bool) -> dict[str, Any]:
@@ -491,13 +493,13 @@ class JaxDriver(LockstepDriver):
         """The options and layer attributes by which environments of one class can differ."""
         whole = self.functional
         options = {"max_episode_steps": whole.max_episode_steps, "reset": whole.reset_source, "discount": whole.discount}
-        found = [(name, describe(value)) for name, value in options.items()]
+        attributes = [(name, describe(value)) for name, value in options.items()]
         single: Any = whole.single_env
         while single is not None:
             own = {name: value for name, value in vars(single).items() if name != "env"}
-            found += [(f"{type(single).__name__}.{name}", describe(value)) for name, value in own.items()]
+            attributes += [(f"{type(single).__name__}.{name}", describe(value)) for name, value in own.items()]
             single = vars(single).get("env")
-        return tuple(found)
+        return tuple(attributes)
 
     def _kind(self, state: EnvState) -> Kind:
         single: Any = self.functional.single_env
@@ -527,14 +529,14 @@ def compile_now(driver: JaxDriver, chunk: int | None) -> dict[str, float]:
     }
     if chunk:
         many = jax.tree.map(lambda leaf: np.broadcast_to(leaf, (chunk, *leaf.shape)), zeros)
-        stages[f"step_chunk({chunk})"] = partial(driver.chunk, many)
+        stages[f"step_chunk({chunk})"] = partial(driver.step_chunk, many)
     seconds: dict[str, float] = {}
     latest = driver.latest
     try:
         for name, stage in stages.items():
             start = time.perf_counter()
             stage()
-            driver.stepped(infos=name != "reset")
+            driver.step_results(infos=name != "reset")
             jax.tree.map(lambda leaf: leaf.block_until_ready(), driver.newest)
             seconds[name] = time.perf_counter() - start
     finally:

@@ -61,7 +61,7 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
     timeouts, and accept only a single int as the seed of all environments.
     """
 
-    _driver: _Library
+    _driver: _LibraryDriver
 
     def __init__(self, library: VectorEnv[Any, Any, Any], *, copy: bool = True, reason: str = "it was passed in") -> None:
         self.num_envs, self.spec, self.render_mode = library.num_envs, library.spec, library.render_mode
@@ -71,7 +71,7 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
         metadata = {} if library.metadata is VectorEnv.metadata else library.metadata
         self.autoreset_mode = getattr(library, "autoreset_mode", metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP))
         self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
-        driver = _Library(library, copy)
+        driver = _LibraryDriver(library, copy)
         self.plan = f"{driver.title}: {reason}"
         if (rows := getattr(library, "batch_size", self.num_envs)) != self.num_envs:
             raise NotImplementedError(f"backend 'native' steps all rows at once; {driver.title} has batch_size={rows}")
@@ -89,7 +89,7 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
         return None if self.render_mode is None else self.library.render()
 
 
-class _Library(LockstepDriver):
+class _LibraryDriver(LockstepDriver):
     """A library's vector environment as a :class:`vecenv.front.driver.Driver`."""
 
     can_be_closed_during_call = False
@@ -127,7 +127,7 @@ class _Library(LockstepDriver):
             seed: Any = np.array([-1 if one is None else one % 2**31 for one in seeds]).astype(np.int64, casting="safe")
             seed, options = (seed, None) if all_rows else (seed[mask], {"reset_mask": mask})
         elif seeds != parse_seeds(seed := seeds[0], len(seeds)):
-            raise NotImplementedError(f"backend 'native': {self.title} resets all by one seed; got {seeds}")
+            raise NotImplementedError(f"backend 'native': {self.title} resets all environments with one seed; got {seeds}")
         mask = np.ones(len(seeds), np.bool_) if mask is None else mask
         self._submit(call, mask, lambda: self.library.reset(seed=seed, options=options or None))
 

@@ -66,24 +66,24 @@ def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], ar
     Args:
         function: Takes NumPy arrays, which may be read-only, and returns one array for each of ``results``, with exactly its
             shape and dtype; JAX copies them. It must not use JAX, which may be waiting for this call.
-        results: Shapes and dtypes.
+        results: The shape and dtype of each returned array.
         args: Arrays. A call has no derivative: apply ``stop_gradient`` to arguments that may carry one.
     """
-    pieces = [_cut(arg) for arg in args]
-    parts = [(len(cut), arg.shape) for cut, arg in zip(pieces, args, strict=True)]
+    split_args = [_split(arg) for arg in args]
+    parts = [(len(pieces), arg.shape) for pieces, arg in zip(split_args, args, strict=True)]
 
     def call_with_whole_arrays(*pieces: Any) -> tuple[Any, ...]:
         left = iter([np.asarray(piece) for piece in pieces])  # does not block: JAX begins the callback by copying them
         whole = []
         for count, shape in parts:
-            cut = list(itertools.islice(left, count))
-            whole.append(cut[0] if count == 1 else np.concatenate(cut).reshape(shape))
+            parts_of_arg = list(itertools.islice(left, count))
+            whole.append(parts_of_arg[0] if count == 1 else np.concatenate(parts_of_arg).reshape(shape))
         return tuple(function(*whole))
 
-    return list(io_callback(call_with_whole_arrays, tuple(results), *itertools.chain(*pieces), ordered=True))
+    return list(io_callback(call_with_whole_arrays, tuple(results), *itertools.chain(*split_args), ordered=True))
 
 
-def _cut(arg: Any) -> list[Any]:
+def _split(arg: Any) -> list[Any]:
     """Split an argument into pieces that are small enough for JAX to copy immediately."""
     flat = jnp.reshape(arg, -1)
     count = max(1, _PIECE_BYTES // flat.dtype.itemsize)
@@ -112,7 +112,7 @@ def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[...,
         except BaseException as error:  # includes Ctrl-C: XLA would reduce it to its text
             failed = _substitute_error(bound.__self__, error)
         # Raised outside the handler, without references to the environments: JAX logs the exception, and a log record may
-        # be kept for long.
+        # be kept for a long time.
         del bound, arrays
         raise failed
 
@@ -149,8 +149,8 @@ def _original_errors() -> Iterator[None]:
 
 
 def _take_original_error(error: BaseException) -> BaseException | None:
-    mark = _CALL_NUMBER.search(str(error))
-    number = int(mark[1]) if mark else 0
+    match = _CALL_NUMBER.search(str(error))
+    number = int(match[1]) if match else 0
     owner: Any = _owners.pop(number, None)
     if owner is None or owner.failure is None or owner.failure[0] != number:
         return None
@@ -180,7 +180,7 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
     """Return ``call(results, args)``; under ``vmap`` over ``lanes``, make one call with the mapped axes in front.
 
-    Under nested ``vmap``, the axes multiply to ``lanes``. Other mappings raise ``ValueError``, at the latest at compilation.
+    Under nested ``vmap``, the axes multiply to ``lanes``. Other mappings raise ``ValueError``, at compilation at the latest.
     """
     # Without a batching rule, JAX would refuse, or make one host call per lane that does not identify the lane. The rule
     # makes the mapped axis an axis of the arrays. A call over too few lanes is refused only at compilation, because another
@@ -201,9 +201,9 @@ def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int 
         def call_mapped(size: int, batched: list[bool], *args: Array) -> tuple[list[Array], list[bool]]:
             if lanes is None:
                 raise ValueError(
-                    f"A bridge cannot be called under jax.vmap: there is one of each of its {num_envs} environments. Build "
-                    f"{size} times as many and bridge(..., lanes={size}) them, or keep the environments out of vmap and map "
-                    "the policy."
+                    f"A bridge cannot be called under jax.vmap: each of its {num_envs} environments exists only once. "
+                    f"Build {size} times as many and pass them to bridge(..., lanes={size}), or keep the environments out "
+                    "of vmap and map the policy."
                 )
             if left % size:
                 raise ValueError(f"This bridge has lanes={lanes}; {_describe_mapping((size, *sizes), num_envs)}")
@@ -223,7 +223,7 @@ def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int 
 def _describe_mapping(sizes: tuple[int, ...], num_envs: int) -> str:
     """Describe the axes that a bridge is mapped over, and the way to get that many lanes."""
     lanes, axes = math.prod(sizes), " times ".join(map(str, sizes))
-    advice = f"make {lanes * num_envs} environments and bridge(..., lanes={lanes}) them."
+    advice = f"make {lanes * num_envs} environments and pass them to bridge(..., lanes={lanes})."
     return f"it is called under jax.vmap over {axes}. For {lanes} lanes of {num_envs}, {advice}"
 
 
@@ -259,9 +259,8 @@ class Bridge:
     compiled program fails with JAX's ``JaxRuntimeError``. After any of these exceptions the next call must be ``reset``.
 
     Args:
-        envs: Any Gymnasium vector env: one of vecenv's, with processes or EnvPool, or of Gymnasium's; wrapped or not. The
-            bridge owns it from now on: do not step or close it directly; close the bridge. Workers should have been
-            started by forkserver or spawn.
+        envs: Any Gymnasium vector env: vecenv's (processes or EnvPool) or Gymnasium's, wrapped or not. The bridge owns it
+            from now on: do not step or close it directly; close the bridge. Start its workers with forkserver or spawn.
         info_spec: Infos to report in ``EnvState.info``: name -> shape and dtype for one environment
             (``jax.ShapeDtypeStruct``), or a dtype for a number, or a dict of these. Each comes with a mask ``_name``. Other
             infos are left out.
@@ -407,13 +406,11 @@ class Bridge:
 
     def _check_state(self, state: EnvState) -> EnvState:
         if not isinstance(state, EnvState) or state.token is None:
-            kind = "a state of an environment on the device" if isinstance(state, EnvState) else type(state).__name__
+            kind = "a state of a JAX-native environment" if isinstance(state, EnvState) else type(state).__name__
             raise TypeError(f"A bridge needs the EnvState that its reset returned, got {kind}.")
         if jnp.shape(state.token) != (2,) or jnp.shape(state.reward) != (self.num_envs,):
             advice = f" With lanes={self.lanes}, call it under jax.vmap over the lanes." if self.lanes else ""
-            raise ValueError(
-                f"The state is of {jnp.shape(state.reward)} environments, this bridge of ({self.num_envs},).{advice}"
-            )
+            raise ValueError(f"The state has batch shape {jnp.shape(state.reward)}, expected ({self.num_envs},).{advice}")
         return state
 
     def _check_action(self, action: PyTree) -> PyTree:
@@ -535,7 +532,7 @@ def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
     if fork is not None and any(isinstance(process, fork) for process in processes):
         warnings.warn(
             f"The workers of {type(envs.unwrapped).__name__} were started by fork, and replacements will be, too. "
-            "Forked workers may hang beside JAX's threads: build it with context='forkserver' (or 'spawn').",
+            "Forked workers may hang because of JAX's threads: build it with context='forkserver' (or 'spawn').",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -549,7 +546,7 @@ def _layers(env: Any) -> Iterator[Any]:
 
 
 def _uses_jax(env: Any) -> bool:
-    """True if an object holds JAX arrays or compiled functions, or the code of its class names a module of JAX."""
+    """True if an object holds JAX arrays or compiled functions, or the code of its class refers to a JAX module."""
     modules = [type(value).__module__ for value in getattr(env, "__dict__", {}).values()]
     if any(module.partition(".")[0] in ("jaxlib", "jax") for module in modules):
         return True

@@ -1,7 +1,7 @@
 """``EnvState``, the state of a batch of environments, and ``JaxEnv``, one environment as pure functions.
 
-Bridged and JAX-native environments share :class:`EnvState`, so one set of rollouts serves both. Its fields mean the same in
-every autoreset mode; ``next_obs`` is always the true successor, never the first observation of the next episode.
+Bridged and JAX-native environments share :class:`EnvState`, so the same rollouts serve both. Its fields mean the same in
+every autoreset mode; where ``valid``, ``next_obs`` is the true successor, not the first observation of the next episode.
 
 Brax, MuJoCo Playground, gymnax, jumanji and ``FuncEnv`` disagree on names, on the meaning of ``done`` and on resets.
 :class:`JaxEnv` is the smallest common form: one environment, no batch, no autoreset, no time limit but its own;
@@ -23,8 +23,8 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 
 __all__ = [
-    "Adapter", "Array", "EnvState", "Fixed", "FrameSkip", "JaxEnv", "Limited", "NativeState", "PyTree", "Rescaled", "Start",
-    "Stepped", "default_key", "merge_rows", "probe", "select",
+    "Adapter", "Array", "EnvState", "FixedSpec", "FrameSkip", "JaxEnv", "Limited", "NativeState", "PyTree", "Rescaled",
+    "Start", "Stepped", "default_key", "merge_rows", "probe", "select",
 ]  # fmt: skip
 
 Array: TypeAlias = jax.Array
@@ -65,7 +65,7 @@ class EnvState:
         last_length: ``int32[*B]``: its length in steps.
         last_discounted_return: ``float[*B]``: its discounted return.
         info: A dict of arrays ``[*B, ...]`` of fixed structure, reported by the last step; meaningful where ``valid``.
-        token: For bridged environments: ``int32[2]``, a ticket for the next call. Otherwise ``None``.
+        token: For bridged environments: ``int32[2]``, the token for the next call. Otherwise ``None``.
         inner: For JAX-native environments: a :class:`NativeState`. Otherwise ``None``.
     """
 
@@ -98,10 +98,11 @@ class EnvState:
     @classmethod
     def at_start(cls, obs: PyTree, shape: tuple[int, ...], info: dict[str, Any], **hidden: Any) -> EnvState:
         """Return the state of a batch of ``shape`` environments after a reset; ``hidden`` is ``token`` or ``inner``."""
-        zero, no, none = jnp.zeros(shape, jnp.result_type(float)), jnp.zeros(shape, bool), jnp.zeros(shape, jnp.int32)
+        zero, zero_steps = jnp.zeros(shape, jnp.result_type(float)), jnp.zeros(shape, jnp.int32)
+        false = jnp.zeros(shape, bool)
         return cls(
-            obs=obs, reward=zero, terminated=no, truncated=no, next_obs=obs, valid=no, first=~no, steps=none,
-            episode_return=zero, discounted_return=zero, last_return=zero, last_length=none,
+            obs=obs, reward=zero, terminated=false, truncated=false, next_obs=obs, valid=false, first=~false,
+            steps=zero_steps, episode_return=zero, discounted_return=zero, last_return=zero, last_length=zero_steps,
             last_discounted_return=zero, info=info, **hidden,
         )  # fmt: skip
 
@@ -151,23 +152,24 @@ class EnvState:
             first=begins, info=info, steps=steps, episode_return=total, discounted_return=discounted, **last,
         )  # fmt: skip
         if mode is AutoresetMode.DISABLED:
-            held: EnvState = merge_rows(idle, self, after)  # without autoreset, obs and next_obs are equal
-            return held.replace(next_obs=held.obs, reward=reward, valid=~idle, first=no)
+            merged: EnvState = merge_rows(idle, self, after)
+            # without autoreset, obs and next_obs are equal
+            return merged.replace(next_obs=merged.obs, reward=reward, valid=~idle, first=no)
         return after
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NativeState:
-    """The fields of a JAX-native environment's state that algorithms do not read. All leaves ``[*B, ...]``.
+    """The internal part of a JAX-native environment's state. All leaves ``[*B, ...]``.
 
     Attributes:
         env: The states of the single environments, stacked.
         key: ``uint32[*B, k]``: each row's own random key; with ``episode`` it determines every start state and all noise.
-        episode: ``int32[*B]``: the number of earlier episodes of this key.
-        elapsed: ``int32[*B]``: steps counted against the time limit (``steps``, and more in a staggered first episode).
+        episode: ``int32[*B]``: the number of earlier episodes with this key.
+        elapsed: ``int32[*B]``: steps counted against the time limit (``steps``, plus the offset of a staggered episode).
         pool: Stored start states ``[*B, pool_size, ...]`` with their observations, for ``reset="cached"`` and ``"pool"``.
-        model: The leaves of the physics model that domain randomisation made different from row to row.
+        model: The leaves of the physics model that domain randomisation varies from row to row.
     """
 
     env: PyTree
@@ -211,7 +213,7 @@ class JaxEnv(Protocol):
 
 
 class Adapter(JaxEnv):
-    """The base class of the adapters: the protocol and its optional parts with their defaults.
+    """The base class of the adapters: a :class:`JaxEnv` with defaults for the optional parts.
 
     Attributes:
         name: For messages and ``repr``.
@@ -274,8 +276,8 @@ def default_key(seed: int) -> Array:
 def probe(env: JaxEnv) -> str:
     """Return the kind of derivative of a step with respect to the action, as in :attr:`JaxEnv.differentiable`.
 
-    This takes about as long as tracing the step, and compiles nothing. ``"zero"`` means that the
-    derivatives of state, observation and reward are 0 for every action, for example because only ``action > 0`` is used.
+    This takes about as long as tracing the step, and compiles nothing. ``"zero"`` means that the derivatives of state,
+    observation and reward are 0 for every action, for example because only ``action > 0`` is used.
     """
     key = default_key(0)
     state, _ = jax.eval_shape(env.init, key)
@@ -308,17 +310,17 @@ def probe(env: JaxEnv) -> str:
     return "reverse"
 
 
-def _depends_on_inputs(jaxpr: Any, inputs: int) -> bool:
-    """True if a result may depend on the first ``inputs`` arguments. Examines only the outermost equations."""
-    live = set(jaxpr.invars[:inputs])
+def _depends_on_inputs(jaxpr: Any, num_inputs: int) -> bool:
+    """True if a result may depend on the first ``num_inputs`` arguments. Examines only the outermost equations."""
+    live = set(jaxpr.invars[:num_inputs])
     for equation in jaxpr.eqns:
         if any(not hasattr(var, "val") and var in live for var in equation.invars):
             live.update(equation.outvars)
     return any(not hasattr(var, "val") and var in live for var in jaxpr.outvars)
 
 
-class Wrapped(Adapter):
-    """An adapter around another that changes one thing and forwards the rest."""
+class Wrapper(Adapter):
+    """The base class of adapters that change one thing in another and forward the rest."""
 
     def __init__(self, env: JaxEnv) -> None:
         self.env = env
@@ -353,7 +355,7 @@ class Wrapped(Adapter):
         return self._untyped_env.using(model)
 
 
-class Limited(Wrapped):
+class Limited(Wrapper):
     """An environment with a different time limit (-1: none)."""
 
     def __init__(self, env: JaxEnv, max_episode_steps: int) -> None:
@@ -361,7 +363,7 @@ class Limited(Wrapped):
         self.max_episode_steps = None if max_episode_steps == -1 else max_episode_steps
 
 
-class FrameSkip(Wrapped):
+class FrameSkip(Wrapper):
     """An environment that repeats every action ``count`` times, up to the end of the episode, and sums the rewards."""
 
     def __init__(self, env: JaxEnv, count: int) -> None:
@@ -372,18 +374,18 @@ class FrameSkip(Wrapped):
         self.frames_per_second //= count
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        def frame(out: Any, i: Array) -> tuple[Any, None]:
-            state, _, reward, terminated, truncated, _ = out
+        def frame(before: Any, i: Array) -> tuple[Any, None]:
+            state, _, reward, terminated, truncated, _ = before
             done = terminated | truncated
-            nxt = self.env.step(state, action, jax.random.fold_in(key, i))
-            nxt = (*nxt[:2], reward + nxt[2], *nxt[3:])
-            return merge_rows(done, out, nxt), None
+            after = self.env.step(state, action, jax.random.fold_in(key, i))
+            after = (*after[:2], reward + after[2], *after[3:])
+            return merge_rows(done, before, after), None
 
         first = self.env.step(state, action, jax.random.fold_in(key, 0))
         return jax.lax.scan(frame, first, jnp.arange(1, self.count))[0]
 
 
-class Rescaled(Wrapped):
+class Rescaled(Wrapper):
     """An environment that maps actions in ``[low, high]`` linearly onto the bounds of its own Box."""
 
     def __init__(self, env: JaxEnv, low: Any, high: Any) -> None:
@@ -402,11 +404,11 @@ class Rescaled(Wrapped):
         return self.env.step(state, action * self._scale + self._shift, key)
 
 
-class Fixed(Wrapped):
-    """An environment in which all states and observations have the structure, shapes and dtypes of those of ``init``.
+class FixedSpec(Wrapper):
+    """An environment in which every state and observation has the structure, shapes and dtypes that ``init`` returns.
 
-    Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like. JAX's scans and while loops reject
-    them, and silent casts elsewhere would be worse, so they are converted or rejected here.
+    Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like, which JAX's scans and while loops
+    reject. Dtypes are converted here; another structure or shape raises ``ValueError``.
     """
 
     def __init__(self, env: JaxEnv) -> None:
@@ -427,12 +429,12 @@ class Fixed(Wrapped):
         return state, obs, reward, flags[0], flags[1], jax.tree.map(strongly_typed, info)
 
     def _convert_to_spec(self, value: Any, where: str) -> Any:
-        want: Any = jax.tree.structure(self._spec)
+        expected: Any = jax.tree.structure(self._spec)
         got: Any = jax.tree.structure(value)
-        if want != got:
+        if expected != got:
             raise ValueError(
-                f"{self.name}: {where} returned a state or observation with another structure than init.\n"
-                f"  init: {want}\n  {where}: {got}"
+                f"{self.name}: {where} returned a state or observation with a different structure from init.\n"
+                f"  init: {expected}\n  {where}: {got}"
             )
 
         def cast(path: Any, spec: Any, leaf: Any) -> Any:

@@ -29,7 +29,18 @@ from jax.dtypes import float0
 
 from vecenv.errors import StaleStateError
 from vecenv.front.arguments import parse_autoreset_mode, shape_error
-from vecenv.jax.env import Array, EnvState, Fixed, FrameSkip, JaxEnv, NativeState, PyTree, default_key, merge_rows, select
+from vecenv.jax.env import (
+    Array,
+    EnvState,
+    FixedSpec,
+    FrameSkip,
+    JaxEnv,
+    NativeState,
+    PyTree,
+    default_key,
+    merge_rows,
+    select,
+)
 from vecenv.jax.interop import jax_space
 from vecenv.jax.libraries import adapt
 
@@ -57,7 +68,7 @@ class FunctionalVectorEnv:
         num_envs: The number of environments; a tuple for a batch of any shape, ``()`` for a single environment without a
             batch axis.
         autoreset_mode: ``NEXT_STEP``, ``SAME_STEP`` or ``DISABLED`` (``gymnasium.vector.AutoresetMode`` or its value).
-        max_episode_steps: Time limit in steps of this class, after which ``truncated`` is set; ``None`` uses the
+        max_episode_steps: Time limit in calls of ``step``, after which ``truncated`` is set; ``None`` uses the
             environment's own, -1 means none. As in ``gymnasium.wrappers.TimeLimit``, ``terminated`` may be set as well.
         reset: The source of the start states of later episodes. ``"fresh"``: a new one is computed for every episode.
             ``"cached"``: each row returns to its first one, as in Brax's training wrapper. ``"pool"``: each row draws from
@@ -66,7 +77,7 @@ class FunctionalVectorEnv:
             do not all time out together.
         frame_skip: The number of times that every action is repeated, up to the end of the episode; rewards are summed.
         randomize: ``randomize(model, keys) -> (models, in_axes)`` makes a different physics model for every row, as in
-            Brax's and Playground's training code (``mujoco_playground.registry.get_domain_randomizer(name)`` fits). Called
+            Brax's and Playground's training code (``mujoco_playground.registry.get_domain_randomizer(name)`` works). Called
             at ``reset`` with ``keys`` ``uint32[n, k]``; a row keeps its model until it gets another key.
         discount: Discount factor of ``EnvState.discounted_return``.
         pool_size: Number of start states per row with ``reset="pool"``.
@@ -76,8 +87,8 @@ class FunctionalVectorEnv:
 
     Attributes:
         num_envs: Total number of environments. ``batch_shape``: their arrangement.
-        single_observation_space, single_action_space: Of one environment, with ``sample(key)``.
-        observation_space, action_space: Of the batch, for one batch axis; see :func:`~vecenv.jax.jax_space`.
+        single_observation_space, single_action_space: The spaces of one environment, with ``sample(key)``.
+        observation_space, action_space: The spaces of the batch, with one batch axis; see :func:`~vecenv.jax.jax_space`.
         single_env: The adapted environment, after ``frame_skip``.
 
     Raises:
@@ -104,8 +115,8 @@ class FunctionalVectorEnv:
         self.observation_space = jax_space(batch_space(adapted.single_observation_space, self.num_envs))
         self.action_space = jax_space(batch_space(adapted.single_action_space, self.num_envs))
         self._episodes = FunctionalEpisodes(
-            Fixed(adapted), self.autoreset_mode, self.max_episode_steps, {"fresh": 0, "cached": 1, "pool": pool_size}[reset],
-            stagger, randomize, self.discount, micro_batch,
+            FixedSpec(adapted), self.autoreset_mode, self.max_episode_steps,
+            {"fresh": 0, "cached": 1, "pool": pool_size}[reset], stagger, randomize, self.discount, micro_batch,
         )  # fmt: skip
         self._action_spec = action_spec(self.single_action_space)
         shard = self._shard_over(devices)
@@ -156,7 +167,7 @@ class FunctionalVectorEnv:
 
         Raises:
             ValueError: Wrong shape or structure.
-            TypeError: Wrong dtype: floats for a Discrete space, for example; or ``state`` does not come from a native
+            TypeError: Wrong dtype: floats for a Discrete space, for example; or ``state`` does not come from a JAX-native
                 environment.
             StaleStateError: The arrays of ``state`` have been donated to another computation.
         """
@@ -227,7 +238,7 @@ class FunctionalVectorEnv:
         return check_action(action, self._action_spec, self.batch_shape, self.single_action_space)
 
     def check_state(self, state: Any) -> None:
-        """Raise as :meth:`step` does if ``state`` does not belong to these environments."""
+        """Raise like :meth:`step` if ``state`` does not belong to these environments."""
         if not isinstance(state, EnvState) or state.inner is None:
             kind = "a state of a bridged environment" if isinstance(state, EnvState) else type(state).__name__
             raise TypeError(f"step and reset_mask take the EnvState that reset returned, not {kind}.")
@@ -253,7 +264,7 @@ class FunctionalVectorEnv:
         if devices is None:
             return lambda flat: flat
         if self.num_envs % len(devices):
-            raise ValueError(f"{self.num_envs} environments cannot be shared equally by {len(devices)} devices.")
+            raise ValueError(f"{self.num_envs} environments cannot be divided equally among {len(devices)} devices.")
         mesh = jax.sharding.Mesh(np.asarray(devices), ("envs",))
         spec: Any = jax.sharding.PartitionSpec
         rows = spec("envs")
@@ -294,7 +305,7 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
         if leaf.dtype == spec.dtype or precise:  # in 64-bit mode a JAX action keeps its precision
             return leaf
         if not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
-            raise TypeError(f"{where} has dtype {leaf.dtype}, which cannot be cast to {spec.dtype} within its kind.")
+            raise TypeError(f"{where} has dtype {leaf.dtype}, which cannot be cast to {spec.dtype} as 'same_kind'.")
         return leaf.astype(spec.dtype)
 
     if isinstance(spec, jax.ShapeDtypeStruct):
@@ -304,7 +315,7 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
     except (ValueError, TypeError) as error:
         if str(error).startswith("action"):
             raise
-        raise ValueError(f"The action must be structured as {space}: {error}") from error
+        raise ValueError(f"The action must be structured like {space}: {error}") from error
 
 
 # randomize(model, keys) -> (models, in_axes), as in Brax's and Playground's training code: ``keys`` is uint32[n, k], and
@@ -319,7 +330,7 @@ _POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's
 class FunctionalEpisodes:
     """The batch logic over one adapted environment; see :class:`vecenv.jax.FunctionalVectorEnv` for the options."""
 
-    env: Fixed
+    env: FixedSpec
     mode: AutoresetMode
     limit: int | None
     pool_size: int
@@ -355,8 +366,8 @@ class FunctionalEpisodes:
     def step(self, state: EnvState, action: PyTree) -> EnvState:
         """Step every row that is in an episode once. For finished rows see :meth:`EnvState.advanced`."""
         ended, mode = state.done, self.mode
-        # Finished rows are stepped as well, and their results are discarded: a restart writes a few rows in place, but a
-        # select between two whole states would read both and write a third.
+        # Finished rows are stepped as well, and their results are discarded: writing a few rows in place is cheaper than
+        # selecting between two whole states.
         idle = None if mode is AutoresetMode.SAME_STEP else ended
         steps = jnp.where(ended, 0, state.steps) if mode is AutoresetMode.NEXT_STEP else state.steps
         stepped = self._advance(_stop_gradient(idle, state.inner), steps, _stop_gradient(idle, action))
@@ -395,8 +406,8 @@ class FunctionalEpisodes:
 
         def step_row(row: Any) -> Any:
             env, key, episode, step, model, action = row
-            noise = jax.random.fold_in(jax.random.fold_in(key, episode), step + 1)
-            *stepped, info = self._with_model(model, lambda: self.env.step(env, action, noise))
+            step_key = jax.random.fold_in(jax.random.fold_in(key, episode), step + 1)
+            *stepped, info = self._with_model(model, lambda: self.env.step(env, action, step_key))
             return (*stepped, jax.tree.map(lambda spec, leaf: leaf.astype(spec.dtype), self._info_spec, info))
 
         rows = (inner.env, inner.key, inner.episode, steps, inner.model, action)
@@ -472,7 +483,7 @@ class FunctionalEpisodes:
         leaf_axes = jax.tree.map(expand_axis, in_axes, models, is_leaf=lambda axis: axis is None)
         axes = jax.tree.leaves(leaf_axes)
         if set(axes) - {-1, 0}:
-            raise ValueError(f"randomize must batch leaves along axis 0 (or None for not at all), got {sorted(set(axes))}.")
+            raise ValueError(f"randomize must batch leaves along axis 0, or not at all (None), got {sorted(set(axes))}.")
         self._varying_leaves = [i for i, axis in enumerate(axes) if axis == 0]
         leaves = jax.tree.leaves(models)
         return [jnp.asarray(leaves[i]) for i in self._varying_leaves]

@@ -4,8 +4,8 @@ This module does not import JAX: a host callback that reads a JAX array other th
 that waits for the callback.
 
 Environments cannot go back: a program that steps a state twice, or an old one, would silently get a transition from another
-state. So every state carries a ticket, ``(epoch, count)``: the reset from which it descends, and the number of calls since
-then. Every call passes a ticket, which must be the newest.
+state. So every state carries a token, ``(epoch, count)``: the reset from which it descends, and the number of calls since
+then. Every call passes a token, which must be the newest.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakVal
 """Id of a vector env -> the host that reset it last. States of its other hosts are invalid."""
 
 
-def _tree_of(space: gymnasium.Space[Any], name: str) -> Tree:
+def _array_tree(space: gymnasium.Space[Any], name: str) -> Tree:
     """Return the tree of arrays of a space; raise ``TypeError`` if its values have no fixed size, which JAX needs."""
     if (tree := fixed_tree(space, name)) is None:
         kinds = "Box, Discrete, MultiDiscrete, MultiBinary, and Dict or Tuple of those"
@@ -52,7 +52,7 @@ def _tree_of(space: gymnasium.Space[Any], name: str) -> Tree:
 
 
 class CallbackHost:
-    """One vector env and the newest ticket.
+    """The host side of a bridge: executes calls on a vector env and checks their tokens.
 
     Args:
         envs: Any Gymnasium vector env.
@@ -66,8 +66,8 @@ class CallbackHost:
     def __init__(self, envs: VectorEnv[Any, Any, Any], infos: InfoColumns, timeout: float | str | None) -> None:
         self.envs = envs
         self.num_envs = envs.num_envs
-        self.observation_tree = _tree_of(envs.single_observation_space, "observation")
-        self.action_tree = _tree_of(envs.single_action_space, "action")
+        self.observation_tree = _array_tree(envs.single_observation_space, "observation")
+        self.action_tree = _array_tree(envs.single_action_space, "action")
         self.failure: tuple[int, BaseException] | None = None
         self.closed = False
         self._infos = infos
@@ -80,9 +80,9 @@ class CallbackHost:
         self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and have not been reset
 
     def call(self, command: str, results: Sequence[Result], *arrays: Array) -> list[Array]:
-        """Execute a command on a ticket (none for a reset) and arrays; return a new ticket and the resulting arrays.
+        """Execute a command on a token (none for a reset) and arrays; return a new token and the resulting arrays.
 
-        ``results`` lists the shape and dtype of each returned array, the ticket first.
+        ``results`` lists the shape and dtype of each returned array, the token first.
         """
         if self.closed:
             raise ClosedEnvironmentError("The bridge was closed: its environments cannot be stepped any more.")
@@ -90,14 +90,14 @@ class CallbackHost:
             outcome = self._reset(*arrays)
             self._epoch, self._count = next(_epochs), 0
         else:
-            ticket, *arguments = arrays
-            self._consume_ticket(ticket, pending=command == "recv")
+            token, *arguments = arrays
+            self._consume_token(token, pending=command == "recv")
             outcome = _COMMANDS[command](self, *arguments)
             self._count += 1
         self._invalid_reason = None
-        ticket = np.empty(*results[0])
-        ticket[..., 0], ticket[..., 1] = self._epoch, self._count
-        return [ticket, *map(_convert, outcome, results[1:])]
+        token = np.empty(*results[0])
+        token[..., 0], token[..., 1] = self._epoch, self._count
+        return [token, *map(_convert, outcome, results[1:])]
 
     def close(self) -> None:
         """Close the environments."""
@@ -137,12 +137,12 @@ class CallbackHost:
     def _send(self, *actions: Array) -> list[Array]:
         # Copies, in the dtypes of the space: arguments are read-only, and environments may write to their actions.
         specs = self._action_specs
-        own = [np.array(array, dtype).reshape(shape) for array, (shape, dtype) in zip(actions, specs, strict=True)]
+        copies = [np.array(array, dtype).reshape(shape) for array, (shape, dtype) in zip(actions, specs, strict=True)]
         build, rows = self.action_tree.build, np.flatnonzero(~self._ended)
         if len(rows) == self.num_envs:
-            self._requests.begin(build(iter(own)))
+            self._requests.begin(build(iter(copies)))
         elif len(rows):
-            self._requests.begin(build(iter(own)), rows, build(array[rows] for array in own))
+            self._requests.begin(build(iter(copies)), rows, build(array[rows] for array in copies))
         self._pending = rows
         return []
 
@@ -193,14 +193,14 @@ class CallbackHost:
         try:
             arrays = [np.asarray(array) for array in flatten(self.observation_tree, observations)]
         except (KeyError, IndexError, TypeError) as error:
-            raise ObservationError(f"observations are not structured as {self.envs.single_observation_space}") from error
+            raise ObservationError(f"observations are not structured like {self.envs.single_observation_space}") from error
         for array, leaf in zip(arrays, self.observation_tree.leaves(), strict=True):
             if array.shape != (rows, *leaf.shape):
                 raise ObservationError(f"{leaf.name}: got shape {array.shape}, expected {(rows, *leaf.shape)}")
         return arrays
 
     def specs(self, stepped: bool) -> list[Result]:
-        """Return the shape and dtype per environment of each array of a step or reset, without the ticket."""
+        """Return the shape and dtype per environment of each array of a step or reset, without the token."""
         observations: list[Result] = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
         specs = [*observations]
         if stepped:
@@ -217,21 +217,21 @@ class CallbackHost:
 
     def _invalidate_other_host(self) -> None:
         """Invalidate the states of another bridge over the same vector env, because this one resets its environments."""
-        name = id(self.envs.unwrapped)  # independent of wrappers
-        other_host = _last_reset_by.get(name)
+        envs_id = id(self.envs.unwrapped)  # independent of wrappers
+        other_host = _last_reset_by.get(envs_id)
         if other_host is not None and other_host is not self:
             other_host._invalid_reason = "because another bridge over the same vector env has reset them"
             other_host._requests.drain()  # raises if a reply is late; then `_last_reset_by` still has the other host
             other_host._pending = None
-        _last_reset_by[name] = self
+        _last_reset_by[envs_id] = self
 
-    # -- the ticket ------------------------------------------------------------------------------------------------------
+    # -- the token -------------------------------------------------------------------------------------------------------
 
-    def _consume_ticket(self, ticket: Array, pending: bool = False) -> None:
-        """Check a ticket and use it up: the state is invalid afterwards, even if the call fails."""
+    def _consume_token(self, token: Array, pending: bool = False) -> None:
+        """Check a token and use it up: the state is invalid afterwards, even if the call fails."""
         if self._invalid_reason is not None:
             raise StaleStateError(f"The environments cannot continue, {self._invalid_reason}: call reset(key).")
-        for epoch, count in ticket.reshape(-1, 2).tolist():
+        for epoch, count in token.reshape(-1, 2).tolist():
             if (epoch, count) != (self._epoch, self._count):
                 what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
                 if epoch != self._epoch:
@@ -245,7 +245,7 @@ class CallbackHost:
         self._invalid_reason = "because an earlier call failed"
 
 
-_COMMANDS: dict[str, Callable[..., list[Array]]] = {  # the commands with a ticket
+_COMMANDS: dict[str, Callable[..., list[Array]]] = {  # the commands with a token
     "step": CallbackHost._step, "send": CallbackHost._send, "recv": CallbackHost._recv,
     "reset_mask": CallbackHost._reset_mask,
 }  # fmt: skip
@@ -262,11 +262,11 @@ def _convert(array: Array, result: Result) -> Array:
 
 
 class Requests:
-    """An adapter that resets and steps a vector env through the calls that it supports; at most one request is pending.
+    """An adapter that resets and steps a vector env through the calls that the env supports; at most one request is pending.
 
     An env with ``step_async`` and ``step_wait`` steps while the program computes, and a wait can time out. For others, and
     for wrappers, only ``reset`` and ``step`` are used, and a step runs when its result is fetched. An env with
-    ``first_ready`` can step some rows; in others, ended rows are reset and stepped too, and their results are ignored.
+    ``first_ready`` can step some rows; in other envs, ended rows are reset and stepped too, and their results are ignored.
 
     Args:
         envs: The vector env.
@@ -424,24 +424,24 @@ class InfoColumns:
             return
         if not path:
             raise TypeError(f"info_spec must be a dict of names, got {type(spec).__name__}.")
-        plain = isinstance(spec, type | str | np.dtype)  # scalar types also have attributes named shape and dtype
+        is_dtype = isinstance(spec, type | str | np.dtype)  # scalar types also have attributes named shape and dtype
         try:
-            shape, dtype = () if plain else tuple(spec.shape), np.dtype(spec if plain else spec.dtype)
+            shape, dtype = () if is_dtype else tuple(spec.shape), np.dtype(spec if is_dtype else spec.dtype)
         except (TypeError, AttributeError) as error:
             expected = "a dtype or something with shape and dtype"
             raise TypeError(f"info_spec{list(path)} must be {expected}, got {spec!r}.") from error
         if dtype.kind not in "biuf":
-            raise TypeError(f"info_spec{list(path)} must be of numbers or bools, got {dtype}.")
+            raise TypeError(f"info_spec{list(path)} must be numbers or bools, got {dtype}.")
         self.columns.append(InfoColumn(path, shape, dtype))
 
     def build(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Return ``arrays``, which alternate between columns and masks, as a dict in Gymnasium's form."""
         built: dict[str, Any] = {}
         for column, values, mask in zip(self.columns, arrays[::2], arrays[1::2], strict=True):
-            place = built
+            level = built
             for key in column.path[:-1]:
-                place = place.setdefault(key, {})
-            place[column.path[-1]], place["_" + column.path[-1]] = values, mask
+                level = level.setdefault(key, {})
+            level[column.path[-1]], level["_" + column.path[-1]] = values, mask
         return built
 
     def read(self, infos: Mapping[str, Any], rows: int) -> list[Array]:
@@ -474,17 +474,21 @@ def _fill(column: InfoColumn, infos: Mapping[str, Any], values: Array, mask: Arr
     *_, key = column.path
     if key not in infos:
         return
-    found = np.asarray(infos[key])
+    reported = np.asarray(infos[key])
     present = np.asarray(infos.get("_" + key, np.ones(len(mask), np.bool_)))
-    if found.dtype != object and found.shape == values.shape and np.can_cast(found.dtype, column.dtype, "same_kind"):
-        values[present] = found[present]
+    if reported.dtype != object and reported.shape == values.shape and _fits(reported, column):
+        values[present] = reported[present]
         mask |= present
         return
     for row in np.flatnonzero(present).tolist():
-        value = np.asarray(found[row] if found.ndim else found)
-        if value.shape != column.shape or not np.can_cast(value.dtype, column.dtype, "same_kind"):
+        value = np.asarray(reported[row] if reported.ndim else reported)
+        if value.shape != column.shape or not _fits(value, column):
             raise ObservationError(
                 f"{column.name} of env {row}: got {value.dtype}{list(value.shape)}, the info_spec has "
                 f"{column.dtype}{list(column.shape)}."
             )
         values[row], mask[row] = value, True
+
+
+def _fits(values: Array, column: InfoColumn) -> bool:
+    return np.can_cast(values.dtype, column.dtype, "same_kind")

@@ -63,14 +63,14 @@ def _copy_arrays(tree: PyTree) -> PyTree:
 
 
 def to_torch(tree: PyTree) -> Any:
-    """Copy arrays to torch tensors on the same device, which the caller may write to."""
+    """Copy arrays to writeable torch tensors on the same device."""
     import torch
 
     return jax.tree.map(torch.from_dlpack, _copy_arrays(tree))
 
 
 def from_torch(tree: Any) -> Any:
-    """Convert the torch tensors of an action tree to arrays that do not change when the tensors do."""
+    """Convert the torch tensors of an action tree to arrays. On a CPU they share the tensors' memory."""
     import torch
 
     def convert(leaf: Any) -> Any:
@@ -146,11 +146,11 @@ class _JaxSpaceMixin:
         return super().contains(x)  # type: ignore[misc]
 
 
-_KINDS: dict[type[Any], type[Any]] = {
-    kind: type(f"Jax{kind.__name__}", (_JaxSpaceMixin, kind), {"__doc__": "See :func:`jax_space`.", "__module__": __name__})
-    for kind in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
+_JAX_CLASSES: dict[type[Any], type[Any]] = {
+    cls: type(f"Jax{cls.__name__}", (_JaxSpaceMixin, cls), {"__doc__": "See :func:`jax_space`.", "__module__": __name__})
+    for cls in (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary, spaces.Dict, spaces.Tuple)
 }
-globals().update({kind.__name__: kind for kind in _KINDS.values()})  # pickle looks up classes in their module
+globals().update({cls.__name__: cls for cls in _JAX_CLASSES.values()})  # pickle looks up classes in their module
 
 
 def jax_space(space: gym.Space[Any]) -> Any:
@@ -164,24 +164,24 @@ def jax_space(space: gym.Space[Any]) -> Any:
     (exponential, from the bound on). ``space.contains(x)`` is ``bool[]``; shapes and kinds of dtypes are checked while the
     program is traced.
     """
-    kind = _KINDS.get(type(space))
-    if kind is None:
+    cls = _JAX_CLASSES.get(type(space))
+    if cls is None:
         return space
-    found: Any = object.__new__(kind)
-    found.__dict__.update(copy.deepcopy(space).__dict__)
-    if isinstance(found, spaces.Dict):
-        found.spaces = type(found.spaces)((key, jax_space(inner)) for key, inner in found.spaces.items())
-    elif isinstance(found, spaces.Tuple):
-        found.spaces = tuple(jax_space(inner) for inner in found.spaces)
-    return found
+    converted: Any = object.__new__(cls)
+    converted.__dict__.update(copy.deepcopy(space).__dict__)
+    if isinstance(converted, spaces.Dict):
+        converted.spaces = type(converted.spaces)((key, jax_space(inner)) for key, inner in converted.spaces.items())
+    elif isinstance(converted, spaces.Tuple):
+        converted.spaces = tuple(jax_space(inner) for inner in converted.spaces)
+    return converted
 
 
 def _sample(space: Any, key: Array) -> PyTree:
     if isinstance(space, spaces.Dict | spaces.Tuple):
         keys = jax.random.split(key, max(len(space.spaces), 1))
         if isinstance(space, spaces.Dict):
-            return {name: _sample(inner, one) for (name, inner), one in zip(space.spaces.items(), keys, strict=False)}
-        return tuple(_sample(inner, one) for inner, one in zip(space.spaces, keys, strict=False))
+            return {name: _sample(inner, subkey) for (name, inner), subkey in zip(space.spaces.items(), keys, strict=False)}
+        return tuple(_sample(inner, subkey) for inner, subkey in zip(space.spaces, keys, strict=False))
     dtype = jax.dtypes.canonicalize_dtype(space.dtype)
     if isinstance(space, spaces.Discrete):
         return jax.random.randint(key, (), int(space.start), int(space.start + space.n), dtype)
@@ -197,30 +197,31 @@ def _sample(space: Any, key: Array) -> PyTree:
 
 def _sample_integers(space: spaces.Box, key: Array, dtype: Any) -> Array:
     wide = jnp.int32 if dtype.itemsize < 4 or dtype == jnp.bool_ else dtype
-    below, above = np.asarray(space.low, wide), np.asarray(space.high, wide)
-    above = np.minimum(above, np.iinfo(wide).max - 1) + 1
-    return jax.random.randint(key, space.shape, below, above, wide).astype(dtype)
+    low, high = np.asarray(space.low, wide), np.asarray(space.high, wide)
+    high = np.minimum(high, np.iinfo(wide).max - 1) + 1
+    return jax.random.randint(key, space.shape, low, high, wide).astype(dtype)
 
 
 def _sample_floats(space: spaces.Box, key: Array, dtype: Any) -> Array:
     low, high = jnp.asarray(space.low, dtype), jnp.asarray(space.high, dtype)
     has_low, has_high = np.asarray(space.bounded_below), np.asarray(space.bounded_above)
-    within, free, tail = jax.random.split(key, 3)
+    uniform_key, normal_key, exponential_key = jax.random.split(key, 3)
     is_bounded = has_low & has_high
     start, stop = jnp.where(is_bounded, low, 0.0), jnp.where(is_bounded, high, 1.0)
-    uniform = jax.random.uniform(within, space.shape, dtype, start, stop)
-    exponential = jax.random.exponential(tail, space.shape, dtype)
-    half = jnp.where(has_low, low + exponential, high - exponential)
-    return jnp.where(is_bounded, uniform, jnp.where(has_low | has_high, half, jax.random.normal(free, space.shape, dtype)))
+    uniform = jax.random.uniform(uniform_key, space.shape, dtype, start, stop)
+    exponential = jax.random.exponential(exponential_key, space.shape, dtype)
+    one_sided = jnp.where(has_low, low + exponential, high - exponential)
+    normal = jax.random.normal(normal_key, space.shape, dtype)
+    return jnp.where(is_bounded, uniform, jnp.where(has_low | has_high, one_sided, normal))
 
 
 def _contains(space: Any, x: Any) -> Array:
     no, yes = jnp.asarray(False), jnp.asarray(True)
     if isinstance(space, spaces.Dict | spaces.Tuple):
-        keyed, inner = isinstance(space, spaces.Dict), space.spaces
-        names: Any = list(inner) if keyed else range(len(inner))
-        same = isinstance(x, dict if keyed else tuple) and set(x if keyed else range(len(x))) == set(names)
-        contained = [_contains(inner[name], x[name]) for name in names] if same else [no]
+        is_dict, subspaces = isinstance(space, spaces.Dict), space.spaces
+        names: Any = list(subspaces) if is_dict else range(len(subspaces))
+        same_keys = isinstance(x, dict if is_dict else tuple) and set(x if is_dict else range(len(x))) == set(names)
+        contained = [_contains(subspaces[name], x[name]) for name in names] if same_keys else [no]
         return jnp.all(jnp.stack([yes, *contained]))
     x = jnp.asarray(x)
     if x.shape != space.shape or not _dtype_fits(x.dtype, space):

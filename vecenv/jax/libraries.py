@@ -2,8 +2,8 @@
 
 No name is in both Brax and Playground, so ``make_env`` needs only a name. The adapters hide these peculiarities:
 
-* Brax and Playground: actions are in [-1, 1], even where the actuators' range differs (``humanoid`` 0.4,
-  ``inverted_pendulum`` 3 and ``pusher`` 2 rescale in ``step``). ``done`` is termination; wrappers apply the time limit.
+* Brax and Playground: actions are in [-1, 1]; ``step`` rescales them where the actuators' range differs (0.4 in
+  ``humanoid``, 3 in ``inverted_pendulum``, 2 in ``pusher``). ``done`` is termination; wrappers apply the time limit.
   ``info["time_out"]`` equals ``done`` in some environments, so it does not indicate a time limit. Some wrappers modify the
   ``info`` dict of their input state, so the adapter copies it.
 * gymnax: ``step`` autoresets, and so computes a reset at every step; ``step_env`` does not.
@@ -55,14 +55,14 @@ def adapt(
 
     Raises:
         gymnasium.error.NameNotFound: No installed library has the name; close matches are listed.
-        TypeError: The object is of no supported kind, or keyword arguments were given without a name.
+        TypeError: The object is of an unsupported kind, or keyword arguments were given without a name.
         ValueError: The environment cannot be unwrapped, or its actions have no bounds and cannot be rescaled.
     """
     if isinstance(env, str):
         env = make_env(env, **env_kwargs)
     elif env_kwargs:
         raise TypeError(f"{sorted(env_kwargs)} can only be given together with a name, not with {env!r}.")
-    result: JaxEnv = env if isinstance(env, JaxEnv) else recognise(env)
+    result: JaxEnv = env if isinstance(env, JaxEnv) else choose_adapter(env)
     if max_episode_steps is not None:
         result = Limited(result, max_episode_steps)
     if rescale is not None:
@@ -210,11 +210,11 @@ _AUTORESET_WRAPPERS = {"AutoResetWrapper", "BraxAutoResetWrapper"}
 _EPISODE_WRAPPERS = {"EpisodeWrapper"}
 
 
-def recognise(env: Any) -> JaxEnv:
+def choose_adapter(env: Any) -> JaxEnv:
     """Return the adapter for an environment object, chosen by its methods.
 
     Raises:
-        TypeError: The object is of no supported kind; the message lists all of them.
+        TypeError: The object is of an unsupported kind; the message lists the supported ones.
     """
     env, params = env if isinstance(env, tuple) and len(env) == 2 else (env, None)
     if hasattr(env, "step_env") and hasattr(env, "reset_env"):
@@ -276,20 +276,20 @@ class BraxAdapter(Adapter):
 
     def init(self, key: Array) -> Start:
         state = self.env.reset(key)
-        return state, plain(state.obs)
+        return state, to_plain_tree(state.obs)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         if self.is_playground:  # in 64-bit mode its scan over the action needs float64, but the space is float32
             action = jnp.asarray(action, jnp.result_type(float))
         state = self.env.step(jax.tree.map(lambda leaf: leaf, state), action)  # a copy: wrappers modify info
-        info = {**_numeric(state.info), **_numeric(state.metrics)}
-        return state, plain(state.obs), state.reward, state.done > 0, jnp.zeros((), bool), info
+        info = {**_select_numeric(state.info), **_select_numeric(state.metrics)}
+        return state, to_plain_tree(state.obs), state.reward, state.done > 0, jnp.zeros((), bool), info
 
     def gradient_advice(self) -> str:
         if getattr(self._base, "backend", None) == "mjx":
             return (
                 "MJX solves contacts in a while loop, which has no reverse mode unless it runs exactly once: "
-                "env.sys = env.sys.tree_replace({'opt.iterations': 1, 'opt.ls_iterations': 4}), or take the backend "
+                "env.sys = env.sys.tree_replace({'opt.iterations': 1, 'opt.ls_iterations': 4}), or use the backend "
                 "'spring', 'positional' or 'generalized'; jax.jvp works as it is."
             )
         if self.is_playground:
@@ -300,12 +300,12 @@ class BraxAdapter(Adapter):
         return super().gradient_advice()
 
     def render(self, state: PyTree) -> np.ndarray[Any, Any]:
-        shown = state if self.is_playground else state.pipeline_state
+        rendered_state = state if self.is_playground else state.pipeline_state
         try:
-            return np.asarray(self._base.render([shown])[0])
+            return np.asarray(self._base.render([rendered_state])[0])
         except Exception as error:
             raise RuntimeError(
-                f"{self.name} could not be rendered ({error}). MuJoCo needs OpenGL; on a machine without a display set "
+                f"{self.name} could not be rendered ({error}). MuJoCo needs OpenGL; on a machine without a display, set "
                 f"MUJOCO_GL=egl before Python starts (it is {os.environ.get('MUJOCO_GL', 'unset')})."
             ) from error
 
@@ -337,12 +337,12 @@ class GymnaxAdapter(Adapter):
 
     def init(self, key: Array) -> Start:
         obs, state = self.env.reset_env(key, self.params)
-        return state, plain(obs)
+        return state, to_plain_tree(obs)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         obs, state, reward, terminated, info = self.env.step_env(key, state, action, self.params)
         truncated = self.env.is_truncated(state, self.params)
-        return state, plain(obs), reward, terminated, truncated, _numeric(info)
+        return state, to_plain_tree(obs), reward, terminated, truncated, _select_numeric(info)
 
     def gradient_advice(self) -> str:
         return "gymnax stops gradients unless the environment came from env.with_transition_gradients()."
@@ -359,7 +359,7 @@ class JumanjiAdapter(Adapter):
 
     def init(self, key: Array) -> Start:
         state, timestep = self.env.reset(key)
-        return state, plain(timestep.observation)
+        return state, to_plain_tree(timestep.observation)
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         state, timestep = self.env.step(state, action)
@@ -368,9 +368,9 @@ class JumanjiAdapter(Adapter):
                 f"{self.name} returns a reward of shape {timestep.reward.shape}, one number per agent. Wrap it in "
                 "jumanji.wrappers.MultiToSingleWrapper, which adds them up."
             )
-        last, dead = timestep.last(), timestep.discount == 0
-        info = _numeric(timestep.extras or {})
-        return state, plain(timestep.observation), timestep.reward, last & dead, last & ~dead, info
+        last, terminal = timestep.last(), timestep.discount == 0
+        info = _select_numeric(timestep.extras or {})
+        return state, to_plain_tree(timestep.observation), timestep.reward, last & terminal, last & ~terminal, info
 
 
 class FuncAdapter(Adapter):
@@ -385,15 +385,15 @@ class FuncAdapter(Adapter):
 
     def init(self, key: Array) -> Start:
         state = self.env.initial(key, **self._params)
-        return state, plain(self.env.observation(state, key, **self._params))
+        return state, to_plain_tree(self.env.observation(state, key, **self._params))
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        env, given = self.env, self._params
-        after = env.transition(state, action, key, **given)
-        reward = jnp.reshape(env.reward(state, action, after, key, **given), ())
-        terminal = jnp.reshape(env.terminal(after, key, **given), ())
-        info = _numeric(env.transition_info(state, action, after, **given))
-        return after, plain(env.observation(after, key, **given)), reward, terminal, jnp.zeros((), bool), info
+        env, params = self.env, self._params
+        after = env.transition(state, action, key, **params)
+        reward = jnp.reshape(env.reward(state, action, after, key, **params), ())
+        terminal = jnp.reshape(env.terminal(after, key, **params), ())
+        info = _select_numeric(env.transition_info(state, action, after, **params))
+        return after, to_plain_tree(env.observation(after, key, **params)), reward, terminal, jnp.zeros((), bool), info
 
 
 def actuator_range(env: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
@@ -404,16 +404,16 @@ def actuator_range(env: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
     return table[:, 0], table[:, 1]
 
 
-def plain(value: Any) -> PyTree:
+def to_plain_tree(value: Any) -> PyTree:
     """Convert observations to dicts, tuples and arrays: named tuples and dataclasses become dicts of their fields."""
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {str(key): to_plain_tree(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return plain(value._asdict())
+        return to_plain_tree(value._asdict())
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: to_plain_tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple | list):
-        return tuple(plain(item) for item in value)
+        return tuple(to_plain_tree(item) for item in value)
     return value
 
 
@@ -432,12 +432,12 @@ def space_like(obs: PyTree) -> gym.Space[Any]:
     return spaces.Box(-np.inf, np.inf, obs.shape, dtype.type)
 
 
-def _numeric(info: Mapping[str, Any]) -> dict[str, Any]:
+def _select_numeric(info: Mapping[str, Any]) -> dict[str, Any]:
     """Select the arrays and numbers of an info dict, at any depth. Random keys and other objects are left out."""
     numeric: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, Mapping):
-            if inner := _numeric(value):
+            if inner := _select_numeric(value):
                 numeric[str(key)] = inner
         elif key in ("rng", "key") or not isinstance(value, jax.Array | np.ndarray | float | int | bool):
             continue

@@ -107,7 +107,7 @@ def rollout(
 
     Args:
         env: Anything with ``step(state, action)`` on ``EnvState``, or the step function itself.
-        policy: See the top of this module.
+        policy: ``policy(params, carry, obs, first, key) -> (carry, action, extras)``.
         params: Passed to the policy.
         state: The initial state, from ``env.reset(key)`` or an earlier rollout.
         carry: The policy's initial memory; ``()`` for none.
@@ -116,7 +116,7 @@ def rollout(
         extras: Names of ``EnvState`` fields (``"steps"``, ``"last_return"``, ``"done"`` ...) or keys of its ``info`` to keep
             in ``env_extras``.
         checkpoint: Recompute each step in the backward pass instead of storing its intermediate values, which saves memory
-            and costs time. Only for environments that may be stepped twice, so not for bridged processes.
+            and costs time. Only for environments that can step a state twice, so not for a bridge.
 
     Returns:
         The trajectory, the state after it, and the policy's memory after it.
@@ -181,7 +181,7 @@ class EpisodeMetrics:
     """The results of an evaluation, one entry per episode: ``[*B]``, or ``[num_episodes]`` if that was given.
 
     Attributes:
-        episode_return, discounted_return: ``float``: sums of rewards, the second with the environment's ``discount``.
+        episode_return, discounted_return: ``float``: sums of rewards; the second applies the environment's ``discount``.
         episode_length: ``int32``: steps.
         terminated, truncated: ``bool``: the flags at the episode's end.
         finished: ``bool``: the episode ended within the evaluation. The entries of an unfinished episode cover only its
@@ -202,7 +202,7 @@ def eval_rollout_episode(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
     max_steps: int, *, keep: Sequence[str] | None = None,
 ) -> tuple[Trajectory, EpisodeMetrics, EnvState]:  # fmt: skip
-    """Evaluate the first episode of every row, step by step, until the last of them has ended.
+    """Evaluate the first episode of every row until all have ended, and return the trajectory too.
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
@@ -244,7 +244,7 @@ def fast_eval_rollout_episode(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
     max_steps: int, num_episodes: int | None = None,
 ) -> tuple[EpisodeMetrics, EnvState]:  # fmt: skip
-    """Evaluate whole episodes until the last of them has ended, and return only their metrics.
+    """Evaluate whole episodes until all have ended, and return only their metrics.
 
     Args:
         env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
@@ -291,22 +291,22 @@ def fast_eval_rollout_episode(
     return jax.tree.map(lambda x: x.reshape(-1)[:num_episodes] if x.ndim else x, tally.sums), state
 
 
-def _in_any_lane(state: EnvState, is_running: Array) -> Array:
-    """Return ``is_running``; for a bridged environment, True if it is True in any lane of a ``vmap``."""
+def _in_any_lane(state: EnvState, condition: Array) -> Array:
+    """Return ``condition``; for a bridged environment, True if it holds in any lane of a ``vmap``."""
     if state.token is None:
-        return is_running
-    return _any_over_lanes(is_running)  # type: ignore[no-any-return]
+        return condition
+    return _any_over_lanes(condition)  # type: ignore[no-any-return]
 
 
 @custom_vmap
-def _any_over_lanes(is_running: Array) -> Array:
-    return is_running
+def _any_over_lanes(condition: Array) -> Array:
+    return condition
 
 
 @_any_over_lanes.def_vmap
-def _(size: int, batched: Any, is_running: Array) -> tuple[Array, bool]:
+def _(size: int, batched: Any, condition: Array) -> tuple[Array, bool]:
     del size
-    return _any_over_lanes(jnp.any(is_running, axis=0) if batched[0] else is_running), False
+    return _any_over_lanes(jnp.any(condition, axis=0) if batched[0] else condition), False
 
 
 @jax.tree_util.register_dataclass
@@ -316,7 +316,7 @@ class _Tally:
 
     Attributes:
         sums: Leaves ``[rounds, *B]``, and ``env_steps``.
-        count, quota: ``int32[*B]``: the episodes that have ended, and the number to evaluate.
+        count, quota: ``int32[*B]``: the number of episodes that have ended, and the number to evaluate.
     """
 
     sums: EpisodeMetrics
@@ -326,9 +326,9 @@ class _Tally:
     @classmethod
     def begin(cls, state: EnvState, rounds: int = 1, quota: Array | None = None) -> _Tally:
         shape = (rounds, *state.reward.shape)
-        zero, none, no = jnp.zeros(shape, state.reward.dtype), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
-        sums = EpisodeMetrics(zero, zero, none, no, no, no, jnp.zeros((), jnp.int32))
-        return cls(sums, none[0], none[0] + 1 if quota is None else quota)
+        zero, zero_steps, false = jnp.zeros(shape, state.reward.dtype), jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool)
+        sums = EpisodeMetrics(zero, zero, zero_steps, false, false, false, jnp.zeros((), jnp.int32))
+        return cls(sums, zero_steps[0], zero_steps[0] + 1 if quota is None else quota)
 
     @property
     def active(self) -> Array:
@@ -337,9 +337,9 @@ class _Tally:
 
     def add(self, state: EnvState, discount: float) -> _Tally:
         """Return a tally that includes the step that led to ``state``."""
-        counts = self.active & state.valid
-        rounds = jnp.arange(self.sums.finished.shape[0]).reshape((-1,) + (1,) * counts.ndim)
-        here = counts & (rounds == self.count)  # [rounds, *B]
+        counted = self.active & state.valid
+        rounds = jnp.arange(self.sums.finished.shape[0]).reshape((-1,) + (1,) * counted.ndim)
+        here = counted & (rounds == self.count)  # [rounds, *B]
         ended = here & (state.terminated | state.truncated)
         sums = self.sums
         weight = jnp.asarray(discount, sums.episode_return.dtype) ** sums.episode_length
@@ -377,13 +377,13 @@ def _counted_step(
 
     def act(carried: _EvalCarry) -> tuple[_EvalCarry, Trajectory]:
         state, carry, tally = carried
-        now = jax.random.fold_in(key, tally.sums.env_steps)
-        state, carry, transition = take_step(env, policy, params, state, carry, now)
+        step_key = jax.random.fold_in(key, tally.sums.env_steps)
+        state, carry, transition = take_step(env, policy, params, state, carry, step_key)
         active = tally.active
-        flags = tally.last_flags()
-        ended: Any = {name: jnp.where(active, getattr(transition, name), flag) for name, flag in flags.items()}
+        last_flags = tally.last_flags()
+        flags: Any = {name: jnp.where(active, getattr(transition, name), flag) for name, flag in last_flags.items()}
         reward, valid = jnp.where(active, transition.reward, 0.0), transition.valid & active
-        transition = dataclasses.replace(transition, reward=reward, valid=valid, **ended)
+        transition = dataclasses.replace(transition, reward=reward, valid=valid, **flags)
         return (state, carry, tally.add(state, discount)), transition
 
     return act
@@ -419,8 +419,8 @@ def truncated_bptt(
     def gradients(params: PyTree, state: EnvState, carry: PyTree, key: Array, pieces: int) -> Any:
         def piece(carried: Any, number: Array) -> Any:
             state, carry, total, sums = carried
-            now = jax.random.fold_in(key, number)
-            (value, (state, carry)), grads = jax.value_and_grad(piece_loss, has_aux=True)(params, state, carry, now)
+            piece_key = jax.random.fold_in(key, number)
+            (value, (state, carry)), grads = jax.value_and_grad(piece_loss, has_aux=True)(params, state, carry, piece_key)
             return (state, carry, total + value / pieces, jax.tree.map(lambda s, g: s + g / pieces, sums, grads)), None
 
         start = (state, carry, jnp.zeros((), jnp.result_type(float)), jax.tree.map(jnp.zeros_like, params))

@@ -40,8 +40,8 @@ class _Slot:
     shape: tuple[int, ...]
     dtype: Any
     floating: bool
-    key: Any  # the name of a typed random key's generator; None for other leaves
-    shown: torch.dtype
+    key_impl: Any  # the name of a typed random key's generator; None for other leaves
+    tensor_dtype: torch.dtype
 
 
 class TorchState:
@@ -90,18 +90,18 @@ class DifferentiableEnv:
         self.num_envs = functional.num_envs
         self._recipe = recipe
         self._gradients = gradients
-        self._plain = jax.jit(self._packed_step)
-        self._forward = jax.jit(self._forward_pass)
-        self._backward = jax.jit(lambda pull, cotangent: pull(cotangent))
+        self._jitted_step = jax.jit(self._packed_step)
+        self._jitted_forward = jax.jit(self._forward_pass)
+        self._jitted_backward = jax.jit(lambda pullback, cotangent: pullback(cotangent))
         self._jitted_pack = jax.jit(self._pack)
-        kinds: list[str | None] = []
+        key_impls: list[str | None] = []
 
         def begin(keys: Any) -> EnvState:
             state = functional.begin(keys)
-            kinds.extend(_key_kind(leaf) for leaf in jax.tree.leaves(state))
+            key_impls.extend(_key_impl(leaf) for leaf in jax.tree.leaves(state))
             return state
 
-        self._assign_columns(jax.eval_shape(begin, jnp.asarray(keys_from(0, self.num_envs))), kinds)
+        self._assign_columns(jax.eval_shape(begin, jnp.asarray(keys_from(0, self.num_envs))), key_impls)
 
     def __reduce__(self) -> Any:
         return self._recipe
@@ -128,7 +128,7 @@ class DifferentiableEnv:
         """Rebuild a state from its two tensors; see :class:`TorchState`."""
         for tensor, width in ((packed, self.widths[0]), (integers, self.widths[1])):
             if tensor.shape != (self.num_envs, width):
-                raise ValueError(f"a tensor {[self.num_envs, width]} was expected, got {list(tensor.shape)}")
+                raise ValueError(f"expected a tensor of shape {[self.num_envs, width]}, got {list(tensor.shape)}")
         return TorchState(self, packed, integers)
 
     def step(self, state: TorchState, action: Tensor) -> TorchState:
@@ -148,22 +148,23 @@ class DifferentiableEnv:
 
     # -- packing ---------------------------------------------------------------------------------------------------
 
-    def _assign_columns(self, state: EnvState, key_kinds: list[str | None]) -> None:
+    def _assign_columns(self, state: EnvState, key_impls: list[str | None]) -> None:
         """Assign columns of the packed tensors to the leaves."""
         leaves, self._structure = jax.tree.flatten(state)
         self._slots: list[_Slot] = []
         ends = {True: 0, False: 0}
-        kinds: dict[bool, list[Any]] = {True: [], False: []}
-        for leaf, key in zip(leaves, key_kinds, strict=True):
-            if key is not None:
+        dtypes: dict[bool, list[Any]] = {True: [], False: []}
+        for leaf, key_impl in zip(leaves, key_impls, strict=True):
+            if key_impl is not None:
                 leaf = jax.eval_shape(jax.random.key_data, leaf)
             floating = bool(jnp.issubdtype(leaf.dtype, jnp.floating))
             start = ends[floating]
             ends[floating] += int(np.prod(leaf.shape[1:], dtype=np.int64))
-            kinds[floating].append(leaf.dtype)
-            self._slots.append(_Slot(start, ends[floating], leaf.shape, leaf.dtype, floating, key, torch_dtype(leaf.dtype)))
-        self._float_dtype = jnp.result_type(*kinds[True])
-        self._integer_dtype = jnp.int64 if any(dtype.itemsize == 8 for dtype in kinds[False]) else jnp.int32
+            dtypes[floating].append(leaf.dtype)
+            tensor_dtype = torch_dtype(leaf.dtype)
+            self._slots.append(_Slot(start, ends[floating], leaf.shape, leaf.dtype, floating, key_impl, tensor_dtype))
+        self._float_dtype = jnp.result_type(*dtypes[True])
+        self._integer_dtype = jnp.int64 if any(dtype.itemsize == 8 for dtype in dtypes[False]) else jnp.int32
         self.widths = ends[True], ends[False]
         self.dtypes = tuple(torch_dtype(dtype) for dtype in (self._float_dtype, self._integer_dtype))
         self._fields = vars(jax.tree.unflatten(self._structure, self._slots))
@@ -171,7 +172,7 @@ class DifferentiableEnv:
     def _pack(self, state: EnvState) -> tuple[Any, Any]:
         parts: dict[bool, list[Any]] = {True: [], False: []}
         for leaf, slot in zip(jax.tree.leaves(state), self._slots, strict=True):
-            leaf = leaf if slot.key is None else jax.random.key_data(leaf)
+            leaf = leaf if slot.key_impl is None else jax.random.key_data(leaf)
             leaf = leaf.reshape(self.num_envs, -1)
             leaf = leaf.astype(self._float_dtype) if slot.floating else _recast(leaf, self._integer_dtype)
             parts[slot.floating].append(leaf)
@@ -182,7 +183,7 @@ class DifferentiableEnv:
         for slot in self._slots:
             leaf = (packed if slot.floating else integers)[:, slot.start : slot.stop].reshape(slot.shape)
             leaf = leaf.astype(slot.dtype) if slot.floating else _recast(leaf, slot.dtype)
-            leaves.append(leaf if slot.key is None else jax.random.wrap_key_data(leaf, impl=slot.key))
+            leaves.append(leaf if slot.key_impl is None else jax.random.wrap_key_data(leaf, impl=slot.key_impl))
         return jax.tree.unflatten(self._structure, leaves)  # type: ignore[no-any-return]
 
     def _field(self, state: TorchState, name: str) -> Any:
@@ -193,10 +194,10 @@ class DifferentiableEnv:
                 return state.packed[:, slot.start : slot.stop].reshape(slot.shape)
             leaf = state.integers[:, slot.start : slot.stop].reshape(slot.shape)
             unsigned = np.dtype(slot.dtype).kind == "u" and slot.dtype.itemsize == leaf.dtype.itemsize
-            return leaf.contiguous().view(slot.shown) if unsigned else leaf.to(slot.shown)
+            return leaf.contiguous().view(slot.tensor_dtype) if unsigned else leaf.to(slot.tensor_dtype)
 
-        picked = self._fields[name]
-        return tensor(picked) if isinstance(picked, _Slot) else jax.tree.map(tensor, picked)
+        slots = self._fields[name]
+        return tensor(slots) if isinstance(slots, _Slot) else jax.tree.map(tensor, slots)
 
     # -- the compiled passes ---------------------------------------------------------------------------------------
 
@@ -204,11 +205,13 @@ class DifferentiableEnv:
         return self._pack(self.functional.step(self._unpack(packed, integers), action))
 
     def _forward_pass(self, packed: Any, integers: Any, action: Any) -> Any:
-        after, pull, others = jax.vjp(lambda p, a: self._packed_step(p, integers, a), packed, action, has_aux=True)
-        return after, others, pull
+        packed_after, pullback, integers_after = jax.vjp(
+            lambda p, a: self._packed_step(p, integers, a), packed, action, has_aux=True
+        )
+        return packed_after, integers_after, pullback
 
 
-def _key_kind(leaf: Any) -> str | None:
+def _key_impl(leaf: Any) -> str | None:
     """Return the name of the generator of a typed random key; ``None`` for any other array."""
     return str(jax.random.key_impl(leaf)) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else None
 
@@ -229,20 +232,21 @@ class _Step(_autograd.Function):  # type: ignore[misc]
         ctx.env = env
         if env._gradients and (ctx.needs_input_grad[1] or ctx.needs_input_grad[3]):
             # copies, because the caller may write to the tensors before the backward pass reads them again
-            after, others, ctx.pull = env._forward(_owned(packed), _owned(integers), _owned(action))
+            copies = map(_copy_to_jax, (packed, integers, action))
+            packed_after, integers_after, ctx.pullback = env._jitted_forward(*copies)
         else:
-            after, others = env._plain(_borrow(packed), _borrow(integers), _owned(action))
-            ctx.pull = None
-        counted = torch.from_dlpack(others)
-        ctx.mark_non_differentiable(counted)
-        return torch.from_dlpack(after), counted
+            packed_after, integers_after = env._jitted_step(_borrow(packed), _borrow(integers), _copy_to_jax(action))
+            ctx.pullback = None
+        integers = torch.from_dlpack(integers_after)
+        ctx.mark_non_differentiable(integers)
+        return torch.from_dlpack(packed_after), integers
 
     @staticmethod
     @_autograd.function.once_differentiable  # type: ignore[misc, untyped-decorator, unused-ignore]
     def backward(ctx: Any, cotangent: Tensor, _: Any) -> Any:
-        if ctx.pull is None:
+        if ctx.pullback is None:
             return None, None, None, None
-        state, action = ctx.env._backward(ctx.pull, _borrow(cotangent))
+        state, action = ctx.env._jitted_backward(ctx.pullback, _borrow(cotangent))
         return None, torch.from_dlpack(state), None, torch.from_dlpack(action)
 
 
@@ -270,13 +274,13 @@ def differentiable(env: Any, num_envs: int = 1, **options: Any) -> Differentiabl
             state = env.step(state, policy(state.obs))
         (-state.episode_return.mean()).backward()
     """
-    recipe = env, num_envs
+    args = env, num_envs
     if isinstance(env, JaxVectorEnv):
         env = env.functional
     functional = parse_functional(env, num_envs, None, options)
     require_gradient(functional)
-    again = functools.partial(differentiable, **options)
-    return DifferentiableEnv(functional, (again, recipe))
+    rebuild = functools.partial(differentiable, **options)
+    return DifferentiableEnv(functional, (rebuild, args))
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
@@ -289,6 +293,6 @@ def _borrow(tensor: Tensor) -> Any:
     return jax.dlpack.from_dlpack(tensor if tensor.data_ptr() % 64 == 0 else tensor.clone())
 
 
-def _owned(tensor: Tensor) -> Any:
-    """Copy a tensor to a JAX array that later writes to the tensor do not change."""
+def _copy_to_jax(tensor: Tensor) -> Any:
+    """Copy a tensor to a JAX array, so that later writes to the tensor do not change it."""
     return _borrow(tensor.detach().clone(memory_format=torch.contiguous_format))

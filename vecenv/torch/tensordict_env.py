@@ -51,7 +51,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     A reset begins the next episode in the row's own sequence of episodes; the environment keeps the position in each
     sequence. After ``set_seed(s)``, the next reset of all rows gives row i the key ``jax.random.key(s + i)``.
 
-    It can be pickled and copied if its arguments can.
+    The environment can be pickled and copied if its arguments can.
 
     Args:
         env: A name in Brax or Playground, or an environment that :func:`vecenv.jax.adapt` accepts.
@@ -113,20 +113,23 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         self.is_closed = False
 
     def _make_specs(self, onehot: bool) -> None:
-        single, batch = self.functional, self.batch_size
-        if isinstance(single.single_action_space, spaces.Dict | spaces.Tuple):
-            raise NotImplementedError(f"actions have to be one tensor, but the action space is {single.single_action_space}")
-        names = {key: f"observation_{key}" if key in _RESERVED_KEYS else key for key in map(str, _entries(single))}
-        self._observations = make_codec(single.single_observation_space, 1, onehot, names.__getitem__)
-        self._actions = make_codec(single.single_action_space, 1, onehot)
-        self._as_given = isinstance(single.single_action_space, spaces.Box)
+        functional, batch = self.functional, self.batch_size
+        action_space = functional.single_action_space
+        if isinstance(action_space, spaces.Dict | spaces.Tuple):
+            raise NotImplementedError(f"actions must be one tensor, but the action space is {action_space}")
+        keys = map(str, _observation_keys(functional))
+        names = {key: f"observation_{key}" if key in _RESERVED_KEYS else key for key in keys}
+        self._observations = make_codec(functional.single_observation_space, 1, onehot, names.__getitem__)
+        self._actions = make_codec(action_space, 1, onehot)
+        self._has_box_actions = isinstance(action_space, spaces.Box)
         spec = self._expand_spec(self._observations.spec)
-        shown = dict(spec.items()) if _entries(single) else {"observation": spec}
+        observed = dict(spec.items()) if _observation_keys(functional) else {"observation": spec}
         widths, dtypes = self._inner.widths, self._inner.dtypes
-        kept = {name: Unbounded(shape=(*batch, w), dtype=d) for name, w, d in zip(_STATE, widths, dtypes, strict=True)}
+        columns = zip(_STATE_KEYS, widths, dtypes, strict=True)
+        state_specs = {name: Unbounded(shape=(*batch, w), dtype=d) for name, w, d in columns}
         device = self.device or "cpu"
-        self.observation_spec = Composite({**shown, "state": Composite(kept, shape=batch)}, shape=batch).to(device)
-        self.state_spec = Composite({"state": Composite(kept, shape=batch).clone()}, shape=batch).to(device)
+        self.observation_spec = Composite({**observed, "state": Composite(state_specs, shape=batch)}, shape=batch).to(device)
+        self.state_spec = Composite({"state": Composite(state_specs, shape=batch).clone()}, shape=batch).to(device)
         self.action_spec = self._expand_spec(self._actions.spec).to(device)
         self.reward_spec = Unbounded(shape=(*batch, 1), dtype=torch_dtype(jnp.result_type(float)), device=device)
         flag = Categorical(2, shape=(*batch, 1), dtype=torch.bool, device=device)
@@ -143,8 +146,8 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None or self._reset_state is None:
             self._begin(seed)
-        elif (chosen := mask.detach().cpu().numpy().reshape(-1)).any():
-            self._reset_state = self.functional.reset_mask(self._reset_state, chosen)
+        elif (rows := mask.detach().cpu().numpy().reshape(-1)).any():
+            self._reset_state = self.functional.reset_mask(self._reset_state, rows)
         return self.tensordict_of(self._inner.wrap(self._require_reset_state()))
 
     def _require_reset_state(self) -> EnvState:
@@ -170,21 +173,21 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             before = self.state_of(tensordict)
         action = tensordict.get("action")
         rows = action.reshape(self.functional.num_envs, *action.shape[len(self.batch_size) :])
-        if not self._as_given:
+        if not self._has_box_actions:
             rows = torch.from_numpy(self._actions.decode(rows))
         after = self._inner.step(before, rows.to(before.packed.device))
         reward = after.reward
-        chosen = tensordict.get("_step", None)
-        if chosen is not None:
-            mask = chosen.reshape(-1, 1).to(before.packed.device)
+        step_mask = tensordict.get("_step", None)
+        if step_mask is not None:
+            mask = step_mask.reshape(-1, 1).to(before.packed.device)
             packed, integers = after.packed, after.integers
             after = self._inner.state(
                 torch.where(mask, packed, before.packed), torch.where(mask, integers, before.integers)
             )
             reward = torch.where(mask[:, 0], reward, torch.zeros_like(reward))
-        shown = self.tensordict_of(after)
-        shown.set("reward", self._to_batch_shape(reward.unsqueeze(-1)))
-        return shown
+        result = self.tensordict_of(after)
+        result.set("reward", self._to_batch_shape(reward.unsqueeze(-1)))
+        return result
 
     def _set_seed(self, seed: int | None) -> None:
         self._next_seed = seed
@@ -192,26 +195,25 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
     # -- states ------------------------------------------------------------------------------------------------------
 
     def state_of(self, tensordict: Any) -> TorchState:
-        """Return the state in a TensorDict, with all fields (``episode_return``, ``info``, ...) and a single batch axis."""
+        """Return the state that a TensorDict holds, with all fields (``info``, ...) and a single batch axis."""
         n = self.functional.num_envs
         device = self._inner.device
         packed, integers = (
             tensordict.get(("state", name)).reshape(n, width).to(device)
-            for name, width in zip(_STATE, self._inner.widths, strict=True)
+            for name, width in zip(_STATE_KEYS, self._inner.widths, strict=True)
         )
         return self._inner.state(packed, integers)
 
     def tensordict_of(self, state: TorchState) -> Any:
         """Convert a state to a TensorDict on the environment's device, as from ``reset``; inverse of :meth:`state_of`."""
         observations = self._observations.encode(state.obs)
-        shown = observations if _entries(self.functional) else {"observation": observations}
+        entries = observations if _observation_keys(self.functional) else {"observation": observations}
         flags = {name: getattr(state, name).unsqueeze(-1) for name in ("done", "terminated", "truncated")}
-        kept = dict(zip(_STATE, (state.packed, state.integers), strict=True))
-        found = {name: self._to_batch_shape(leaf) for name, leaf in {**shown, **flags}.items()}
-        found["state"] = TensorDict(
-            {name: self._to_batch_shape(leaf) for name, leaf in kept.items()}, batch_size=self.batch_size, device=self.device
-        )
-        return TensorDict(found, batch_size=self.batch_size, device=self.device)
+        state_tensors = dict(zip(_STATE_KEYS, (state.packed, state.integers), strict=True))
+        leaves = {name: self._to_batch_shape(leaf) for name, leaf in {**entries, **flags}.items()}
+        state_leaves = {name: self._to_batch_shape(leaf) for name, leaf in state_tensors.items()}
+        leaves["state"] = TensorDict(state_leaves, batch_size=self.batch_size, device=self.device)
+        return TensorDict(leaves, batch_size=self.batch_size, device=self.device)
 
     def _to_batch_shape(self, leaf: Any) -> Any:
         """Reshape a single batch axis to the batch's shape, and move the tensors to the environment's device."""
@@ -237,13 +239,13 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         return f"{type(self).__name__}({name}, batch_size={list(self.batch_size)}, device={self.device})"
 
 
-_STATE = ("floats", "integers")
+_STATE_KEYS = ("floats", "integers")
 
 
-def _rebuild(kind: Any, arguments: dict[str, Any], kept: Any) -> Any:
-    env = kind(**arguments)
-    env._next_seed, begun = kept
-    env._reset_state = jax.tree.map(jnp.asarray, begun)
+def _rebuild(cls: Any, arguments: dict[str, Any], progress: Any) -> Any:
+    env = cls(**arguments)
+    env._next_seed, reset_state = progress
+    env._reset_state = jax.tree.map(jnp.asarray, reset_state)
     return env
 
 
@@ -255,11 +257,11 @@ def _functional(env: Any, n: int, options: dict[str, Any]) -> FunctionalVectorEn
             )
         return env
     if "autoreset_mode" in options:
-        raise TypeError("autoreset_mode is not an option here: TorchRL resets the rows that are over")
+        raise TypeError("autoreset_mode is not an option here: TorchRL resets finished rows")
     return parse_functional(env, n, None, {**options, "autoreset_mode": AutoresetMode.DISABLED})
 
 
-def _entries(functional: FunctionalVectorEnv) -> tuple[Any, ...]:
+def _observation_keys(functional: FunctionalVectorEnv) -> tuple[Any, ...]:
     """Return the keys of a Dict observation space; an empty tuple for other spaces."""
     space = functional.single_observation_space
     return tuple(space.spaces) if isinstance(space, spaces.Dict) else ()

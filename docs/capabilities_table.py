@@ -1,6 +1,6 @@
-"""The table of ``docs/generated/capabilities.md``: ``python docs/capabilities_table.py`` writes it from what backends say.
+"""The table of ``docs/generated/capabilities.md``: ``python docs/capabilities_table.py`` writes it from the capabilities of backends.
 
-Nothing is built and no environment is stepped: every backend says what it can do as a value.
+Nothing is built and no environment is stepped: every backend declares its capabilities.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ CALLS = {
     "`spare_workers=`, resets ahead of time": "spare_workers",
     "a crash of an environment leaves the program alone": "in_this_process",
 }
-"""What a person calls it -> the attribute of ``Capabilities``; the last one is told by its opposite."""
+"""The label of a row -> the attribute of ``Capabilities``; the last row shows its opposite."""
 
 
 def columns() -> dict[str, Capabilities]:
-    """Backend -> what it can do at most."""
-    engine = {"policy": SimpleNamespace(restart=True), "pool": SimpleNamespace(local=None), "recorder": object()}
+    """Return the greatest capabilities of each backend."""
+    engine = {"policy": SimpleNamespace(restart=True), "pool": SimpleNamespace(local=None)}
     here, there = (lambda _: ""), (lambda _: "its environments are stepped by hosts")
     workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._LibraryDriver.__dict__["capabilities"].fget
     return {
-        "process": replace(workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True),
-        "ray": workers(SimpleNamespace(backend="ray", reason=there, **engine)),
+        "process": replace(workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True, recording=True),
+        "ray": replace(workers(SimpleNamespace(backend="ray", reason=there, **engine)), recording=True),
         "EnvPool": WholeBatchDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,
         "EnvPool, players": FirstReadyDriver.capabilities,
@@ -58,7 +58,7 @@ def columns() -> dict[str, Capabilities]:
 
 
 def table() -> str:
-    """The table in Markdown."""
+    """Return the table in Markdown."""
     backends = columns()
     lines = [f"| | {' | '.join(backends)} |", f"|---|{':---:|' * len(backends)}"]
     for call, attribute in CALLS.items():
@@ -70,7 +70,7 @@ def table() -> str:
 
 
 def in_page(page: str) -> tuple[str, str, str]:
-    """What stands before the table, the table, and what follows."""
+    """Return the text before the table, the table, and the text after it."""
     before, _, rest = page.partition(BEGIN)
     there, _, after = rest.partition(END)
     return before, there.strip(), after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import functools
 import itertools
 import multiprocessing
@@ -443,6 +444,35 @@ def test_call_behind_a_hanging_step_ends_with_its_worker_if_it_is_restarted() ->
             envs.exec_func(id, [1])
         *_, truncations, infos = envs.recv(count=1)
         assert (infos["env_id"].tolist(), truncations.tolist()) == ([0], [True])
+
+
+def poll_for_long(result: Any) -> Any:
+    """Hang in a C call that a signal interrupts, and continue after it."""
+    ctypes.CDLL(None).poll(None, 0, 10_000)
+    return result
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize("on_failure", ["raise", "restart"])
+def test_hang_that_ends_at_the_signal_for_its_stack_is_blamed_on_its_environment(on_failure: Any, tmp_path: Path) -> None:
+    fns = make_env_fns(3, {1: faulty_env_fn(1, poll_for_long, step=2)})
+    options: Any = {"num_workers": 1, "step_timeout": 0.3, "on_failure": on_failure, "record_failures": tmp_path}
+    with killable_engine(fns, **options) as envs:
+        envs.reset(seed=1)
+        envs.step([0] * 3)
+        if on_failure == "raise":
+            with pytest.raises(StepTimeout, match=r"(?s)env 1, of envs .* in poll_for_long") as caught:
+                envs.step([0] * 3)
+            assert "env 1, of envs" in caught.value.where[2]
+        else:
+            envs.step([0] * 3)
+        (record,) = envs.errors
+        assert record.command == "step"
+        assert "-env1-" in record.recorded
+        if on_failure == "raise":
+            assert record.env == 1
+        else:
+            assert re.search(r"env 1, of envs 0-2\) died during step: .* in poll_for_long", str(record.error)), record
 
 
 def test_step_timeout_limits_no_call_and_no_step_of_another_worker_beside_it() -> None:

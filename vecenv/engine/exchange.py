@@ -479,6 +479,7 @@ class Exchange:
 
     def _kill(self, workers: Sequence[WorkerProcess], reason: str, timeout: float | None = None) -> None:
         for worker in workers:
+            worker.note_late()
             stack = worker.read_stack()
             where = f" at {location}" if (location := innermost_location(stack)) else ""
             self.state.changing = True  # a reset after an interruption replaces workers with a `kill_reason`

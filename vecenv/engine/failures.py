@@ -128,7 +128,7 @@ class FailureLog:
         The observers are notified of all rows at once, running ones first. Their notes are about the first row, and are
         added to ``error`` and to the record of that row's worker.
         """
-        rows = [(worker.running_row, row) for worker in workers for row in worker.rows]
+        rows = [(worker.late_in[1], row) for worker in workers for row in worker.rows]
         ordered = [row for running, row in sorted(rows, key=lambda pair: pair[0] != pair[1])]
         notes: Sequence[str] = ()
         if self._observers:
@@ -140,8 +140,8 @@ class FailureLog:
             recorded = error.copy()
             for note in notes if ordered[0] in worker.rows else ():
                 note_once(recorded, note)
-            row, now = worker.running_row, time.monotonic()
-            self.errors.append(ErrorRecord(row, worker.index, worker.pid, worker.command, recorded, str(error), now))
+            (command, row), now = worker.late_in, time.monotonic()
+            self.errors.append(ErrorRecord(row, worker.index, worker.pid, command, recorded, str(error), now))
 
     def combine(self, request: Request, raised: Sequence[tuple[int, Exception]]) -> Exception:
         """Return one exception for all failures of a request: that of the first environment, with notes about the others."""

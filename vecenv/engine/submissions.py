@@ -213,6 +213,7 @@ class Submissions:
     def kill(self, row: int, reason: str) -> None:
         """Kill the worker of a row. Its pending requests finish with ``WorkerDied`` when it has ended."""
         worker = self._find_worker(row)
+        worker.note_late()
         worker.kill_reason = worker.kill_reason or reason
         worker.signal(signal.SIGKILL)
 

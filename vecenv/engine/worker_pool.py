@@ -324,8 +324,8 @@ class WorkerPool:
             left = milliseconds_until(deadline)
             events = () if left == 0 else worker.poll(left)
             if not events:
+                envs = envs_text(worker.rows, worker.running_row)  # before the signal for the stack
                 stack = worker.read_stack()
-                envs = envs_text(worker.rows, worker.running_row)
                 raise StartupTimeout(
                     f"worker {worker.index} (pid {worker.pid}, {envs}) was not ready within "
                     f"{options.start_timeout} seconds of its start" + (f"; it is at:\n{stack}" if stack else "")
@@ -528,12 +528,14 @@ class WorkerPool:
     def describe_late(self, seconds: float | None, late: Sequence[WorkerProcess]) -> LateReplies:
         """Describe the workers that have not replied within ``seconds``, but only the first few of them in the text."""
         text, where, asks_for_stacks = "", {}, (seconds or 0) >= _SHORTEST_TIMEOUT_WITH_STACKS
+        for worker in late:
+            worker.note_late()
         for worker in late[:_LATE_WORKERS_NAMED]:
             worker.overdue = True
             _, rows, request = worker.pending[0]
             stack = worker.read_stack() if asks_for_stacks else ""
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
-            running = worker.running_row
+            running = worker.late_in[1]
             envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
             request_text = f"{envs}, {worker.label}, during {request.command}"
             text += f"\n{request_text}: no reply yet.{state}" + (f"\n{stack}" if stack else "")

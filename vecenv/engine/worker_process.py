@@ -142,12 +142,14 @@ class WorkerProcess:
         token: The token that marks all processes that its environments start.
         timeout: The timeout after which it was killed, if it hung.
         kill_reason: The reason why it was killed.
+        late_in: Its command and running environment when it was last found late; see :meth:`note_late`.
     """
 
     local = False
     sent_at = -math.inf
     timeout: float | None = None
     kill_reason = ""
+    late_in: tuple[str, int | None] = "idle", None
 
     def __init__(
         self, index: int, rows: range, process: Any, channel: Channel, stack_file: StackFile, descriptors: DescriptorOwner,
@@ -206,6 +208,13 @@ class WorkerProcess:
         row = self.rows[position] if 0 <= position < len(self.rows) else None
         return row if row in rows else None
 
+    def note_late(self) -> None:
+        """Note what it is executing.
+
+        The signal for its stack may end the system call in which an environment hangs (``EINTR``), and so the whole request.
+        """
+        self.late_in = self.command, self.running_row
+
     def record_death(self) -> Death:
         """Determine how the process ended, and kill the processes that it left behind.
 
@@ -223,9 +232,9 @@ class WorkerProcess:
             reason = reason or "it closed its pipe, so it was killed"
         end_group([self.pid])  # before `exit_code` reaps it
         self.exitcode = self.watch.exit_code()
-        command = self.command
+        command, running = self.late_in if self.kill_reason else (self.command, self.running_row)
+        running = None if command == "idle" else running
         stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
-        running = None if command == "idle" else self.running_row
         where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows, running)})"
         activity = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
         if self.ready and self.pending and self.pending[0][1][0] in self.pending[0][2].rebuilding:
@@ -430,8 +439,8 @@ def _wait_for_exit(
 def _report_closing(workers: Sequence[WorkerProcess]) -> None:
     """Log the environment that ``close()`` is waiting for, and the number of other workers that have not ended."""
     for worker in workers[:1]:
+        envs = envs_text(worker.rows, worker.running_row)  # before the signal for the stack
         location = innermost_location(worker.read_stack())
         where = f", at {location}" if location else ""
         others = f" and {len(workers) - 1} more worker{'s' * (len(workers) > 2)}" if len(workers) > 1 else ""
-        envs = envs_text(worker.rows, worker.running_row)
         _log.warning("close() is waiting for %s%s (%s)%s; close(timeout=) limits it", envs, where, worker.label, others)

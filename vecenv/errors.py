@@ -41,14 +41,16 @@ def suggest_names(name: object, names: Sequence[str]) -> str:
 
 
 def envs_text(rows: Sequence[int], running: int | None = None) -> str:
-    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs 4-7``: contiguous rows, with the running one if it is known."""
+    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs [4, 5, 9]``: some rows, with the running one if it is known."""
     if len(rows) == 1:
         return f"env {rows[0]}"
     return f"envs {span_text(rows)}" if running is None else f"env {running}, of envs {span_text(rows)}"
 
 
 def span_text(rows: Sequence[int]) -> str:
-    """Return ``4-7`` for contiguous rows."""
+    """Return ``4-7`` for contiguous rows, and ``[4, 5, 9]`` for others."""
+    if len(rows) > 1 and list(rows) != list(range(rows[0], rows[-1] + 1)):
+        return str(list(rows))
     return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
 
 
@@ -118,6 +120,7 @@ class WorkerDied(VecEnvError, RuntimeError):
         exitcode: The value of ``multiprocessing.Process.exitcode``: negative for a signal. ``None`` if it is unknown.
         command: The worker's task: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` or ``"idle"``.
         timeout: Seconds after which it was killed because it hung; ``None`` if it did not hang.
+        where: Environment -> its worker, request and last line of Python, as :attr:`StepTimeout.where`; empty if unknown.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class WorkerDied(VecEnvError, RuntimeError):
         exitcode: int | None = None,
         command: str = "",
         timeout: float | None = None,
+        where: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.worker = worker
@@ -138,6 +142,7 @@ class WorkerDied(VecEnvError, RuntimeError):
         self.exitcode = exitcode
         self.command = command
         self.timeout = timeout
+        self.where = dict(where or {})
 
 
 class HostDied(WorkerDied):

@@ -365,7 +365,7 @@ def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
         envs.send(np.array([0, 0, 0, 1]), [0, 1, 2, 3])
         assert envs.recv(timeout=20)[-1]["env_id"].tolist() == [0, 1]
         assert envs.stats()["in_flight"] == 2
-        with pytest.raises(StepTimeout, match=r"envs \[2, 3\]"):
+        with pytest.raises(StepTimeout, match="envs 2-3"):
             envs.recv(timeout=0.05)
         envs.send(np.zeros(2, np.int64))  # those of the latest recv: after the message that the worker is executing
         file.touch()

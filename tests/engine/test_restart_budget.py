@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import logging
+import re
 import threading
 import time
 from datetime import datetime, timedelta
@@ -203,6 +204,8 @@ def test_first_line_about_a_hang_has_the_location(caplog: pytest.LogCaptureFixtu
     assert str(record).endswith(where)
     assert "env 0, of envs 0-1) died during step: " in str(record)
     assert where in str(caught.value)
+    place = rf"env 0, of envs 0-1, worker 0, pid \d+, during step, at test_restart_budget.py:{line} in step"
+    assert [bool(re.fullmatch(place, text)) for text in caught.value.where.values()] == [True, True]
     assert "threading.py" in record.traceback.partition("its stack:")[2]
 
 
@@ -251,6 +254,9 @@ def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
     line = Crashes.crash.__code__.co_firstlineno + 1
     where = f"env {culprit}, of envs {rows[0]}-{rows[-1]}) died during {command}: killed by SIGSEGV"
     assert f"{where}, at test_restart_budget.py:{line} in crash" in str(caught.value)
+    place = f"during {command}, at test_restart_budget.py:{line} in crash"
+    assert list(caught.value.where) == list(rows)
+    assert all(text.startswith(f"env {culprit}, of") and text.endswith(place) for text in caught.value.where.values())
 
 
 @pytest.mark.parametrize(

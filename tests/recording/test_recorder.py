@@ -558,7 +558,7 @@ def test_an_abandoned_worker_that_timed_out_has_one_set_of_files(tmp_path: Path)
     first, second = sorted(tmp_path.glob("*.vecenv"))
     header, _ = read_header(second)
     assert header.failure == read_header(first)[0].failure
-    named = r"env 1, of envs \[0, 1\], worker 0, pid \d+, during step, at faulty\.py:\d+ in sleep"
+    named = r"env 1, of envs 0-1, worker 0, pid \d+, during step, at faulty\.py:\d+ in sleep"
     assert re.fullmatch(rf"it hung for more than 0\.3 seconds: {named}", header.failed), header.failed
 
 

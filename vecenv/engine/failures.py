@@ -178,7 +178,10 @@ def _combine_deaths(deaths: Sequence[Death]) -> Exception:
         return first.error()
     text = f"{len(deaths)} workers died:\n" + "\n".join(death.text for death in deaths)
     envs = tuple(sorted(row for death in deaths for row in death.envs))
-    return Death(text, first.worker, envs, first.pid, first.exitcode, first.command, first.timeout).error()
+    where = {row: text for death in deaths for row, text in death.where.items()}
+    return Death(
+        text, first.worker, envs, first.pid, first.exitcode, first.command, first.timeout, where=where
+    ).error()  # fmt: skip
 
 
 def _log_like_gymnasium(failures: Iterable[tuple[Failure, Worker]]) -> None:
@@ -341,12 +344,14 @@ class Rebuilder:
         failed = sorted(row for worker in workers for row in worker.rows if row in self._failures.failed)
         worker = next(worker for worker in workers if failed[0] in worker.rows)
         death = worker.death or self._failures.latest_death
+        deaths = self._failures.deaths
+        where = {row: deaths[row].where[row] for row in failed if row in deaths}
         return RestartsExhausted(
             budget.explain_exhaustion(rows),
             worker=death.worker if death else worker.index,
             pid=death.pid if death else worker.pid,
             exitcode=death.exitcode if death else None,
-            envs=failed, command="restart",
+            envs=failed, command="restart", where=where,
         )  # fmt: skip
 
     def prepare(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:

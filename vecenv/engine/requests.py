@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vecenv.errors import WorkerDied
@@ -25,6 +25,7 @@ class Death:
         command: The name of the request that it was executing, ``"start"`` or ``"idle"``.
         timeout: Seconds after which it was killed because it hung; ``None`` if it did not hang.
         running: The environment that was being called, if that is known.
+        where: See :attr:`~vecenv.errors.WorkerDied.where`.
     """
 
     text: str
@@ -35,6 +36,7 @@ class Death:
     command: str
     timeout: float | None = None
     running: int | None = None
+    where: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def first_line(self) -> str:
@@ -45,7 +47,7 @@ class Death:
         """Return a new exception for this death, with ``text`` if it is not empty."""
         return WorkerDied(
             text or self.text, worker=self.worker, envs=self.envs, pid=self.pid, exitcode=self.exitcode,
-            command=self.command, timeout=self.timeout,
+            command=self.command, timeout=self.timeout, where=self.where,
         )  # fmt: skip
 
 

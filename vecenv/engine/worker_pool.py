@@ -535,9 +535,7 @@ class WorkerPool:
             _, rows, request = worker.pending[0]
             stack = worker.read_stack() if asks_for_stacks else ""
             state = " It is stopped (SIGSTOP)." if worker.is_stopped() else ""
-            running = worker.late_in[1]
-            envs = f"envs {list(rows)}" if running is None or len(rows) == 1 else f"env {running}, of envs {list(rows)}"
-            request_text = f"{envs}, {worker.label}, during {request.command}"
+            request_text = f"{envs_text(rows, worker.late_in[1])}, {worker.label}, during {request.command}"
             text += f"\n{request_text}: no reply yet.{state}" + (f"\n{stack}" if stack else "")
             location = f", at {found}" if (found := innermost_location(stack)) else ""
             where.update(dict.fromkeys(rows, request_text + location))

@@ -235,16 +235,18 @@ class WorkerProcess:
         command, running = self.late_in if self.kill_reason else (self.command, self.running_row)
         running = None if command == "idle" else running
         stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
-        where = f"worker {self.index} (pid {self.pid}, {envs_text(self.rows, running)})"
+        envs = envs_text(self.rows, running)
         activity = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
         if self.ready and self.pending and self.pending[0][1][0] in self.pending[0][2].rebuilding:
             activity += ", in a restart"
-        text = f"{where} died {activity}: {reason or describe_exit(self.exitcode)}"
+        text = f"worker {self.index} (pid {self.pid}, {envs}) died {activity}: {reason or describe_exit(self.exitcode)}"
         if location := innermost_location(stack):
             text += f", at {location}"
         if stack:
             text += f"\nits last Python stack:\n{stack}"
-        return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running)
+        location = f", at {found}" if (found := innermost_location(text)) else ""
+        where = dict.fromkeys(self.rows, f"{envs}, {self.label}, {activity}{location}")
+        return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running, where)
 
     # -- the stack ----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from vecenv.backends.ray.exchange import HostExchange, HostRequest, RequestPart, index_of, reset_arguments
 from vecenv.backends.ray.host import record_type
 from vecenv.backends.ray.hosts import HostPool
-from vecenv.errors import NotRestorable, VecEnvError, failed_earlier_error
+from vecenv.errors import NotRestorable, VecEnvError, envs_text, failed_earlier_error
 from vecenv.front.arguments import ResetOptions
 from vecenv.front.capabilities import Capabilities
 from vecenv.front.driver import (
@@ -339,7 +339,7 @@ class HostsDriver(WorkerDriver):
         parts, text, where = self.exchange.parts.values(), "", {}
         late = {part.host.index: part for part in reversed(parts)}
         for part in list(late.values())[:_LATE_HOSTS_NAMED]:
-            request_text = f"envs {list(part.rows)}, {part.host.label}, during {part.request.command}"
+            request_text = f"{envs_text(part.rows)}, {part.host.label}, during {part.request.command}"
             text += f"\n{request_text}: no reply yet."
             where.update(dict.fromkeys(part.rows, request_text))
         return LateReplies(text, sorted({row for part in parts for row in part.rows}), where)

@@ -186,6 +186,7 @@ class _Events(Observer):
         moved, text = copy(error), self.renumber(str(error))
         if isinstance(moved, WorkerDied):
             moved.envs = tuple(self.move(moved.envs))
+            moved.where = {self._first_row + row: self.renumber(place) for row, place in moved.where.items()}
             text = text.replace(f"worker {moved.worker} (", f"worker {moved.worker} of host {self._host} (", 1)
         moved.args, moved.__cause__ = (text,), error.__cause__
         return moved

@@ -165,6 +165,8 @@ class ClusterError(VecEnvError, RuntimeError):
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
     """A reply did not arrive within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``.
 
+    On workers, ``abandon(error.envs)`` ends those that are late, so that the same ``*_wait`` ends and ``reset()`` works.
+
     Attributes:
         timeout: The timeout in seconds; ``None`` if it is unknown.
         envs: Indices of the environments without a reply; empty if the backend does not know them.

@@ -67,6 +67,7 @@ def test_hang(launch: Launch, kind: str, tmp_path: Path) -> None:
         assert isinstance(caught.value, multiprocessing.TimeoutError)
         assert isinstance(caught.value, TimeoutError)
         assert (caught.value.timeout, caught.value.envs) == (0.2, (2, 3))
+        assert "call `step_wait` again, `abandon(error.envs)`, or `close()`." in str(caught.value)
         assert re.search(rf"faulty\.py.*in {fault}", report(caught.value)), report(caught.value)
         place = rf"env 3, of envs 2-3, worker 1, pid {pid}, during step, at .+ in \w+"
         assert re.fullmatch(place, caught.value.where[3]), caught.value.where

@@ -409,9 +409,10 @@ def step_timeout_error(method: str, timeout: Any, describe: Callable[[float | No
     """Return the exception for a call that has timed out; ``describe`` gets the number of seconds."""
     seconds = parse_timeout(timeout)
     late = describe(seconds)
+    abandon = "`abandon(error.envs)`, " if late.rows else ""
     return StepTimeout(
         f"The call to `{method}` has timed out after {seconds} second(s)."
-        f"{late.text}\nThe result is still pending: call `{method}` again, or `close()`.",
+        f"{late.text}\nThe result is still pending: call `{method}` again, {abandon}or `close()`.",
         timeout=seconds,
         envs=late.rows,
         where=late.where,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import inspect
 import logging
+import math
 import re
 import threading
 import time
@@ -93,6 +94,11 @@ def test_restarts_that_exceed_the_budget_together_are_neither_counted_nor_logged
         restarts, error = _step_until_exhausted([3] * 4, 100, limit=6)
     assert isinstance(error, RestartsExhausted)
     assert restarts == len(caplog.records) == 4
+
+
+def test_infinite_limit_is_no_limit() -> None:
+    restarts, error = _step_until_exhausted([1], 20, limit=math.inf)
+    assert (restarts, error) == (10, None)
 
 
 def test_a_refunded_restart_can_be_made_later() -> None:

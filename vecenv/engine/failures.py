@@ -230,7 +230,7 @@ class Policy:
     """
 
     restart: bool = False
-    restart_limit: int | None = None
+    restart_limit: float | None = None
     restart_period: float = 60.0
     step_timeout: float | None = None
     start_timeout: float = 60.0

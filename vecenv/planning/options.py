@@ -27,13 +27,14 @@ class Restart:
     Args:
         limit: Maximum number of restarts of all environments together within ``period``. ``None``: each environment, and
             each worker that dies, is allowed 5 restarts in that time, plus one for every 1,000 steps that it made.
+            ``math.inf``: no limit.
         period: Length of the period in seconds.
 
     Raises:
-        ValueError: ``limit`` is negative or not an int, or ``period`` is not a positive number.
+        ValueError: ``limit`` is negative or no integer, or ``period`` is not a positive number.
     """
 
-    limit: int | None = None
+    limit: float | None = None
     period: float = 60.0
 
     @classmethod
@@ -42,7 +43,8 @@ class Restart:
         return on_failure if isinstance(on_failure, cls) else cls()
 
     def __post_init__(self) -> None:
-        check_option("Restart(limit)", self.limit, (choice_check(None, or_=int_check(0)), "None or a non-negative int"))
+        if self.limit != math.inf:
+            check_option("Restart(limit)", self.limit, (choice_check(None, or_=int_check(0)), "None or a non-negative int"))
         check_option("Restart(period)", self.period, _DURATION)
 
 

@@ -18,17 +18,17 @@ STEPS_PER_RESTART: Final = 1000
 class RestartBudget:
     """A budget of restarts within some seconds (Erlang's intensity and period).
 
-    Without a limit, each environment, and each worker process that dies, has its own budget: five restarts, and one more for
+    By default, each environment, and each worker process that dies, has its own budget: five restarts, and one more for
     every 1,000 steps that its environments made since the oldest of its restarts in the period. So one that always fails
     uses up its budget soon, however many others there are; one that fails occasionally continues, however fast it is.
 
     Args:
-        limit: Restarts of all environments together within ``period``; ``None``: as above.
+        limit: Restarts of all environments together within ``period``; infinite: no limit; ``None``: as above.
         period: Seconds.
         steps: Returns the mean number of steps per environment.
     """
 
-    def __init__(self, limit: int | None, period: float, steps: Callable[[], float]) -> None:
+    def __init__(self, limit: float | None, period: float, steps: Callable[[], float]) -> None:
         self.limit = limit
         self.period = period
         self.causes: deque[str] = deque(maxlen=5)

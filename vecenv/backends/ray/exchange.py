@@ -108,7 +108,7 @@ class HostExchange:
 
     def __init__(
         self, state: CallState, counters: Counters, timeout_error: Callable[[str, Any], StepTimeout], pool: HostPool,
-        observation_space: Space[Any], mode: AutoresetMode, *, restart: bool, budget: tuple[int | None, float],
+        observation_space: Space[Any], mode: AutoresetMode, *, restart: bool, budget: tuple[float | None, float],
         step_timeout: float | None,
     ) -> None:  # fmt: skip
         self.state, self.counters, self._timeout_error, self.pool, self.mode = state, counters, timeout_error, pool, mode

@@ -35,7 +35,7 @@ class Failures:
         restart_log: The log of these replacements.
     """
 
-    def __init__(self, budget: tuple[int | None, float], steps: Callable[[], float]) -> None:
+    def __init__(self, budget: tuple[float | None, float], steps: Callable[[], float]) -> None:
         self.errors: deque[ErrorRecord] = deque(maxlen=1000)
         self.observers: list[Observer] = []
         self.failed: dict[int, str] = {}

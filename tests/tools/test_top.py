@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -359,6 +360,11 @@ def test_forty_workers_fit_with_their_summary_and_can_be_scrolled(width: int) ->
     view.press(b"\x1b[A")
     assert lines([program(40)], view, width)[3].split()[0] == "19"
     assert max(map(len, shown)) <= width
+
+
+def test_program_without_results_is_not_said_to_wait_for_nothing() -> None:
+    late = replace(program(2), steps_per_second=0.0, waiting=0.0, seconds_since_result=16.04)
+    assert "0 steps/s, no result for 16.0 s; 12 resets, 7 restarts, 9 errors" in lines([late], top.View())[1]
 
 
 def test_workers_are_sorted_by_the_next_column() -> None:

@@ -71,7 +71,7 @@ class ProgramRow:
     Attributes:
         name, pid, num_envs: The program, and its number of environments.
         steps_per_second: The steps of all workers.
-        waiting: The share of the time that the program waited for its workers, 0 to 1.
+        waiting: The share of the time that the program waited for its workers, 0 to 1; 0 after 1.5 seconds without a result.
         seconds_since_result: Seconds since the program received a result, overestimated by up to half a second.
         resets, restarts, errors: Counts, as in ``envs.stats()``.
         workers: One row per worker.
@@ -250,10 +250,12 @@ def _escape_name(name: str) -> str:
 
 def _summary_lines(program: ProgramRow) -> tuple[str, str]:
     """Summarize a program in two lines that fit a narrow terminal."""
-    late = f", no result for {program.seconds_since_result:.1f} s" if program.seconds_since_result > _LATE_SECONDS else ""
+    share = f"waits for envs {program.waiting:.0%}"
+    if program.seconds_since_result > _LATE_SECONDS:  # whether it waits for its workers, or computes, is unknown
+        share = f"no result for {program.seconds_since_result:.1f} s"
     return (
         f"{_escape_name(program.name)}: {program.num_envs} environments, pid {program.pid}",
-        f"{program.steps_per_second:,.0f} steps/s, waits for envs {program.waiting:.0%}{late}; {program.resets:,} resets, "
+        f"{program.steps_per_second:,.0f} steps/s, {share}; {program.resets:,} resets, "
         f"{program.restarts:,} restarts, {program.errors:,} errors",
     )
 

@@ -594,3 +594,23 @@ def test_interrupted_load_raises_and_can_be_repeated(closes: Any) -> None:
     envs.load(kept)
     assert np.array_equal(envs.step(actions)[0], wanted)
 
+
+
+@pytest.mark.parametrize("call", ["step", "step_chunk"])
+def test_actions_may_be_overwritten_as_soon_as_a_call_returns(call: str) -> None:
+    envs = JaxVectorEnv(Walk(), num_envs=20_000, to="jax")
+    shape = (20_000, 1) if call == "step" else (16, 20_000, 1)
+
+    def play(overwrites: bool) -> np.ndarray[Any, Any]:
+        envs.reset(seed=0)
+        memory = np.ones(int(np.prod(shape)) + 16, np.float32)
+        first = -memory.ctypes.data % 64 // 4  # JAX shares memory that begins at a multiple of 64 bytes
+        actions = memory[first : first + int(np.prod(shape))].reshape(shape)
+        result = getattr(envs, call)(actions)
+        if overwrites:
+            actions[:] = -1
+        return np.array(result[0])
+
+    expected = play(overwrites=False)
+    for _ in range(10):
+        np.testing.assert_array_equal(play(overwrites=True), expected)

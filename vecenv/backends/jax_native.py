@@ -316,15 +316,20 @@ class JaxDriver(LockstepDriver):
     def begin_step(self, call: RequestSummary, actions: Any) -> None:
         """Begin one step of all environments."""
         with self._donate_state() as state:
-            after = self.functional.step_donating(state, from_torch(actions) if self._to == "torch" else actions)
+            after = self.functional.step_donating(state, self._copy_actions(actions))
             self.latest = Latest(after, self.latest.seeds, call)
+
+    def _copy_actions(self, actions: Any) -> Any:
+        """Return a copy of NumPy arrays and CPU tensors, which JAX may read even after the call has returned."""
+        leaves = from_torch(actions) if self._to == "torch" else actions
+        return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, leaves)
 
     def step_chunk(self, actions: Any) -> tuple[int, Stepped]:
         """Take ``T`` steps in one program; return ``T`` and the results."""
         if self._jitted_chunk is None:
             self._jitted_chunk = jax.jit(self._scan_steps, donate_argnums=0)
         with self._donate_state() as state:
-            actions = jax.tree.map(jnp.asarray, from_torch(actions) if self._to == "torch" else actions)
+            actions = jax.tree.map(jnp.asarray, self._copy_actions(actions))
             self.newest, out = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
         infos = {**out.info, "next_obs": out.next_obs, "valid": out.valid}
         stepped: Any = (out.obs, out.reward, out.terminated, out.truncated, infos)

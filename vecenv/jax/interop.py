@@ -78,7 +78,7 @@ def from_torch(tree: Any) -> Any:
             return leaf
         leaf = leaf.detach()
         if leaf.device.type == "cpu":
-            return leaf.numpy()  # not copied, because the call that uses it makes a copy
+            return leaf.numpy()
         return jnp.copy(jax.dlpack.from_dlpack(leaf.contiguous()))
 
     return jax.tree.map(convert, tree)

@@ -119,6 +119,22 @@ def test_a_video_has_every_frame(name: str, tmp_path: Path) -> None:
         assert path.read_bytes()[4:8] == b"ftyp"
 
 
+def test_a_gif_has_colors_that_only_a_few_frames_have(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    images = [np.zeros((32, 32, 3), np.uint8) for _ in range(101)]
+    for turn in (53, 54):
+        images[turn][10:20, 10:20] = 255, 0, 0
+    images += [np.full((32, 32, 3), 2 * turn + 1, np.uint8) for turn in range(100)]
+    path = tmp_path / "flash.gif"
+    assert write_video(images, path, fps=10) == 201
+    shown: list[Any] = []
+    with image.open(path) as video:
+        for turn in range(video.n_frames):
+            video.seek(turn)
+            shown += [np.asarray(video.convert("RGB"))] * (video.info["duration"] // 100)
+    np.testing.assert_array_equal(shown, images)
+
+
 def test_unwritable_video_is_refused_before_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"must end in .gif or .mp4, got 'a.avi'"):
         require_writer(tmp_path / "a.avi")

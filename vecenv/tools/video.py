@@ -107,6 +107,8 @@ def require_writer(path: Path) -> None:
 def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0) -> int:
     """Write images of one size as an animated GIF or an MP4, depending on the suffix, and return their number.
 
+    A GIF holds equal consecutive images as one that is shown longer.
+
     Args:
         images: Frames ``uint8 (height, width, 3)`` of one size, such as those of :func:`vecenv.render_grid`.
         path: The file, which ends in ``.gif`` or ``.mp4``.
@@ -135,10 +137,13 @@ def write_video(images: Iterable[Frame], path: str | Path, *, fps: float = 30.0)
 def _write_gif(images: list[Frame], path: Path, fps: float) -> None:
     from PIL import Image
 
-    # a common palette avoids flicker, and makes the file smaller if frames differ little
-    sample = images[:: -(-len(images) // 8)]
-    palette = Image.fromarray(np.concatenate(sample)).quantize(256)
-    first, *rest = [Image.fromarray(image).quantize(palette=palette, dither=Image.Dither.NONE) for image in images]
+    def with_palette(image: Frame) -> Image.Image:
+        picture = Image.fromarray(image)
+        is_exact = picture.getcolors(256) is not None  # with more colors, MEDIANCUT takes up to 2 s per frame
+        return picture.quantize(256, Image.Quantize.MEDIANCUT if is_exact else Image.Quantize.FASTOCTREE)
+
+    # a palette per frame: a common one lacks colors that only a few frames have
+    first, *rest = [with_palette(image) for image in images]
     first.save(path, save_all=True, append_images=rest, duration=max(round(1000 / fps), 20), loop=0, optimize=False)
 
 

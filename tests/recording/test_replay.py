@@ -26,14 +26,14 @@ from programs import printed, python
 from sampling import each_once
 
 import vecenv
-from vecenv.errors import StepTimeout, WorkerDied
+from vecenv.errors import RestartsExhausted, StepTimeout, WorkerDied
 from vecenv.multi_agent import MultiAgentVecEnv
 from vecenv.recording import recorder
 from vecenv.recording.file import read_header
 from vecenv.testing import faulty
 from vecenv.testing.faulty import FaultyEnv
 from vecenv.tools import cli
-from vecenv.tools.replay import _find_running, replay
+from vecenv.tools.replay import _find_running, _replay_here, replay
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -654,6 +654,36 @@ def test_environments_that_cannot_be_imported(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "annot be replayed, because " in done.stdout
     assert "No module named 'gone_world'" in done.stdout
+
+
+class NeedsEngine(Short):
+    """An environment that cannot be built without its engine."""
+
+    def __init__(self) -> None:
+        if missing := os.environ.get("MISSING_ENGINE"):
+            raise ImportError(missing)
+
+    def step(self, action: Any) -> Any:
+        if action:
+            os.environ["MISSING_ENGINE"] = "no engine"
+            raise ValueError("overheated")
+        return super().step(action)
+
+
+def test_an_environment_that_can_no_longer_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MISSING_ENGINE", "")
+    recorded: Any = {"record_failures": tmp_path, "on_failure": vecenv.Restart(1), "num_workers": 0}
+    with contextlib.closing(vecenv.AsyncVectorEnv([NeedsEngine], **recorded)) as envs, contextlib.suppress(RestartsExhausted):
+        envs.reset(seed=1)
+        for action in (0, 1, 0):
+            envs.step([action])
+    in_step, in_constructor = sorted(tmp_path.glob("*.vecenv"))
+    results = [
+        _replay_here(path, begin="latest", until=None, render=False, report=lambda message: None)
+        for path in (in_step, in_constructor)
+    ]
+    assert [result.status for result in results] == ["cannot be replayed", "happened again"]
+    assert results[0].text == "cannot be replayed, because the environment cannot be built here: ImportError: no engine"
 
 
 def converse(command: Sequence[str], *exchanges: tuple[str, str]) -> str:

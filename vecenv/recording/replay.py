@@ -182,6 +182,11 @@ class Replay:
             if isinstance(failures[0].error, UnreadableRecord):
                 raise failures[0].error
             self._end_with_failure(failures)
+            assert self.result is not None
+            was_built = record.steps > 0 or len(self._messages) > 1  # otherwise the constructor may have failed, too
+            if self.result.status == DIFFERENT and (was_built or isinstance(failures[0].error, ImportError)):
+                text = f"cannot be replayed, because the environment cannot be built here: {failures[0].text}"
+                self.result = self.result._replace(status=CANNOT, text=text)
             return
         if self._snapshot is not None:
             yield self._announce("load")

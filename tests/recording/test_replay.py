@@ -559,12 +559,37 @@ def test_without_a_frame_the_result_stays(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "No frames: it failed before the first step"
 
 
+class Drawn(Canvas):
+    """An environment that draws only if built with a render mode."""
+
+    def __init__(self, fault: str = "", *, render_mode: str | None = None) -> None:
+        super().__init__(fault)
+        self.render_mode = render_mode or ""
+
+
+def test_frames_of_an_environment_recorded_without_a_render_mode(tmp_path: Path) -> None:
+    env_fns = [Drawn, functools.partial(Drawn, ""), functools.partial(Drawn, render_mode=None)]
+    with contextlib.closing(vecenv.AsyncVectorEnv(env_fns, record_failures=tmp_path, num_workers=0)) as envs:
+        envs.reset(seed=1)
+        envs.step([1] * 3)
+        files = [envs.record(env) for env in range(3)]
+    for path in files:
+        reported: list[Any] = []
+        result = _replay_here(path, begin="latest", until=None, render=True, report=reported.append)
+        assert result.status == "happened again"
+        assert [message.frame[0, 0, 0] for message in reported if hasattr(message, "frame")] == [0, 60]
+
+
 @pytest.mark.long
 def test_frames(file: Path, tmp_path: Path) -> None:
     pytest.importorskip("PIL")
     from PIL import Image
 
     done = run(file, "--yes", "--frames", tmp_path / "out.gif")
+    assert done.stdout.splitlines()[-1] == f"Wrote {tmp_path / 'out.gif'} ({AT} frames)"
+    with contextlib.closing(vecenv.AsyncVectorEnv([Short], record_failures=tmp_path, num_workers=0)) as envs:
+        envs.reset(seed=1)
+        done = run(envs.record(0), "--yes", "--frames", tmp_path / "out.gif")
     assert done.returncode == 2
     assert "Cannot be rendered, because the environment is not registered: " in done.stdout
     recording = vecenv.FlightRecorder(tmp_path)
@@ -673,10 +698,11 @@ class NeedsEngine(Short):
 def test_an_environment_that_can_no_longer_be_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MISSING_ENGINE", "")
     recorded: Any = {"record_failures": tmp_path, "on_failure": vecenv.Restart(1), "num_workers": 0}
-    with contextlib.closing(vecenv.AsyncVectorEnv([NeedsEngine], **recorded)) as envs, contextlib.suppress(RestartsExhausted):
+    with contextlib.closing(vecenv.AsyncVectorEnv([NeedsEngine], **recorded)) as envs:
         envs.reset(seed=1)
-        for action in (0, 1, 0):
-            envs.step([action])
+        with contextlib.suppress(RestartsExhausted):
+            for action in (0, 1, 0):
+                envs.step([action])
     in_step, in_constructor = sorted(tmp_path.glob("*.vecenv"))
     results = [
         _replay_here(path, begin="latest", until=None, render=False, report=lambda message: None)

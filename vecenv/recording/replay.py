@@ -65,7 +65,7 @@ class Replay:
     Args:
         header, record: The content of a file.
         begin: The start: the ``"latest"`` or the ``"first"`` reset with a seed, or loaded state; or the ``"snapshot"``.
-        change: A function that receives the built environment and returns its replacement, such as a wrapper.
+        change: A function that receives the function that builds the environment, and returns its replacement.
 
     Attributes:
         place: Index of the next step of the record.
@@ -82,8 +82,9 @@ class Replay:
     """
 
     def __init__(
-        self, header: Header, record: Record, *, begin: str = "latest", change: Callable[[Any], Any] | None = None
-    ) -> None:
+        self, header: Header, record: Record, *, begin: str = "latest",
+        change: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
+    ) -> None:  # fmt: skip
         self.header, self.record = header, record
         self.failure: BaseException | None = None
         self.result: ReplayResult | None = None
@@ -100,7 +101,7 @@ class Replay:
         self._setup_messages, self._messages, self.place = self._find_start(messages, begin)
         self._first_step = max(self.step_number, 1)
         self._first_difference = ""
-        self._build(env_fn if change is None else lambda: change(env_fn()))
+        self._build(env_fn if change is None else change(env_fn))
 
     # -- where to begin -----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import bdb
 import faulthandler
+import inspect
 import json
 import math
 import multiprocessing
@@ -407,19 +408,32 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
 # -- frames ---------------------------------------------------------------------------------------------------------------
 
 
-def _make_renderable(env: Any) -> Any:
-    """Return the environment, rebuilt if necessary to render frames."""
-    if env.render_mode == "rgb_array":
-        return env
-    if env.spec is None:
-        advice = "build it with render_mode='rgb_array'"
-        raise UnreadableRecord(f"cannot be rendered, because the environment is not registered: {advice}")
-    env.close()
+def _make_renderable(env_fn: Callable[..., Any]) -> Callable[[], Any]:
+    """Return a function that builds the environment so that it renders frames."""
+
+    def build() -> Any:
+        env = env_fn(render_mode="rgb_array") if _accepts_render_mode(env_fn) else env_fn()
+        if env.render_mode == "rgb_array":
+            return env
+        if env.spec is None:
+            advice = "build it with render_mode='rgb_array'"
+            raise UnreadableRecord(f"cannot be rendered, because the environment is not registered: {advice}")
+        env.close()
+        try:
+            return gymnasium.make(env.spec, render_mode="rgb_array")
+        except Exception as error:
+            what = f"gymnasium.make(..., render_mode='rgb_array') raised {one_line(error)}"
+            raise UnreadableRecord(f"cannot be rendered, because {what}") from error
+
+    return build
+
+
+def _accepts_render_mode(env_fn: Callable[..., Any]) -> bool:
     try:
-        return gymnasium.make(env.spec, render_mode="rgb_array")
-    except Exception as error:
-        what = f"gymnasium.make(..., render_mode='rgb_array') raised {one_line(error)}"
-        raise UnreadableRecord(f"cannot be rendered, because {what}") from error
+        parameter = inspect.signature(env_fn).parameters.get("render_mode")
+    except (TypeError, ValueError):  # a callable of an extension module may have no signature
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
 
 
 def _render(env: Any, row: int) -> _Image:

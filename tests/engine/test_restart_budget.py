@@ -270,6 +270,9 @@ def test_first_line_about_a_crash_names_the_environment_and_the_code_line(
     [
         ([(threading.__file__, 327, "wait"), ("/a/my env.py", 22, "step"), ("/a/b.py", 9, "step")], "my env.py:22 in step"),
         ([("/usr/site-packages/gymnasium/core.py", 7, "step")], "core.py:7 in step"),
+        ([("/usr/site-packages/numpy/numeric.py", 2, "ones"), ("/a/b.py", 9, "step")], "b.py:9 in step"),
+        ([("numpy/random/mtrand.pyx", 2, "choice"), (vecenv.__file__, 4, "_"), ("/a/b.py", 9, "step")], "b.py:9 in step"),
+        ([("numpy/random/mtrand.pyx", 2, "choice"), (vecenv.__file__, 4, "step")], "mtrand.pyx:2 in choice"),
         ([(threading.__file__, 327, "wait")], "threading.py:327 in wait"),
         ([], ""),
     ],

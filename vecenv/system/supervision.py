@@ -262,12 +262,12 @@ def _frames_above_worker(thread: str) -> list[str]:
 
 
 def innermost_location(stack: str) -> str:
-    """Return ``file:line in function`` of the innermost frame, if possible one outside the standard library."""
+    """Return ``file:line in function`` of the innermost frame, if possible one of the user's own code."""
     return _choose_location(_FRAME_PATTERN.findall(stack))
 
 
 def location_in_traceback(traceback: str) -> str:
-    """Return ``file:line in function`` of the frame that raised, or an empty string if that is in this package."""
+    """Return the location of the innermost frame, as :func:`innermost_location` does; empty if it is in this package."""
     frames = _FRAME_PATTERN.findall(traceback)[::-1]
     return "" if not frames or frames[0][0].startswith(_PACKAGE_FOLDER) else _choose_location(frames)
 
@@ -276,8 +276,14 @@ def _choose_location(frames: list[tuple[str, str, str]]) -> str:
     if not frames:
         return ""
     outside = [frame for frame in frames if not frame[0].startswith(_STDLIB_FOLDER) or f"-packages{os.sep}" in frame[0]]
-    file, line, function = (outside or frames)[0]
+    # compiled modules and frozen ones have no absolute path
+    own = [frame for frame in outside if os.path.isabs(frame[0]) and not _is_installed(frame[0])]
+    file, line, function = (own or outside or frames)[0]
     return f"{os.path.basename(file)}:{line} in {function}"
+
+
+def _is_installed(file: str) -> bool:
+    return f"-packages{os.sep}" in file or file.startswith(_PACKAGE_FOLDER)
 
 
 # -- the end of a process --------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import re
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -41,6 +43,17 @@ def test_differing_agents_and_spaces_are_named_for_every_environment(num_workers
     assert "another order" in text
     assert "env 5" in text
     assert "env 2" not in text
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_dict_of_actions_names_the_layout_that_takes_it(as_list: bool) -> None:
+    with contextlib.closing(MultiAgentVecEnv([Scripted] * 2, num_workers=0, layout="stack")) as envs:
+        envs.reset(seed=1)
+        actions: Any = dict.fromkeys(envs.possible_agents, 0)
+        takes = re.escape("layout 'stack' takes an array [env, agent] of shape (2, 3), with agents in the order of envs.")
+        with pytest.raises(ValueError, match=rf"{takes}.*layout='agents' takes a dict; nothing was sent"):
+            envs.step([actions] * 2 if as_list else actions)
+        envs.step(np.zeros((2, 3), int))
 
 
 class NoAgents:

@@ -309,7 +309,16 @@ class AgentActionConverter:
         count, keys = len(rows), [part.key for part, _ in self._parts]
         if self._roster.layout == "stack":
             part, tree = self._parts[0]
-            return map_checked(_make_check(count, len(part.agents)), actions, tree, "actions")
+            try:
+                return map_checked(_make_check(count, len(part.agents)), actions, tree, "actions")
+            except ValueError:
+                if not _holds_dicts(actions) or tree.leaf is None:
+                    raise
+                shape = (count, len(part.agents), *tree.leaf.shape)
+                raise ValueError(
+                    f"actions: got dicts, but layout 'stack' takes an array [env, agent] of shape {shape}, with agents in "
+                    "the order of envs.possible_agents; layout='agents' takes a dict; nothing was sent"
+                ) from None
         if not isinstance(actions, Mapping):
             raise TypeError(f"actions: got {type(actions).__name__}, expected a dict with {keys}; nothing was sent")
         if unknown := [key for key in actions if key not in keys]:
@@ -326,6 +335,10 @@ class AgentActionConverter:
             else:
                 out[part.key] = zeros(tree, *axes)
         return out
+
+
+def _holds_dicts(actions: Any) -> bool:
+    return isinstance(actions[0] if isinstance(actions, (list, tuple)) and actions else actions, Mapping)
 
 
 def map_checked(function: Callable[[Any, Leaf, str], Array], value: Any, tree: Tree, name: str) -> Any:

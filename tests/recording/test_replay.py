@@ -128,11 +128,14 @@ def test_fault_is_repeated(fault: str, context: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("on_failure", "fault"), each_once(["raise", "restart"], ["sleep", "hold_gil"]))
-def test_hang_is_repeated(fault: str, on_failure: str, tmp_path: Path) -> None:
+def test_hang_is_repeated(
+    fault: str, on_failure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     how = vecenv.Restart(0) if on_failure == "restart" else on_failure
     files, _ = fails(tmp_path, fault, step_timeout=1.0, on_failure=how)
     result = replay(files[0])
-    assert result.text == f"happened again at step {AT}: it hung for more than 1 seconds"
+    assert result.text == f"happened again at step {AT}: it hung for more than 1 second"
+    assert capsys.readouterr().err.splitlines()[-1] == f"waiting up to 6 s for step {AT}"
     assert (result.step, result.location.partition(":")[0]) == (AT, "faulty.py")
     assert f"in {fault}\n" in result.stack
 
@@ -143,7 +146,7 @@ def test_timeout_names_the_file_of_the_environment_that_hangs(tmp_path: Path) ->
     assert [file.name[:10] for file in files] == ["Short-env0", "Short-env1", "Short-env2"]
     assert any(note.startswith(f"recorded: {files[1]}\n") for note in error.__notes__), error.__notes__
     headers = [read_header(file)[0] for file in files]
-    assert all(header.failed.startswith("it hung for more than 1 seconds: env 1, of envs 0-2, ") for header in headers)
+    assert all(header.failed.startswith("it hung for more than 1 second: env 1, of envs 0-2, ") for header in headers)
     assert [header.other_running_env for header in headers] == [1, None, 1]
 
 

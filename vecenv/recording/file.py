@@ -315,3 +315,8 @@ def read(header: Header, body: bytes) -> Record:
         gymnasium.registry.setdefault(record.spec.id, record.spec)
     sys.path += [entry for entry in record.path if entry not in sys.path and os.path.exists(entry)]
     return record
+
+
+def count_seconds(seconds: float) -> str:
+    """Return a number with its unit, such as ``1 second``."""
+    return f"{seconds:g} second{'s' * (seconds != 1)}"

@@ -44,6 +44,7 @@ from vecenv.recording.file import (
     Failed,
     Message,
     Record,
+    count_seconds,
     new_failure_name,
     pack,
     remove_old,
@@ -659,7 +660,7 @@ def recorder_for_hosts(
 
 def _describe_hang(error: StepTimeout, row: int) -> str:
     """Return a line about the hang of a row's worker, with the environment and line of Python if the error names them."""
-    text = "it hung" if error.timeout is None else f"it hung for more than {error.timeout:g} seconds"
+    text = "it hung" if error.timeout is None else f"it hung for more than {count_seconds(error.timeout)}"
     return f"{text}: {error.where[row]}" if row in error.where else text
 
 

@@ -26,7 +26,16 @@ from typing import Any, Final, NamedTuple
 
 import gymnasium
 
-from vecenv.recording.file import SUFFIX, Failed, Header, UnreadableRecord, newest_files, read, read_header
+from vecenv.recording.file import (
+    SUFFIX,
+    Failed,
+    Header,
+    UnreadableRecord,
+    count_seconds,
+    newest_files,
+    read,
+    read_header,
+)  # fmt: skip
 from vecenv.recording.replay import AGAIN, CANNOT, DIFFERENT, STOPPED, Replay, ReplayResult
 from vecenv.system.descriptors import DescriptorOwner
 from vecenv.system.helper_process import HelperProcess
@@ -45,6 +54,7 @@ from vecenv.tools.video import Frame, as_rgb, require_writer, write_video
 _MAX_FRAMES: Final = 1000
 _MAX_LISTED_FILES: Final = 5
 _STACK_SECONDS: Final = 1.0
+_SILENT_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 5.0
 """Seconds added to the recorded limit of a step, because the process has just started."""
 _NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
@@ -239,7 +249,7 @@ def _replay(path: Path, **options: Any) -> _Attempt:
     call, hung, limit = _NextCall("while it was built", None), False, math.inf  # building has no limit
     try:
         helper.start()
-        while not (hung := not helper.wait(time.monotonic() + limit)) and (blob := helper.receive()):
+        while not (hung := not _wait(helper, call, limit)) and (blob := helper.receive()):
             message: ReplayResult | _Message = pickle.loads(blob)
             if isinstance(message, ReplayResult):
                 helper.has_ended(_GRACE_SECONDS)
@@ -261,6 +271,17 @@ def _replay(path: Path, **options: Any) -> _Attempt:
         descriptors.close()
 
 
+def _wait(helper: HelperProcess, call: _NextCall, limit: float) -> bool:
+    """Wait for a message for ``limit`` seconds, and say so after the first. Return False if there is none."""
+    until = time.monotonic() + limit
+    if limit < math.inf:
+        if helper.wait(time.monotonic() + _SILENT_SECONDS):
+            return True
+        name = "render()" if call.renders else call.where.partition(" ")[2]
+        print(f"waiting up to {limit:g} s for {name}", file=sys.stderr, flush=True)
+    return helper.wait(until)
+
+
 def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
     """Make a hanging process write its stack."""
     assert helper.pid is not None
@@ -278,7 +299,8 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
 
 def _unfinished_result(failed: Failed | None, exitcode: int | None, call: _NextCall, hung: bool, stack: str) -> ReplayResult:
     """Return the result of a replay that did not finish."""
-    text = f"it hung for more than {failed.seconds:g} seconds" if hung and failed is not None else describe_exit(exitcode)
+    limit = failed.seconds if failed is not None else None
+    text = f"it hung for more than {count_seconds(limit)}" if hung and limit else describe_exit(exitcode)
     if call.renders:
         verb = "hung" if hung else "died"
         return ReplayResult(CANNOT, f"cannot be rendered, because the process {verb} in render(): {text}")

@@ -185,7 +185,7 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], text: str, capsys: p
         ("matplotlib", ["bench", "--json"], BENCH),
         ("ale_py", ["bench", "ALE/Pong-v5"], BENCH),
         ("ale_py", ["plan", "ALE/Pong-v5"], BENCH),
-        ("rich", ["top", "--once"], BENCH),
+        ("rich", ["top", "--once"], "pip install rich"),
     ],
 )
 def test_missing_library_is_named_with_its_install_command(

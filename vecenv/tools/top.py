@@ -295,7 +295,7 @@ def main(arguments: argparse.Namespace) -> int:
         raise CliError("vecenv top needs Linux; envs.stats() returns the statistics in the program itself")
     watcher = Watcher(arguments.pid)
     if not arguments.json:
-        require("vecenv top", "rich")
+        require("vecenv top", "rich", install="pip install rich")
         if not arguments.once:
             return _show(watcher, arguments.interval)
     watcher.read()

@@ -134,7 +134,7 @@ def test_each_restart_is_logged_once_with_its_cause(caplog: pytest.LogCaptureFix
     line = inspect.getsourcelines(Flaky.step)[1] + 3
     place = f"{Path(__file__).name}:{line} in step"
     cause = f"env 1: ConnectionError: simulator lost its connection, at {place}"
-    assert text == [f"vecenv restarts failed environments: {cause}"] * 2
+    assert text == [f"vecenv restarts after a failure: {cause}"] * 2
 
 
 def test_a_thousand_restarts_do_not_fill_the_log(
@@ -148,11 +148,11 @@ def test_a_thousand_restarts_do_not_fill_the_log(
     now = 10.0
     log.log("env 1000")
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[:5] == [f"vecenv restarts failed environments: env {index}" for index in range(5)]
-    assert lines[5:] == ["vecenv restarts failed environments: env 1000 (and 995 more restarts since the last such line)"]
+    assert lines[:5] == [f"vecenv restarts after a failure: env {index}" for index in range(5)]
+    assert lines[5:] == ["vecenv restarts after a failure: env 1000 (and 995 more restarts since the last such line)"]
 
 
-@pytest.mark.parametrize(("restarts", "last_line"), [(5, None), (6, "once more"), (8, "3 more times")])
+@pytest.mark.parametrize(("restarts", "last_line"), [(5, None), (6, "another failure"), (8, "3 more failures")])
 def test_closing_the_log_reports_unlogged_restarts(
     caplog: pytest.LogCaptureFixture, restarts: int, last_line: str | None
 ) -> None:
@@ -163,7 +163,7 @@ def test_closing_the_log_reports_unlogged_restarts(
     log.close()
     lines = [record.getMessage() for record in caplog.records][5:]
     latest = f" since the last such line; the latest: env {restarts - 1}"
-    assert lines == ([] if last_line is None else [f"vecenv restarted failed environments {last_line}{latest}"])
+    assert lines == ([] if last_line is None else [f"vecenv restarts after {last_line}{latest}"])
 
 
 def test_closing_the_engine_reports_unlogged_restarts(caplog: pytest.LogCaptureFixture) -> None:
@@ -171,7 +171,7 @@ def test_closing_the_engine_reports_unlogged_restarts(caplog: pytest.LogCaptureF
         envs.step(np.zeros(6, int))
         assert len(caplog.records) == 5
         envs.close()
-    assert "once more since the last such line; the latest: env 5: " in caplog.records[-1].getMessage()
+    assert "after another failure since the last such line; the latest: env 5: " in caplog.records[-1].getMessage()
 
 
 def test_record_is_readable() -> None:

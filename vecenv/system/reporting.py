@@ -58,12 +58,12 @@ class RestartLog:
             return
         num_suppressed, self._num_suppressed, self._lines = self._num_suppressed, 0, self._lines + 1
         more = f" (and {num_suppressed} more restarts since the last such line)" if num_suppressed else ""
-        _log.warning("vecenv restarts failed environments: %s%s", cause, more)
+        _log.warning("vecenv restarts after a failure: %s%s", cause, more)
 
     def close(self) -> None:
         """Log the number of restarts since the last line, if there were any."""
         num_suppressed, self._num_suppressed = self._num_suppressed, 0
         if num_suppressed:
-            times = f"{num_suppressed} more times" if num_suppressed > 1 else "once more"
-            text = f"vecenv restarted failed environments {times} since the last such line; the latest: {self._latest_cause}"
-            _log.warning("%s", text)
+            failures = f"{num_suppressed} more failures" if num_suppressed > 1 else "another failure"
+            text = "vecenv restarts after %s since the last such line; the latest: %s"
+            _log.warning(text, failures, self._latest_cause)

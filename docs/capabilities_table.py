@@ -1,4 +1,4 @@
-"""The table of ``docs/generated/capabilities.md``: ``python docs/capabilities_table.py`` writes it from the capabilities of backends.
+"""The table of ``docs/generated/capabilities.md``, written by ``python docs/capabilities_table.py``.
 
 Nothing is built and no environment is stepped: every backend declares its capabilities.
 """
@@ -43,10 +43,11 @@ def columns() -> dict[str, Capabilities]:
     """Return the greatest capabilities of each backend."""
     engine = {"policy": SimpleNamespace(restart=True), "pool": SimpleNamespace(local=None)}
     here, there = (lambda _: ""), (lambda _: "its environments are stepped by hosts")
+    process = SimpleNamespace(backend="process", reason=here, **engine)
     workers: Any = Engine.__dict__["capabilities"].fget
     library: Any = native._LibraryDriver.__dict__["capabilities"].fget
     return {
-        "process": replace(workers(SimpleNamespace(backend="process", reason=here, **engine)), spare_workers=True, recording=True),
+        "process": replace(workers(process), spare_workers=True, recording=True),
         "ray": replace(workers(SimpleNamespace(backend="ray", reason=there, **engine)), recording=True),
         "EnvPool": WholeBatchDriver.capabilities,
         "EnvPool, first-ready": FirstReadyDriver.capabilities,

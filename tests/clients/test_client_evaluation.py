@@ -15,7 +15,13 @@ import vecenv
 sb3 = pytest.importorskip("stable_baselines3", reason="needs Stable-Baselines3: pip install 'vecenv[clients]'")
 
 from stable_baselines3.common.evaluation import evaluate_policy  # noqa: E402
-from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack, VecMonitor, VecNormalize  # noqa: E402
+from stable_baselines3.common.vec_env import (  # noqa: E402
+    DummyVecEnv,
+    VecFrameStack,
+    VecMonitor,
+    VecNormalize,
+    VecTransposeImage,
+)
 
 from vecenv.adapters import as_sb3, evaluate_sb3  # noqa: E402
 
@@ -121,6 +127,46 @@ def test_a_normalizer_around_environments_is_used_and_other_wrappers_are_refused
     assert found == plain(evaluate_sb3(Recurrent(), envs, 4, seed=4))
     with pytest.raises(TypeError, match="evaluate_sb3 does not apply VecFrameStack: wrap the single environments instead"):
         evaluate_sb3(Recurrent(), VecFrameStack(normalizer, 4), 4)
+    envs.close()
+
+
+class Images(gymnasium.Env[Any, Any]):
+    """Images with channels last; the number of bright rows decides which action is rewarded."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (36, 40, 3), np.uint8)
+    action_space = gymnasium.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.observe(), {}
+
+    def observe(self) -> Any:
+        self.bright = int(self.np_random.integers(36))
+        image = np.zeros((36, 40, 3), np.uint8)
+        image[: self.bright, :, self.bright % 3] = 255
+        return image
+
+    def step(self, action: Any) -> Any:
+        reward = float(self.bright * (action + 1))
+        self.steps += 1
+        return self.observe(), reward, False, self.steps == 5, {}
+
+
+def test_images_with_channels_last_are_transposed_by_the_model() -> None:
+    model = sb3.PPO("CnnPolicy", DummyVecEnv([Images]), n_steps=8, batch_size=8, seed=0, device="cpu")
+    assert model.observation_space.shape == (3, 36, 40)
+    envs = vecenv.AsyncVectorEnv([Images] * 2, num_workers=0)
+    results = evaluate_sb3(model, envs, 3, seed=20)
+    assert plain(evaluate_sb3(model, VecTransposeImage(VecMonitor(as_sb3(envs))), 3, seed=20)) == plain(results)
+    for each in results:
+        alone = VecMonitor(DummyVecEnv([Images]))
+        alone.seed(each.seed)
+        assert evaluate_policy(model, alone, 1) == (each.episode_return, 0.0)
+    floats = gymnasium.spaces.Box(0, 255, (3, 36, 40), np.float32)  # predict would not transpose these
+    model.observation_space = floats
+    with pytest.raises(ValueError, match="the model's observations are Box"):
+        evaluate_sb3(model, envs, 3, seed=20)
     envs.close()
 
 

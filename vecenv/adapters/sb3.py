@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from gymnasium import spaces
+from gymnasium import Space, spaces
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
 from stable_baselines3.common.base_class import BaseAlgorithm
-from stable_baselines3.common.preprocessing import check_for_nested_spaces
-from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize
+from stable_baselines3.common.preprocessing import check_for_nested_spaces, is_image_space
+from stable_baselines3.common.vec_env import VecEnv, VecEnvWrapper, VecMonitor, VecNormalize, VecTransposeImage
 
 from vecenv.adapters.single import AnyVectorEnv, SingleEnvs, added_keys, agents_per_env, require_settings, reset_all
 from vecenv.evaluating import evaluate
@@ -214,8 +214,9 @@ def evaluate_sb3(
 
     Args:
         model: An object with ``predict``, ``observation_space`` and ``action_space``, such as SB3's algorithms.
-        envs: A vector environment, or the result of :func:`as_sb3`, even within ``VecMonitor`` or ``VecNormalize``. Other
-            wrappers used in training, such as frame stacking, must be in the single environments.
+        envs: A vector environment, or the result of :func:`as_sb3`, even within ``VecMonitor``, ``VecNormalize`` or
+            ``VecTransposeImage`` (the model transposes images by itself). Other wrappers used in training, such as frame
+            stacking, must be in the single environments.
         episodes: A number of episodes, or a sequence of :class:`vecenv.Episode`.
         deterministic: Use the most likely action. Otherwise actions are drawn from torch's generator, so evaluations differ.
         options: Further arguments of :func:`vecenv.evaluate`.
@@ -230,7 +231,7 @@ def evaluate_sb3(
     while isinstance(envs, VecEnvWrapper):
         if isinstance(envs, VecNormalize):
             normalize = envs
-        elif not isinstance(envs, VecMonitor):
+        elif not isinstance(envs, VecMonitor | VecTransposeImage):
             raise TypeError(f"evaluate_sb3 does not apply {type(envs).__name__}: wrap the single environments instead")
         envs = envs.venv
     inner = envs.vector_env if isinstance(envs, SB3VecEnv) else envs
@@ -240,12 +241,20 @@ def evaluate_sb3(
         raise TypeError(f"evaluate_sb3(model, envs, episodes): got model={model!r} and envs={envs!r}: {problem}")
     for name in ("observation", "action"):
         env_space, model_space = getattr(inner, f"single_{name}_space", None), getattr(model, f"{name}_space")
-        if env_space is not None and env_space.shape != model_space.shape:
+        if env_space is not None and not _fits(env_space, model_space):
             raise ValueError(
                 f"the model's {name}s are {model_space}, the environments' {env_space}; wrappers used in training other "
                 "than VecNormalize must be in the single environments"
             )
     return evaluate(inner, _ModelPolicy(model, inner, normalize, deterministic), episodes, **options)
+
+
+def _fits(env_space: Space[Any], model_space: Space[Any]) -> bool:
+    """True if the shapes are equal, or differ only because SB3 puts the channels of images first; ``predict`` does, too."""
+    shape = env_space.shape
+    if shape is None or not is_image_space(env_space) or not is_image_space(model_space):
+        return shape == model_space.shape
+    return model_space.shape in (shape, (*shape[2:], *shape[:2]))
 
 
 class _ModelPolicy:

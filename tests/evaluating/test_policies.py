@@ -409,6 +409,29 @@ def test_other_wrappers_see_every_observation() -> None:
     assert [each.length for each in results] == [each[3] for each in expected_results(4)]
 
 
+def test_running_statistics_of_wrappers_are_used_and_not_updated() -> None:
+    with open_engine([lambda: gymnasium.make("CartPole-v1")] * 3, num_workers=0) as envs:
+        inner = gymnasium.wrappers.vector.NormalizeReward(gymnasium.wrappers.vector.NormalizeObservation(envs))
+        frozen = gymnasium.wrappers.vector.NormalizeReward(inner)
+        frozen.update_running_mean = False
+        normalized: Any = vecenv.wrappers.RecordEpisodeStatistics(frozen)
+        normalized.reset(seed=0)
+        for _ in range(20):
+            normalized.step(np.array([0, 1, 0]))
+        wrappers: Any = normalized.env, inner, inner.env
+        before = [repr(vars(getattr(each, "obs_rms", None) or each.return_rms)) for each in wrappers]
+
+        def policy(observations: Any) -> Any:
+            return (observations[:, 2] > 0).astype(int)
+
+        results = vecenv.evaluate(normalized, policy, 8, seed=SEED)
+        assert vecenv.evaluate(normalized, policy, 8, seed=SEED).returns.tolist() == results.returns.tolist()
+        assert [repr(vars(getattr(each, "obs_rms", None) or each.return_rms)) for each in wrappers] == before
+        with pytest.raises(ZeroDivisionError):
+            vecenv.evaluate(normalized, lambda observations: 1 / 0, 3)
+        assert [each.update_running_mean for each in wrappers] == [False, True, True]
+
+
 def test_frames_of_chosen_episodes() -> None:
     with open_engine(walks(2, render_mode="rgb_array"), num_workers=1) as envs:
         results = vecenv.evaluate(envs, choose, 5, seed=SEED, frames=[1, 4])

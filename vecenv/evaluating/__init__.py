@@ -19,6 +19,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from gymnasium.error import AlreadyPendingCallError
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.wrappers.vector import NormalizeObservation
 
 from vecenv.errors import EnvFailed, ErrorRecord, SnapshotMismatch, StepTimeout, WorkerDied, how_to_install
 from vecenv.evaluating.episodes import Attempt, EpisodeList, EpisodeResult, EpisodeResults, Episodes, parse_episodes
@@ -114,7 +115,7 @@ def evaluate(
 
     runner = _make_runner(envs, todo, act, report, parse_timeout(timeout), with_frames)
     bar = _progress_bar(len(todo.episodes)) if progress else contextlib.nullcontext()
-    with bar as show, journal or contextlib.nullcontext(), watched_handlers():
+    with bar as show, journal or contextlib.nullcontext(), watched_handlers(), _fixed_statistics(envs):
         if journal is not None:
             todo.results.update(journal.results)
         runner.run()
@@ -211,7 +212,7 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
     if capabilities is None:
         if not isinstance(envs.metadata.get("autoreset_mode"), AutoresetMode):
             raise_unsupported(envs, "be evaluated", "its metadata has no autoreset mode")
-        return False
+        return any(isinstance(wrapper, NormalizeObservation) for wrapper in _wrappers(envs))  # it refuses masked resets
     if not capabilities.row_seeds:
         raise_unsupported(envs, "evaluate episodes with a seed each", "its environments share one generator")
     if any(episode.reset_options for episode in todo.episodes) and not capabilities.reset_options:
@@ -220,6 +221,26 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
     if capabilities.backend == "envpool" and largest >= _ENVPOOL_SEED_LIMIT:
         raise_unsupported(envs, f"give an episode the seed {largest}", "EnvPool's seeds are below 2**31")
     return not (capabilities.reset_mask and capabilities.masked_seeds)
+
+
+def _wrappers(envs: Any) -> Iterator[VectorWrapper[Any, Any, Any, Any, Any]]:
+    """Yield the wrappers around a vector environment, outermost first."""
+    while isinstance(envs, VectorWrapper):
+        yield envs
+        envs = envs.env
+
+
+@contextlib.contextmanager
+def _fixed_statistics(envs: Any) -> Iterator[None]:
+    """Stop the updates of running statistics, as of ``NormalizeObservation``: results would depend on earlier episodes."""
+    updating = [wrapper for wrapper in _wrappers(envs) if getattr(wrapper, "update_running_mean", False)]
+    try:
+        for wrapper in updating:
+            wrapper.update_running_mean = False  # type: ignore[attr-defined]
+        yield
+    finally:
+        for wrapper in updating:
+            wrapper.update_running_mean = True  # type: ignore[attr-defined]
 
 
 def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:

@@ -270,6 +270,9 @@ def preloads(modules: Any) -> Options:
         ({"context": "zz"}, ValueError, "cannot find context for 'zz'"),
         # options that Gymnasium's class lacks, or errors with a different text
         ({"num_worker": 1}, TypeError, "AsyncVectorEnv has no option 'num_worker'. Did you mean 'num_workers'?"),
+        ({"nworkers": 2}, TypeError, "AsyncVectorEnv has no option 'nworkers'. Did you mean 'num_workers'?"),
+        ({"n_workers": 2}, TypeError, "AsyncVectorEnv has no option 'n_workers'. Did you mean 'num_workers'?"),
+        ({"workers": 2}, TypeError, "AsyncVectorEnv has no option 'workers'. Did you mean 'num_workers'?"),
         ({"env_fns": []}, ValueError, "AsyncVectorEnv needs at least one env_fn, got []"),
         ({"env_fns": (fn for fn in counters(2))}, TypeError, "; got <generator object"),
         ({"env_fns": [lambda: 3] * 2}, TypeError, "env_fns[0]() returned int, which has no `reset`: expected"),

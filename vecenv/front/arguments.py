@@ -195,11 +195,16 @@ def check_option_names(
         hint = ""
         if name in _ADVICE:
             hint = f" {_ADVICE[name]}"
-        elif misplaced := difflib.get_close_matches(name, vector_options, n=1, cutoff=0.8):
-            hint = f" Did you mean {misplaced[0]!r}, an option of the vector environment?"
-        elif similar := difflib.get_close_matches(name, accepted, n=1):
-            hint = f" Did you mean {similar[0]!r}?"
+        elif misplaced := _find_similar(name, vector_options, cutoff=0.75):
+            hint = f" Did you mean {misplaced!r}, an option of the vector environment?"
+        elif similar := _find_similar(name, accepted, cutoff=0.6):
+            hint = f" Did you mean {similar!r}?"
         raise TypeError(f"{owner} has no option {name!r}.{hint} Options: {', '.join(accepted) or 'none'}")
+
+
+def _find_similar(name: str, options: Iterable[str], *, cutoff: float) -> str | None:
+    """Return the most similar option; never ``worker``, a function, as ``workers=2`` means ``num_workers``."""
+    return next(iter(difflib.get_close_matches(name, set(options) - {"worker"}, n=1, cutoff=cutoff)), None)
 
 
 def check_start_method(context: Any) -> None:

@@ -54,6 +54,17 @@ def span_text(rows: Sequence[int]) -> str:
     return f"{rows[0]}-{rows[-1]}" if len(rows) > 1 else f"{rows[0]}" if len(rows) else "none"
 
 
+def rows_text(rows: Sequence[int]) -> str:
+    """Return ``env 3`` or ``envs 1-3, 7`` for ascending rows."""
+    spans: list[list[int]] = []
+    for row in rows:
+        if spans and row == spans[-1][-1] + 1:
+            spans[-1].append(row)
+        else:
+            spans.append([row])
+    return f"env{'s' * (len(rows) > 1)} {', '.join(map(span_text, spans))}"
+
+
 def failed_earlier_error(reasons: Mapping[int, str]) -> EnvFailed:
     """Return the exception for rows that failed earlier and must be reset first; ``reasons`` maps rows to their failures."""
     rows = sorted(reasons)

@@ -35,7 +35,7 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
 
 import vecenv
 from vecenv.engine import worker_process
-from vecenv.errors import EnvFailed, StepTimeout, WorkerDied
+from vecenv.errors import EnvFailed, ObservationError, StepTimeout, WorkerDied
 
 # --- section 1.12: close, twice, late, with terminate, and without a call of it ------------------
 
@@ -364,6 +364,26 @@ def test_a_reset_frees_an_environment_that_failed() -> None:
             with raises_logged(RuntimeError, "no options"):
                 envs.reset(options={"a": 1})
             assert envs.reset()[1]["earlier"].tolist() == [0]
+
+
+class WrongEnv(CounterEnv):
+    """Steps fail: with an action from 1 to 4 by a shape, otherwise by an exception that names the action."""
+
+    def step(self, action: Any) -> Any:
+        if 1 <= action <= 4:
+            return np.zeros(1, self.observation_space.dtype), 0.0, False, False, {}
+        raise RuntimeError(f"cannot do {action}")
+
+
+def test_equal_exceptions_share_one_note() -> None:
+    with ready_engine([WrongEnv] * 8, num_workers=2) as envs:
+        with pytest.raises(ObservationError, match="env 0: observation") as caught:
+            envs.step(np.array([1, 2, 3, 5, 5, 6, 4, 5]))
+        (place, same, five, six) = caught.value.__notes__
+        assert place.startswith("env 0, worker 0")
+        assert same == "also failed in the same way: envs 1-2, 6"
+        assert five == "also failed: envs 3-4, 7: RuntimeError: cannot do 5"
+        assert six == "also failed: env 5: RuntimeError: cannot do 6"
 
 
 def test_a_dead_worker_says_how_to_go_on() -> None:

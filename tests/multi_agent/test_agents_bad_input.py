@@ -102,7 +102,7 @@ def test_mistakes_of_environments_are_named(fault: str, error: Any, match: str, 
             step_often(envs, actions, 4)
         notes = "\n".join(caught.value.__notes__)
         assert "env 1" in notes
-        assert "also failed: env 3" in notes
+        assert "also failed in the same way: env 3" in notes
         assert {record.env for record in envs.errors} == {1, 3}
         with pytest.raises(vecenv.errors.EnvFailed, match=r"\[1, 3\]"):
             envs.step(actions)

@@ -29,7 +29,7 @@ from vecenv.errors import EnvError, ErrorRecord, RestartsExhausted, StepTimeout
 from vecenv.front.arguments import parse_timeout, select_options
 from vecenv.front.driver import Counters
 from vecenv.link.infos import NO_INFO, InfoReader
-from vecenv.link.messages import Failure, PackedError, pack_error, summary, unpack_error
+from vecenv.link.messages import Failure, PackedError, notes_about_others, pack_error, summary, unpack_error
 from vecenv.link.observations import SharedStore, Store, flatten
 from vecenv.planning.options import OnFailure, Restart
 from vecenv.shm import Batch
@@ -148,8 +148,8 @@ class FailureLog:
         deaths = list({death.worker: death for death in request.deaths}.values())
         if raised:
             error = raised[0][1]
-            for env, other in raised[1:]:
-                note_once(error, f"also failed: env {env}: {summary(other)}")
+            for note in notes_about_others(raised):
+                note_once(error, note)
             for death in deaths:
                 note_once(error, f"also: {death.text}")
         else:

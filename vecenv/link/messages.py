@@ -17,6 +17,7 @@ import collections
 import io
 import operator
 import pickle
+import re
 import struct
 import sys
 import traceback
@@ -31,7 +32,7 @@ from typing import Any, Final, TypeAlias
 
 import cloudpickle
 
-from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback
+from vecenv.errors import EnvError, EpisodeOver, RemoteTraceback, rows_text
 from vecenv.front.infos import short_repr
 from vecenv.shm.arena import Place, SharedBlock, find_place
 from vecenv.system.signals import call_with_fallback
@@ -392,6 +393,18 @@ def summary(error: BaseException) -> str:
     name = type(error).__name__
     text = call_with_fallback(lambda: f": {error}", lambda _: " (it could not be printed)", BaseException)
     return name if text == ": " else name + text
+
+
+def notes_about_others(raised: Sequence[tuple[int, BaseException]]) -> list[str]:
+    """Return the notes of the first exception about the other environments; equal exceptions share one note."""
+    rows_by_text: dict[str, set[int]] = {}
+    for row, error in raised:
+        text = re.sub(rf"\benv {row}(: |, )", "", summary(error), count=1)  # the only difference between many messages
+        rows_by_text.setdefault(text, set()).add(row)
+    first, *others = rows_by_text.items()
+    same = sorted(first[1] - {raised[0][0]})
+    notes = [f"also failed in the same way: {rows_text(same)}"] if same else []
+    return notes + [f"also failed: {rows_text(sorted(rows))}: {text}" for text, rows in others]
 
 
 def original_summary(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from vecenv.backends.ray.host import RemoteFailure
 from vecenv.backends.ray.hosts import RemoteHost
 from vecenv.engine.observers import Observer, notify_failure
 from vecenv.errors import ErrorRecord, RestartsExhausted, StepTimeout, WorkerDied, envs_text
-from vecenv.link.messages import summary, unpack_error
+from vecenv.link.messages import notes_about_others, unpack_error
 from vecenv.system.reporting import RestartLog
 from vecenv.system.restart_budget import RestartBudget
 
@@ -109,11 +109,15 @@ class Failures:
 
 
 def combine(errors: Errors) -> Exception:
-    """Return the exception of the environment with the lowest index, with a note about each other failure of the request."""
+    """Return the exception of the environment with the lowest index, with notes about the other failures of the request."""
     ordered = sorted(errors, key=lambda pair: math.inf if pair[0] is None else pair[0])
     first = ordered[0][1]
+    raised = [(env, error) for env, error in ordered if env is not None]
+    for note in notes_about_others(raised) if raised else ():
+        first.add_note(note)
     for env, other in ordered[1:]:
-        first.add_note(f"also: {other}" if env is None else f"also failed: env {env}: {summary(other)}")
+        if env is None:
+            first.add_note(f"also: {other}")
         if isinstance(first, WorkerDied) and isinstance(other, WorkerDied):
             first.envs = tuple(sorted({*first.envs, *other.envs}))
     return first

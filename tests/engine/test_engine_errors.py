@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gymnasium
 import numpy as np
 import psutil
 import pytest
@@ -31,7 +32,7 @@ from envs import (
     raises_logged,
     ready_engine,
 )
-from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, ResetNeeded
 
 import vecenv
 from vecenv.engine import worker_process
@@ -384,6 +385,37 @@ def test_equal_exceptions_share_one_note() -> None:
         assert same == "also failed in the same way: envs 1-2, 6"
         assert five == "also failed: envs 3-4, 7: RuntimeError: cannot do 5"
         assert six == "also failed: env 5: RuntimeError: cannot do 6"
+
+
+class UncheckedEnv(CounterEnv):
+    """Steps use an attribute that a reset sets, without a check."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.position = 0
+        return super().reset(**kwargs)
+
+    def step(self, action: Any) -> Any:
+        self.position += 1
+        if action == 4:
+            raise RuntimeError("no fours")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_exception_before_the_first_reset_says_so(num_workers: int) -> None:
+    text = "reset() was never called"
+    with open_engine([UncheckedEnv] * 2, num_workers=num_workers) as envs:
+        with pytest.raises(AttributeError, match="position") as caught:
+            envs.step(np.array([0, 0]))
+        assert text in caught.value.__notes__
+        envs.reset()
+        with pytest.raises(RuntimeError, match="no fours") as later:
+            envs.step(np.array([4, 0]))
+        assert text not in later.value.__notes__
+    with open_engine([functools.partial(gymnasium.make, "CartPole-v1")] * 2, num_workers=num_workers) as envs:
+        with pytest.raises(ResetNeeded) as checked:
+            envs.step(np.array([0, 0]))
+        assert text not in checked.value.__notes__
 
 
 def test_a_dead_worker_says_how_to_go_on() -> None:

@@ -13,7 +13,9 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-from vecenv.engine.failures import FailureLog, Policy, Rebuilder
+from gymnasium.error import ResetNeeded
+
+from vecenv.engine.failures import FailureLog, Policy, Rebuilder, note_once
 from vecenv.engine.requests import Request
 from vecenv.engine.worker_pool import WorkerPool
 from vecenv.engine.worker_process import Worker, WorkerProcess
@@ -305,6 +307,8 @@ class PendingMessages:
             error = self.queue_rebuilds(request, sorted(self.find_rows_to_settle(request)))
         else:
             error = self.failures.combine(request, raised)
+            if raised and request.command == "step" and not self.counters.resets and not isinstance(error, ResetNeeded):
+                note_once(error, "reset() was never called")
         request.failures.clear()
         request.deaths.clear()
         request.lost.clear()

@@ -219,6 +219,19 @@ def test_plan_isolates_if_it_costs_less_than_a_tenth(step: float, cores: int, nu
     assert ("ends the program" in by_itself.reason) == (by_itself.num_workers == 0 or by_itself.use_caller)
 
 
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"on_failure": "restart", "step_timeout": 60}, "on_failure and step_timeout"),
+        ({"worker_options": vecenv.WorkerOptions(env={"A_NAME": "1"})}, "WorkerOptions(env)"),
+        ({"use_caller": False}, "use_caller=False"),
+    ],
+)
+def test_plan_names_the_options_that_exclude_this_process(options: Any, named: str, closes: Any) -> None:
+    envs = closes(vecenv.AsyncVectorEnv([lambda: Numbers(0)] * 2, num_workers="auto", **options))
+    assert envs.plan.reason == f"one process per usable core, for {named}"
+
+
 def test_explicit_isolation(closes: Any) -> None:
     with_auto = closes(vecenv.make_vec(lambda: Numbers(0), 2, vector_kwargs={"use_caller": False}))
     assert with_auto.num_workers == 2

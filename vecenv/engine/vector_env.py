@@ -57,6 +57,7 @@ from vecenv.planning.options import (
     StartMethod,
     WorkerOptions,
     check_options,
+    options_for_processes,
     require_processes_for,
 )
 from vecenv.planning.plan import Plan, workers_and_share
@@ -200,12 +201,13 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
             on_failure, step_timeout, workers.start_timeout, logs_like_gymnasium=num_workers is None and not use_caller
         )
         self.start_timeout = policy.start_timeout
-        if use_caller is None and (policy.restart or step_timeout is not None or workers.env):
+        cause = options_for_processes(on_failure, step_timeout, workers.env, use_caller)
+        if use_caller is None and cause:
             use_caller = False
         dummy_env, example = workers.dummy_env, None
         if dummy_env is not None and not isinstance(dummy_env, bool):
             dummy_env, example = None, dummy_env
-        require_processes_for(type(self).__name__, num_workers, use_caller, dummy_env)
+        require_processes_for(type(self).__name__, num_workers, use_caller, dummy_env, cause)
         mp, has_core_per_env = make_context(context, workers.preload), self.num_envs <= usable_cores()
         self._probe = EnvProbe(
             env_fns, mp, workers.start_timeout,
@@ -218,7 +220,7 @@ class AsyncVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray], GymnasiumAsy
         try:
             self._read_spaces()
             self.num_workers, share, self.plan = workers_and_share(
-                self.num_envs, num_workers, use_caller, self._probe.measure, batch_size
+                self.num_envs, num_workers, use_caller, self._probe.measure, batch_size, cause
             )
             options = self._pool_options(mp, policy, workers)
             engine = self._start_engine(options, policy, share, workers.threads, env_threads)

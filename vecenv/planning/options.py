@@ -118,12 +118,24 @@ class EngineOptions(TypedDict, total=False):
     worker_options: WorkerOptions | None
 
 
+def options_for_processes(on_failure: Any, step_timeout: Any, variables: Any, use_caller: bool | None = None) -> str:
+    """Return the names of the given options that only worker processes fulfil; empty if there is none."""
+    given = {
+        "on_failure": on_failure != "raise",
+        "step_timeout": step_timeout is not None,
+        "WorkerOptions(env)": bool(variables),
+        "use_caller=False": use_caller is False,
+    }
+    return " and ".join(name for name, is_given in given.items() if is_given)
+
+
 def require_processes_for(
-    name: str, num_workers: int | str | None, use_caller: bool | None, dummy_env: bool | None
+    name: str, num_workers: int | str | None, use_caller: bool | None, dummy_env: bool | None, cause: str
 ) -> None:
     """Raise if options need worker processes but none are possible.
 
-    ``num_workers="auto"`` falls back to this process, and so needs none, unless ``use_caller`` is ``False``.
+    ``num_workers="auto"`` falls back to this process, and so needs none, unless ``use_caller`` is ``False``; ``cause`` names
+    the options from which that follows.
 
     Raises:
         NotImplementedError: Worker processes are not possible here. The text names an alternative; nothing has been built.
@@ -135,7 +147,7 @@ def require_processes_for(
     elif num_workers != 0 and num_workers != "auto":
         require_processes(f"{name} with num_workers={num_workers}")
     elif use_caller is False and num_workers == "auto":
-        require_processes(f"{name} with on_failure='restart', step_timeout, WorkerOptions(env) or use_caller=False")
+        require_processes(f"{name} with {cause}")
 
 
 def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **others: Any) -> int:

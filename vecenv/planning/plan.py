@@ -116,7 +116,8 @@ def caller_share(num_envs: int, workers: int, step: float) -> int:
 
 
 def choose(
-    times: StepTimes, num_envs: int, cores: int, *, use_caller: bool | None = None, independence: Independence | None = None
+    times: StepTimes, num_envs: int, cores: int, *, use_caller: bool | None = None, independence: Independence | None = None,
+    cause: str = "use_caller=False",
 ) -> Plan:  # fmt: skip
     """Choose the fastest way to step ``num_envs`` such environments, or one that is safer and nearly as fast.
 
@@ -130,6 +131,7 @@ def choose(
             worker processes if they are less than a tenth slower, because the program then survives a crash of an
             environment. ``True``: the fastest choice. Outside of the main thread of a process: like ``False``.
         independence: The verdict on whether environments may share a process; ``None``: assume that they may.
+        cause: The options from which ``use_caller=False`` follows.
     """
     independence = independence or Independence()
     make_plan = partial(Plan, num_envs, probe=times, cores=cores, independence=independence)
@@ -165,7 +167,7 @@ def choose(
     elif exclusion:
         reason = "one worker per usable core"
     elif use_caller is False:
-        reason = "on_failure, step_timeout, WorkerOptions(env=) and use_caller=False need processes, one per usable core"
+        reason = f"one process per usable core, for {cause}"
     elif safe:
         reason = "nearly the fastest, and a crash of an environment does not end the program"
     if share or not processes:
@@ -243,17 +245,18 @@ def workers_and_share(
     use_caller: bool | None,
     measure: Callable[[], tuple[StepTimes, Independence]],
     batch_size: int | str | None = None,
+    cause: str = "use_caller=False",
 ) -> tuple[int, int, Plan | None]:
     """Return the numbers of worker processes and of environments that the caller steps, and the plan if one was made.
 
     ``measure`` probes environments; it is called only if the result depends on it. With ``num_workers="auto"`` the caller
-    steps environments only in its main thread, and only if they are independent.
+    steps environments only in its main thread, and only if they are independent. ``cause``: see :func:`choose`.
     """
     cores, share = usable_cores(), 0
     found: Plan | None = None
     if num_workers == "auto":
         times, independence = measure()
-        found = choose(times, num_envs, cores, use_caller=use_caller, independence=independence)
+        found = choose(times, num_envs, cores, use_caller=use_caller, independence=independence, cause=cause)
         processes, share = found.num_workers, found.caller_share
     else:
         if num_workers is None:

@@ -30,7 +30,7 @@ from vecenv.front.by_row import infos_by_row
 from vecenv.link.envs import id_of
 from vecenv.link.messages import Outcome, PackedEnvFns, PackedError, encode_outcome, pack_error, summary
 from vecenv.link.observations import flatten
-from vecenv.planning.options import WorkerOptions
+from vecenv.planning.options import WorkerOptions, options_for_processes
 from vecenv.planning.plan import choose
 from vecenv.planning.probe import EnvProbe
 from vecenv.shm import Tree, fixed_tree
@@ -405,13 +405,15 @@ def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
     own = options.get("worker_options") or WorkerOptions()
     workers: Any = plan.workers
     if workers == "auto":
-        needs_processes = options.get("on_failure") != "raise" or options.get("step_timeout") is not None or own.env
+        cause = options_for_processes(options.get("on_failure"), options.get("step_timeout"), own.env)
         probe = EnvProbe(
             env_fns, multiprocessing.get_context(options["context"]), own.start_timeout, daemon=options["daemon"],
             own_generators=options["generators"] == "own", variables=resolve_variables(own.env, 0),
         )  # fmt: skip
         times, found = probe.measure()
-        chosen = choose(times, len(env_fns), plan.cpus, use_caller=False if needs_processes else None, independence=found)
+        chosen = choose(
+            times, len(env_fns), plan.cpus, use_caller=False if cause else None, independence=found, cause=cause
+        )  # fmt: skip
         workers, options["use_caller"] = chosen.num_workers, chosen.use_caller or options.get("use_caller")
     caller = bool(options.get("use_caller"))
     if workers is None and caller:

@@ -286,7 +286,8 @@ def program(tmp_path: Path) -> Path:
 REPORT = re.compile(
     r"vecenv run: gymnasium\.vector\.AsyncVectorEnv is vecenv's \((?P<given>[^\n]*)\)\n"
     r"(?P<tries>vecenv run: auto first tries environments in temporary processes, up to 64 steps\n)?(?P<own>.*)"
-    r"vecenv run: 1 vector environment of 3 environments: 360 steps in [\d.]+ s, [\d,]+ per second; nothing failed\n",
+    r"vecenv run: 1 vector environment of 3 environments: 360 steps in [\d.]+ s from construction to exit, "
+    r"[\d,]+ per second; nothing failed\n",
     re.DOTALL,
 )
 

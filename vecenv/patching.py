@@ -80,7 +80,8 @@ class PatchReport:
         seconds = max(time.monotonic() - self.began, 1e-9)
         failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
         restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
-        rate = f"{self.steps:,.0f} steps in {seconds:.1f} s, {self.steps / seconds:,.0f} per second"
+        span = f"{seconds:.1f} s from construction to exit"
+        rate = f"{self.steps:,.0f} steps in {span}, {self.steps / seconds:,.0f} per second"
         built = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
         return f"{built}: {rate}; {failed}{restarts}{more}"
 

@@ -204,7 +204,7 @@ class ArenaError(VecEnvError, MemoryError):
 
 
 class BusyError(VecEnvError, RuntimeError):
-    """Two threads called the same vector environment at once."""
+    """A call began inside another one, in another thread, a signal handler or an observer."""
 
 
 class ForkedError(VecEnvError, RuntimeError):

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from vecenv.engine.pending_messages import NEVER_PLAIN, PLAIN, PendingMessages
+from vecenv.engine.pending_messages import PLAIN, PendingMessages
 from vecenv.engine.requests import Request, reset_payload
 from vecenv.engine.worker_process import LAST_STEP_OP, LocalWorker, Worker, WorkerProcess
 from vecenv.errors import failed_earlier_error
@@ -348,7 +348,7 @@ class Exchange:
         return True
 
     def _wait_for_all(self, deadline: float | None) -> bool:
-        """Wait until no worker has a pending message or ``recv`` has to raise; ``False`` if the deadline passes first.
+        """Wait until no message is pending, or until ``recv`` has to raise. ``False`` if the deadline passes first.
 
         Waits for one worker after another: most reply during the first wait, so the caller wakes up once or twice per step.
         """
@@ -371,7 +371,7 @@ class Exchange:
                         self._kill_late_rebuild(worker)
                         continue
                 self.state.changing = True
-                received = may_have_replied = pending.receive(worker)
+                received = may_have_replied = pending.apply_next(worker)
                 if ended and not received:
                     pending.handle_death(worker)
                 if pending.unsettled:
@@ -405,7 +405,7 @@ class Exchange:
             return True
         self.state.changing = True
         for worker, ended in events:
-            if worker.death is None and not pending.receive(worker) and ended:
+            if worker.death is None and not pending.apply_next(worker) and ended:
                 pending.handle_death(worker)
         pending.settle_received()
         self.state.changing = False
@@ -419,7 +419,7 @@ class Exchange:
         """Apply all replies that have arrived, including those of workers that were not waited for."""
         for worker in self.pool.processes:
             self.state.changing = True
-            while worker.pending and worker.death is None and self.pending.receive(worker):
+            while worker.pending and worker.death is None and self.pending.apply_next(worker):
                 pass
             self.pending.settle_received()
             self.state.changing = False
@@ -443,14 +443,14 @@ class Exchange:
                 local.pending[0][2].droppable = True
             raise
         self.state.changing = True
-        if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always, and as in `receive`
+        if op == _STEP and outcome is PLAIN_OUTCOME:  # nearly always, and as in `apply_next`
             _, rows, request = local.pending.popleft()
             request.remaining -= 1
             if request.for_recv:
                 self.ready += rows
         else:
             has_payload = outcome.has_payload()
-            number = pack_head(NEVER_PLAIN, seq)[1:]
+            number = pack_head(PLAIN, seq)[1:]
             self.pending.apply(local, number, outcome if has_payload else None, outcome.columns or has_payload)
             self.pending.settle_received()
         self.state.changing = False
@@ -473,7 +473,7 @@ class Exchange:
     def _kill_late_rebuild(self, worker: WorkerProcess) -> None:
         """Kill a worker that took too long to rebuild environments."""
         seconds = self.policy.start_timeout + (self.policy.step_timeout or 0.0)
-        if worker.ready and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held
+        if worker.has_started and worker.pending and worker not in self.pool.find_late(seconds):  # its message was held
             return self.pending.limit_rebuild(worker)
         return self._kill([worker], f"it hung for more than {seconds} seconds", seconds)
 

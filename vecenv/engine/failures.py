@@ -357,6 +357,8 @@ class Rebuilder:
     def prepare(self, request: Request, rows: Sequence[int]) -> tuple[list[Any], Any, bool]:
         """Mark rows as being rebuilt for a request; return the payload: seeds, options, True if the next step resets.
 
+        In next-step mode the step after the lost one begins the episode, as after any truncated step, with another reset.
+
         A row that fails in a reset gets the reset's options at every rebuild, but its seed, if there is one, only once; all
         other seeds are fresh.
         """

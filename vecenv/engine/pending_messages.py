@@ -101,7 +101,7 @@ class PendingMessages:
             if worker.pending:
                 worker.dropped.update((head[1:], request.command) for head, _, request in worker.pending)
                 worker.pending.clear()
-            if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.ready):
+            if isinstance(worker, WorkerProcess) and (worker.rebuild_deadline or not worker.has_started):
                 # it is executing a dropped message, or still starting: without a limit, if `replace` was interrupted
                 self.limit_rebuild(worker)
         self.pool.drop_unsent()
@@ -215,7 +215,7 @@ class PendingMessages:
 
     # -- replies -----------------------------------------------------------------------------------------------------
 
-    def receive(self, worker: WorkerProcess) -> bool:
+    def apply_next(self, worker: WorkerProcess) -> bool:
         """Apply the next reply of a worker, or its death; ``False`` if no complete reply has arrived."""
         try:
             message = worker.channel.receive()
@@ -237,7 +237,7 @@ class PendingMessages:
     def _apply_message(self, worker: WorkerProcess, message: bytes) -> None:
         code, _, payload = decode(message)
         if code == Reply.READY:
-            worker.set_ready(payload)
+            worker.finish_start(payload)
             if self.policy.step_timeout is None:
                 worker.rebuild_deadline = 0.0
         else:
@@ -347,7 +347,7 @@ class PendingMessages:
     def limit_rebuild(self, worker: WorkerProcess) -> None:
         """Limit the time of a worker to start, and with ``step_timeout`` also that to rebuild and reset environments."""
         start, step = self.policy.start_timeout, self.policy.step_timeout
-        if step is not None or not worker.ready:
+        if step is not None or not worker.has_started:
             worker.rebuild_deadline = time.monotonic() + start + (step or 0.0)
 
     def _end_rebuild_limit(self, worker: Worker) -> None:

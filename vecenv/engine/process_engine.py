@@ -155,7 +155,7 @@ class Engine(WorkerDriver):
         elif ids is not None or (self.pool.held and not self.state.changing):
             self.exchange.drain()
         elif not self.state.changing:
-            self.exchange.execute_own_messages()  # workers execute what was written to them, too, for no result
+            self.exchange.execute_own_messages()  # as workers do: a dropped step advances every environment
         if self.observers and options is not None:
             self.exchange.pickled_reset(rows, seeds, options)  # raises before the reset is announced
         seeds = self.announce_reset(rows, seeds, options, drops=not for_recv)

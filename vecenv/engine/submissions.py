@@ -151,13 +151,13 @@ class Submissions:
         if ended:
             pending.handle_death(worker)
         else:
-            while pending.receive(worker) and worker.pending:
+            while pending.apply_next(worker) and worker.pending:
                 pass
         finished = [request for _, _, request in submitted if not request.remaining]
         if worker.death is not None and worker in self._watched:
             self._unwatch(worker)
             self.deaths.append(worker.death)
-        if worker in self._starting and (worker.ready or worker.death is not None):
+        if worker in self._starting and (worker.has_started or worker.death is not None):
             start = self._starting.pop(worker)
             if worker.death is not None:
                 start.collect()

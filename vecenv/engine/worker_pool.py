@@ -229,7 +229,7 @@ class WorkerPool:
         """Return the worker of a process that was started elsewhere and has built its environments, for :meth:`replace`."""
         running, shares_core = self._running[index : index + 1], self.placement_of(index).with_caller
         worker = WorkerProcess(index, rows, process, channel, stack_file, descriptors, token, running, shares_core)
-        worker.ready = True
+        worker.has_started = True
         return worker
 
     def _workers_changed(self) -> None:
@@ -319,7 +319,7 @@ class WorkerPool:
                 raise worker.death.error(missing_guard(options.context.get_start_method()) if unguarded else "")
             if message is not None:
                 ready: Ready = pickle.loads(decode(message)[2] or b"")
-                worker.ready = True
+                worker.has_started = True
                 return ready
             left = milliseconds_until(deadline)
             events = () if left == 0 else worker.poll(left)
@@ -461,7 +461,7 @@ class WorkerPool:
             first = self.processes[self.wait_order[0]]
             if not (first.shares_core and first.pending):
                 self._spin(poll.poll)
-        # if a signal handler has just closed the vector environment, no event would end a longer sleep
+        # if a signal handler has just closed the vector environment, its descriptors may be gone, and no event comes
         milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
         must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)
         events = poll.poll(min(milliseconds, EXIT_POLL_INTERVAL_MS) if must_poll else milliseconds)

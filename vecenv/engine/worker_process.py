@@ -41,7 +41,7 @@ from vecenv.worker.snapshot_rows import SnapshotRows
 PendingMessage: TypeAlias = tuple[bytes, Sequence[int], Request]
 """A message without a reply so far: the head of a plain reply to it, its rows, and its request.
 
-``PendingMessages.receive`` need not decode a reply that equals the head. The head's code is 0, which no reply has, if the
+``PendingMessages.apply_next`` need not decode a reply that equals the head. The head's code is 0, which no reply has, if the
 message rebuilds environments or was queued while the worker had a ``rebuild_deadline``: its reply ends that deadline."""
 
 _log = logging.getLogger("vecenv")
@@ -129,7 +129,7 @@ class WorkerProcess:
     Attributes:
         pending: Messages without a reply, oldest first.
         dropped: Number of a message without a reply that was dropped, as in its head -> the command of its request.
-        ready: True if it has built its environments.
+        has_started: True if it has built its environments.
         start_failures: The failures of environments that raised while they were built.
         death: How it ended; ``None`` while it is alive.
         overdue: True if a reply was late; ``close()`` then waits less for this worker.
@@ -163,7 +163,7 @@ class WorkerProcess:
         self.forked = process._popen.method == "fork"
         self.pending: deque[PendingMessage] = deque()
         self.dropped: dict[bytes, str] = {}
-        self.ready = self.overdue = self._close_requested = False
+        self.has_started = self.overdue = self._close_requested = False
         self.start_failures: list[Failure] = []
         self.death: Death | None = None
         self.exitcode: int | None = None
@@ -178,15 +178,15 @@ class WorkerProcess:
             self.poll = self._poll_with_exit
 
     def __repr__(self) -> str:
-        state = "dead" if self.death else "starting" if not self.ready else "busy" if self.pending else "idle"
+        state = "dead" if self.death else "starting" if not self.has_started else "busy" if self.pending else "idle"
         return f"WorkerProcess({self.index}, {span_text(self.rows)}, pid={self.pid}, {state})"
 
     def _poll_with_exit(self, timeout_ms: float | None) -> Any:
         return self.watch.poll(self._poll, timeout_ms)
 
-    def set_ready(self, payload: bytes | None) -> None:
+    def finish_start(self, payload: bytes | None) -> None:
         """Record that a new process has built its environments, and which of them it reported as failed."""
-        self.ready = True
+        self.has_started = True
         self.start_failures = pickle.loads(payload or b"").failures
 
     def has_ended(self) -> bool:
@@ -196,7 +196,7 @@ class WorkerProcess:
     @property
     def command(self) -> str:
         """The command that it is executing; ``"start"`` before it is ready, and ``"idle"`` if no message is pending."""
-        return "start" if not self.ready else self.pending[0][2].command if self.pending else "idle"
+        return "start" if not self.has_started else self.pending[0][2].command if self.pending else "idle"
 
     @property
     def running_row(self) -> int | None:
@@ -237,7 +237,7 @@ class WorkerProcess:
         stack = env_frames(self.stack_file.read()) if (self.exitcode or 0) < 0 else ""
         envs = envs_text(self.rows, running)
         activity = {"idle": "while idle", "start": "during its start"}.get(command, f"during {command}")
-        if self.ready and self.pending and self.pending[0][1][0] in self.pending[0][2].rebuilding:
+        if self.has_started and self.pending and self.pending[0][1][0] in self.pending[0][2].rebuilding:
             activity += ", in a restart"
         text = f"worker {self.index} (pid {self.pid}, {envs}) died {activity}: {reason or describe_exit(self.exitcode)}"
         if location := innermost_location(stack):

@@ -61,12 +61,12 @@ REQUIRED_PHASES: Final[dict[str, Phase]] = {
 PHASES: Final = {"step": Phase.WAITING_STEP, "reset": Phase.WAITING_RESET}
 """Command of a request -> the phase while it is pending. For all other commands, it is ``WAITING_CALL``."""
 
-_WAIT_METHODS: Final = {"exec_func": "exec_func_fetch", "set_attr": "set_attr", "set_next_options": "set_next_options"}
+_FETCH_METHODS: Final = {"exec_func": "exec_func_fetch", "set_attr": "set_attr", "set_next_options": "set_next_options"}
 
 
 def wait_method(command: str) -> str:
     """Return the name of the method that fetches the result of a request."""
-    return _WAIT_METHODS.get(command, f"{command}_wait")
+    return _FETCH_METHODS.get(command, f"{command}_wait")
 
 
 def require_order(phase: Phase, method: str, owner: object, name: str = "") -> None:
@@ -198,9 +198,9 @@ class Driver:
         began: The ``time.monotonic()`` of the start.
         state: The state shared with the guard, which decides whether a call can begin.
         counters: The numbers of steps and resets that were returned.
-        pending_error: The exception that is the result of the current call and ends its change of state. Any other leaves
-            the result pending, unless the driver has dropped the request, as those with workers do when they raise an
-            environment's error.
+        pending_error: The exception that is the result of the current call, such as an ``InfoError``, and ends its change of
+            state. After any other exception the result stays pending, unless the driver has dropped the request: drivers
+            with workers do that when they raise an environment's error.
         is_interrupted: True if an exception interrupted the wait for the pending request; a reset of all environments may
             drop it.
     """

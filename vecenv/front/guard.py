@@ -29,7 +29,7 @@ _OTHER_THREAD_SECONDS: Final = 10.0
 _RESET_METHODS: Final = ("reset", "reset_async")
 _WAIT_METHODS: Final = ("reset", "reset_wait", "step", "step_wait", "recv", "call_wait", "exec_func_fetch")
 """Methods that wait. An exception in them counts as an interruption, unless it is one of vecenv's or Gymnasium's own, or of
-exactly the class TypeError or ValueError."""
+exactly the class TypeError or ValueError, with which calls report wrong arguments."""
 
 
 class CallState:
@@ -152,4 +152,4 @@ def is_inside_call(envs: object, depth: int = 1) -> bool:
 
 
 _GUARDED_CODE: Final = exclusive(is_inside_call).__code__
-"""The code that all decorated methods share."""
+"""The code that all decorated methods share, here taken from one decorated function."""

@@ -41,7 +41,10 @@ from vecenv.system.signals import call_with_fallback
 
 
 class Op(IntEnum):
-    """The operation of a message. ``*_SOME`` applies to the rows that ``requested`` marks with the message's number."""
+    """The operation of a message. ``*_SOME`` applies to the rows that ``requested`` marks with the message's number.
+
+    Operations and replies have different numbers, so that one read as the other is noticed.
+    """
 
     STEP = 1
     STEP_SOME = 2

@@ -172,7 +172,7 @@ def by_make_vec(fns: list[Any], **engine: Any) -> Any:
 
 
 @pytest.mark.parametrize("build", [by_name, by_position, by_make_vec])
-def test_a_custom_space_in_shared_memory_that_was_asked_for_is_refused(engine: Options, build: Any) -> None:
+def test_explicit_shared_memory_refuses_a_custom_space(engine: Options, build: Any) -> None:
     with pytest.raises(ValueError, match=r"shared_memory=True.*CustomSpace.*leave `shared_memory` out") as caught:
         build(space_envs(CustomSpace(), 2), **engine)
     assert isinstance(caught.value.__cause__, CustomSpaceError)

@@ -362,7 +362,7 @@ def test_forty_workers_fit_with_their_summary_and_can_be_scrolled(width: int) ->
     assert max(map(len, shown)) <= width
 
 
-def test_program_without_results_is_not_said_to_wait_for_nothing() -> None:
+def test_program_without_results_shows_no_share_of_waiting() -> None:
     late = replace(program(2), steps_per_second=0.0, waiting=0.0, seconds_since_result=16.04)
     assert "0 steps/s, no result for 16.0 s; 12 resets, 7 restarts, 9 errors" in lines([late], top.View())[1]
 

@@ -5,14 +5,14 @@ Workers import this module to run its functions on their environments, so it mus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from operator import methodcaller
 from typing import Any
 
 from gymnasium import Env
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv
 
-from vecenv.front.capabilities import capabilities_of
+from vecenv.front.capabilities import capabilities_of, wrappers_around
 from vecenv.front.driver import drop_pending_and_retry
 from vecenv.multi_agent.adapter import class_name, has_wrapper
 from vecenv.multi_agent.views import FlattenAgents
@@ -76,16 +76,9 @@ def agents_per_env(envs: AnyVectorEnv) -> int:
     return inner.num_agents if isinstance(inner, FlattenAgents) else 1
 
 
-def _wrappers(envs: Any) -> Iterator[Any]:
-    """Yield the vector wrappers from the outermost to the innermost."""
-    while isinstance(envs, VectorWrapper):
-        yield envs
-        envs = envs.env
-
-
 def _converted_library(envs: AnyVectorEnv) -> str:
     """Return the array library of the outermost of Gymnasium's converting wrappers, or ``""`` if there is none."""
-    for wrapper in _wrappers(envs):
+    for wrapper in wrappers_around(envs):
         if (target := getattr(wrapper, "_target_xp", None)) is not None:
             return str(target.__name__).rpartition("compat.")[2]
     return ""
@@ -93,7 +86,7 @@ def _converted_library(envs: AnyVectorEnv) -> str:
 
 def added_keys(envs: AnyVectorEnv) -> list[str]:
     """Return the keys under which vector wrappers add episode statistics to infos."""
-    return [wrapper._stats_key for wrapper in _wrappers(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
+    return [wrapper._stats_key for wrapper in wrappers_around(envs) if isinstance(getattr(wrapper, "_stats_key", None), str)]
 
 
 class SingleEnvs:

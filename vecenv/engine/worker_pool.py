@@ -461,7 +461,7 @@ class WorkerPool:
             first = self.processes[self.wait_order[0]]
             if not (first.shares_core and first.pending):
                 self._spin(poll.poll)
-        # if a signal handler has just closed the vector environment, its descriptors may be gone, and no event comes
+        # if a signal handler has just closed the vector environment, no event would end a longer sleep
         milliseconds = 0.0 if self.closing else self._milliseconds(deadline)
         must_poll = any(worker.watch.must_poll_for_exit for worker in self.processes)
         events = poll.poll(min(milliseconds, EXIT_POLL_INTERVAL_MS) if must_poll else milliseconds)

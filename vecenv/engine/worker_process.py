@@ -244,8 +244,8 @@ class WorkerProcess:
             text += f", at {location}"
         if stack:
             text += f"\nits last Python stack:\n{stack}"
-        location = f", at {found}" if (found := innermost_location(text)) else ""
-        where = dict.fromkeys(self.rows, f"{envs}, {self.label}, {activity}{location}")
+        location = innermost_location(text)  # `reason` may have a stack, too
+        where = dict.fromkeys(self.rows, f"{envs}, {self.label}, {activity}" + (f", at {location}" if location else ""))
         return Death(text, self.index, tuple(self.rows), self.pid, self.exitcode, command, self.timeout, running, where)
 
     # -- the stack ----------------------------------------------------------------------------------------------------

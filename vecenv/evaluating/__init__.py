@@ -28,7 +28,7 @@ from vecenv.evaluating.policies import PolicyCaller, join_rows, take_rows
 from vecenv.evaluating.tasks import WaitingEpisodes, find_offered, require_offered
 from vecenv.front.arguments import parse_timeout
 from vecenv.front.by_row import infos_by_row
-from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsupported
+from vecenv.front.capabilities import Capabilities, capabilities_of, raise_unsupported, wrappers_around
 from vecenv.front.infos import RowInfos
 from vecenv.state.snapshots import Kind, Snapshot
 from vecenv.system.reporting import warn
@@ -212,7 +212,7 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
     if capabilities is None:
         if not isinstance(envs.metadata.get("autoreset_mode"), AutoresetMode):
             raise_unsupported(envs, "be evaluated", "its metadata has no autoreset mode")
-        return any(isinstance(wrapper, NormalizeObservation) for wrapper in _wrappers(envs))  # it refuses masked resets
+        return any(isinstance(wrapper, NormalizeObservation) for wrapper in wrappers_around(envs))  # no masked resets
     if not capabilities.row_seeds:
         raise_unsupported(envs, "evaluate episodes with a seed each", "its environments share one generator")
     if any(episode.reset_options for episode in todo.episodes) and not capabilities.reset_options:
@@ -223,24 +223,17 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
     return not (capabilities.reset_mask and capabilities.masked_seeds)
 
 
-def _wrappers(envs: Any) -> Iterator[VectorWrapper[Any, Any, Any, Any, Any]]:
-    """Yield the wrappers around a vector environment, outermost first."""
-    while isinstance(envs, VectorWrapper):
-        yield envs
-        envs = envs.env
-
-
 @contextlib.contextmanager
 def _fixed_statistics(envs: Any) -> Iterator[None]:
     """Stop the updates of running statistics, as of ``NormalizeObservation``: results would depend on earlier episodes."""
-    updating = [wrapper for wrapper in _wrappers(envs) if getattr(wrapper, "update_running_mean", False)]
+    updating = [wrapper for wrapper in wrappers_around(envs) if getattr(wrapper, "update_running_mean", False)]
     try:
         for wrapper in updating:
-            wrapper.update_running_mean = False  # type: ignore[attr-defined]
+            wrapper.update_running_mean = False
         yield
     finally:
         for wrapper in updating:
-            wrapper.update_running_mean = True  # type: ignore[attr-defined]
+            wrapper.update_running_mean = True
 
 
 def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, NoReturn
+
+from gymnasium.vector import VectorWrapper
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,13 @@ def capabilities_of(envs: object) -> Capabilities | None:
     """Return the capabilities that a vector environment declares; ``None`` if it is not vecenv's and declares none."""
     declared = getattr(envs, "capabilities", None)
     return declared if isinstance(declared, Capabilities) else None
+
+
+def wrappers_around(envs: Any) -> Iterator[Any]:
+    """Yield the wrappers around a vector environment, outermost first."""
+    while isinstance(envs, VectorWrapper):
+        yield envs
+        envs = envs.env
 
 
 def raise_unsupported(envs: object, action: str, reason: str) -> NoReturn:

@@ -43,7 +43,7 @@ from vecenv.system.signals import call_with_fallback
 class Op(IntEnum):
     """The operation of a message. ``*_SOME`` applies to the rows that ``requested`` marks with the message's number.
 
-    Operations and replies have different numbers, so that one read as the other is noticed.
+    Operations and replies have different numbers.
     """
 
     STEP = 1

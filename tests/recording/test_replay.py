@@ -809,8 +809,9 @@ def test_pdb_shows_the_stack_of_a_crash_and_the_prompt_in_a_hang(tmp_path: Path)
     assert "Fatal Python error: Segmentation fault" in output
     assert "faulty.py" in output.partition("Fatal Python error")[2]
     files, _ = fails(tmp_path / "sleep", "sleep", step_timeout=0.5)
-    slept = "import time; time.sleep = lambda s, sleep=time.sleep: (print('Zz'), sleep(s))"
-    output = converse([*command, str(files[0])], ("(Pdb)", slept), ("(Pdb)", "c"), ("Zz\r", "\x03"),
+    # Many short sleeps: a debugger stops at the next line of Python code, which after one long sleep never comes.
+    naps = "import time; time.sleep = lambda s, nap=time.sleep: [(print('Zz'), nap(s / 72_000)) for _ in range(2000)]"
+    output = converse([*command, str(files[0])], ("(Pdb)", naps), ("(Pdb)", "c"), ("Zz\r", "\x03"),
                       ("(Pdb)", "p 'frame', s"), ("('frame',", "q"))  # fmt: skip
     assert "Interrupted" in output
     assert "Traceback" not in output

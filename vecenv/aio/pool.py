@@ -35,7 +35,7 @@ from vecenv.system.restart_budget import RestartBudget
 
 __all__ = ["EpisodeEnv", "Pool"]
 
-_BUSY_CLOSE_SECONDS: Final = 1.0  # the limit of a close() while environments are busy
+_BUSY_CLOSE_SECONDS: Final = 1.0  # the default timeout of close() while environments are busy
 
 
 class Pool:
@@ -47,18 +47,18 @@ class Pool:
 
     Args:
         make_env: A function that builds an environment; called in the workers.
-        size: The number of environments, and so of simultaneous episodes; further episodes wait.
+        size: The number of environments, and the maximum number of simultaneous episodes; further episodes wait.
         num_workers: The number of processes over which environments are spread; ``None``: one per environment.
-        env_threads: The number of environments of a worker that run at the same time, one per thread: for environments
-            that mostly wait.
-        step_timeout: The limit of a step or a reset in seconds, after which its worker is killed. If a worker has several
-            environments, the limit includes the time that one environment waits for the others.
-        cancel_timeout: The seconds that a cancelled call may still take before its worker is killed.
-        on_failure: ``"raise"``: a worker that died is restarted when the next episode begins in one of its slots;
-            ``"restart"``, or a :class:`vecenv.Restart`: it is restarted at once, within a budget. A worker that exceeds the
-            budget is abandoned together with its slots.
-        context, daemon, generators, shared_memory, worker_options: See :class:`vecenv.AsyncVectorEnv`. Without
-            ``WorkerOptions(dummy_env=True)`` no environment is built in this process.
+        env_threads: The number of environments that a worker runs at the same time, each in its own thread: for
+            environments that mostly wait.
+        step_timeout: The time limit of a step or a reset, in seconds; a worker that exceeds it is killed. If a worker has
+            several environments, the limit includes the time that one environment waits for the others.
+        cancel_timeout: Seconds that a cancelled call may still take before its worker is killed.
+        on_failure: ``"raise"``: a worker that died is restarted when the next episode begins in one of its slots.
+            ``"restart"``, or a :class:`vecenv.Restart`: it is restarted immediately, within a budget. A worker that exceeds
+            the budget is abandoned together with its slots.
+        context, daemon, generators, shared_memory, worker_options: See :class:`vecenv.AsyncVectorEnv`. An environment is
+            built in this process only with ``WorkerOptions(dummy_env=True)``.
 
     Raises:
         TypeError, ValueError: An option has an invalid value.
@@ -99,7 +99,7 @@ class Pool:
         check_option("worker_options", worker_options)
         limits = parse_timeout(step_timeout, "step_timeout"), parse_timeout(cancel_timeout, "cancel_timeout")
         workers = size if num_workers is None else min(num_workers, size)
-        # the program does other work at the same time, so no process spins, and none is pinned to one core
+        # the program does other work at the same time, so workers neither spin nor are pinned to single cores
         cores = [sorted(os.sched_getaffinity(0))] * workers if hasattr(os, "sched_getaffinity") else None
         options = worker_options or WorkerOptions()
         dummy_env = False if options.dummy_env is None else options.dummy_env
@@ -119,10 +119,10 @@ class Pool:
     def _restart_budget(self, on_failure: OnFailure) -> RestartBudget | None:
         if on_failure == "raise":
             return None
-        budget = Restart.of(on_failure)
-        return RestartBudget(budget.limit, budget.period, lambda: self.stats()["steps"] / self.size)
+        restart = Restart.of(on_failure)
+        return RestartBudget(restart.limit, restart.period, lambda: self.stats()["steps"] / self.size)
 
-    # without it, `inspect.signature` would return that of `__new__`
+    # otherwise, `inspect.signature` would return the signature of `__new__`
     __signature__ = inspect.Signature(list(inspect.signature(__init__).parameters.values())[1:])
 
     # -- properties -----------------------------------------------------------------------------------------------------
@@ -165,8 +165,8 @@ class Pool:
     async def close(self, timeout: float | None = None) -> None:
         """End all episodes with :class:`~gymnasium.error.ClosedEnvironmentError`, and stop all workers. Idempotent.
 
-        The event loop is not blocked. If the task is cancelled, workers are killed at once, and the cancellation is
-        raised when they have ended.
+        Does not block the event loop. If the calling task is cancelled, the workers are killed immediately, and the
+        cancellation is raised when they have ended.
 
         Args:
             timeout: Seconds for the environments' own ``close()``. Default: a minute, or a second if an environment is busy.
@@ -179,11 +179,11 @@ class Pool:
             slots.require_usable("close", entered=False)
             seconds = _BUSY_CLOSE_SECONDS if slots.busy and seconds is None else seconds
             slots.close()
-            end = partial(self._envs.close, timeout=seconds)
+            close_envs = partial(self._envs.close, timeout=seconds)
             try:
-                self._closing = asyncio.get_running_loop().run_in_executor(None, end)
-            except RuntimeError:  # while the program exits, no thread can be started
-                end()
+                self._closing = asyncio.get_running_loop().run_in_executor(None, close_envs)
+            except RuntimeError:  # at interpreter shutdown, no thread can be started
+                close_envs()
         cancelled: asyncio.CancelledError | None = None
         while self._closing is not None and not self._closing.done():
             try:
@@ -223,19 +223,19 @@ class Pool:
     ) -> EpisodeResults:
         """Run each episode of a list exactly once, as many at a time as there are slots.
 
-        If a worker with several environments dies or hangs, any of its episodes may have caused it. They are repeated after
-        all others, one at a time, and only then can they fail.
+        If a worker with several environments dies or hangs, any of its episodes may be the cause. They are repeated one at a
+        time after all others, and can fail only then.
 
         Args:
             policy: ``await policy(observation)`` returns an action.
-            episodes, seed, retries, on_episode: See :func:`vecenv.evaluate`; results are the same as there.
+            episodes, seed, retries, on_episode: See :func:`vecenv.evaluate`; the results are the same.
 
         Returns:
             Results in the order of the list.
 
         Raises:
-            TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered; nothing
-                was run.
+            TypeError, ValueError: An argument is invalid, or an episode names an environment that is not offered; no
+                episode was run.
             Exception: Raised by the policy or ``on_episode``; the other episodes are cancelled.
         """
         self._slots.require_usable("evaluate")
@@ -247,7 +247,7 @@ class Pool:
         shared_workers = count > 1 and len(self._slots.groups) < self.size
         suspects: set[int] | None = set() if shared_workers else None  # indices of the episodes to repeat one at a time
 
-        async def run_some(indices: Iterator[int], suspects: set[int] | None) -> None:
+        async def run_episodes(indices: Iterator[int], suspects: set[int] | None) -> None:
             for index in indices:
                 result = None
                 while result is None and (suspects is None or index not in suspects):
@@ -255,18 +255,18 @@ class Pool:
                 if result is not None and on_episode is not None:
                     on_episode(result)
 
-        tasks = [asyncio.create_task(run_some(remaining, suspects)) for _ in range(count)]
+        tasks = [asyncio.create_task(run_episodes(remaining, suspects)) for _ in range(count)]
         try:
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        await run_some(iter(sorted(suspects or ())), None)
+        await run_episodes(iter(sorted(suspects or ())), None)
         return EpisodeResults(todo.results[index] for index in range(len(listed_episodes)))
 
     async def _require_offered(self, todo: Episodes) -> None:
-        """Check that the environments offer the names of the episodes; one environment answers for all."""
+        """Raise if an episode names an environment that is not offered. One slot is checked, since all share `make_env`."""
         slot = await self._slots.acquire(self)
 
         async def find_names() -> tuple[str, ...]:
@@ -277,7 +277,7 @@ class Pool:
         try:
             try:
                 names = await find_names()
-            except (EnvFailed, WorkerDied):  # calls are refused until it is reset
+            except (EnvFailed, WorkerDied):  # it failed earlier, so calls are refused until a reset
                 await self._slots.request(slot, "reset")
                 names = await find_names()
         except AttributeError:  # an environment that is not a gymnasium.Env
@@ -291,7 +291,7 @@ class Pool:
     ) -> EpisodeResult | None:
         """Run an episode once. Return its result, or ``None`` if it failed and has to be repeated.
 
-        If its worker died, its index is added to ``suspects``, unless that is ``None``.
+        If its worker died or hung, its index is added to ``suspects``, unless that is ``None``.
         """
         episode = todo.episodes[index]
         env = self.episode(seed=episode.seed, options=episode.reset_options)
@@ -317,8 +317,8 @@ class Pool:
 class EpisodeEnv:
     """A context manager for one episode in one of a pool's environments; :meth:`vecenv.aio.Pool.episode` creates it.
 
-    One task at a time may call it. A call that is cancelled, by another task or by a timeout, leaves the environment in an
-    unknown state. As after a failure, every later call then raises ``EnvFailed``, until :meth:`reset` begins a new episode.
+    Only one task at a time may call its methods. Cancelling a call, directly or by a timeout, leaves the environment in an
+    unknown state: as after a failure, every later call raises ``EnvFailed`` until :meth:`reset` begins a new episode.
 
     Attributes:
         env_id: The index of its environment; -1 before the episode is entered.
@@ -340,7 +340,7 @@ class EpisodeEnv:
         self._reset_arguments = seed, options
         self._slot: Slot | None = None
         self._entered = False
-        self._call = ""
+        self._pending_method = ""
 
     @property
     def over(self) -> bool:
@@ -348,7 +348,7 @@ class EpisodeEnv:
         return self.terminated or self.truncated
 
     def __repr__(self) -> str:
-        state = "over" if self.over else self._call or "idle"
+        state = "over" if self.over else self._pending_method or "idle"
         return f"EpisodeEnv(env {self.env_id}, {state if self._slot is not None else 'not entered, or left'})"
 
     async def __aenter__(self) -> EpisodeEnv:
@@ -406,8 +406,8 @@ class EpisodeEnv:
         """
         _check_reset(seed, options)
         with self._calling("reset") as slot:
-            begin = None if seed is None and options is None else (seed, options)
-            self._begin(*await self._request(slot, "reset", begin))
+            payload = None if seed is None and options is None else (seed, options)
+            self._begin_episode(*await self._request(slot, "reset", payload))
             return self.observation, self.info
 
     async def call(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -443,7 +443,7 @@ class EpisodeEnv:
         with self._calling("load") as slot:
             (parsed,) = parse_snapshots(snapshot, [slot.row])
             await self._request(slot, "check", parsed)
-            self._begin(await self._request(slot, "load", parsed), {})
+            self._begin_episode(await self._request(slot, "load", parsed), {})
             return self.observation
 
     # -- helpers --------------------------------------------------------------------------------------------------------
@@ -455,23 +455,25 @@ class EpisodeEnv:
         slot = self._slot
         if slot is None:
             raise outside_of_block()
-        if self._call:
-            raise BusyError(f"another task is in `{self._call}` of this EpisodeEnv (env {slot.row}); `{method}` was refused")
-        self._call = method
+        if self._pending_method:
+            raise BusyError(
+                f"another task is in `{self._pending_method}` of this EpisodeEnv (env {slot.row}); `{method}` was refused"
+            )
+        self._pending_method = method
         try:
             yield slot
         finally:
-            self._call = ""
+            self._pending_method = ""
 
     async def _request(self, slot: Slot, command: str, payload: Any = None) -> Any:
-        """Submit a request to the environment, and return its result. If a step or a reset fails, the episode ends."""
+        """Submit a request to the environment, and return its result. Keep an error that ends the episode as `failure`."""
         try:
             return await self._slots.request(slot, command, payload)
         except (EnvFailed, StepTimeout, WorkerDied, ClosedEnvironmentError) as error:
             self.failure = error
             raise
 
-    def _begin(self, observation: Any, info: dict[Any, Any]) -> None:
+    def _begin_episode(self, observation: Any, info: dict[Any, Any]) -> None:
         self.observation, self.info, self.terminated, self.truncated = observation, info, False, False
 
 

@@ -39,7 +39,7 @@ class Slot:
         row: The index of the environment.
         owner: The episode that uses it.
         request: Its pending request.
-        reply: The future for the request's (result, error). A timeout, cancellation or close completes it before the reply.
+        reply: A future with the request's (result, error). A timeout, cancellation or close completes it before the reply.
         lost_reason: The reason why the environment cannot be used before a reset; empty if it can.
         unreported_death: The death of its worker, until it has been raised in the episode.
         ready: The future of an episode that waits until the slot accepts requests.
@@ -77,22 +77,22 @@ class WorkerSlots:
         slots: The slots in the order of rows.
         pending: Its pending requests, oldest first.
         death: How its process ended; ``None`` while it is alive.
-        changing: True while it is being killed, or while its new process is not ready.
+        unavailable: True while it is being killed, or while its new process is not ready.
         killed_by_cancel: True if it was killed because a task was cancelled, which the restart budget does not count.
         exhausted: The error that its slots raise, if it will not be restarted.
         start_timer: The timer that kills a new process if it is not ready in time.
-        searching: A lock held while a hang is located, so that the first request that timed out is blamed.
+        search_lock: A lock that is held while a hang is located, so that only the first request to time out is blamed.
     """
 
     index: int
     slots: list[Slot] = field(default_factory=list)
     pending: dict[Any, None] = field(default_factory=dict)
     death: Any = None
-    changing: bool = False
+    unavailable: bool = False
     killed_by_cancel: bool = False
     exhausted: RestartsExhausted | None = None
     start_timer: TimerHandle | None = None
-    searching: asyncio.Lock = field(default_factory=asyncio.Lock)
+    search_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class Slots:
@@ -207,7 +207,7 @@ class Slots:
             slot = self.free.popleft()
             slot.owner = episode
             return slot
-        if (error := self._exhausted()) is not None:
+        if (error := self._exhausted_error()) is not None:
             raise error
         waiter: Future[Slot] = asyncio.get_running_loop().create_future()
         self.waiters.append((episode, waiter))
@@ -221,8 +221,8 @@ class Slots:
                 self.release(waiter.result())
             raise
 
-    def _exhausted(self) -> RestartsExhausted | None:
-        """Return a new error if all workers have used up their restarts, because then no slot will become free."""
+    def _exhausted_error(self) -> RestartsExhausted | None:
+        """Return a new error if all workers have used up their restarts, so that no slot will become free."""
         errors = [group.exhausted for group in self.groups]
         return copy.copy(errors[-1]) if all(errors) else None
 
@@ -242,8 +242,8 @@ class Slots:
         self._update(slot)
 
     def _update(self, slot: Slot) -> None:
-        """If the slot accepts requests, wake its episode, or assign it to a waiting one if it is free."""
-        if self.closed or slot.request is not None or slot.group.changing or slot.group.exhausted:
+        """If the slot accepts requests, wake its episode; if it is free, assign it to an episode that waits for one."""
+        if self.closed or slot.request is not None or slot.group.unavailable or slot.group.exhausted:
             return
         if slot.owner is not None or slot in self.free:
             slot.wake()
@@ -261,16 +261,16 @@ class Slots:
 
         Raises ``WorkerDied`` if the worker cannot be restarted.
         """
-        group, episode, has_started = slot.group, slot.owner, False
+        group, episode, was_restarted = slot.group, slot.owner, False
         while True:
             if group.exhausted is not None:
                 raise copy.copy(group.exhausted)
-            if slot.request is None and not group.changing:
+            if slot.request is None and not group.unavailable:
                 if group.death is None:
                     return
-                if has_started:
+                if was_restarted:
                     raise group.death.error()
-                has_started = True
+                was_restarted = True
                 self._start(group)
                 continue
             ready = slot.ready = asyncio.get_running_loop().create_future()
@@ -379,15 +379,15 @@ class Slots:
     # -- workers that hang or die -----------------------------------------------------------------------------------------
 
     def _start_search(self, slot: Slot, request: Any) -> None:
-        search = asyncio.ensure_future(self._end_hanging(slot, request))
+        search = asyncio.ensure_future(self._kill_hanging(slot, request))
         self._searches.add(search)
         search.add_done_callback(self._searches.discard)
 
-    async def _end_hanging(self, slot: Slot, request: Any) -> None:
+    async def _kill_hanging(self, slot: Slot, request: Any) -> None:
         """Find out where a worker hangs, and kill it."""
         group = slot.group
-        async with group.searching:
-            if group.changing or slot.request is not request:
+        async with group.search_lock:
+            if group.unavailable or slot.request is not request:
                 return
             pid, stack = self._envs.processes[group.index].pid, await self._find_stack(slot)
             if slot.request is not request or slot.reply.done():
@@ -409,12 +409,12 @@ class Slots:
     def _kill(self, slot: Slot, reason: str) -> None:
         """Kill the worker of a slot, and withhold all its slots until it is ready again."""
         if slot.group.death is None:
-            self._withdraw(slot.group)
+            self._make_unavailable(slot.group)
             self.submissions.kill(slot.row, f"env {slot.row} {reason}")
 
-    def _withdraw(self, group: WorkerSlots) -> None:
+    def _make_unavailable(self, group: WorkerSlots) -> None:
         """Withhold the slots of a worker that has ended, or is being killed, until it is ready again."""
-        group.changing = True
+        group.unavailable = True
         self.free = deque(slot for slot in self.free if slot.group is not group)
 
     def _handle_death(self, group: WorkerSlots) -> None:
@@ -423,7 +423,7 @@ class Slots:
             if slot.owner is not None and not slot.lost_reason:
                 slot.lost_reason, slot.unreported_death = group.death.first_line, group.death
         if self._budget is not None:
-            self._withdraw(group)
+            self._make_unavailable(group)
             asyncio.get_running_loop().call_soon(self._restart, group)
         else:
             self._make_available(group)  # a reset restarts the worker
@@ -435,18 +435,18 @@ class Slots:
             self._start(group, None if group.killed_by_cancel else self._budget)
         except RestartsExhausted as error:
             self._give_up(group, error)
-        except OSError:  # the system lacks resources at the moment
+        except OSError:  # the system lacks resources at the moment, so try again later
             asyncio.get_running_loop().call_later(1.0, self._restart, group)
 
     def _start(self, group: WorkerSlots, budget: RestartBudget | None = None) -> None:
         """Start a new process in place of a dead one."""
         row = group.slots[0].row
         self.submissions.start(row, budget=budget)
-        group.death, group.changing, group.killed_by_cancel = None, True, False
+        group.death, group.unavailable, group.killed_by_cancel = None, True, False
         self._lower_priority(group)
         if (limit := self.start_timeout) is not None:
-            late = f"it was not ready within {limit} seconds of its start, and was killed"
-            group.start_timer = asyncio.get_running_loop().call_later(limit, self.submissions.kill, row, late)
+            reason = f"it was not ready within {limit} seconds of its start, and was killed"
+            group.start_timer = asyncio.get_running_loop().call_later(limit, self.submissions.kill, row, reason)
 
     def _lower_priority(self, group: WorkerSlots) -> None:
         if len(self.groups) > usable_cores():
@@ -454,16 +454,16 @@ class Slots:
 
     def _make_available(self, group: WorkerSlots) -> None:
         """Make the slots of a worker available to the episodes that wait."""
-        group.changing = False
+        group.unavailable = False
         for slot in group.slots:
             self._update(slot)
 
     def _give_up(self, group: WorkerSlots, error: RestartsExhausted) -> None:
-        """Give up on a worker that has used up its restarts, and on its slots."""
-        group.changing, group.exhausted = False, error
+        """Abandon a worker that has used up its restarts, together with its slots."""
+        group.unavailable, group.exhausted = False, error
         for slot in group.slots:
             slot.wake()
-        if self._exhausted() is not None:
+        if self._exhausted_error() is not None:
             self._refuse_waiters(partial(copy.copy, error))
 
 

@@ -40,11 +40,11 @@ class HostsHere:
     def fair_share(self, hosts: int, spread: bool) -> int:
         return 1
 
-    def place(self, cpus: Sequence[int], strategy: str, timeout: float) -> None:
+    def reserve_cores(self, cpus: Sequence[int], strategy: str, timeout: float) -> None:
         self.cpus, self.strategy = list(cpus), strategy
-        self.require_places(timeout)
+        self.require_cores(timeout)
 
-    def require_places(self, timeout: float) -> None:
+    def require_cores(self, timeout: float) -> None:
         if not self.room:
             raise ClusterError("no room")
 

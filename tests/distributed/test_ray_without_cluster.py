@@ -559,7 +559,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"num_hosts": 0}, ValueError, r"`num_hosts` must be None or an int within 1\.\.3, got 0"),
     ({"num_hosts": 4}, ValueError, "within 1..3, got 4"),
     ({"num_hosts": None, "envs_per_host": 1.5}, ValueError, "`envs_per_host`"),
-    ({"num_hosts": 2, "envs_per_host": 1}, ValueError, "are 3 hosts, not num_hosts=2"),
+    ({"num_hosts": 2, "envs_per_host": 1}, ValueError, "need 3 hosts, not num_hosts=2"),
     ({"batch_size": 9}, ValueError, "`batch_size`"),
     ({"on_failure": "retry"}, ValueError, "`on_failure`"),
     ({"workers_per_host": -1}, ValueError, "`num_workers`"),

@@ -1,6 +1,6 @@
-"""Vector environments that are not stepped by worker processes of ours.
+"""Vector environments that are stepped by other engines than vecenv's worker processes.
 
-Each needs an optional library, so each loads when it is first touched.
+Each needs an optional library, so each is imported on first use.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
     ``num_envs``, up to rounding differences between XLA's programs. It is bit-identical to that of a loop over single
     environments that are compiled for the same number of rows.
 
-    Without a seed, each environment begins the next episode of its own random sequence. Actions are NumPy, JAX or torch
-    arrays, or lists, and are not clipped to bounds. ``step_async`` and ``send`` return at once, while the device works.
+    A reset without a seed begins the next episode of each environment's own random sequence. Actions are NumPy, JAX or
+    torch arrays, or lists, and are not clipped to bounds. ``step_async`` and ``send`` return immediately, while the device
+    works.
 
     Under DISABLED, an environment with an ended episode keeps its state, with reward 0, until it is reset.
 
@@ -71,12 +72,12 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
             or ``"torch"`` (on the device, through DLPack).
         library: ``"brax"`` or ``"playground"``, for a name.
         render_mode: ``"rgb_array"`` or ``None``.
-        **options: Those of :class:`~vecenv.jax.FunctionalVectorEnv` (``autoreset_mode``, ``max_episode_steps``, ``reset``,
+        **options: Options of :class:`~vecenv.jax.FunctionalVectorEnv` (``autoreset_mode``, ``max_episode_steps``, ``reset``,
             ``stagger``, ``frame_skip``, ``randomize``, ``discount``, ``pool_size``, ``micro_batch``, ``devices``).
             Other options are passed to the named environment, for example ``backend="spring"``.
 
-    With ``to="jax"`` and ``"torch"``, nothing waits for the device: every step has all info columns with their masks,
-    and under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]`` is true.
+    With ``to="jax"`` or ``"torch"``, nothing waits for the device, so every step has all info columns with their masks, and
+    under SAME_STEP ``infos["final_obs"]`` is a batch, valid where ``infos["_final_obs"]`` is true.
 
     Raises:
         gymnasium.error.NameNotFound: There is no such environment. Other errors are those of :func:`vecenv.jax.adapt`.
@@ -119,10 +120,10 @@ class JaxVectorEnv(VectorEnvBase[Any, Any, Any]):
         self._driver.require_idle("render")
         if self.render_mode is None:
             return None
-        inner = self._driver.require_state().inner.env
+        states = self._driver.require_state().inner.env
         single: Any = self.functional.single_env
-        chosen = range(self.num_envs) if indices is None else indices
-        return tuple(single.render(jax.tree.map(lambda leaf, i=i: leaf[i], inner)) for i in chosen)
+        rows = range(self.num_envs) if indices is None else indices
+        return tuple(single.render(jax.tree.map(lambda leaf, row=row: leaf[row], states)) for row in rows)
 
     @property
     def np_random_seed(self) -> tuple[int | None, ...]:  # type: ignore[override]
@@ -196,7 +197,7 @@ def parse_functional(env: Any, num_envs: int, library: str | None, options: dict
     """Return the functional environment for these arguments of ``JaxVectorEnv``.
 
     Raises:
-        ValueError: Options for an environment that already has its own, or an invalid number of environments.
+        ValueError: Options are given for an environment that already has some, or an invalid number of environments.
         TypeError: Unknown options.
     """
     if isinstance(env, FunctionalVectorEnv):
@@ -294,14 +295,17 @@ class JaxDriver(LockstepDriver):
             if mask is not None and not mask.all():
                 raise gym.error.ResetNeeded("The first reset must be of all environments, without reset_mask.")
             drawn = entropy_seeds(functional.num_envs)
-            given = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
-            self.latest = Latest(functional.begin(seed_keys(given)), list(given), call)
+            first_seeds = [new if seed is None else seed for seed, new in zip(seeds, drawn, strict=True)]
+            self.latest = Latest(functional.begin(seed_keys(first_seeds)), list(first_seeds), call)
             return
         seeded = np.fromiter((seed is not None for seed in seeds), np.bool_, len(seeds))
         if mask is not None:
             seeded &= mask
         keys = seed_keys([0 if seed is None else seed for seed in seeds])  # keys of rows without a seed are not used
-        latest = [seed if new else old for seed, new, old in zip(seeds, seeded.tolist(), self.latest.seeds, strict=True)]
+        latest_seeds = [
+            seed if is_seeded else old
+            for seed, is_seeded, old in zip(seeds, seeded.tolist(), self.latest.seeds, strict=True)
+        ]
         if mask is None or mask.all():  # use the unmasked reset, so that the masked one need not be compiled
             inner: Any = state.inner
             keys = np.where(seeded[:, None], keys, np.asarray(inner.key))
@@ -311,7 +315,7 @@ class JaxDriver(LockstepDriver):
                 state = functional.reset_mask(state, jnp.asarray(seeded), jnp.where(seeded[:, None], keys, state.inner.key))
             if (mask & ~seeded).any():
                 state = functional.reset_mask(state, jnp.asarray(mask & ~seeded))
-        self.latest = Latest(state, latest, call)
+        self.latest = Latest(state, latest_seeds, call)
 
     def begin_step(self, call: RequestSummary, actions: Any) -> None:
         """Begin one step of all environments."""
@@ -325,31 +329,31 @@ class JaxDriver(LockstepDriver):
         return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, np.ndarray) else leaf, leaves)
 
     def step_chunk(self, actions: Any) -> tuple[int, Stepped]:
-        """Take ``T`` steps in one program; return ``T`` and the results."""
+        """Take ``T`` steps in one program, and return ``T`` and the results."""
         if self._jitted_chunk is None:
             self._jitted_chunk = jax.jit(self._scan_steps, donate_argnums=0)
         with self._donate_state() as state:
             actions = jax.tree.map(jnp.asarray, self._copy_actions(actions))
-            self.newest, out = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
-        infos = {**out.info, "next_obs": out.next_obs, "valid": out.valid}
-        stepped: Any = (out.obs, out.reward, out.terminated, out.truncated, infos)
+            self.newest, outputs = self._jitted_chunk(state.inner, state.replace(inner=None), actions)
+        infos = {**outputs.info, "next_obs": outputs.next_obs, "valid": outputs.valid}
+        stepped: Any = (outputs.obs, outputs.reward, outputs.terminated, outputs.truncated, infos)
         if self._to == "numpy":
             observations, rewards, *others = jax.tree.map(np.array, stepped)
             stepped = (observations, rewards.astype(np.float64), *others)
         elif self._to == "torch":
             stepped = to_torch(stepped)
-        return out.reward.shape[0], stepped
+        return outputs.reward.shape[0], stepped
 
     def _scan_steps(self, inner: Any, rest: EnvState, actions: Any) -> tuple[EnvState, EnvState]:
-        def one(state: EnvState, action: Any) -> tuple[EnvState, EnvState]:
+        def step(state: EnvState, action: Any) -> tuple[EnvState, EnvState]:
             state = self.functional.step(state, action)
             return state, state.replace(inner=None)
 
-        return jax.lax.scan(one, rest.replace(inner=inner), actions)
+        return jax.lax.scan(step, rest.replace(inner=inner), actions)
 
     @contextlib.contextmanager
     def _donate_state(self) -> Iterator[EnvState]:
-        """Yield the state for donation. If its arrays are gone after a failure, there is no state until the next reset."""
+        """Yield the state for donation. After a failure that consumed its arrays, there is no state until the next reset."""
         state = self.require_state()
         try:
             yield state
@@ -376,7 +380,7 @@ class JaxDriver(LockstepDriver):
         self.latest = self.latest._replace(state=copied, seeds=[None] * self.functional.num_envs)
 
     def close(self, *, terminate: bool = False) -> None:
-        """Release the device's memory, and the functions compiled here."""
+        """Release the device's memory and the compiled ``step_chunk``."""
         self.newest = self._jitted_chunk = None
 
     # -- reading ---------------------------------------------------------------------------------------------------------
@@ -395,7 +399,7 @@ class JaxDriver(LockstepDriver):
             self._seconds_waited += time.monotonic() - began
 
     def read(self, kind: Phase) -> Stepped:
-        """Return the state as the results of a call."""
+        """Return the results of a call from the newest state."""
         try:
             return self.step_results(infos=kind is Phase.WAITING_STEP)
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # an error of an environment: no valid state is left
@@ -418,7 +422,7 @@ class JaxDriver(LockstepDriver):
         return observations, np.asarray(state.reward).astype(np.float64), terminated, truncated, infos_by_key
 
     def _infos(self, state: EnvState, ended: Any) -> dict[str, Any]:
-        """Return the infos of a step; ``ended`` has the array type of ``to``. JAX arrays are not read: reading waits."""
+        """Return the infos of a step; ``ended`` has the array type of ``to``. JAX arrays are not read, which would wait."""
         on_host = self._to == "numpy"
         info, valid = jax.tree.map(np.asarray, (state.info, state.valid)) if on_host else (state.info, state.valid)
         if not self._same_step:
@@ -431,11 +435,11 @@ class JaxDriver(LockstepDriver):
         return {**final, **masked_infos(info, ~ended)}
 
     def _final_observations(self, state: EnvState, ended: Mask) -> npt.NDArray[np.object_]:
-        host, space = jax.tree.map(np.asarray, state.next_obs), self.functional.single_observation_space
-        column = np.full(len(ended), None, dtype=object)
+        batch, space = jax.tree.map(np.asarray, state.next_obs), self.functional.single_observation_space
+        final = np.full(len(ended), None, dtype=object)
         for row in np.flatnonzero(ended).tolist():
-            column[row] = to_numpy(space, jax.tree.map(lambda leaf, row=row: leaf[row], host))
-        return column
+            final[row] = to_numpy(space, jax.tree.map(lambda leaf, row=row: leaf[row], batch))
+        return final
 
     # -- saving and loading ----------------------------------------------------------------------------------------------
 
@@ -456,26 +460,26 @@ class JaxDriver(LockstepDriver):
             if wrong := snapshot.row.kind.differs_from(kind):
                 raise SnapshotMismatch(f"snapshots[{index}] does not fit: {wrong}")
 
-        def read() -> tuple[list[Any], list[Any]]:
+        def unpickle() -> tuple[list[Any], list[Any]]:
             bodies = [pickle.loads(snapshot.body) for snapshot in saved]
-            own_seeds, leaves = zip(*bodies, strict=True)
-            return list(own_seeds), list(zip(*leaves, strict=True))
+            saved_seeds, leaves = zip(*bodies, strict=True)
+            return list(saved_seeds), list(zip(*leaves, strict=True))
 
         try:
-            own_seeds, stacks = read()
+            saved_seeds, columns = unpickle()
         except Exception as error:
-            if succeeds_when_repeated(read):  # the exception came from a signal handler
+            if succeeds_when_repeated(unpickle):  # the exception came from a signal handler
                 raise
             text = f"its bytes are not a state of this environment: {type(error).__name__}: {error}"
             raise SnapshotMismatch(text) from error
 
-        seeds, columns = list(self.latest.seeds), iter(stacks)
-        for row, seed in zip(rows, own_seeds, strict=True):
+        seeds, remaining = list(self.latest.seeds), iter(columns)
+        for row, seed in zip(rows, saved_seeds, strict=True):
             seeds[row] = seed
 
         def load_rows(leaf: Any) -> Any:
             whole = np.array(leaf)
-            whole[list(rows)] = np.stack(next(columns))
+            whole[list(rows)] = np.stack(next(remaining))
             return jax.device_put(whole, leaf.sharding)
 
         self.latest = Latest(jax.tree.map(load_rows, state), seeds, self.latest_request)
@@ -501,8 +505,8 @@ class JaxDriver(LockstepDriver):
         attributes = [(name, describe(value)) for name, value in options.items()]
         single: Any = whole.single_env
         while single is not None:
-            own = {name: value for name, value in vars(single).items() if name != "env"}
-            attributes += [(f"{type(single).__name__}.{name}", describe(value)) for name, value in own.items()]
+            layer = {name: value for name, value in vars(single).items() if name != "env"}
+            attributes += [(f"{type(single).__name__}.{name}", describe(value)) for name, value in layer.items()]
             single = vars(single).get("env")
         return tuple(attributes)
 
@@ -513,9 +517,9 @@ class JaxDriver(LockstepDriver):
             layers.append(f"{type(single).__module__}.{type(single).__qualname__}")
             single = vars(single).get("env")
         leaves, shape = jax.tree.flatten(state)
-        rows = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
-        form = _ADDRESS.sub("", repr((shape, rows)))  # MJX keeps arrays in objects with their address in the repr
-        arguments = ("state", f"{len(leaves)} arrays, {zlib.crc32(form.encode()):08x}"), *self._attributes
+        row_types = [(leaf.shape[1:], str(leaf.dtype)) for leaf in leaves]
+        structure = _ADDRESS.sub("", repr((shape, row_types)))  # MJX keeps arrays in objects with their address in the repr
+        arguments = ("state", f"{len(leaves)} arrays, {zlib.crc32(structure.encode()):08x}"), *self._attributes
         name = str(getattr(self.functional.single_env, "name", layers[-1]))
         return Kind(name, arguments, tuple(layers), (("jax", jax.__version__),))
 

@@ -1,9 +1,9 @@
-"""Vector environments that a library steps by itself: any ``vector_entry_point``, and ALE's native ``AtariVectorEnv``.
+"""Vector environments that a library steps itself: any ``vector_entry_point``, and ALE's native ``AtariVectorEnv``.
 
-The class makes the library's calls behave as on the other backends: it refuses calls that the library would ignore, that
-would fail one of its assertions, or that would never return, and converts the results to Gymnasium's form. A table lists the
-features of known libraries. Any other library is assumed to have one seed for all its environments, to reset them together,
-and to step only when the results are fetched.
+:class:`NativeVectorEnv` makes the library's calls behave as on the other backends. It refuses calls that the library would
+ignore, that would fail one of its assertions, or that would never return, and converts results to Gymnasium's form. A table
+lists the features of known libraries. Any other library is assumed to have one seed for all its environments, to reset them
+together, and to step only when the results are fetched.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
 
     Args:
         library: The library's vector environment, which this object owns from now on and closes.
-        copy: Return observations that belong to the caller. ``False`` returns the library's own, which may change later.
+        copy: True: return observations that belong to the caller. False: return the library's own, which may change later.
         reason: Why this library was chosen, for :attr:`plan`.
 
     Raises:
@@ -73,8 +73,8 @@ class NativeVectorEnv(VectorEnvBase[Any, Any, Any]):
         self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
         driver = _LibraryDriver(library, copy)
         self.plan = f"{driver.title}: {reason}"
-        if (rows := getattr(library, "batch_size", self.num_envs)) != self.num_envs:
-            raise NotImplementedError(f"backend 'native' steps all rows at once; {driver.title} has batch_size={rows}")
+        if (batch_size := getattr(library, "batch_size", self.num_envs)) != self.num_envs:
+            raise NotImplementedError(f"backend 'native' steps all rows at once; {driver.title} has batch_size={batch_size}")
         self._open(driver)
 
     @property
@@ -101,10 +101,11 @@ class _LibraryDriver(LockstepDriver):
         self.features = _LIBRARIES.get(self.title, ())
         self.library: Any = library
         self._call: RequestSummary | None = None
-        self._run: Callable[[], Any]  # makes the latest call in the library
+        self._library_call: Callable[[], Any]  # runs the latest call in the library
         self._future: Future[Any]
-        self._copy: Any = _to_numpy if copy and "fresh" not in self.features else lambda observations: observations
-        # A thread waits in the library, so that no results are lost if the caller's wait ends early (a timeout, Ctrl-C).
+        must_copy = copy and "fresh" not in self.features
+        self._copy_observations: Any = _to_numpy if must_copy else lambda observations: observations
+        # A thread waits for the library, so that no results are lost if the caller's wait ends early (a timeout, Ctrl-C).
         self._waiter = ThreadPoolExecutor(1, "vecenv-native") if "threads" in self.features else None
 
     @property
@@ -137,11 +138,11 @@ class _LibraryDriver(LockstepDriver):
         checked = self._check_actions(actions)
         self._submit(call, np.ones(self.num_envs, np.bool_), lambda: self.library.step(checked))
 
-    def _submit(self, call: RequestSummary, mask: Any, run: Callable[[], Any]) -> None:
-        """Store the call. Begin it if the library steps in its own threads; otherwise :meth:`read` runs it."""
+    def _submit(self, call: RequestSummary, mask: Any, library_call: Callable[[], Any]) -> None:
+        """Store the call. Begin it if the library steps in its own threads; otherwise :meth:`read` makes it."""
         self.state.changing = True
-        self._call, self._mask, self._run = call, mask, run
-        self._future = Future() if self._waiter is None else self._waiter.submit(run)
+        self._call, self._mask, self._library_call = call, mask, library_call
+        self._future = Future() if self._waiter is None else self._waiter.submit(library_call)
         self.state.changing = False
 
     def _check_actions(self, actions: Any) -> Any:
@@ -170,9 +171,9 @@ class _LibraryDriver(LockstepDriver):
 
     def read(self, kind: Phase) -> Stepped:
         future = self._future
-        if self._waiter is None and not future.done():  # also if Ctrl-C interrupted an earlier run, which is then repeated
+        if self._waiter is None and not future.done():  # after Ctrl-C in an earlier attempt, the call is repeated
             try:
-                future.set_result(self._run())
+                future.set_result(self._library_call())
             except Exception as error:
                 future.set_exception(error)
         try:
@@ -185,8 +186,8 @@ class _LibraryDriver(LockstepDriver):
     def _to_gymnasium(self, results: Any) -> Stepped:
         """Convert the library's results to Gymnasium's form."""
         count = self.num_envs
-        observations, *outcome, infos = results
-        rewards, *flags = outcome or [np.zeros(count)] * 3
+        observations, *numbers, infos = results
+        rewards, *flags = numbers or [np.zeros(count)] * 3
         terminations, truncations = np.array(flags, np.bool_)
         done, infos = terminations | truncations, dict(infos)
         if "_final_obs" not in infos and (last := infos.pop("final_obs", None)) is not None and done.any():
@@ -195,15 +196,15 @@ class _LibraryDriver(LockstepDriver):
                 final[row] = copies.deepcopy(observation) if done[row] else None
             infos |= {"final_obs": final, "_final_obs": done, "final_info": infos.get("final_info", {}), "_final_info": done}
         columns = self._expand_infos(infos, self._mask)
-        return self._copy(observations), np.array(rewards, np.float64), terminations, truncations, columns
+        return self._copy_observations(observations), np.array(rewards, np.float64), terminations, truncations, columns
 
     def _expand_infos(self, infos: Mapping[str, Any], mask: Any) -> dict[str, Any]:
-        """Return infos as fresh arrays, one row per environment, each with its mask; repeat a value that all rows share."""
+        """Return infos as fresh arrays with a row per environment, each with its mask. A value for all rows is repeated."""
         columns: dict[str, Any] = {}
         for key, value in infos.items():
             if not key.startswith("_") or key[1:] not in infos:
-                each = value if np.shape(value)[:1] == (len(mask),) else [value] * len(mask)
-                columns[key] = self._expand_infos(value, mask) if isinstance(value, Mapping) else np.array(each)
+                rows = value if np.shape(value)[:1] == (len(mask),) else [value] * len(mask)
+                columns[key] = self._expand_infos(value, mask) if isinstance(value, Mapping) else np.array(rows)
                 columns[f"_{key}"] = np.array(infos.get(f"_{key}", mask))
         return columns
 
@@ -216,7 +217,7 @@ class _LibraryDriver(LockstepDriver):
 
 
 def _to_numpy(value: Any) -> Any:
-    """Return a copy with arrays of any library converted to NumPy."""
+    """Return a copy in which arrays of any library are NumPy arrays."""
     if isinstance(value, dict):
         return {key: _to_numpy(part) for key, part in value.items()}
     if isinstance(value, tuple):

@@ -89,7 +89,7 @@ class Receiver:
         """Wait until ``replies`` has ``length`` entries, one more than before this reply.
 
         Args:
-            replies: The list that replies are appended to; the same list until the awaited reply has arrived.
+            replies: The list to which replies are appended. Pass the same list until the awaited reply has arrived.
             length: The length to wait for.
             deadline: A time of ``time.monotonic()``; ``None``: no limit.
 
@@ -97,7 +97,7 @@ class Receiver:
             True if the list reaches that length before the deadline.
         """
         while True:
-            receiving = bool(self._receiving)  # read before `replies`: the helper extends that, then clears this
+            receiving = bool(self._receiving)  # read before `replies`, which the helper extends before it clears this
             if len(replies) >= length:
                 return True
             started = time.perf_counter()
@@ -116,7 +116,7 @@ class Receiver:
                 self.seconds_waited += time.perf_counter() - started
 
     def close(self, timeout: float = 5.0) -> None:
-        """End the helper thread. One that is stuck in a hanging environment is left behind; it ends with the process."""
+        """End the helper thread. If it is stuck in a hanging environment, it is left behind and ends with the process."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._requests.put(None)
@@ -135,7 +135,7 @@ class Receiver:
             self._thread.start()
 
     def _receive_on_request(self) -> None:
-        """Serve requests until ``None`` arrives: the body of the helper thread."""
+        """Serve requests until ``None`` arrives. The helper thread runs this."""
         while (replies := self._requests.get()) is not None:
             replies.extend(starmap(self._recv, _NO_ARGS_ONCE))
             self._receiving.clear()
@@ -145,7 +145,7 @@ class Receiver:
 # -- threads inside a pool at interpreter shutdown ---------------------------------------------------------------------
 #
 # Before Python 3.14, a thread that returns from C++ during the interpreter's shutdown is ended at once, and C++ then calls
-# `abort`: a program with a timeout in its last step would finish its work, then die of SIGABRT. (From 3.14 on such a thread
+# `abort`: a program with a timeout in its last step would finish its work, then die of SIGABRT. (From 3.14 on, such a thread
 # hangs instead, which is harmless.) So such threads get _EXIT_GRACE_SECONDS to return before Python ends; then a signal
 # stops them inside C++ until the process ends.
 
@@ -237,7 +237,7 @@ class PoolDriver(Driver):
 
     @abstractmethod
     def _begin_reset(self, ids: Array, *, force: bool, for_recv: bool) -> None:
-        """Begin to reset these environments; with ``force``, even those that would continue the same game."""
+        """Begin to reset these environments; ``force`` begins a new game even in those that would continue the same one."""
 
     def _reset_state(self, pool: Any) -> None:
         """Reset the driver's state for a new pool; ``None``: to the state before the first one."""
@@ -258,8 +258,8 @@ class PoolDriver(Driver):
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         seeded = any(seed is not None for seed in seeds)
         # without a seed, the first pool gets the constructor's seeds, and a pool after xla() gets random ones
-        fresh = seeded or self.compiled_pool is not None
-        seeds = spread_seeds(seeds, len(seeds), self.seeding.random) if fresh else self.seeding.seeds
+        needs_seeds = seeded or self.compiled_pool is not None
+        seeds = spread_seeds(seeds, len(seeds), self.seeding.random) if needs_seeds else self.seeding.seeds
         if ids is not None:
             if seeded:
                 reason = "EnvPool seeds its environments when it builds them, all at once"
@@ -277,9 +277,9 @@ class PoolDriver(Driver):
         self._interrupted = False
 
     def _replace_pool(self, seeds: list[int]) -> None:
-        """Replace the pool by a new one, and begin a reset of all environments.
+        """Replace the pool with a new one, and begin to reset all environments.
 
-        :attr:`pool` is set after the reset has begun: a pool is never stepped if an exception interrupts its first reset.
+        :attr:`pool` is set after the reset has begun, so that a pool with an interrupted first reset is never stepped.
         """
         self.close()
         pool = self.task.build(seeds)
@@ -318,7 +318,7 @@ class PoolDriver(Driver):
         return functions
 
     def close(self, *, terminate: bool = False) -> None:
-        """Release the pool: its environments and threads are gone when this returns."""
+        """Release the pool. Its environments and threads have ended when this returns."""
         self.pool = self.compiled_pool = None
         self.receiver.close()
         self._reset_state(None)
@@ -347,8 +347,8 @@ class WholeBatchDriver(PoolDriver):
     by a command. The plan lists these requests, and the length of ``replies`` is the only record of the progress through it.
 
     Attributes:
-        replies: The latest call so far: ``None`` for each request that was sent, followed by the states in its reply.
-            With an odd length, a reply is pending; the number of round trips so far is half the length.
+        replies: The progress of the latest call: ``None`` for each request that was sent, followed by the states in its
+            reply. With an odd length, a reply is pending; half the length is the number of completed round trips.
         returned: ``(replies, latest)`` of the latest call that has returned its results: its replies, and the environments
             of the latest rows.
     """
@@ -396,8 +396,8 @@ class WholeBatchDriver(PoolDriver):
             if not self._for_recv:
                 require_idle(self.pending_request, method)
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while {len(self._ids)} environments are in flight, and a second call would overwrite "
-                "their rows: `recv` first, or pass a batch_size smaller than num_envs for first-ready batches.",
+                f"Calling `{method}` while {len(self._ids)} environments are in flight would overwrite their rows: `recv` "
+                "first, or pass a batch_size smaller than num_envs for first-ready batches.",
                 "send",
             )
 
@@ -416,7 +416,7 @@ class WholeBatchDriver(PoolDriver):
         self.replies = []  # while it is empty, nothing is pending
         self._kind, self._for_recv, self._plan, self._ids, self._final = kind, for_recv, plan, ids, None
         first = plan[0]
-        self.replies.extend(starmap(first[0], (first[1:2],)))
+        self.replies.extend(starmap(first.call, ((first.argument,),)))
 
     # -- receiving ----------------------------------------------------------------------------------------------------
 
@@ -465,7 +465,7 @@ class WholeBatchDriver(PoolDriver):
             if round_trips == len(plan) and not (self._same_step and round_trips == 1 and self._add_resets()):
                 return True
             request = plan[round_trips]
-            replies.extend(starmap(request[0], (request[1:2],)))
+            replies.extend(starmap(request.call, ((request.argument,),)))
 
     def _add_resets(self) -> bool:
         """Append the resets of ended rows to the plan in same-step mode; return True if there are any."""
@@ -537,8 +537,8 @@ class WholeBatchDriver(PoolDriver):
 class FirstReadyDriver(PoolDriver):
     """A driver that returns the environments that finish first, in batches of any size.
 
-    EnvPool waits forever if fewer environments are in flight than a batch has, and aborts if an environment receives a
-    second request while it is in flight. So every send and receive also records, in the same instruction, which
+    EnvPool waits forever if fewer environments are in flight than a batch needs, and aborts if an environment receives a
+    second request while it is in flight. So every send and receive records, in the same instruction, which
     environments are in flight.
 
     An environment is in flight until its row is returned. Then it is *held* until the next call, which is nearly always a
@@ -546,8 +546,8 @@ class FirstReadyDriver(PoolDriver):
 
     Attributes:
         returned: ``(latest, held, count, offset)``: the environments of the latest rows; a list with the held ones as its
-            only entry, or empty; the number of returned batches of this pool, and of returned rows of the next batch.
-            ``replies`` has all batches but the first ``_num_dropped``.
+            only entry, or an empty list; the number of batches of this pool that were returned completely; the number of
+            rows of the next batch that were returned. ``replies`` has all batches except the first ``_num_dropped``.
     """
 
     capabilities = Capabilities(
@@ -569,7 +569,7 @@ class FirstReadyDriver(PoolDriver):
 
     @property
     def latest(self) -> Array:
-        """The default environments of ``send``, int32."""
+        """The environments of the latest rows, int32: the default of ``send``."""
         ids: Array = self.returned[0][0]
         return ids
 
@@ -633,7 +633,7 @@ class FirstReadyDriver(PoolDriver):
             self._release_held()
             mark_in_flight = self.idle.difference_update, ids.tolist()
         payload = self._rows.payload(ids, actions)
-        calls = [(self._pool_send, payload)]  # read last, so that it raises if a signal handler has closed the pool
+        calls = [(self._pool_send, payload)]  # `_pool_send` is read last: it raises if a signal handler has closed the pool
         if self._resets:
             calls.append((self._resets.difference_update, ids.tolist()))
         self._call = call
@@ -643,7 +643,7 @@ class FirstReadyDriver(PoolDriver):
         if not for_recv:
             self._drain()
         self._require_idle(ids, "reset_async")
-        calls, envs = [request[:2] for request in self._reset_requests(ids, force)], ids.tolist()
+        calls, envs = [(request.call, request.argument) for request in self._reset_requests(ids, force)], ids.tolist()
         self._call = Phase.DEFAULT if for_recv else Phase.WAITING_RESET
         _call_uninterrupted(*calls, (self._resets.update, envs), (self.idle.difference_update, envs))
 

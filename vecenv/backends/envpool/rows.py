@@ -111,8 +111,8 @@ class ActionChecker:
         """
         if self._single is not None:
             return [self._single(actions, ids)]
-        found = [_get_part(actions, path) for path, _ in self._leaves]
-        return [check(value, ids) for (_, check), value in zip(self._leaves, found, strict=True)]
+        parts = [_get_part(actions, path) for path, _ in self._leaves]
+        return [check(value, ids) for (_, check), value in zip(self._leaves, parts, strict=True)]
 
     def dummy_actions(self, n: int) -> list[Array]:
         """Return valid actions for ``n`` environments that ignore them."""
@@ -123,7 +123,7 @@ def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple
     """Return, for each of the pool's arrays, its path within an action and the space there."""
     if not isinstance(space, spaces.Dict):
         return [((), space)]
-    found = []
+    paths = []
     for key in keys:
         path = tuple(key.replace(":", ".").split("."))
         if path[0] not in space.spaces:
@@ -131,8 +131,8 @@ def _paths(space: gymnasium.Space[Any], keys: Sequence[str]) -> list[tuple[tuple
         inner: Any = space
         for part in path:
             inner = inner.spaces[part]
-        found.append((path, inner))
-    return found
+        paths.append((path, inner))
+    return paths
 
 
 def _get_part(actions: Any, path: tuple[str, ...]) -> Any:
@@ -147,7 +147,7 @@ def _get_part(actions: Any, path: tuple[str, ...]) -> Any:
 
 
 class _LeafChecker:
-    """A checker of one action array: with a number per environment for a Discrete, an array for a Box.
+    """A checker of one action array, which has a number per environment for a Discrete space, and an array for a Box.
 
     The range of integers is always checked, because environments index tables with them.
     """
@@ -162,7 +162,7 @@ class _LeafChecker:
             self._allowed = set()
             self._shape = tuple(int(length) for length in space.shape)
             self._low, self._high = space.low.astype(dtype), space.high.astype(dtype)
-        # for integers: the range of values that are valid at every position
+        # the range of integers that are valid at every position; None for floats
         self._common_range = None if dtype.kind == "f" else (int(self._low.max()), int(self._high.min()))
         self._dtype = dtype
         self._kinds, self._expected = ("fiu", "numbers") if dtype.kind == "f" else ("iu", "integers")
@@ -229,14 +229,14 @@ class PoolRows:
         self._flat_infos = [(key, f"_{key}", i) for key, i in self._info_plan.items() if isinstance(i, int)]
         self._nested_infos = {key: plan for key, plan in self._info_plan.items() if not isinstance(plan, int)}
         self._ones = np.ones(0, dtype=np.bool_)
-        # the state keys of observations and infos; the rest are rewards and flags
+        # the indices of observations and infos; the other arrays are rewards and flags
         self.visible = [i for i, key in enumerate(keys) if key.partition(":")[0] in ("obs", "info", "elapsed_step")]
 
     def begin(self) -> None:
         """Prepare for a new pool. Pools with one player per environment need no preparation."""
 
     def store_held(self, held: Any) -> None:
-        """Store what ``held`` (from :meth:`results`) has besides ids, which is nothing here. Safe to repeat."""
+        """Store the content of ``held`` (from :meth:`results`) other than ids; here there is none. Safe to repeat."""
 
     def payload(self, ids: Array, actions: list[Array]) -> list[Array]:
         """Return the arguments of the pool's ``_send``."""
@@ -281,7 +281,7 @@ class PoolRows:
         return states[self._reward].astype(np.float64)
 
     def flags(self, states: States) -> tuple[Array, Array, Array]:
-        """Return ``(terminated, truncated, over)``, bool of shape ``(b,)``; the caller may modify the first two.
+        """Return ``(terminated, truncated, done)``, bool of shape ``(b,)``; the caller may modify the first two.
 
         EnvPool reports an episode that ends on its last allowed step as truncated only. Where it also reports termination
         (by a state key ``terminated`` in EnvPool 1.2.7, by an info ``terminated`` in Atari), both flags can be True, as with

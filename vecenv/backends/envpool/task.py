@@ -1,14 +1,14 @@
 """EnvPool's tasks: finding them, checking their options, and building pools.
 
-Spaces come from a pool's specification, which is cheap, so no environment is built before it is needed. EnvPool reports
+Spaces come from a pool's specification, which is cheap, so environments are built only when they are needed. EnvPool reports
 invalid configurations by assertions without text, by errors of the C++ binding, or not at all. This module raises errors
 that name the valid values before anything is built.
 
 Tasks have hundreds of options that C++ does not check: depending on other options, a value may end the process,
 overwrite memory or make a reset hang. Common values are known to be harmless (:data:`_RANGES` and below). Any other
 configuration is first tried once in a separate process, where it is built, reset and stepped, which takes a second or two.
-The first frame of a MuJoCo task is also drawn there first, because without an OpenGL library MuJoCo ends the process with
-``exit(1)``.
+Before the first frame of a MuJoCo task is drawn, drawing is tried there too, because without an OpenGL library MuJoCo ends
+the process with ``exit(1)``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _RANGES: Final = {
     "render_camera_id": (-1, _INT32_END - 1, _INT32_END),
 }
 _PROBABILITIES: Final = ("repeat_action_probability",)  # from 0 to 1
-# The options that name the game. EnvPool ends the process for an unknown name.
+# The options that name the game. For an unknown name, EnvPool ends the process.
 _GAME_OPTIONS: Final = ("task", "env_name", "scenario", "task_name", "hand_task", "adroit_task")
 # The families in which all boolean options (switches) were tested.
 _SWITCH_FAMILIES: Final = (
@@ -87,7 +87,7 @@ def _import_envpool() -> Any:
     """Import ``envpool``; the error names the package to install if it is missing or its binaries do not load."""
     try:
         return importlib.import_module("envpool")
-    except (ImportError, OSError) as error:  # OSError: its asset packages are missing
+    except (ImportError, OSError) as error:  # OSError: EnvPool's asset packages are missing
         version = ".".join(map(str, sys.version_info[:2]))
         raise ImportError(
             f"the EnvPool backend needs the package 'envpool': {how_to_install('envpool')}. EnvPool has wheels for Linux "
@@ -181,7 +181,7 @@ class Task:
             task_id: EnvPool's task id.
             env_config: The task's options, which are checked here.
             pool: ``num_envs``, ``batch_size``, ``num_threads``, ``max_episode_steps`` and ``render_mode``, as checked by
-                :func:`check_options`; for ``None``, EnvPool uses its default.
+                :func:`check_options`; ``None`` means EnvPool's default.
 
         Raises:
             UnregisteredEnv: There is no such task.
@@ -202,7 +202,7 @@ class Task:
 
     @classmethod
     def from_pool(cls, pool: Any) -> Task:
-        """Describe a pool that EnvPool built. The first call of ``make`` returns this pool if the seeds are the pool's own.
+        """Describe a pool that EnvPool built. If the seeds are the pool's own, the first call of ``make`` returns it.
 
         Raises:
             TypeError: It is not an EnvPool pool.
@@ -223,7 +223,7 @@ class Task:
         return cls(id=name, family=family, pool_config=config, **fields, env_spec=None, make=make)
 
     def build(self, seeds: list[int]) -> Any:
-        """Build a new pool: its environments and threads exist when this returns.
+        """Build a new pool, including its environments and threads.
 
         Args:
             seeds: One per environment, within int32.
@@ -238,7 +238,7 @@ class Task:
         """Raise unless frames can be drawn without ending the process.
 
         Raises:
-            RuntimeError: The trial process did not survive.
+            RuntimeError: A trial process could not draw a frame.
         """
         if not self.family.startswith("mujoco."):
             return
@@ -252,7 +252,7 @@ class Task:
 
 
 def _describe_spec(spec: Any) -> dict[str, Any]:
-    """Return fields of :class:`Task` from a pool's specification, with the bounds of spaces repaired."""
+    """Return the fields of :class:`Task` that a pool's specification determines, with the bounds of spaces repaired."""
     config = dict(zip(spec._config_keys, spec._config_values, strict=True))
     return {
         "config": config,
@@ -300,9 +300,9 @@ def _without_bound_warnings(build: Any) -> Any:
 
 
 def _repair_bounds(space: gymnasium.Space[Any]) -> gymnasium.Space[Any]:
-    """Replace bounds at the extremes of the floating-point type with infinity, which they stand for in EnvPool.
+    """Replace EnvPool's stand-ins for infinite bounds, the extremes of the floating-point type, with infinity.
 
-    Its default lower bound is the smallest *positive* number, which excludes observations of 51 dm_control tasks and others.
+    The default lower bound is the smallest *positive* number, which excludes observations of 51 dm_control tasks and others.
     """
     if isinstance(space, spaces.Dict):
         return spaces.Dict({key: _repair_bounds(inner) for key, inner in space.spaces.items()})
@@ -400,10 +400,10 @@ def _require_harmless(task_id: str, family: str, defaults: Mapping[str, Any], en
     """
     title = f"EnvPool's {task_id!r}"
     harmless = {key: _is_harmless(title, family, key, value, defaults.get(key)) for key, value in env_config.items()}
-    unknown = {key: env_config[key] for key in harmless if not harmless[key] and env_config[key] != defaults.get(key)}
+    untested = {key: env_config[key] for key in harmless if not harmless[key] and env_config[key] != defaults.get(key)}
     options = {key: value for key, value in env_config.items() if key not in _RENDER_OPTIONS}
-    if unknown and (trial_failure := _run_trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
-        listed = ", ".join(f"{key}={value!r}" for key, value in unknown.items())
+    if untested and (trial_failure := _run_trial(task_id, pickle.dumps(sorted(options.items())), draw=False)) is not None:
+        listed = ", ".join(f"{key}={value!r}" for key, value in untested.items())
         raise ValueError(
             f"{title} cannot be built with {listed}: EnvPool does not check these options, and a process that tried them "
             f"ended with {trial_failure}"
@@ -420,8 +420,8 @@ def _is_harmless(title: str, family: str, key: str, value: Any, default: Any) ->
     if key in _GAME_OPTIONS:
         if not isinstance(value, str):
             raise TypeError(f"{title}: {key} must be a string, got {type(value).__name__}")
-        of_family = [options for module, _, options in _registry().values() if module == f"envpool.{family}"]
-        names = sorted({options[key] for options in of_family if isinstance(options.get(key), str)})
+        family_options = [options for module, _, options in _registry().values() if module == f"envpool.{family}"]
+        names = sorted({options[key] for options in family_options if isinstance(options.get(key), str)})
         if value != default and value not in names:
             accepted = f"Accepted: {', '.join(names)}; {default!r} is the default"
             raise ValueError(f"{title}: there is no {key} {value!r}: {_suggest(value, names)}{accepted}")
@@ -475,8 +475,8 @@ _TRIAL_MEMORY: Final = 16 << 30  # bytes of address space, most of it never used
 @functools.cache
 def _run_trial(task_id: str, options: bytes, *, draw: bool) -> str | None:
     """Build a task with these options in a separate process; return ``None`` if it survived, or a description of its end."""
-    free = available_memory()
-    memory = _TRIAL_MEMORY if free is None else min(_TRIAL_MEMORY, max(free, 4 << 30))
+    free_memory = available_memory()
+    memory = _TRIAL_MEMORY if free_memory is None else min(_TRIAL_MEMORY, max(free_memory, 4 << 30))
     path = [os.path.abspath(entry) for entry in sys.path]
     payload = pickle.dumps((path, task_id, dict(pickle.loads(options)), memory, draw))
     try:

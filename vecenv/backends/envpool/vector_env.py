@@ -1,6 +1,6 @@
 """``EnvPoolVectorEnv``: an EnvPool pool behind Gymnasium's vector interface.
 
-This module defines the arguments of the class and the methods that only EnvPool has. The other methods are those of
+This module has the constructor and the methods that only EnvPool offers. The other methods are those of
 :class:`~vecenv.front.vector_env.VectorEnvBase`; :mod:`vecenv.backends.envpool.drivers` executes them.
 """
 
@@ -110,7 +110,7 @@ class EnvPoolVectorEnv(PoolVectorEnv):
 
     @classmethod
     def over(cls, pool: Any, *, autoreset_mode: AutoresetMode | str = AutoresetMode.NEXT_STEP) -> EnvPoolVectorEnv:
-        """Build a vector environment around a pool from ``envpool.make``, of any ``env_type``, with nothing in flight.
+        """Build a vector environment around a pool from ``envpool.make``, of any ``env_type``, that has nothing in flight.
 
         The vector environment owns the pool from now on. Its first reset uses this pool, or, with a seed, builds another one
         with the same configuration.

@@ -47,7 +47,7 @@ class Cluster:
         import ray  # takes a second, so only programs that use a cluster import it
 
         self._ray: Any = ray
-        self._group: Any = None
+        self._placement_group: Any = None
         self.actors: dict[int, Any] = {}
         self._open = True
         with _lock:
@@ -55,13 +55,13 @@ class Cluster:
                 _users, _started = 0, _connect(ray, address)
                 _users = 1
             else:
-                self._require_same(address)
+                self._require_same_cluster(address)
                 _users += bool(_users)
             self._counted = _users > 0
             self.own = _started and self._counted
         self._resource = _OWN_RESOURCE if self.own else "CPU"
 
-    def _require_same(self, address: str | None) -> None:
+    def _require_same_cluster(self, address: str | None) -> None:
         current = self._ray.get_runtime_context().gcs_address
         if address not in (None, "auto", "local", current):
             raise ValueError(f"address={address!r}, but this process is connected to the Ray cluster at {current!r}")
@@ -82,7 +82,7 @@ class Cluster:
             return max(1, cores[hosts - 1])
         return max(1, sum(cores) // hosts)
 
-    def place(self, cpus: Sequence[int], strategy: str, timeout: float) -> None:
+    def reserve_cores(self, cpus: Sequence[int], strategy: str, timeout: float) -> None:
         """Reserve the given number of cores for each host.
 
         Raises:
@@ -93,11 +93,12 @@ class Cluster:
 
         self._bundles = [{self._resource: float(count)} for count in cpus]
         self._strategy = strategy
-        self._group = placement_group(self._bundles, strategy=strategy)
-        self.require_places(timeout)
+        self._placement_group = placement_group(self._bundles, strategy=strategy)
+        self.require_cores(timeout)
 
-    def require_places(self, timeout: float) -> None:
-        if not self._group.wait(timeout):
+    def require_cores(self, timeout: float) -> None:
+        """Raise ``ClusterError`` unless the cores are reserved within ``timeout`` seconds."""
+        if not self._placement_group.wait(timeout):
             raise ClusterError(f"{self._describe_shortage()} (waited {timeout:g} seconds)")
 
     def _describe_shortage(self) -> str:
@@ -112,22 +113,22 @@ class Cluster:
         )
         if self._strategy == "STRICT_SPREAD" and len(nodes) < len(self._bundles):
             missing = _format_nodes(len(self._bundles) - len(nodes))
-            text += f"; add {missing}, or placement='PACK' puts several hosts on one node"
+            text += f"; add {missing}, or pass placement='PACK' to put several hosts on one node"
         return text
 
     # -- hosts ------------------------------------------------------------------------------------------------------
 
     def launch(self, plan: HostPlan) -> None:
-        """Create the actor of a host on its reserved cores, without waiting for it."""
+        """Create the actor of a host on its reserved cores, without waiting until it runs."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         bundle = self._bundles[plan.index]
         resources: Any = {"num_cpus": bundle["CPU"]} if self._resource == "CPU" else {"num_cpus": 0, "resources": bundle}
-        place = PlacementGroupSchedulingStrategy(self._group, plan.index)
-        # no restart, because the new environments would not be in the state that the caller expects: vecenv rebuilds them
-        # itself; and no retry of a call, because a step must never be executed twice
+        placement = PlacementGroupSchedulingStrategy(self._placement_group, plan.index)
+        # no restarts, because the new environments would not be in the state that the caller expects: vecenv rebuilds them;
+        # and no retries of calls, because a step must never be executed twice
         no_retries = {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 1}
-        actor = self._ray.remote(_HostActor).options(**resources, **no_retries, scheduling_strategy=place).remote(plan)
+        actor = self._ray.remote(_HostActor).options(**resources, **no_retries, scheduling_strategy=placement).remote(plan)
         self.actors[plan.index] = actor
 
     def submit(self, index: int, method: str, *args: Any) -> Any:
@@ -149,9 +150,9 @@ class Cluster:
             with contextlib.suppress(self._ray.exceptions.RayError):  # a host died, or the deadline has passed
                 return list(zip(references, self._ray.get(references, timeout=seconds_left), strict=True))
             seconds_left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        arrived, _ = self._ray.wait(references, num_returns=1, timeout=seconds_left)
-        more, _ = self._ray.wait(references, num_returns=len(references), timeout=0)
-        return [(reference, self._result(reference)) for reference in more or arrived]
+        first, _ = self._ray.wait(references, num_returns=1, timeout=seconds_left)
+        arrived, _ = self._ray.wait(references, num_returns=len(references), timeout=0)
+        return [(reference, self._result(reference)) for reference in arrived or first]
 
     def _result(self, reference: Any) -> Any:
         try:
@@ -176,11 +177,11 @@ class Cluster:
             return
         for index in list(self.actors):
             self.kill(index)
-        if self._group is not None:
+        if self._placement_group is not None:
             from ray.util.placement_group import remove_placement_group
 
             with contextlib.suppress(Exception):
-                remove_placement_group(self._group)
+                remove_placement_group(self._placement_group)
         with _lock:
             if self._counted:
                 _users -= 1
@@ -189,7 +190,7 @@ class Cluster:
 
 
 class _HostActor(Host):
-    """A host as a Ray actor, in a process of its own."""
+    """A host as a Ray actor, in its own process."""
 
     def start(self) -> HostReady:
         main: Any = sys.modules["__main__"]
@@ -225,7 +226,8 @@ def _loopback_only(ray: Any) -> Iterator[None]:
     """Make Ray's processes listen on the loopback interface only, and send no usage reports.
 
     Ray replaces a loopback address with the machine's own, unless the constant ``ENABLE_RAY_CLUSTER`` is false, as on macOS.
-    This process has already read it from an environment variable; Ray's processes read that at their start. So set both.
+    This process has already read it from an environment variable, and Ray's processes read the variable when they start, so
+    both are set.
     """
     constants = ray._private.ray_constants
     enabled, previous = constants.ENABLE_RAY_CLUSTER, {name: os.environ.get(name) for name in _LOCAL_ONLY_VARIABLES}

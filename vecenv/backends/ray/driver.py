@@ -46,7 +46,7 @@ class HostsDriver(WorkerDriver):
 
     Args:
         pool: Hosts that are ready.
-        observation_space, action_space: Those of one environment.
+        observation_space, action_space: The spaces of one environment.
         action_spaces: The batched action space.
         mode: The autoreset mode.
         **policy: The policy for failures; see :class:`HostExchange`.
@@ -96,17 +96,17 @@ class HostsDriver(WorkerDriver):
         self._send_step(rows, items, for_recv=True)
 
     def _send_step(self, rows: Sequence[int], items: list[Any] | None, *, for_recv: bool) -> None:
-        """Send a step of rows; ``items`` are their actions, or ``None`` if those are staged in arrays."""
+        """Send a step of rows; ``items`` are their actions, or ``None`` if they are staged in arrays."""
         exchange = self.exchange
-        item_of = None if items is None else dict(zip(rows, items, strict=True))
+        items_by_row = None if items is None else dict(zip(rows, items, strict=True))
         to_rebuild, held = exchange.failures.rows_to_rebuild.intersection(rows), exchange.held.keys() & set(rows)
         if (error := exchange.replace_hosts(to_rebuild, count=True)) is not None:
             raise error
         request = HostRequest("step", rows if isinstance(rows, range) else sorted(rows))
-        sent = request.rows
+        rows_to_step = request.rows
         if to_rebuild or held:
-            sent = [row for row in sent if row not in to_rebuild and row not in held]
-        parts = [(part, *self._pack_actions(part.rows, item_of)) for part in exchange.split(request, sent)]
+            rows_to_step = [row for row in rows_to_step if row not in to_rebuild and row not in held]
+        parts = [(part, *self._pack_actions(part.rows, items_by_row)) for part in exchange.split(request, rows_to_step)]
         with exchange.changing():
             for part, *actions in parts:
                 exchange.submit(part, "step", *actions)
@@ -115,11 +115,11 @@ class HostsDriver(WorkerDriver):
             exchange.return_held(sorted(held))
             exchange.request = None if for_recv else request
 
-    def _pack_actions(self, rows: Sequence[int], item_of: dict[int, Any] | None) -> tuple[Any, ...]:
+    def _pack_actions(self, rows: Sequence[int], items_by_row: dict[int, Any] | None) -> tuple[Any, ...]:
         """Return the packed actions of some rows, followed by ``True`` if they are a pickled batch for ``iterate``."""
-        if item_of is None:
+        if items_by_row is None:
             return (self._actions[index_of(rows)].tobytes(),)
-        return cloudpickle.dumps(_regroup(self._action_space, [item_of[row] for row in rows])), True
+        return cloudpickle.dumps(_regroup(self._action_space, [items_by_row[row] for row in rows])), True
 
     def submit_reset(self, seeds: list[Any], ids: Array | None, options: ResetOptions, *, for_recv: bool) -> None:
         """Replace dead hosts, and submit a reset. Unless ``for_recv`` is set, drop everything that is pending.
@@ -202,16 +202,16 @@ class HostsDriver(WorkerDriver):
     def _take_results(self, count: int) -> Stepped:
         """Return the results of ``count`` ready rows, or of all if there are fewer."""
         exchange = self.exchange
-        listed = list(exchange.ready)[:count]
-        rows = np.array(listed, np.intp)
-        observations = _read(lambda: exchange.store.take(rows), lambda: exchange.remove_received(listed))
-        own = {row: exchange.infos[row] for row in listed if row in exchange.infos}
-        infos = WorkerInfos(self._reader, rows, len(rows), own, {})
+        ready = list(exchange.ready)[:count]
+        rows = np.array(ready, np.intp)
+        observations = _read(lambda: exchange.store.take(rows), lambda: exchange.remove_received(ready))
+        row_infos = {row: exchange.infos[row] for row in ready if row in exchange.infos}
+        infos = WorkerInfos(self._reader, rows, len(rows), row_infos, {})
         result = observations, exchange.rewards[rows], exchange.terminations[rows], exchange.truncations[rows], infos
         for observer in self.observers:
             observer.on_result(rows, result)
         self.state.changing = True  # until the guard has returned the result
-        exchange.remove_received(listed)
+        exchange.remove_received(ready)
         self.last_received = rows
         return result
 
@@ -234,7 +234,7 @@ class HostsDriver(WorkerDriver):
         )
 
     def begin_set_next(self, rows: Sequence[int], given: Sequence[Any]) -> None:
-        """Begin to give some environments the seed and options of their next episode; ``given`` has an entry for all."""
+        """Begin to set the seeds and options for the next episodes of some rows; ``given`` has an entry for all rows."""
 
         def arguments(part: RequestPart) -> Any:
             seeds, options = zip(*(given[row] for row in part.rows), strict=True)
@@ -253,14 +253,14 @@ class HostsDriver(WorkerDriver):
         exchange, request = self.exchange, HostRequest(command, sorted(rows), droppable=True)
         name = method or command
         parts = [(part, cloudpickle.dumps((name, *arguments(part)))) for part in exchange.split(request, request.rows)]
-        if dead := [row for part, _ in parts if part.host.death for row in part.rows]:
-            raise failed_earlier_error({row: exchange.failures.failed.get(row, "its host died") for row in dead})
+        if dead_rows := [row for part, _ in parts if part.host.death for row in part.rows]:
+            raise failed_earlier_error({row: exchange.failures.failed.get(row, "its host died") for row in dead_rows})
         if announced is not None:
             for observer in self.observers:
                 observer.on_call(list(rows), command, announced)
         with exchange.changing():
-            for part, blob in parts:
-                exchange.submit(part, "call", blob)
+            for part, pickled_call in parts:
+                exchange.submit(part, "call", pickled_call)
             exchange.request = request
 
     def save(self, rows: list[int], verify: bool) -> Snapshots:
@@ -275,25 +275,25 @@ class HostsDriver(WorkerDriver):
         Raises:
             NotRestorable: An environment cannot be saved, or its host has died.
         """
-        errors = list(self.exchange.failures.errors)
+        earlier_errors = list(self.exchange.failures.errors)
         try:
             return self.save(list(range(self.num_envs)), verify=False)
         except VecEnvError as error:
-            if isinstance(error, NotRestorable):  # nothing has failed
+            if isinstance(error, NotRestorable):  # nothing has failed, so drop its records
                 self.exchange.failures.errors.clear()
-                self.exchange.failures.errors.extend(errors)
+                self.exchange.failures.errors.extend(earlier_errors)
             raise NotRestorable(str(error)) from error
 
     def load(self, snapshots: Any, rows: list[int]) -> Any:
         """Load states into rows and return the observations. All hosts check theirs before any environment is changed."""
         parsed = parse_snapshots(snapshots, rows)
-        snapshot_of = dict(zip(rows, parsed, strict=True))
-        row_states = {row: snapshot.row for row, snapshot in snapshot_of.items()}
+        snapshots_by_row = dict(zip(rows, parsed, strict=True))
+        row_states = {row: snapshot.row for row, snapshot in snapshots_by_row.items()}
         for row, row_state in row_states.items():
             require_observation(self.store, row, row_state)
 
         def arguments(part: RequestPart) -> Any:
-            return ([snapshot_of[row] for row in part.rows], part.local), {}
+            return ([snapshots_by_row[row] for row in part.rows], part.local), {}
 
         self._begin_call("load", rows, arguments, method="require_fit")
         self.exchange.finish_call()
@@ -363,15 +363,15 @@ class HostsDriver(WorkerDriver):
 
     def _compute_stats(self) -> dict[str, float]:
         own, failures = super()._compute_stats(), self.exchange.failures
-        each = list(self.pool.call_all("stats").values())  # of hosts that reply in time
+        host_stats = list(self.pool.call_all("stats").values())  # of hosts that reply in time
         own["steps_per_second"] = (self.counters.steps - self.counters.steps_loaded) / own["seconds"]
         own["errors"] = float(len(failures.errors))
-        own["restarts"] = failures.restarts + sum(stats["restarts"] for stats in each)
-        own["bytes_pickled"] = float(sum(stats["bytes_pickled"] for stats in each))
-        if each:
-            own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in each]))
+        own["restarts"] = failures.restarts + sum(stats["restarts"] for stats in host_stats)
+        own["bytes_pickled"] = float(sum(stats["bytes_pickled"] for stats in host_stats))
+        if host_stats:
+            own["step_time_mean"] = float(np.mean([stats["step_time_mean"] for stats in host_stats]))
             for key in ("step_time_slowest_env", "straggler_share"):
-                own[key] = max(stats[key] for stats in each)
+                own[key] = max(stats[key] for stats in host_stats)
         return own
 
     def shut_down(self, timeout: float, *, terminate: bool) -> None:
@@ -391,7 +391,7 @@ class HostsDriver(WorkerDriver):
 
 
 def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
-    """Return the result of ``read``; if it fails, call ``forget`` to drop the observations."""
+    """Return the result of ``read``. If ``read`` itself fails, call ``forget`` to drop the observations."""
     try:
         return read()
     except Exception:
@@ -401,7 +401,7 @@ def _read(read: Callable[[], T], forget: Callable[[], None]) -> T:
 
 
 def _regroup(space: Space[Any], items: list[Any]) -> Any:
-    """Return a batch of single actions from which ``gymnasium.vector.utils.iterate`` yields the same ones."""
+    """Return a batch of actions from which ``gymnasium.vector.utils.iterate`` yields the single ones unchanged."""
     if isinstance(space, spaces.Dict):
         return {key: _regroup(inner, [item[key] for item in items]) for key, inner in space.spaces.items()}
     if isinstance(space, spaces.Tuple):

@@ -163,14 +163,14 @@ class HostExchange:
 
     def rebuild(self, request: HostRequest, rows: Sequence[int]) -> None:
         """Have hosts reset new environments for these rows, with the seeds and options of the request if it is a reset."""
-        fresh: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
+        new_seeds: list[Any] = [int(child.generate_state(1)[0]) for child in self.seeds.spawn(len(rows))]
         if request.seeds is not None:
-            fresh = [request.seeds[row] for row in rows]
+            new_seeds = [request.seeds[row] for row in rows]
         for observer in self.failures.observers if rows else ():
-            observer.on_reset(rows, fresh, select_options(request.options, rows))
+            observer.on_reset(rows, new_seeds, select_options(request.options, rows))
         self.forget(rows)
         for part in self.split(request, rows, rebuilds=True):
-            self.submit(part, "reset", reset_arguments(part, dict(zip(rows, fresh, strict=True))))
+            self.submit(part, "reset", reset_arguments(part, dict(zip(rows, new_seeds, strict=True))))
 
     def return_held(self, rows: Collection[int]) -> None:
         """Complete a step of these rows with the results of resets that are held for them."""
@@ -318,19 +318,19 @@ class HostExchange:
             records, leaves = (reply, []) if isinstance(reply, bytes) else reply
             arrays = fields(records, NUMBERS if leaves else self._records, len(rows)) + leaves
             reply = HostReply(rows, arrays, None, [], False, {}, None)
-        before = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
+        previous = {row: self.store.row(row) for row in reply.rows} if rebuilds else {}
         where = index_of(reply.rows)
         for column, values in zip(self._arrays, reply.arrays, strict=False):
             column[where] = values
-        if errors := self._apply_rest(request, host, reply):
+        if errors := self._apply_events(request, host, reply):
             self.unraised.append((errors, set(rows).difference(reply.rows) if request.command in PHASES else ()))
-        self.failures.mark(host, reply.failed)
-        for row, last in before.items():
+        self.failures.set_failed(host, reply.failed)
+        for row, last in previous.items():
             self._write_rebuilt_row(request.command == "step", row, last)
         self.ready.update(dict.fromkeys(reply.rows, request.command))
 
-    def _apply_rest(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
-        """Apply a reply's outcome, events and error, and return the errors to raise."""
+    def _apply_events(self, request: HostRequest, host: RemoteHost, reply: HostReply) -> Errors:
+        """Apply the reply's outcome, events and error, and return the errors to raise."""
         errors: Errors = []
         if reply.outcome is not None:
             outcome = decode_outcome(reply.outcome)
@@ -375,8 +375,8 @@ class HostExchange:
             return
         lost = {reference: part for reference, part in self.parts.items() if part.host is host}
         host.command = next(iter(lost.values())).request.command if lost else "idle"
-        doing = "while idle" if not lost else f"during {host.command}"
-        host.death = f"{host.label}, {envs_text(host.rows)}, died {doing}: {reason}"
+        when = "while idle" if not lost else f"during {host.command}"
+        host.death = f"{host.label}, {envs_text(host.rows)}, died {when}: {reason}"
         self.pool.cluster.kill(host.index)
         self.failures.record_death(host)
         for row in host.rows:

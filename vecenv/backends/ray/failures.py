@@ -81,7 +81,7 @@ class Failures:
             for error in errors:
                 error.add_note(note)
 
-    def mark(self, host: RemoteHost, failed: dict[int, str]) -> None:
+    def set_failed(self, host: RemoteHost, failed: dict[int, str]) -> None:
         """Replace the failed rows of a host with ``failed``; rows that were lost with a host stay."""
         if self.failed or failed:
             for row in set(host.rows) - self.rows_to_rebuild:
@@ -96,13 +96,13 @@ class Failures:
 
     def count_restart(self, host: RemoteHost) -> RestartsExhausted | None:
         """Count the restart of a dead host once; return the error if the budget is exhausted."""
-        if host.counted:
+        if host.restart_counted:
             return None
         cause = host.death.partition("\n")[0]
         if not self._budget.spend(cause, host.rows):
             text, envs = self._budget.explain_exhaustion(host.rows), list(host.rows)
             return RestartsExhausted(text, worker=host.index, pid=host.pid, envs=envs, command="restart")
-        host.counted = True
+        host.restart_counted = True
         self.restarts += 1
         self.restart_log.log(cause)
         return None

@@ -1,6 +1,6 @@
-"""The actor on a host: an :class:`~vecenv.AsyncVectorEnv` over some of the environments, and its public calls.
+"""The actor on a host, which runs an :class:`~vecenv.AsyncVectorEnv` with some of the environments.
 
-Nothing is raised across the network: failures are part of a :class:`HostReply`, with the caller's indices.
+No exception is raised across the network: failures are part of a :class:`HostReply`, with the caller's indices.
 
 Ray pickles every array separately, which takes longer than copying a small one, but passes ``bytes`` on unchanged. So
 actions, and results with nothing else to report, are sent as the ``bytes`` of an array with a record per row
@@ -41,7 +41,7 @@ from vecenv.system.cores import usable_cores
 from vecenv.system.descendants import end_descendants
 from vecenv.system.spawning import resolve_variables
 
-_MAX_RECORD_BYTES: Final = 64 * 1024  # bytes; copying this many takes about as long as pickling four arrays
+_MAX_RECORD_BYTES: Final = 64 * 1024  # copying this many takes about as long as pickling four arrays
 NUMBERS: Final = np.dtype([("reward", np.float64), ("termination", np.bool_), ("truncation", np.bool_)])
 
 
@@ -112,7 +112,7 @@ class Rebuilt:
 
 @dataclass(slots=True)
 class HostReply:
-    """The reply to one request, with the caller's indices of environments.
+    """A reply to one request, with the caller's indices of environments.
 
     Attributes:
         rows: The environments with a result, in order.
@@ -141,7 +141,7 @@ class Lost(Exception):
     """A substitute for the reply of a host that ended or lost its connection."""
 
 
-class _Events(Observer):
+class _EventCollector(Observer):
     """An observer that collects the failures and the rebuilt environments of one request.
 
     Attributes:
@@ -156,20 +156,20 @@ class _Events(Observer):
 
     def on_reset(self, rows: Any, seeds: list[int | None], options: Any) -> None:
         self.forget(rows)
-        self.events.append(Rebuilt(self.move(rows), list(seeds), options))
+        self.events.append(Rebuilt(self.callers_rows(rows), list(seeds), options))
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> None:
-        if rows and not isinstance(error, StepTimeout):  # failures without rows are among the records of errors
+        if rows and not isinstance(error, StepTimeout):  # failures without rows come from the records of errors
             named = self.with_callers_indices(error)
             reason = str(named).partition("\n")[0] if worker_died else summary(named)
-            self.failed.update(dict.fromkeys(self.move(rows), reason))
-            self.events.append(RemoteFailure(self.move(rows), self.pack(error), worker_died))
+            self.failed.update(dict.fromkeys(self.callers_rows(rows), reason))
+            self.events.append(RemoteFailure(self.callers_rows(rows), self.pack(error), worker_died))
 
     def forget(self, rows: Sequence[int]) -> None:
-        for row in self.move(rows):
+        for row in self.callers_rows(rows):
             self.failed.pop(row, None)
 
-    def move(self, rows: Sequence[int]) -> list[int]:
+    def callers_rows(self, rows: Sequence[int]) -> list[int]:
         """Return the caller's indices of rows."""
         return [self._first_row + int(row) for row in rows]
 
@@ -183,21 +183,22 @@ class _Events(Observer):
         """Return a copy of an exception of vecenv with the caller's indices, and any other exception unchanged."""
         if not isinstance(error, VecEnvError):
             return error
-        moved, text = copy(error), self.renumber(str(error))
-        if isinstance(moved, WorkerDied):
-            moved.envs = tuple(self.move(moved.envs))
-            moved.where = {self._first_row + row: self.renumber(place) for row, place in moved.where.items()}
-            text = text.replace(f"worker {moved.worker} (", f"worker {moved.worker} of host {self._host} (", 1)
-        moved.args, moved.__cause__ = (text,), error.__cause__
-        return moved
+        renumbered, text = copy(error), self.renumber(str(error))
+        if isinstance(renumbered, WorkerDied):
+            renumbered.envs = tuple(self.callers_rows(renumbered.envs))
+            renumbered.where = {self._first_row + row: self.renumber(place) for row, place in renumbered.where.items()}
+            worker = f"worker {renumbered.worker}"
+            text = text.replace(f"{worker} (", f"{worker} of host {self._host} (", 1)
+        renumbered.args, renumbered.__cause__ = (text,), error.__cause__
+        return renumbered
 
     def renumber(self, text: str) -> str:
         """Replace the host's indices of environments in a text of vecenv with the caller's."""
 
-        def move(found: re.Match[str]) -> str:
+        def add_offset(found: re.Match[str]) -> str:
             return found[1] + re.sub(r"\d+", lambda digits: str(self._first_row + int(digits[0])), found[2])
 
-        return re.sub(r"\b([Ee]nvs? )(\d+(?:-\d+)?|\[[\d, ]+\])", move, text)
+        return re.sub(r"\b([Ee]nvs? )(\d+(?:-\d+)?|\[[\d, ]+\])", add_offset, text)
 
 
 class Host:
@@ -211,7 +212,7 @@ class Host:
 
     def __init__(self, plan: HostPlan) -> None:
         self._plan, self._first_row, self._rows = plan, plan.rows.start, range(len(plan.rows))
-        self._events = _Events(plan)
+        self._collector = _EventCollector(plan)
         self.envs: Any = None
 
     def start(self) -> HostReady:
@@ -219,7 +220,7 @@ class Host:
         ready = HostReady(os.getpid(), platform.node())
         try:
             self.envs = envs = _build(self._plan)
-            envs.add_observer(self._events)
+            envs.add_observer(self._collector)
             self._view, self._tree = infos_by_row(envs), fixed_tree(envs.single_observation_space)
             self._action_tree = fixed_tree(envs.single_action_space, "action")
             self._records, self._actions = record_type(self._tree, results=True), record_type(self._action_tree)
@@ -232,34 +233,34 @@ class Host:
                 ready.observation_spaces = envs.get_attr("observation_space")
         except BaseException as error:
             if isinstance(error, RuntimeError) and "Env " in str(error):  # spaces differ: use the caller's index
-                error.args = (self._events.renumber(str(error)),)
+                error.args = (self._collector.renumber(str(error)),)
             ready.error = pack_error(error)
         return ready
 
     def step(self, actions: bytes, rows: Sequence[int] | None = None, pickled: bool = False) -> HostReply | Packed:
         """Step some environments. ``actions``: a batch in their order, pickled or as one record per environment."""
-        which = self._rows if rows is None else rows
+        local = self._rows if rows is None else rows
 
         def begin() -> None:
             if pickled:
                 batch = pickle.loads(actions)
             else:
-                batch = self._action_tree.build(iter(fields(actions, self._actions, len(which))))  # type: ignore[union-attr]
-            self.envs.send(batch, which)
+                batch = self._action_tree.build(iter(fields(actions, self._actions, len(local))))  # type: ignore[union-attr]
+            self.envs.send(batch, local)
 
-        return self._collect(len(which), begin)
+        return self._collect(len(local), begin)
 
     def reset(self, arguments: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
         """Reset some environments. ``arguments``: pickled seeds and options, each for these rows or for all."""
-        which = self._rows if rows is None else rows
+        local = self._rows if rows is None else rows
 
         def begin() -> None:
             seeds, options = pickle.loads(arguments)
-            self.envs.reset_async(seeds, options, env_id=rows)  # with None, restarts are seeded from the first seed
-            self._events.forget(which)
-            del self._events.events[:1]  # the event of this reset itself
+            self.envs.reset_async(seeds, options, env_id=rows)  # with None, the first seed also seeds restarts
+            self._collector.forget(local)
+            del self._collector.events[:1]  # the event of this reset itself
 
-        return self._collect(len(which), begin)
+        return self._collect(len(local), begin)
 
     def call(self, request: bytes, rows: Sequence[int] | None = None) -> HostReply | Packed:
         """Call a method of the vector environment, and reply with its results for these rows.
@@ -269,16 +270,16 @@ class Host:
         """
         rows = self._rows if rows is None else rows
         outcome, errors = Outcome(), []
-        self._events.events = []
+        self._collector.events = []
         try:
             name, args, kwargs = pickle.loads(request)
             results = getattr(self if name == "require_fit" else self.envs, name)(*args, **kwargs)
             if name in ("call", "exec_func"):
                 results = [results[row] for row in rows]
             elif name == "load":
-                self._events.forget(rows)
+                self._collector.forget(rows)
             if name in ("call", "exec_func", "save"):
-                outcome.results = dict(zip(self._events.move(rows), results, strict=True))
+                outcome.results = dict(zip(self._collector.callers_rows(rows), results, strict=True))
         except Exception as error:
             errors.append(error)
         return self._reply([], [], outcome, errors)
@@ -286,7 +287,7 @@ class Host:
     def require_fit(self, snapshots: Sequence[Snapshot], rows: Sequence[int]) -> None:
         """Raise for snapshots that do not fit their rows. Rows that failed are rebuilt and checked by the load itself."""
         for row, snapshot in zip(rows, snapshots, strict=True):
-            if self._first_row + row not in self._events.failed:
+            if self._first_row + row not in self._collector.failed:
                 self.envs.exec_func(_require_fit, [row], snapshot, own_generators=self.envs.generators == "own")
 
     def stats(self) -> dict[str, float]:
@@ -305,7 +306,7 @@ class Host:
 
     def _collect(self, count: int, begin: Callable[[], None]) -> HostReply | Packed:
         """Begin a step or a reset of ``count`` rows, and reply with the results of all that do not fail."""
-        self._events.events = []
+        self._collector.events = []
         errors: list[Exception] = []
         rows: list[int] = []
         arrays: list[Array] = []
@@ -321,7 +322,7 @@ class Host:
                 break
             except Exception as error:
                 errors.append(error)
-                count = len(self.envs.in_flight)  # as many as before if only an info cannot be sent: its row has a result
+                count = len(self.envs.in_flight)  # unchanged if only an info cannot be sent: its row has a result
         return self._reply(rows, arrays, outcome, errors, rebuilds=bool(errors) and self.envs.capabilities.restarts)
 
     def _split_result(
@@ -329,7 +330,7 @@ class Host:
     ) -> tuple[list[int], list[Array]]:
         """Return the sorted rows of a result and their arrays; put everything else into ``outcome``."""
         *arrays, infos, env_ids = numbers_infos_and_ids
-        rows = self._events.move(env_ids)
+        rows = self._collector.callers_rows(env_ids)
         outcome.infos.update({row: info for row, info in zip(rows, infos, strict=True) if info or type(info) is not dict})
         if self._tree is not None:
             arrays += flatten(self._tree, observations)
@@ -345,24 +346,25 @@ class Host:
         self, rows: list[int], arrays: list[Array], outcome: Outcome, errors: list[Exception], *, rebuilds: bool = False
     ) -> HostReply | Packed:
         """Return the reply to a request that raised ``errors``. With ``rebuilds``, failed environments have been rebuilt."""
-        events, records = self._events, self.envs.errors
-        reported = {event.rows[0] for event in events.events if isinstance(event, RemoteFailure)}
+        collector, records = self._collector, self.envs.errors
+        reported = {event.rows[0] for event in collector.events if isinstance(event, RemoteFailure)}
         for record in records:
             if record.env is not None and self._first_row + record.env not in reported:
-                events.events.append(RemoteFailure(events.move([record.env]), events.pack(record.error), fatal=False))
+                failure = RemoteFailure(collector.callers_rows([record.env]), collector.pack(record.error), fatal=False)
+                collector.events.append(failure)
         records.clear()  # the caller keeps them
-        reported_nothing = not (outcome.has_payload() or events.events or events.failed or errors)
+        reported_nothing = not (outcome.has_payload() or collector.events or collector.failed or errors)
         is_short = sum(array.nbytes for array in arrays) < _MAX_RECORD_BYTES
         if reported_nothing and len(rows) == self.envs.num_envs:
             batch = np.empty(len(rows), self._records if is_short else NUMBERS)
             for name, array in zip(batch.dtype.names or (), arrays, strict=False):
                 batch[name] = array
             return batch.tobytes() if is_short else (batch.tobytes(), arrays[3:])
-        # what has failed but raised nothing was repaired: a worker that died while idle, before a reset
-        raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in events.events)
-        error = events.pack(errors[0]) if errors and not raises else None
+        # failures without an exception were repaired, such as the death of an idle worker before a reset
+        raises = bool(errors) and not rebuilds and any(isinstance(event, RemoteFailure) for event in collector.events)
+        error = collector.pack(errors[0]) if errors and not raises else None
         encoded = encode_outcome(outcome) if outcome.has_payload() else None
-        return HostReply(rows, arrays, encoded, events.events, raises, events.failed, error)
+        return HostReply(rows, arrays, encoded, collector.events, raises, collector.failed, error)
 
 
 def record_type(tree: Tree | None, *, results: bool = False) -> np.dtype[Any]:
@@ -398,7 +400,7 @@ def _require_fit(env: Any, snapshot: Snapshot, *, own_generators: bool) -> None:
 
 def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
     """Build the local vector environment of a host."""
-    sys.path += [place for place in plan.path if place not in sys.path and os.path.exists(place)]
+    sys.path += [entry for entry in plan.path if entry not in sys.path and os.path.exists(entry)]
     hint = " (the modules that it imports have to be installed on every node)"
     env_fns = plan.env_fns.load(plan.rows[0], "on its host", hint)
     options = {**plan.options, "copy": False}
@@ -420,6 +422,6 @@ def _build(plan: HostPlan) -> AsyncVectorEnv[Any, Any]:
         workers = max(usable_cores() - 1, 1)
     processes = min(len(env_fns) if workers is None else workers, len(env_fns) - caller)
     if processes and hasattr(os, "sched_getaffinity"):
-        # neither spinning nor bound to single cores, since Ray's threads and perhaps other hosts run there too
+        # workers neither spin nor are bound to single cores: Ray's threads and perhaps other hosts run there too
         options["worker_options"] = replace(own, cores=[sorted(os.sched_getaffinity(0))] * processes)
     return AsyncVectorEnv(env_fns, num_workers=workers, **options)

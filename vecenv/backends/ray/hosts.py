@@ -12,7 +12,7 @@ from vecenv.errors import HostDied, StartupTimeout, envs_text
 from vecenv.link.messages import unpack_error
 from vecenv.system.signals import deferred_signals
 
-_GRACE_SECONDS: Final = 2.0  # for a host to reply or to close, in addition to its environments' timeout
+_GRACE_SECONDS: Final = 2.0  # for a host to reply or to close, beyond its environments' timeout
 _RETRY_DELAYS: Final = (0.5, 1.0, 2.0, 4.0, None)  # seconds between attempts to start a host; `None`: give up
 _START_GRACE_SECONDS: Final = 30.0  # for a process to start and to import its modules on a machine that may be busy
 
@@ -21,17 +21,17 @@ class RemoteHost:
     """The caller's handle of a host.
 
     Attributes:
-        death: A sentence that names the host and describes its end; empty while it is alive.
+        death: A text that names the host and describes its end; empty while it is alive.
         command: The command that it was executing when it ended.
         notes: Notes that observers added to the first exception about its death.
-        counted: True if its restart has been counted.
+        restart_counted: True if its restart has been counted against the budget.
     """
 
     def __init__(self, plan: HostPlan, ready: HostReady) -> None:
         self.plan, self.ready = plan, ready
         self.index, self.rows, self.pid, self.node = plan.index, plan.rows, ready.pid, ready.node
         self.label = f"host {plan.index} (node {ready.node}), pid {ready.pid}"
-        self.death, self.command, self.counted = "", "", False
+        self.death, self.command, self.restart_counted = "", "", False
         self.notes: Sequence[str] = ()
 
     def death_error(self) -> HostDied:
@@ -75,7 +75,7 @@ class HostPool:
     def _wait_until_ready(self, plan: HostPlan, reference: Any, deadline: float) -> HostReady:
         where = f"host {plan.index} ({envs_text(plan.rows)})"
         if not (replies := self.cluster.collect([reference], deadline)):
-            self.cluster.require_places(0.0)
+            self.cluster.require_cores(0.0)
             raise StartupTimeout(f"{where} was not ready within {self._start_timeout} seconds of its start")
         ready: HostReady | Lost = replies[0][1]
         if isinstance(ready, Lost):
@@ -90,7 +90,7 @@ class HostPool:
         """Start a new host in place of a dead one, on any node with room."""
         self.cluster.kill(host.index)  # also ends a replacement that was interrupted during its start
         for delay in _RETRY_DELAYS:
-            self.cluster.require_places(self._start_timeout)  # a lost node may be replaced, or another may have room
+            self.cluster.require_cores(self._start_timeout)  # a lost node may be replaced, or another may have room
             try:
                 self.hosts[host.index : host.index + 1] = self._start([host.plan])
                 return

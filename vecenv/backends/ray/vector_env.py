@@ -80,7 +80,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         placement: ``"STRICT_SPREAD"`` (every host on a node of its own), ``"SPREAD"`` (if possible) or ``"PACK"`` (as few
             nodes as possible). ``None``: ``"STRICT_SPREAD"``, or ``"PACK"`` in a cluster that vecenv started, which has one
             node.
-        batch_size: The number of environments that :meth:`recv` returns at a time. Best a multiple of a host's share,
+        batch_size: The number of environments that :meth:`recv` returns at a time, preferably a multiple of a host's share,
             because the environments of a host finish together.
         on_failure, autoreset_mode: See :class:`~vecenv.AsyncVectorEnv`.
         **engine_options: ``shared_memory``, ``copy``, ``context`` (default here: ``"forkserver"``), ``daemon``,
@@ -96,7 +96,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         HostDied, StartupTimeout: A host did not become ready.
         Exception: Raised by pickling an ``env_fn``, with a note that names it, or by calling it on its host.
 
-    When the constructor raises, all processes have been ended.
+    If the constructor raises, all processes have been ended.
     """
 
     _driver: HostsDriver
@@ -113,7 +113,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP, **engine_options: Any,
     ) -> None:  # fmt: skip
         end_if_importing_main()
-        self.closed = True  # until there are processes to close
+        self.closed = True  # until there are processes to end
         check_env_fns(env_fns, type(self).__name__)
         self.env_fns, self.num_envs, self.autoreset_mode = list(env_fns), len(env_fns), parse_autoreset_mode(autoreset_mode)
         _check_host_options(env_fns, num_hosts, envs_per_host, placement, engine_options)
@@ -138,7 +138,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             pool = self._start_hosts(start_timeout)
             restart, limit = on_failure != "raise", self._step_timeout
             if restart and limit is not None:
-                # the host ends and rebuilds environments that hang; the wait for the host allows for that time
+                # the host ends and rebuilds environments that hang, so the wait for the host includes that time
                 limit += start_timeout
             driver = HostsDriver(
                 pool, self.single_observation_space, self.single_action_space, self.action_space, self.autoreset_mode,
@@ -150,7 +150,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
                 recorder = recorder_for_hosts(self, recording, self._env_id, save, stats)  # type: ignore[arg-type]
                 driver.observers.append(recorder)
                 self._recorder = weakref.proxy(recorder)
-            self._finalizer = weakref.finalize(self, _close_here, os.getpid(), self._cluster)
+            self._finalizer = weakref.finalize(self, _close_unless_forked, os.getpid(), self._cluster)
             self._open(driver)
         except BaseException:
             if self._cluster is not None:
@@ -171,22 +171,22 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
     def _start_hosts(self, start_timeout: float) -> HostPool:
         """Start the hosts, and copy metadata and spaces from the first."""
         plans = self._plans()
-        self._cluster.place([plan.cpus for plan in plans], self._strategy, start_timeout)
+        self._cluster.reserve_cores([plan.cpus for plan in plans], self._strategy, start_timeout)
         pool = HostPool(self._cluster, plans, start_timeout)
-        readies, mode = [host.ready for host in pool.hosts], self.observation_mode
-        first = readies[0]
+        ready_messages, mode = [host.ready for host in pool.hosts], self.observation_mode
+        first = ready_messages[0]
         self._set_attributes(first)
         if isinstance(mode, tuple):
             self.observation_space, self.single_observation_space = mode
         else:
             self.single_observation_space = first.observation_space
             self.observation_space = batch_space(first.observation_space, self.num_envs)
-        _require_same_spaces(plans, readies, mode)
+        _require_same_spaces(plans, ready_messages, mode)
         if mode == "different":
-            each = [space for ready in readies for space in ready.observation_spaces]
-            self.observation_space = batch_differing_spaces(each)
+            differing = [space for ready in ready_messages for space in ready.observation_spaces]
+            self.observation_space = batch_differing_spaces(differing)
         self.num_hosts = len(pool.hosts)
-        self.num_workers = sum(ready.num_workers for ready in readies)
+        self.num_workers = sum(ready.num_workers for ready in ready_messages)
         return pool
 
     def _connect(self) -> Any:
@@ -202,7 +202,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         self._strategy = self._placement or ("PACK" if self._cluster.own else "STRICT_SPREAD")
         options = {**self._host_options, "autoreset_mode": self.autoreset_mode}
         if options["on_failure"] == "raise":
-            options.pop("step_timeout", None)  # it limits only the wait for the host, which can be repeated
+            options.pop("step_timeout", None)  # it limits only the caller's wait for the host, which can be repeated
         plans = []
         for index, rows in enumerate(ranges):
             if isinstance(self.observation_mode, tuple):
@@ -252,7 +252,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
 
     @property
     def step_timeout(self) -> float | None:
-        """Seconds until a ``reset`` or ``step`` without a timeout of its own counts as hanging; ``None``: no limit."""
+        """Seconds until a ``reset`` or ``step`` without its own timeout counts as hanging; ``None``: no limit."""
         return self._step_timeout
 
     def _describe_size(self) -> str:
@@ -261,12 +261,12 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """End the hosts, from any thread or signal handler, in any state; see :meth:`vecenv.AsyncVectorEnv.close`.
+        """End the hosts, from any thread or signal handler and in any state; see :meth:`vecenv.AsyncVectorEnv.close`.
 
         Args:
             timeout: Seconds for a pending reply and for the environments' own ``close()``; then hosts are killed. Default: a
-                minute, or a second if a host was late before or a call was interrupted.
-            terminate: Kill at once; the environments' ``close()`` is not called.
+                minute, or a second if a host was late or a call was interrupted.
+            terminate: Kill the hosts immediately; the environments' ``close()`` is not called.
         """
         driver, state, thread = self._driver, self._driver.state, get_ident()
         seconds = parse_timeout(timeout)
@@ -278,7 +278,7 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
         if not state.caller and not state.unusable:
             driver.freeze_stats()
         state.unusable = "closed"
-        if state.caller not in (0, thread):  # another thread waits for a reply: there will be none
+        if state.caller not in (0, thread):  # another thread waits for a reply that will not arrive
             driver.pool.kill()
             state.wait_for_other_thread()
         driver.shut_down(0.0 if terminate else seconds, terminate=terminate)
@@ -291,8 +291,8 @@ class RayVectorEnv(WorkerVectorEnv[ObsType, ActType, np.ndarray]):
             warnings.warn(f"unclosed {type(self).__name__}", ResourceWarning, source=self, stacklevel=2)
 
 
-def _close_here(pid: int, cluster: Any) -> None:
-    """End the hosts of a vector environment that was not closed; do nothing in a forked child."""
+def _close_unless_forked(pid: int, cluster: Any) -> None:
+    """End the hosts of a vector environment that was not closed, except in a forked child."""
     if os.getpid() == pid:
         cluster.close()
 
@@ -302,7 +302,7 @@ def _check_host_options(
 ) -> None:
     """Raise for invalid options, before anything is started."""
     if "num_workers" in engine_options:
-        raise TypeError("RayVectorEnv has no option 'num_workers': workers_per_host is how many each host has")
+        raise TypeError("RayVectorEnv has no option 'num_workers': use workers_per_host, the number of workers of each host")
     check_option_names(engine_options, _HOST_OPTIONS, "RayVectorEnv")
     accepted = f"one of {', '.join(map(repr, _PLACEMENTS))} or None"
     check_option("placement", placement, (lambda value: value is None or value in _PLACEMENTS, accepted))
@@ -311,16 +311,16 @@ def _check_host_options(
     check_option("envs_per_host", envs_per_host, hosts)
     if num_hosts is not None and envs_per_host is not None and num_hosts != -(-len(env_fns) // envs_per_host):
         raise ValueError(
-            f"{len(env_fns)} environments with envs_per_host={envs_per_host} are {-(-len(env_fns) // envs_per_host)} hosts, "
-            f"not num_hosts={num_hosts}: give one of the two"
+            f"{len(env_fns)} environments with envs_per_host={envs_per_host} need {-(-len(env_fns) // envs_per_host)} "
+            f"hosts, not num_hosts={num_hosts}: pass only one of the two"
         )
 
 
-def _require_same_spaces(plans: Sequence[HostPlan], readies: Sequence[HostReady], mode: Any) -> None:
+def _require_same_spaces(plans: Sequence[HostPlan], ready_messages: Sequence[HostReady], mode: Any) -> None:
     """Raise ``RuntimeError`` if a host's spaces do not match the first host's. Each host compares its own environments."""
-    first = readies[0]
+    first = ready_messages[0]
     fits: Any = operator.eq if mode == "same" else is_space_dtype_shape_equiv
-    for plan, ready in zip(plans[1:], readies[1:], strict=True):
+    for plan, ready in zip(plans[1:], ready_messages[1:], strict=True):
         where = f"on host {plan.index} (node {ready.node})"
         if not fits(ready.observation_space, first.observation_space):
             advice = "If this is intentional, use `observation_mode='different'` instead. " if mode == "same" else ""

@@ -1,9 +1,9 @@
-"""The worker's side: adapts a multi-agent environment to a Gymnasium environment with an observation of fixed size.
+"""Adapts multi-agent environments, inside the workers, to Gymnasium environments with one observation of fixed size.
 
-The engine steps environments that return an observation, a reward and two flags. The adapter turns a PettingZoo parallel
-environment into such an environment. Its observation holds the observations, rewards, flags and masks of all agents (see
-:meth:`vecenv.multi_agent.roster.Roster.observation_space`), written directly into shared memory; its own flags are those of
-the episode. Only this module decides which agents are alive, which must act, and which rows are padding.
+The engine steps environments that return one observation, one reward and two flags. :class:`AgentsEnv` turns a PettingZoo
+parallel environment into such an environment. Its observation holds the observations, rewards, flags and masks of all agents
+(see :meth:`vecenv.multi_agent.roster.Roster.observation_space`) and is written directly into shared memory; its flags are
+those of the episode. Only this module decides which agents are alive, which must act, and which rows are padding.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from vecenv.system import reporting
 # * :class:`RLlibGame`: RLlib's ``MultiAgentEnv``;
 # * :class:`OneAgent`: Gymnasium environments.
 #
-# The rest of the package uses only PettingZoo's convention. The adapters need neither PettingZoo nor RLlib, except that
-# PettingZoo is imported to convert a parallelizable AEC game.
+# The rest of the package uses only PettingZoo's convention. The adapters do not import RLlib, and import PettingZoo only to
+# convert a parallelizable AEC game.
 
-ALL: Final = "__all__"
-"""The key of RLlib's flags for all agents."""
+ALL_AGENTS: Final = "__all__"
+"""RLlib's key for the flag of all agents, in a dict of flags."""
 
 Step: TypeAlias = tuple[Any, Any, Any, Any, Any]
 
@@ -46,8 +46,8 @@ MASK_KEYS: Final = ("action_mask", "action_masks")
 def as_parallel(env: Any) -> Any:
     """Return ``env`` if it is parallel, otherwise an adapter for its convention (RLlib, ``agent_num`` or Gymnasium)."""
     inner = getattr(env, "unwrapped", env)
-    has_methods = [callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space")]
-    if has_methods == [True, False]:
+    has_getter, has_space = (callable(getattr(inner, name, None)) for name in ("get_observation_space", "observation_space"))
+    if has_getter and not has_space:
         return RLlibGame(env)
     if getattr(env, "possible_agents", None) is not None:
         return env
@@ -102,13 +102,13 @@ class AgentsAdapter:
         return self._space("action_space", agent)
 
     def _space(self, name: str, agent: Any) -> Any:
-        """Return an agent's space, from one attribute for all agents or from a method, which RLlib names ``get_...``."""
+        """Return an agent's space, from a method (``get_...`` in RLlib) or from an attribute that all agents share."""
         found = getattr(self.unwrapped, f"get_{name}", None) or getattr(self.env, name)
         return found(agent) if callable(found) else found
 
     def _finish_step(self, observations: Any, rewards: Any, terminations: Any, truncations: Any, infos: Any) -> Step:
         """Remove terminated and truncated agents from ``agents``, and return the results of ``step``."""
-        self.agents = [one for one in self.agents if not (terminations.get(one, False) or truncations.get(one, False))]
+        self.agents = [name for name in self.agents if not (terminations.get(name, False) or truncations.get(name, False))]
         return observations, rewards, terminations, truncations, infos
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class TurnBased(AgentsAdapter):
 
     ``agents_to_act`` holds the agent to move; in ``MultiAgentVecEnv`` only its row is True in ``agent_mask``, and after its
     move in ``transition_mask``. Every step returns observations and rewards for all agents, so an agent that did not move
-    can have a reward too, for example because it lost by another agent's move. Its row then has a False
+    can have a reward too, for example if another agent's move made it lose. Its row then has a False
     ``transition_mask``, and the reward belongs to its last move.
     """
 
@@ -135,7 +135,7 @@ class TurnBased(AgentsAdapter):
 
     @property
     def agents_to_act(self) -> tuple[Any, ...]:
-        """A tuple of the agent to move; empty before the first reset."""
+        """The agent to move, in a tuple; empty before the first reset and after the game."""
         return (self.env.agent_selection,) if getattr(self.env, "agents", None) else ()
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
@@ -161,7 +161,7 @@ class TurnBased(AgentsAdapter):
         return observations, rewards, terminations, truncations, infos
 
     def _skip_dead_agents(self) -> None:
-        """Step each agent that is terminated or truncated once more, without an action, as AEC games require."""
+        """Pass ``None`` as the action of each terminated or truncated agent, as AEC games require."""
         game = self.env
         while game.agents and (game.terminations[game.agent_selection] or game.truncations[game.agent_selection]):
             game.step(None)
@@ -195,7 +195,7 @@ class StackedAgents(AgentsAdapter):
             observations, info = self._parse_reset(self.env.reset(**{k: v for k, v in arguments.items() if v is not None}))
         self._next_episode = None
         self.agents = list(self.possible_agents)
-        return self._split_by_agent(observations), self._infos(info)
+        return self._split_by_agent(observations), self._parse_info(info)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step all agents; an agent that is done stays in the environment's arrays, but leaves ``agents``."""
@@ -218,48 +218,48 @@ class StackedAgents(AgentsAdapter):
             dict(zip(self.possible_agents, column.tolist(), strict=True))
             for column in (np.asarray(rewards).reshape(self.agent_num), *ended)
         )
-        return self._finish_step(self._split_by_agent(observations), rewards, terminated, truncated, self._infos(info))
+        return self._finish_step(self._split_by_agent(observations), rewards, terminated, truncated, self._parse_info(info))
 
     def _time_limit_reached(self, info: Any) -> Any:
-        each = info if isinstance(info, (list, tuple)) else [info] * self.agent_num
-        return np.array([bool(isinstance(one, dict) and one.get("TimeLimit.truncated", False)) for one in each])
+        infos = info if isinstance(info, (list, tuple)) else [info] * self.agent_num
+        return np.array([bool(isinstance(one, dict) and one.get("TimeLimit.truncated", False)) for one in infos])
 
     def _parse_reset(self, result: Any) -> tuple[Any, Any]:
         """Return observations and info from the result of ``reset``, which may lack the info or be a tuple of length one."""
         with_info = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], (dict, list))
-        nested = isinstance(self.env.observation_space, spaces.Tuple)
-        if with_info and nested:  # the observations are a tuple too, which may end in a dict
+        is_tuple_space = isinstance(self.env.observation_space, spaces.Tuple)
+        if with_info and is_tuple_space:  # without an info, the observations are a tuple too, which may end in a dict
             with_info = isinstance(result[0], tuple)
         observations, info = result if with_info else (result, {})
-        single = isinstance(observations, tuple) and len(observations) == 1
-        if single and (not nested or (not with_info and isinstance(observations[0], tuple))):
+        has_length_one = isinstance(observations, tuple) and len(observations) == 1
+        if has_length_one and (not is_tuple_space or (not with_info and isinstance(observations[0], tuple))):
             return observations[0], info
         return observations, info
 
     def _split_by_agent(self, observations: Any) -> dict[str, Any]:
         """Split a structure with an axis of agents in its leaves into one observation per agent."""
         space = self.env.observation_space
-        rows = map_space(self._rows, space, observations)
+        rows = map_space(self._leaf_rows, space, observations)
 
         def select_agent(index: int) -> Any:
-            return map_space(lambda _, each: each[index], space, rows)
+            return map_space(lambda _, leaf: leaf[index], space, rows)
 
         return {agent: select_agent(index) for index, agent in enumerate(self.possible_agents)}
 
-    def _rows(self, space: spaces.Space[Any], observations: Any) -> Any:
+    def _leaf_rows(self, space: spaces.Space[Any], observations: Any) -> Any:
         """Return a leaf with one row per agent; a ``Discrete`` leaf may be one-hot."""
         if not isinstance(space, spaces.Discrete):
             return observations
         array = np.asarray(observations).reshape(self.agent_num, -1)
-        one_hot = array.shape[1] == space.n and space.n > 1
-        return space.start + array.argmax(axis=1) if one_hot else array.reshape(self.agent_num)
+        is_one_hot = array.shape[1] == space.n and space.n > 1
+        return space.start + array.argmax(axis=1) if is_one_hot else array.reshape(self.agent_num)
 
-    def _infos(self, info: Any) -> dict[Any, Any]:
+    def _parse_info(self, info: Any) -> dict[Any, Any]:
         if isinstance(info, (list, tuple)):
             return dict(zip(self.possible_agents, info, strict=True))
-        own = {key: value for key, value in (info or {}).items() if key != "final_observation"}
-        masks = own.get("action_masks")
-        return _infos(own, {} if masks is None else dict(zip(self.possible_agents, masks, strict=True)))
+        common = {key: value for key, value in (info or {}).items() if key != "final_observation"}
+        masks = common.get("action_masks")
+        return _join_infos(common, {} if masks is None else dict(zip(self.possible_agents, masks, strict=True)))
 
 
 class OneAgent(AgentsAdapter):
@@ -277,17 +277,17 @@ class OneAgent(AgentsAdapter):
         """Start an episode."""
         observation, info = self.env.reset(seed=seed, options=options)
         self.agents = ["agent_0"]
-        return {"agent_0": observation}, self._infos(info)
+        return {"agent_0": observation}, self._parse_info(info)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step the environment."""
         *values, info = self.env.step(actions["agent_0"])
         observations, rewards, terminations, truncations = ({"agent_0": value} for value in values)
-        return self._finish_step(observations, rewards, terminations, truncations, self._infos(info))
+        return self._finish_step(observations, rewards, terminations, truncations, self._parse_info(info))
 
-    def _infos(self, info: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _parse_info(self, info: Mapping[Any, Any]) -> dict[Any, Any]:
         masks = [info[key] for key in MASK_KEYS if key in info]
-        return _infos(dict(info), {"agent_0": masks[-1]} if masks else {})
+        return _join_infos(dict(info), {"agent_0": masks[-1]} if masks else {})
 
 
 class RLlibGame(AgentsAdapter):
@@ -310,7 +310,7 @@ class RLlibGame(AgentsAdapter):
         self._latest = dict(observations)
         self.agents = list(observations)
         self.agents_to_act = tuple(observations)
-        return observations, self._infos(infos)
+        return observations, self._parse_info(infos)
 
     def step(self, actions: Mapping[Any, Any]) -> Step:
         """Step the agents that act."""
@@ -319,17 +319,17 @@ class RLlibGame(AgentsAdapter):
         self._latest.update(observations)
         current_observations = {agent: self._latest[agent] for agent in agents_in_game}
         agent_rewards = {agent: rewards.get(agent, 0.0) for agent in agents_in_game}
-        self.agents = [] if terminations.get(ALL, False) or truncations.get(ALL, False) else agents_in_game
-        stepped = self._finish_step(current_observations, agent_rewards, terminations, truncations, self._infos(infos))
+        self.agents = [] if terminations.get(ALL_AGENTS, False) or truncations.get(ALL_AGENTS, False) else agents_in_game
+        stepped = self._finish_step(current_observations, agent_rewards, terminations, truncations, self._parse_info(infos))
         self.agents_to_act = tuple(agent for agent in self.agents if agent in observations)
         return stepped
 
-    def _infos(self, infos: Mapping[Any, Any] | None) -> dict[Any, Any]:
-        own = dict(infos or {})
-        return {**own.pop("__common__", {}), **own}
+    def _parse_info(self, infos: Mapping[Any, Any] | None) -> dict[Any, Any]:
+        by_agent = dict(infos or {})
+        return {**by_agent.pop("__common__", {}), **by_agent}
 
 
-def _infos(common: dict[Any, Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
+def _join_infos(common: dict[Any, Any], masks: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return an environment's common infos, with the agents' action masks."""
     return {**({"common": common} if common else {}), **{agent: {"action_mask": mask} for agent, mask in masks.items()}}
 
@@ -369,7 +369,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self.action_space = roster.action_space()
         self._names = roster.agents
         self._agent_names = frozenset(roster.agents)
-        self._pick_action = [_action_picker(part, place) for part, place in roster.places()]
+        self._action_pickers = [_action_picker(part, place) for part, place in roster.places()]
         self._begin_episode()
         self._takes_turns = hasattr(env, "agents_to_act")
         self._all_agents = list(roster.agents)
@@ -389,7 +389,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         self._row = row
         self._rewards: Any = memoryview(row["signals"][0])  # assigns a number three times as fast as an array
         self._flags = row["signals"][1:]  # in the order of FLAGS
-        self._forget_written()
+        self._force_full_write()
         self._observation_writers: list[Callable[[Any], None]] = []
         self._leaves: list[list[Array]] = []
         self._single_arrays: list[tuple[Any, Any, Callable[[Any], None]]] = []  # agents with a single array as observation
@@ -407,10 +407,10 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             tree = build_tree(roster.state_space, "state")
             self._write_state = self._make_writer(tree, [leaf[None] for leaf in flatten(tree, row["state"])], 0, None)
 
-    def _forget_written(self) -> None:
+    def _force_full_write(self) -> None:
         """Make the next step write every flag and all padding, regardless of the memory's contents."""
-        self._written: Any = None
-        self._all_acted = False  # True if the flags in memory mean that every agent acted and is alive
+        self._written_flags: Any = None
+        self._all_acted = False  # True if every agent acted and is alive, according to the flags in memory
         self._needs_padding = [True] * len(self._names)
 
     def _begin_episode(self) -> None:
@@ -424,25 +424,25 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         def warn(field: str, text: str) -> None:
             reporting.warn(f"{name}: {text.partition(': ')[2]}", RuntimeWarning)
 
-        put = make_observation_writer(tree, leaves, self.index - place, warn)
+        write_row = make_observation_writer(tree, leaves, self.index - place, warn)
 
         def write(value: Any) -> None:
             try:
-                put(place, value)
+                write_row(place, value)
             except ObservationError as error:
                 raise ObservationError(f"{name}: {str(error).partition(': ')[2]}") from error.__cause__
 
         return write
 
     def take_snapshot(self) -> Any:
-        """Return which agents are alive, acting and dead; the wrapped environment saves its own state."""
+        """Return the flags of alive, acting and dead agents; the wrapped environment saves its own state."""
         return self._alive[:], self._acting[:], self._dead[:], self._truncated
 
     def restore_snapshot(self, state: Any) -> None:
         """Continue from the result of :meth:`take_snapshot`."""
         *lists, self._truncated = state
         self._alive, self._acting, self._dead = ([*each] for each in lists)
-        self._forget_written()
+        self._force_full_write()
 
     # -- reset and step ---------------------------------------------------------------------------------------------
 
@@ -454,16 +454,16 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(f"env {self.index}: reset must return (observations, infos), got {_describe_type(result)}")
         observations, infos = result
-        self._forget_written()
+        self._force_full_write()
         present = self._present_agents()
         if not present:
             raise ValueError(f"env {self.index}: there are no agents after a reset (`env.agents` is empty)")
         self._begin_episode()
         self._apply_results(present, {name: observations[name] for name in present if name in observations}, {}, {}, {})
-        self._acting = self._agents_to_act()
+        self._acting = self._read_acting()
         no_flags = [False] * len(self._names)
         self._write_signals(no_flags, no_flags, no_flags, no_flags)
-        return self._build_observation(), self._info(infos)
+        return self._build_observation(), self._parse_infos(infos)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Step all agents that act; the actions of others are ignored."""
@@ -471,8 +471,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         if self._all_acted and self._can_zip_actions:
             actions = dict(zip(self._names, action))  # noqa: B905 - the engine checks the length; `strict` takes 10% longer
         else:
-            picks = zip(self._names, acting, self._pick_action, strict=True)
-            actions = {name: pick(action) for name, acts, pick in picks if acts}
+            pickers = zip(self._names, acting, self._action_pickers, strict=True)
+            actions = {name: pick(action) for name, acts, pick in pickers if acts}
         result = self.env.step(actions)
         if not isinstance(result, tuple) or len(result) != 5:
             raise ValueError(f"env {self.index}: step must return five dicts, got {_describe_type(result)}")
@@ -481,7 +481,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         observations, rewards, terminations, truncations, infos = result
         present = self._present_agents()
         if not (rewards.keys() <= self._agent_names and terminations.keys() <= self._agent_names):
-            self._require_known({*rewards, *terminations} - {ALL})
+            self._require_known({*rewards, *terminations} - {ALL_AGENTS})
         agent_rewards, terminated, truncated = self._apply_results(present, observations, rewards, terminations, truncations)
         ended = not any(self._alive)
         by_truncation = self._truncated = self._truncated or any(truncated)
@@ -489,11 +489,11 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             ended = True
             truncated = [one or alive for one, alive in zip(truncated, self._alive, strict=True)]
             self._alive = [False] * len(self._alive)
-        self._acting = self._agents_to_act()
+        self._acting = self._read_acting()
         self._write_signals(agent_rewards, terminated, truncated, acting)
         all_single = len(self._single_arrays) == len(self._names)
         self._all_acted = all(acting) and all(self._acting) and not self._takes_turns and all_single
-        return self._build_observation(), 0.0, ended and not by_truncation, ended and by_truncation, self._info(infos)
+        return self._build_observation(), 0.0, ended and not by_truncation, ended and by_truncation, self._parse_infos(infos)
 
     def _apply_ordinary_step(self, result: tuple[Any, ...]) -> bool:
         """Apply the results of an ordinary step: all agents are still present, nothing ended, and infos are empty.
@@ -510,19 +510,19 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             or any(infos.values())
         ):
             return False
-        cells, others = self._rewards, []
+        reward_cells, slow_writes = self._rewards, []
         try:
-            for index, (name, row, put) in enumerate(self._single_arrays):
+            for index, (name, cells, write) in enumerate(self._single_arrays):
                 value, reward = observations[name], rewards[name]
                 try:
-                    row[:] = value  # also checks dtype and shape
+                    cells[:] = value  # also checks dtype and shape
                 except (TypeError, ValueError):  # another dtype or shape, or more axes than a memoryview can write
-                    others.append((put, value))
-                cells[index] = reward if reward.__class__ in _PLAIN_REWARD_TYPES else self._to_float(index, reward)
+                    slow_writes.append((write, value))
+                reward_cells[index] = reward if reward.__class__ in _PLAIN_REWARD_TYPES else self._to_float(index, reward)
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
-        for put, value in others:
-            put(value)
+        for write, value in slow_writes:
+            write(value)
         return True
 
     def _apply_results(
@@ -536,7 +536,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         all_terminated, all_truncated = self._read_all_flag(terminations), self._read_all_flag(truncations)
         count = len(self._names)
         agent_rewards, flags_terminated, flags_truncated = [0.0] * count, [False] * count, [False] * count
-        alive, dead, puts = self._alive, self._dead, self._observation_writers
+        alive, dead, writers = self._alive, self._dead, self._observation_writers
         for i, name in enumerate(self._names):
             terminated, truncated = bool(terminations.get(name, False)), bool(truncations.get(name, False))
             has_flag = terminated or truncated
@@ -550,7 +550,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
                 continue
             if name in observations:
                 self._needs_padding[i] = True
-                puts[i](observations[name])
+                writers[i](observations[name])
             elif is_alive:
                 raise ObservationError(f"env {self.index}, agent {name!r}: is alive, but has no observation")
             else:
@@ -582,13 +582,13 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             ) from None
 
     def _read_all_flag(self, flags: Mapping[Any, Any]) -> bool:
-        return ALL in flags and ALL not in self._agent_names and bool(flags[ALL])
+        return ALL_AGENTS in flags and ALL_AGENTS not in self._agent_names and bool(flags[ALL_AGENTS])
 
-    def _agents_to_act(self) -> list[bool]:
+    def _read_acting(self) -> list[bool]:
         if not self._takes_turns:
             return list(self._alive)
-        turn = self.env.agents_to_act
-        return [alive and name in turn for alive, name in zip(self._alive, self._names, strict=True)]
+        to_act = self.env.agents_to_act
+        return [alive and name in to_act for alive, name in zip(self._alive, self._names, strict=True)]
 
     # -- the memory of the observation ------------------------------------------------------------------------------
 
@@ -604,8 +604,8 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
         for index, reward in enumerate(rewards):
             self._rewards[index] = reward if reward.__class__ in _PLAIN_REWARD_TYPES else self._to_float(index, reward)
         flags = terminations, truncations, self._acting, transition_mask
-        if flags != self._written:
-            self._flags[:] = self._written = flags
+        if flags != self._written_flags:
+            self._flags[:] = self._written_flags = flags
 
     def _to_float(self, index: int, reward: Any) -> float:
         """Convert a reward to a float; an array of one element is valid too."""
@@ -623,7 +623,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
             return self._row
         return self._tree.map(lambda leaf: leaf[()] if leaf.ndim == 0 else leaf, self._row)
 
-    def _info(self, infos: Any) -> dict[str, Any]:
+    def _parse_infos(self, infos: Any) -> dict[str, Any]:
         """Return ``{"agents": {index: info}, "common": {...}}`` without empty dicts; action masks are bool arrays."""
         if not isinstance(infos, Mapping):
             raise ValueError(f"env {self.index}: infos must be a dict of agents, got {infos!r}")
@@ -654,7 +654,7 @@ class AgentsEnv(gymnasium.Env[Any, Any]):
 
     @property
     def inner_env(self) -> Any:
-        """The environment inside its adapter, if it has one: it would not see attributes set on the adapter."""
+        """The environment without its adapter: attributes set on the adapter would not reach it."""
         return self.env.env if isinstance(self.env, AgentsAdapter) else self.env
 
     def render(self) -> Any:
@@ -698,7 +698,7 @@ def _action_picker(part: AgentGroup, place: int) -> Callable[[Any], Any]:
 
 
 def has_wrapper(env: Any, name: str) -> bool:
-    """True if an environment has a layer of this class, given by name so that no worker needs to import the class."""
+    """True if an environment has a wrapper of this class; compared by name, so that workers need not import the class."""
     while env is not None:
         if any(class_name(kind) == name for kind in type(env).__mro__):
             return True

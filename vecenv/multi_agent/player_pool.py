@@ -119,9 +119,9 @@ class PlayerRows(PoolRows):
         space = task.observation_space
         if len(found) != 1 or isinstance(space, (spaces.Dict, spaces.Tuple)):
             raise ValueError(f"{task.id}: observations must be one array per player, got {space}")
-        self._observed, self._dtype = found[0], space.dtype
-        self._env_id, self._owner = self._keys.index("info:env_id"), self._keys.index("info:players.env_id")
-        self._player_id = self._keys.index("info:players.id") if "info:players.id" in self._keys else None
+        self._observation_key, self._dtype = found[0], space.dtype
+        self._env_id_index, self._owner_index = self._keys.index("info:env_id"), self._keys.index("info:players.env_id")
+        self._player_id_index = self._keys.index("info:players.id") if "info:players.id" in self._keys else None
         self._shape = num_envs, task.max_num_players
         self._action_dtype = np.dtype(task.action_dtypes[-1])
         self._is_turn_based = "info:current_player" in self._keys
@@ -167,7 +167,7 @@ class PlayerRows(PoolRows):
 
     def copy_rows(self, states: States, first: int, last: int) -> States:
         """Copy rows ``first`` to ``last - 1`` of the environments, and the rows of their players."""
-        is_player_row = np.isin(states[self._owner], states[self._env_id][first:last])
+        is_player_row = np.isin(states[self._owner_index], states[self._env_id_index][first:last])
         return [
             array[is_player_row] if is_per_player else array[first:last].copy()
             for array, is_per_player in zip(states, self._is_per_player, strict=True)
@@ -190,9 +190,9 @@ class PlayerRows(PoolRows):
         Raises:
             ValueError: An environment has too many players, or players belong to an environment that is not in the result.
         """
-        env_order = np.argsort(states[self._env_id], kind="stable")
+        env_order = np.argsort(states[self._env_id_index], kind="stable")
         in_order = np.array_equal(env_order, np.arange(len(env_order)))
-        env_ids, owners = states[self._env_id][env_order], states[self._owner]
+        env_ids, owners = states[self._env_id_index][env_order], states[self._owner_index]
         n, k = len(env_ids), self._shape[1]
         row = np.searchsorted(env_ids, owners)
         if (row == n).any() or (env_ids[np.minimum(row, n - 1)] != owners).any():
@@ -200,8 +200,8 @@ class PlayerRows(PoolRows):
         counts = np.bincount(row, minlength=n)
         if counts.max(initial=0) > k:
             raise ValueError(f"{counts.max()} players in one environment; the maximum is {k}")
-        if self._player_id is not None:
-            slot = states[self._player_id]
+        if self._player_id_index is not None:
+            slot = states[self._player_id_index]
         else:  # number the players within each environment
             order = np.argsort(row, kind="stable")
             slot = np.empty_like(row)
@@ -220,7 +220,7 @@ class PlayerRows(PoolRows):
         return batch
 
     def _parse_states(self, states: States) -> tuple[Stepped, PlayerBatch, Array]:
-        """Return a step of all agents, with infos in the engine's format; the sorted result; and the acting players."""
+        """Return the results of a step in the engine's format, the sorted batch, and the players that act."""
         batch = self.sort_by_env(states)
         begins = batch.envs["elapsed_step"] == 0
         done = batch.envs["done"].astype(np.bool_) & ~begins
@@ -237,12 +237,12 @@ class PlayerRows(PoolRows):
         }
         signals = [batch.players["reward"] * ~begins[:, None], *(flags[key] for key in FLAGS)]
         observation = {
-            "obs": batch.players[self._observed].astype(self._dtype),
+            "obs": batch.players[self._observation_key].astype(self._dtype),
             "signals": np.stack(signals, axis=1, dtype=np.float64),
         }
-        return (observation, np.zeros(len(done)), terminated, truncated, self._infos(batch, acting)), batch, acting
+        return (observation, np.zeros(len(done)), terminated, truncated, self._build_infos(batch, acting)), batch, acting
 
-    def _infos(self, batch: PlayerBatch, acting: Array) -> dict[Any, Any]:
+    def _build_infos(self, batch: PlayerBatch, acting: Array) -> dict[Any, Any]:
         all_envs = np.ones(len(batch.env_ids), np.bool_)
         out: dict[Any, Any] = {}
         for key, value in batch.envs.items():
@@ -250,14 +250,14 @@ class PlayerRows(PoolRows):
                 out[key[5:]], out[f"_{key[5:]}"] = value.copy(), all_envs.copy()
         agents: dict[Any, Any] = {}
         for index in range(batch.mask.shape[1]):
-            own: dict[Any, Any] = {}
+            info: dict[Any, Any] = {}
             for key, value in batch.players.items():
                 if key.startswith("info:players.") and key not in _BOOKKEEPING:
-                    own[key[13:]], own[f"_{key[13:]}"] = value[:, index], batch.mask[:, index]
+                    info[key[13:]], info[f"_{key[13:]}"] = value[:, index], batch.mask[:, index]
             if "info:legal_action_mask" in batch.envs:
-                own["action_mask"], own["_action_mask"] = batch.envs["info:legal_action_mask"] != 0, acting[:, index]
-            if own:
-                agents[index], agents[f"_{index}"] = own, all_envs
+                info["action_mask"], info["_action_mask"] = batch.envs["info:legal_action_mask"] != 0, acting[:, index]
+            if info:
+                agents[index], agents[f"_{index}"] = info, all_envs
         if agents:
             out["agents"], out["_agents"] = agents, all_envs
         return out

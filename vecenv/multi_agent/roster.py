@@ -1,4 +1,4 @@
-"""The agents of an environment, their spaces and layout in a batch, and the check of actions against them.
+"""The agents of an environment, their spaces and their layout in a batch, and checks of actions against these.
 
 The caller reads a :class:`Roster` once, from one environment. Workers receive it and compare each environment with it.
 Both sides derive the same observation space from it: one ``Dict`` of fixed size, so that the engine can treat the
@@ -23,7 +23,7 @@ from vecenv.shm import Tree, fixed_tree
 from vecenv.shm.layout import Array, Leaf
 
 FLAGS: Final = ("terminations", "truncations", "agent_mask", "transition_mask")
-"""The flags in ``"signals"`` after the rewards, in this order, as 0 and 1; each column is an agent."""
+"""The flags in the rows of ``"signals"`` after the rewards, in this order, as 0 and 1; each column is an agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class Roster:
         """Return the space of one environment's action, with the actions of all agents."""
         return self._join([part.stack_space(part.action_space) for part in self.parts])
 
-    def _join(self, each: Sequence[Space[Any]]) -> Space[Any]:
+    def _join(self, part_spaces: Sequence[Space[Any]]) -> Space[Any]:
         if self.layout == "stack":
-            return each[0]
-        return spaces.Dict(OrderedDict((part.key, space) for part, space in zip(self.parts, each, strict=True)))
+            return part_spaces[0]
+        return spaces.Dict(OrderedDict((part.key, space) for part, space in zip(self.parts, part_spaces, strict=True)))
 
     def places(self) -> list[tuple[AgentGroup, int]]:
         """Return (part, position in it) for every agent, in the order of agents."""
@@ -111,10 +111,10 @@ class Roster:
             return [f"possible_agents are {list(agents)}{detail}, those of env 0 are {list(self.agents)}"]
         found = []
         for index, agent in enumerate(self.agents):
-            for name, own in (("observation_space", self.observation_spaces), ("action_space", self.action_spaces)):
+            for name, expected in (("observation_space", self.observation_spaces), ("action_space", self.action_spaces)):
                 space = getattr(env, name)(agent)
-                if space != own[index]:
-                    found.append(f"agent {agent!r}: {name} is {space}, that of env 0 is {own[index]}")
+                if space != expected[index]:
+                    found.append(f"agent {agent!r}: {name} is {space}, that of env 0 is {expected[index]}")
         if self.state_space is not None and getattr(env, "state_space", None) != self.state_space:
             found.append(f"state_space is {getattr(env, 'state_space', None)}, that of env 0 is {self.state_space}")
         return found
@@ -157,8 +157,8 @@ def read_roster(
     agents = read_agents(env)
     observation_spaces = tuple(env.observation_space(agent) for agent in agents)
     action_spaces = tuple(env.action_space(agent) for agent in agents)
-    for name, each in (("observation", observation_spaces), ("action", action_spaces)):
-        for agent, space in zip(agents, each, strict=True):
+    for name, agent_spaces in (("observation", observation_spaces), ("action", action_spaces)):
+        for agent, space in zip(agents, agent_spaces, strict=True):
             _check_fixed(space, f"agent {agent!r}: {name} space")
     state_space = None
     if state:
@@ -175,9 +175,9 @@ def read_roster(
     return roster
 
 
-def _check_fixed(space: Any, what: str) -> None:
+def _check_fixed(space: Any, name: str) -> None:
     if fixed_tree(space) is None:
-        raise TypeError(f"{what}: {space} has no fixed size; use Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple")
+        raise TypeError(f"{name}: {space} has no fixed size; use Box, Discrete, MultiDiscrete, MultiBinary, Dict and Tuple")
 
 
 def _check_pad_value(roster: Roster) -> None:
@@ -202,11 +202,11 @@ def _build_layout(
         """Return a group of these agents; raise ``ValueError`` if their spaces differ."""
         first = indices[0]
         for index in indices:
-            for kind, each in (("observation", observation_spaces), ("action", action_spaces)):
-                if each[index] != each[first]:
+            for kind, agent_spaces in (("observation", observation_spaces), ("action", action_spaces)):
+                if agent_spaces[index] != agent_spaces[first]:
                     raise ValueError(
-                        f"{name} needs equal spaces, but the {kind} space of agent {agents[index]!r} is {each[index]}, and "
-                        f"that of agent {agents[first]!r} is {each[first]}"
+                        f"{name} needs equal spaces, but the {kind} space of agent {agents[index]!r} is "
+                        f"{agent_spaces[index]}, and that of agent {agents[first]!r} is {agent_spaces[first]}"
                     )
         return AgentGroup(key, indices, True, *pairs[first])
 
@@ -223,7 +223,7 @@ def _build_layout(
     except ValueError as error:
         raise ValueError(
             f"{error}. Alternatives: layout='agents' (a dict of agents), groups with equal spaces "
-            f"(layout={_equal_groups(agents, pairs)}), or environments that pad their spaces"
+            f"(layout={_group_by_spaces(agents, pairs)}), or environments that pad their spaces"
         ) from None
 
 
@@ -239,13 +239,13 @@ def _require_partition(layout: Mapping[Any, Any], agents: tuple[Any, ...]) -> No
         )
 
 
-def _equal_groups(agents: Sequence[Any], pairs: Sequence[Any]) -> dict[str, list[Any]]:
+def _group_by_spaces(agents: Sequence[Any], pairs: Sequence[Any]) -> dict[str, list[Any]]:
     """Group agents with equal spaces."""
     groups: list[list[int]] = []
     for index, pair in enumerate(pairs):
-        fits = [members for members in groups if pairs[members[0]] == pair]
-        if fits:
-            fits[0].append(index)
+        matching = [members for members in groups if pairs[members[0]] == pair]
+        if matching:
+            matching[0].append(index)
         else:
             groups.append([index])
     return {f"group_{number}": [agents[index] for index in members] for number, members in enumerate(groups)}
@@ -273,7 +273,7 @@ def zeros(tree: Tree, *axes: int) -> Any:
 
 
 def env_name(env: Any) -> str:
-    """Return ``env.env_name``, or the name in its metadata, the id of its spec, or its class (never an adapter's)."""
+    """Return ``env.env_name``, else the name in its metadata, the id of its spec, or its class (never an adapter's)."""
     bare = getattr(env, "unwrapped", env)
     name = getattr(env, "env_name", None) or (getattr(env, "metadata", None) or {}).get("name")
     spec = getattr(env, "spec", None) or getattr(bare, "spec", None)
@@ -285,9 +285,9 @@ _ACCEPTED_KINDS: Final = {"i": "biu", "u": "biu", "b": "biu", "f": "biuf"}
 
 
 class AgentActionConverter:
-    """A converter of batches of actions to the engine's format, which checks them against a roster.
+    """A converter that checks batches of actions against a roster and puts them into the engine's format.
 
-    An environment gets the caller's actions unchanged, except that integers are cast to the integer type of their space, so
+    Environments get the caller's actions unchanged, except that integers are cast to the integer type of their space, so
     that they fit into shared memory, and ``[n, A, 1]`` for ``Discrete`` becomes ``[n, A]``.
     """
 

@@ -64,8 +64,8 @@ class AgentRows(AsyncVectorEnv[Any, Any]):
             observation_space=space, action_space=roster.action_space(), metadata=metadata,
             render_mode=getattr(template, "render_mode", None), spec=SimpleNamespace(id=str(metadata.get("name", "game"))),
         )  # fmt: skip
-        own = replace(options.get("worker_options") or WorkerOptions(), dummy_env=example)
-        return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": own})
+        worker_options = replace(options.get("worker_options") or WorkerOptions(), dummy_env=example)
+        return cls(env_fns, observation_mode=(space, space), **{**options, "worker_options": worker_options})
 
 
 AgentRows.__name__ = "MultiAgentVecEnv"  # the name in the engine's messages
@@ -127,8 +127,8 @@ class MultiAgentVecEnv:
         if "spare_workers" in engine:
             reason = "an environment stays in its row, together with the state of its agents"
             raise_unsupported(self, "have spare workers", reason)
-        own = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
-        check_option_names(engine, [*sorted(own), *EngineOptions.__annotations__], "MultiAgentVecEnv")
+        own_options = inspect.signature(MultiAgentVecEnv.__init__).parameters.keys() - {"self", "env_fns", "engine"}
+        check_option_names(engine, [*sorted(own_options), *EngineOptions.__annotations__], "MultiAgentVecEnv")
         check_env_fns(env_fns, "MultiAgentVecEnv", "simple_spread_v3.parallel_env()")
         if isinstance(seed_stride, bool) or not isinstance(seed_stride, (int, np.integer)):
             raise ValueError(f"`seed_stride` must be an int, got {seed_stride!r}")
@@ -190,8 +190,8 @@ class MultiAgentVecEnv:
         self._set_up(pool.roster, seed_stride, True)
         return self
 
-    def _set_up(self, roster: Roster, seed_stride: int, masks: bool) -> None:
-        """Set the attributes that depend on the rows and their agents."""
+    def _set_up(self, roster: Roster, seed_stride: int, with_masks: bool) -> None:
+        """Set the attributes that depend on the engine and the roster."""
         self._roster = roster
         self.num_envs = self._rows.num_envs
         self.possible_agents = list(roster.agents)
@@ -204,7 +204,7 @@ class MultiAgentVecEnv:
         self.state_space = roster.state_space
         self.seed_stride = seed_stride
         self._actions = AgentActionConverter(roster)
-        self._masks = ActionMasks(roster, masks, self.num_envs)
+        self._masks = ActionMasks(roster, with_masks, self.num_envs)
         self._tree = build_tree(roster.observation_space(), "observation")
         self._alive = np.zeros((self.num_envs, self.num_agents), np.bool_)
         self._ended = np.zeros(self.num_envs, np.bool_)
@@ -214,27 +214,27 @@ class MultiAgentVecEnv:
         self._merger = InfoMerger()  # for action masks
 
     def _require_equal_spaces(self) -> None:
-        problems = enumerate(self._rows.exec_func(attrgetter("problems")))
-        texts = [f"env {index}: {problem}" for index, found in problems for problem in found]
-        if texts:
-            raise DifferentEnvs("all environments must have the same agents and spaces:\n" + "\n".join(texts))
+        problems = self._rows.exec_func(attrgetter("problems"))
+        lines = [f"env {index}: {problem}" for index, found in enumerate(problems) for problem in found]
+        if lines:
+            raise DifferentEnvs("all environments must have the same agents and spaces:\n" + "\n".join(lines))
 
     # -- spaces -----------------------------------------------------------------------------------------------------
 
     @property
     def single_observation_space(self) -> Any:
         """The space of one agent if the layout is "stack", otherwise a dict with one space per agent or group."""
-        return self._per_part([part.observation_space for part in self._roster.parts])
+        return self._by_part([part.observation_space for part in self._roster.parts])
 
     @property
     def single_action_space(self) -> Any:
         """The space of one agent if the layout is "stack", otherwise a dict with one space per agent or group."""
-        return self._per_part([part.action_space for part in self._roster.parts])
+        return self._by_part([part.action_space for part in self._roster.parts])
 
-    def _per_part(self, each: Sequence[Space[Any]]) -> Any:
+    def _by_part(self, part_spaces: Sequence[Space[Any]]) -> Any:
         if self.layout == "stack":
-            return each[0]
-        return {part.key: space for part, space in zip(self._roster.parts, each, strict=True)}
+            return part_spaces[0]
+        return {part.key: space for part, space in zip(self._roster.parts, part_spaces, strict=True)}
 
     @cached_property
     def observation_space(self) -> Space[Any]:
@@ -358,26 +358,26 @@ class MultiAgentVecEnv:
         """
         *results, infos = infos_by_row(self._rows).results(name, timeout)
         listed = infos.rows()
-        own: dict[str, Any] = {}
+        added: dict[str, Any] = {}
         for key in ("final_obs", "restarted"):
             if where := [row for row, info in enumerate(listed) if key in info]:
-                own[key] = object_column(where, [listed[row].pop(key) for row in where], len(listed))
-                own[f"_{key}"] = np.isin(self._all_rows, where)
+                added[key] = object_column(where, [listed[row].pop(key) for row in where], len(listed))
+                added[f"_{key}"] = np.isin(self._all_rows, where)
         if any(action_masks := [self._masks.extract_masks(info) for info in listed]):
-            own["agents"] = self._merger.merge(action_masks, self._all_rows.tolist())
+            added["agents"] = self._merger.merge(action_masks, self._all_rows.tolist())
         if name == "reset_wait":
-            return self._after_reset(results[0], own), listed
+            return self._after_reset(results[0], added), listed
         batch, _, terminated, truncated = results
-        return self._unpack(batch, terminated, truncated, own, self._all_rows), listed
+        return self._unpack(batch, terminated, truncated, added, self._all_rows), listed
 
     def _require_running(self, rows: Array) -> None:
         if self._rows.closed:
             return  # the engine raises the error
-        if new := rows[~self._begun[rows]].tolist():
-            raise ResetNeeded(f"envs {new} have to be reset before their first step")
-        if self.autoreset_mode is AutoresetMode.DISABLED and (over := rows[self._ended[rows]].tolist()):
+        if unstarted := rows[~self._begun[rows]].tolist():
+            raise ResetNeeded(f"envs {unstarted} have to be reset before their first step")
+        if self.autoreset_mode is AutoresetMode.DISABLED and (ended := rows[self._ended[rows]].tolist()):
             raise ResetNeeded(
-                f"the episodes of envs {over} are over: "
+                f"the episodes of envs {ended} are over: "
                 "reset(options={'reset_mask': infos['env_done']}) begins new ones"
             )
 
@@ -387,14 +387,14 @@ class MultiAgentVecEnv:
         self, batch: Any, terminated: Bools, truncated: Bools, infos: dict[str, Any], rows: Array,
         untouched: Bools | None = None,
     ) -> Step:  # fmt: skip
-        """Convert a batch of the engine to the results of a step. ``untouched`` marks environments that were not reset."""
+        """Convert the engine's batch to the results of a step; ``untouched``: the rows that a masked reset left out."""
         signals = batch["signals"]
         rewards = signals[:, 0].astype(self.reward_dtype)
         flags = dict(zip(FLAGS, np.not_equal(signals[:, 1:].swapaxes(0, 1), 0.0, order="C"), strict=True))
         done = terminated | truncated
         final_observations = infos.pop("final_obs", None)
         infos.pop("_final_obs", None)
-        final = {} if final_observations is None else self._final_infos(final_observations, rewards, flags)
+        final_infos = {} if final_observations is None else self._final_infos(final_observations, rewards, flags)
         if "restarted" in infos:
             self._truncate_restarted(infos["_restarted"] & truncated, rewards, flags, self._alive[rows])
         out = agents_to_axis(infos, self.num_agents, len(rows)) if infos else {}
@@ -404,7 +404,7 @@ class MultiAgentVecEnv:
         self._masks.add(out, obs, mask, rows, untouched)
         if self.state_space is not None:
             out["state"] = batch["state"]
-        out.update(final)
+        out.update(final_infos)
         where: Any = slice(None) if rows is self._all_rows else rows
         self._alive[where] = mask
         self._ended[where] = done if untouched is None else untouched & self._ended
@@ -412,20 +412,20 @@ class MultiAgentVecEnv:
 
     def _final_infos(self, final_observations: Array, rewards: Array, flags: dict[str, Bools]) -> dict[str, Any]:
         """Return the infos of episodes that ended, and write their last rewards and flags into ``rewards`` and ``flags``."""
-        ended = np.array([end is not None for end in final_observations])
+        ended = np.array([observation is not None for observation in final_observations])
         final_batch = zeros(self._tree, len(final_observations))
         for row in np.flatnonzero(ended).tolist():
             leaves = flatten(self._tree, final_observations[row])
-            for column, value in zip(flatten(self._tree, final_batch), leaves, strict=True):
-                column[row] = value
+            for leaf, value in zip(flatten(self._tree, final_batch), leaves, strict=True):
+                leaf[row] = value
         rewards[ended] = final_batch["signals"][ended, 0]
-        for line, key in enumerate(FLAGS, 1):
+        for index, key in enumerate(FLAGS, 1):
             if key != "agent_mask":
-                flags[key][ended] = final_batch["signals"][ended, line] != 0
-        found = {"final_obs": final_batch["obs"], "_final_obs": ended}
+                flags[key][ended] = final_batch["signals"][ended, index] != 0
+        infos = {"final_obs": final_batch["obs"], "_final_obs": ended}
         if self.state_space is not None:
-            found["final_state"], found["_final_state"] = final_batch["state"], ended.copy()
-        return found
+            infos["final_state"], infos["_final_state"] = final_batch["state"], ended.copy()
+        return infos
 
     def _truncate_restarted(self, restarted: Bools, rewards: Array, flags: dict[str, Bools], alive: Bools) -> None:
         """Truncate the agents that were ``alive`` before this step in the environments that it restarted."""
@@ -472,8 +472,8 @@ class MultiAgentVecEnv:
             Their observations, in the layout of :meth:`step`; :attr:`agent_mask` marks the agents that must act.
         """
         rows = parse_rows(env_id, self.num_envs)
-        each = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
-        return self._load_agent_states(rows, each, lambda: self._rows.load(snapshots, env_id))
+        listed = [snapshots] * len(rows) if isinstance(snapshots, Snapshot) else snapshots
+        return self._load_agent_states(rows, listed, lambda: self._rows.load(snapshots, env_id))
 
     def state_dict(self, *, verify: bool = True) -> dict[str, Any]:
         """Return the state of the whole vector environment; see :meth:`vecenv.AsyncVectorEnv.state_dict`."""
@@ -500,7 +500,7 @@ class MultiAgentVecEnv:
         return batch["obs"], {}
 
     def _agent_state(self, row: int) -> Any:
-        """Return this object's records of an environment's agents, which the environment's own state does not include."""
+        """Return the state that this object, not the environment, holds for the environment's agents."""
         return self._alive[row].copy(), bool(self._ended[row]), bool(self._begun[row]), self._masks.copy_masks(row)
 
     def _add_agent_states(self, snapshots: Sequence[Snapshot], env_id: Any) -> tuple[Snapshot, ...]:
@@ -508,17 +508,17 @@ class MultiAgentVecEnv:
         return Snapshots(one.having(beside=self._agent_state(row)) for one, row in zip(snapshots, rows, strict=True))
 
     def _load_agent_states(self, rows: Sequence[int], snapshots: Any, load: Callable[[], Any]) -> Any:
-        """Call ``load``, restore the agents' state and return the observations; ``load`` raises for non-snapshots."""
-        each = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
-        for place, one in enumerate(each):
-            agent_state = one.beside
+        """Call ``load``, which raises for invalid snapshots, restore the agents' states, and return the observations."""
+        saved_rows = [one.row for one in snapshots if isinstance(one, Snapshot)] if isinstance(snapshots, Sequence) else []
+        for index, saved in enumerate(saved_rows):
+            agent_state = saved.beside
             is_state = isinstance(agent_state, tuple) and len(agent_state) == 4
             if not is_state or np.shape(agent_state[0]) != self._alive.shape[1:]:
                 raise SnapshotMismatch(
-                    f"snapshots[{place}] has no state of {self._alive.shape[1]} agents: another vector environment saved it"
+                    f"snapshots[{index}] has no state of {self._alive.shape[1]} agents: another vector environment saved it"
                 )
         batch = load()
-        self._restore_agent_states(rows, [one.beside for one in each])
+        self._restore_agent_states(rows, [saved.beside for saved in saved_rows])
         return None if batch is None else batch["obs"]
 
     def _restore_agent_states(self, rows: Sequence[int], states: Sequence[Any]) -> None:
@@ -586,15 +586,16 @@ def make_openrl(
     if worker is not None:
         raise TypeError("make_openrl: `worker` must be None, because OpenRL's worker functions use another protocol")
     mode = AutoresetMode.SAME_STEP if auto_reset else AutoresetMode.DISABLED
-    own: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
+    options: dict[str, Any] = {"copy": copy, "context": context, "daemon": daemon}
     if shared_memory is not True:  # an explicit True would raise for spaces that cannot be shared
-        own["shared_memory"] = shared_memory
+        options["shared_memory"] = shared_memory
     try:
-        envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**own, **engine})
+        envs = MultiAgentVecEnv(env_fns, layout="stack", autoreset_mode=mode, **{**options, **engine})
     except DifferentEnvs as error:
         raise RuntimeError(str(error)) from error
-    both = (envs.single_observation_space, envs.single_action_space)
-    for kind, expected, actual in zip(("observation", "action"), (observation_space, action_space), both, strict=True):
+    actual_spaces = (envs.single_observation_space, envs.single_action_space)
+    expected_spaces = (observation_space, action_space)
+    for kind, expected, actual in zip(("observation", "action"), expected_spaces, actual_spaces, strict=True):
         if expected is not None and expected != actual:
             envs.close()
             raise RuntimeError(f"Some environments have an {kind} space different from `{expected}`: they have `{actual}`.")

@@ -106,7 +106,7 @@ def _join_columns(values: Mapping[int, Any], mask: Array) -> Array:
 
 
 def select_row(value: Any, row: Any) -> Any:
-    """Return one environment's part of a column or nested dict of columns; one agent's for ``(environment, agent)``."""
+    """Return the value of one environment, or of one ``(environment, agent)``, in a column or a nested dict of columns."""
     if not isinstance(value, dict):
         return value[row]
     return {key: select_row(value[key], row) for key in own_keys(value) if value[f"_{key}"][row]}
@@ -149,7 +149,7 @@ class ActionMasks:
     """The action masks in infos: bool ``[n, A, k]``, or a dict of agents ``[n, k]`` if k differs.
 
     Masks come from the observations (``obs["action_mask"]``) or from the agents' infos; observations are not changed. Rows
-    of agents that do not act are all True, because a row of False makes a softmax NaN. After the first mask in infos, every
+    of agents that do not act are all True, because an all-False row makes softmax NaN. After the first mask in infos, every
     step has one.
     """
 
@@ -181,34 +181,34 @@ class ActionMasks:
         """
         if not self._enabled:
             return
-        given, given_mask = infos.pop("action_mask", None), infos.pop("_action_mask", None)
-        if given is None and not self._latest:
+        info_masks, has_info_mask = infos.pop("action_mask", None), infos.pop("_action_mask", None)
+        if info_masks is None and not self._latest:
             return
-        for index in () if given is None else np.flatnonzero(given_mask.any(axis=0)).tolist():
-            self._ensure_masks(index, given[given_mask[:, index], index][0].shape[-1])
+        for index in () if info_masks is None else np.flatnonzero(has_info_mask.any(axis=0)).tolist():
+            self._ensure_masks(index, info_masks[has_info_mask[:, index], index][0].shape[-1])
         if self._stacked:
             infos["action_mask"] = (obs["action_mask"] != 0) | ~acting[..., None]
             return
-        each: dict[int, Array] = {}
+        masks: dict[int, Array] = {}
         for index, latest in sorted(self._latest.items()):
-            mask = each[index] = np.ones((len(rows), latest.shape[1]), np.bool_)
+            mask = masks[index] = np.ones((len(rows), latest.shape[1]), np.bool_)
             if index in self._observed:
                 part, place = self._observed[index]
                 observed = (obs if part.key is None else obs[part.key])["action_mask"]
                 mask[:] = (observed[:, place] if part.has_axis else observed) != 0
-            elif given is not None:
-                for row in np.flatnonzero(given_mask[:, index]):
-                    mask[row] = given[row, index]
+            elif info_masks is not None:
+                for row in np.flatnonzero(has_info_mask[:, index]):
+                    mask[row] = info_masks[row, index]
             mask[~acting[:, index]] = True
             if untouched is not None:
                 mask[untouched] = latest[rows[untouched]]
             latest[rows] = mask
-        sizes = {mask.shape[1] for mask in each.values()}
+        sizes = {mask.shape[1] for mask in masks.values()}
         if len(sizes) > 1:
-            infos["action_mask"] = {self._agents[index]: mask for index, mask in each.items()}
+            infos["action_mask"] = {self._agents[index]: mask for index, mask in masks.items()}
         elif sizes:
             infos["action_mask"] = np.ones((*acting.shape, *sizes), np.bool_)
-            for index, mask in each.items():
+            for index, mask in masks.items():
                 infos["action_mask"][:, index] = mask
 
     def extract_masks(self, info: Mapping[str, Any]) -> dict[int, Any]:
@@ -315,7 +315,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
             chosen = self._require_whole_envs(mask)
             options = {**options, "reset_mask": chosen[:: self.num_agents].copy()}
         obs, infos = drop_pending_and_retry(self.envs, lambda: self.envs.reset(seed=seeds, options=options))
-        return self._rows(obs), self._infos(infos, chosen)
+        return self._to_rows(obs), self._row_infos(infos, chosen)
 
     def _require_whole_envs(self, mask: Bools) -> Bools:
         split = mask.reshape(-1, self.num_agents)
@@ -329,39 +329,39 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> tuple[Any, Array, Bools, Bools, dict[str, Any]]:
         """Step all environments with actions of ``action_space``; actions in rows of padding are ignored."""
-        split = map_checked(self._split, actions, self._action_tree, "actions")
+        split = map_checked(self._split_by_env, actions, self._action_tree, "actions")
         obs, rewards, terminations, truncations, infos = self.envs.step(split)
         if self.padding_done:
             terminations |= infos["env_done"][:, None] & ~truncations
-        rows = self._infos(infos, np.ones(self.num_envs, np.bool_), obs, terminations | truncations)
-        return self._rows(obs), rewards.reshape(-1), terminations.reshape(-1), truncations.reshape(-1), rows
+        row_infos = self._row_infos(infos, np.ones(self.num_envs, np.bool_), obs, terminations | truncations)
+        return self._to_rows(obs), rewards.reshape(-1), terminations.reshape(-1), truncations.reshape(-1), row_infos
 
-    def _split(self, actions: Any, leaf: Leaf, name: str) -> Array:
+    def _split_by_env(self, actions: Any, leaf: Leaf, name: str) -> Array:
         """Reshape ``(n * A, ...)`` to ``(n, A, ...)``."""
         array = np.asarray(actions)
         if array.ndim == 0 or len(array) != self.num_envs:
             raise ValueError(f"{name}: got shape {array.shape}, expected {self.num_envs} rows")
         return array.reshape(self.envs.num_envs, self.num_agents, *array.shape[1:])
 
-    def _rows(self, obs: Any) -> Any:
+    def _to_rows(self, obs: Any) -> Any:
         return self._tree.map(lambda leaf: leaf.reshape(self.num_envs, *leaf.shape[2:]), obs)
 
     # -- infos ------------------------------------------------------------------------------------------------------
 
-    def _infos(self, infos: dict[str, Any], rows: Bools, obs: Any = None, ended: Bools | None = None) -> dict[str, Any]:
+    def _row_infos(self, infos: dict[str, Any], rows: Bools, obs: Any = None, ended: Bools | None = None) -> dict[str, Any]:
         """Return the infos of ``rows``; ``obs`` and ``ended`` are passed only after a step."""
         last, last_mask = infos.pop("final_obs", None), infos.pop("_final_obs", None)
         final_info, _ = infos.pop("final_info", None), infos.pop("_final_info", None)
         out = self._flatten_infos(infos, rows)
-        none = np.zeros(self.num_envs, np.bool_)
-        ends = none if ended is None else ended.reshape(-1)
-        if not (self._same_step and ends.any()) and last is None:
+        no_rows = np.zeros(self.num_envs, np.bool_)
+        row_ended = no_rows if ended is None else ended.reshape(-1)
+        if not (self._same_step and row_ended.any()) and last is None:
             return out
-        env_ended = none if last_mask is None else np.repeat(last_mask, self.num_agents)
-        final = ends if self._same_step else env_ended
+        env_ended = no_rows if last_mask is None else np.repeat(last_mask, self.num_agents)
+        final = row_ended if self._same_step else env_ended
         values = np.full(self.num_envs, None, dtype=object)
         for row in np.flatnonzero(final):
-            source = self._rows(last if env_ended[row] else obs)
+            source = self._to_rows(last if env_ended[row] else obs)
             values[row] = self._tree.map(lambda leaf, row=row: leaf[row].copy(), source)  # type: ignore[misc]
         if self._same_step:
             ended_infos = {} if final_info is None else self._flatten_infos(final_info, rows)
@@ -370,7 +370,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
         return out
 
     def _final_infos(self, infos: dict[str, Any], last: dict[str, Any], final: Bools, env_ended: Bools) -> dict[str, Any]:
-        """Return the infos of rows ``final``; where ``env_ended``, from ``last``, as ``infos`` are of the next episode."""
+        """Return the last infos of rows ``final``, from ``last`` where ``env_ended`` (``infos`` are of the next episode)."""
         found: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
         now, ended = info_rows(infos, self.num_envs), info_rows(last, self.num_envs)
         for row in np.flatnonzero(final).tolist():
@@ -389,7 +389,7 @@ class FlattenAgents(NoCloseOnCollect, VectorEnv[Any, Any, Any]):
                 out[f"_{key}"] = np.logical_or.reduce([out[key][f"_{name}"] for name in own_keys(out[key])])
             elif mask is not None:
                 out[key], out[f"_{key}"] = (self._to_agent_rows(each, mask.ndim == 2) for each in (value, mask))
-            elif not isinstance(value, dict):  # a dict: action masks of different sizes, for which there is no array
+            elif not isinstance(value, dict):  # a dict: action masks of different sizes, which fit no array
                 per_agent = key in ("agent_mask", "transition_mask", "action_mask")
                 out[key], out[f"_{key}"] = self._to_agent_rows(value, per_agent), rows.copy()
         return out
@@ -459,7 +459,7 @@ class OpenRLView:
     Attributes:
         envs: The wrapped vector environment.
         observation_space, action_space: The spaces of one agent.
-        parallel_env_num, env_num, agent_num: The number of environments (twice), and of agents in each.
+        parallel_env_num, env_num, agent_num: The number of environments (under both names), and of agents in each.
         error_queue: The failures, see :class:`ErrorQueue`.
     """
 
@@ -476,9 +476,9 @@ class OpenRLView:
         self.error_queue = ErrorQueue(envs)
         self._merger = InfoMerger()
         self._latest: Any = None
-        self._num_step_values: int | None = None  # the number of values of a step, known after the first one
+        self._num_step_values: int | None = None  # the number of values that a step returns; None before the first step
         self._ended = np.zeros((2, envs.num_envs, envs.num_agents), np.bool_)  # terminated, truncated
-        self._mask: Any = None  # the mask of the latest reset
+        self._reset_mask: Any = None  # the mask of the latest reset
         self._random = np.random.default_rng()
 
     # -- reset and step ---------------------------------------------------------------------------------------------
@@ -499,13 +499,13 @@ class OpenRLView:
             self.action_space.seed(int(seed))
         with _openrl_method_names():
             self.envs.reset_async(seed=seeds, options=options)
-        self._mask = None if options is None else options.get("reset_mask")
+        self._reset_mask = None if options is None else options.get("reset_mask")
 
     def reset_fetch(self, timeout: float | None = None) -> tuple[Any, list[dict[str, Any]]]:
         """Return the result of :meth:`reset_send`. Errors are those of ``AsyncVectorEnv.reset_wait``."""
         with _openrl_method_names():
             (obs, infos), env_infos = self.envs.results_by_row("reset_wait", timeout)
-        self._ended[:, slice(None) if self._mask is None else self._mask] = False
+        self._ended[:, slice(None) if self._reset_mask is None else self._reset_mask] = False
         self._latest = self._encode_observations(obs)
         return self._latest, self._list_infos(infos, env_infos, np.zeros(self.env_num, np.bool_))
 
@@ -551,23 +551,23 @@ class OpenRLView:
             infos["final_observation"] = self._encode_observations(infos.pop("final_obs"))
             infos["_final_observation"] = infos.pop("_final_obs")
         listed = list_of_dicts(infos)
-        for index, (info, given) in enumerate(zip(listed, env_infos, strict=True)):
-            self._add_env_infos(info, given, index)
-            if "final_info" in given:
+        for index, (info, env_info) in enumerate(zip(listed, env_infos, strict=True)):
+            self._add_env_infos(info, env_info, index)
+            if "final_info" in env_info:
                 info["final_info"] = {}
-                self._add_env_infos(info["final_info"], given["final_info"], index)
+                self._add_env_infos(info["final_info"], env_info["final_info"], index)
             info["active_masks"] = active[index]
             if masks is not None:
                 info["action_masks"] = masks[index]
         return listed
 
-    def _add_env_infos(self, info: dict[str, Any], given: dict[str, Any], index: int) -> None:
+    def _add_env_infos(self, info: dict[str, Any], env_info: dict[str, Any], index: int) -> None:
         """Add an environment's infos: its common values unchanged, the values of agents in arrays ``[A, ...]``."""
-        agents = [given.get("agents", {}).get(agent, {}) for agent in range(self.agent_num)]
-        common = given.get("common", {})
+        agents = [env_info.get("agents", {}).get(agent, {}) for agent in range(self.agent_num)]
+        common = env_info.get("common", {})
         if any(agents):
             columns = self._merger.merge(agents, [index] * len(agents))
-            if not common.keys().isdisjoint(MASK_KEYS):  # they stay in the environment's own format
+            if not common.keys().isdisjoint(MASK_KEYS):  # the masks stay in the environment's own format
                 columns = {key: value for key, value in columns.items() if key not in ("action_mask", "_action_mask")}
             info.update({key: value for key, value in columns.items() if key not in info})
         info.update({key: value for key, value in common.items() if key not in info})
@@ -581,8 +581,8 @@ class OpenRLView:
         actions = np.empty((*shape, 1), np.int64)
         for row, agent in np.ndindex(shape):
             allowed = None if infos is None or "action_masks" not in infos[row] else infos[row]["action_masks"][agent]
-            options = np.arange(int(space.n)) if allowed is None else np.flatnonzero(allowed)
-            actions[row, agent, 0] = int(space.start) + self._random.choice(options)
+            choices = np.arange(int(space.n)) if allowed is None else np.flatnonzero(allowed)
+            actions[row, agent, 0] = int(space.start) + self._random.choice(choices)
         return actions
 
     # -- rendering --------------------------------------------------------------------------------------------------
@@ -679,7 +679,7 @@ class OpenRLView:
 
 
 class ErrorQueue:
-    """A queue of failures like OpenRL's: oldest first, each once."""
+    """A queue of failures like OpenRL's: it returns each failure once, oldest first."""
 
     def __init__(self, envs: Any) -> None:
         self._envs = envs
@@ -705,11 +705,11 @@ class ErrorQueue:
     get_nowait = get
 
     def empty(self) -> bool:
-        """True if every failure was already returned."""
+        """True if all failures have been returned."""
         return not self._unread()
 
     def qsize(self) -> int:
-        """Return the number of failures not yet returned."""
+        """Return the number of failures that have not been returned."""
         return len(self._unread())
 
 

@@ -82,7 +82,7 @@ def test_unsupported_calls_are_refused() -> None:
     with pytest.raises(TypeError, match="vector environment"):
         as_envpool("CartPole-v1")  # type: ignore[arg-type]
     wrapped = gym.wrappers.vector.TransformReward(make(2), lambda rewards: 100 * rewards)
-    with pytest.raises(ValueError, match="steps some rows, which TransformReward cannot do: pass AsyncVectorEnv"):
+    with pytest.raises(ValueError, match="steps single rows, which TransformReward cannot do: pass AsyncVectorEnv"):
         as_envpool(wrapped)
     wrapped.close()
 

@@ -56,7 +56,7 @@ class EnvPoolLike:
         require_settings(envs, "EnvPool's interface", [AutoresetMode.NEXT_STEP])
         if not hasattr(type(envs), "recv"):
             kind = type(envs).__name__
-            raise ValueError(f"EnvPool's interface steps some rows, which {kind} cannot do: pass {envs.unwrapped}")
+            raise ValueError(f"EnvPool's interface steps single rows, which {kind} cannot do: pass {envs.unwrapped}")
         inner: Any = envs
         self.vector_env: Any = inner
         self.observation_space: Space[Any] = envs.single_observation_space
@@ -134,7 +134,7 @@ class EnvPoolLike:
         self._starts_episode[rows] = True
 
     def _in_flight(self) -> int:
-        return len(self.vector_env.in_flight)  # not from stats(), which also counts spare workers that reset
+        return len(self.vector_env.in_flight)  # not from stats(), which also counts spare workers during their resets
 
     def _receive(self, count: int) -> Step:
         try:

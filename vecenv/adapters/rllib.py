@@ -51,7 +51,7 @@ def as_rllib(envs: MultiAgentVecEnv) -> RLlibVectorEnv:
     if getattr(envs._rows, "copy", True) is False:
         raise ValueError("RLlib needs copy=True: episodes keep observations that copy=False would overwrite")
     if envs.layout not in ("stack", "agents"):
-        raise ValueError("RLlib maps agents to policies itself (policy_mapping_fn): pass no layout of groups")
+        raise ValueError("RLlib maps agents to policies itself (policy_mapping_fn): do not pass a layout of groups")
     return RLlibVectorEnv(envs)
 
 
@@ -78,7 +78,9 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         self.single_observation_space = spaces.Dict(self.single_observation_spaces)
         self.single_action_space = spaces.Dict(self.single_action_spaces)
         self.envs = [_EnvSpaces(self) for _ in range(self.num_envs)]
-        self._batches = {a: batch_space(s, self.num_envs) for a, s in self.single_observation_spaces.items()}
+        self._batch_spaces = {
+            agent: batch_space(space, self.num_envs) for agent, space in self.single_observation_spaces.items()
+        }
         self._placeholder_actions = {
             agent: next(iter(iterate(batch_space(space, 1), create_empty_array(space, 1))))
             for agent, space in self.single_action_spaces.items()
@@ -94,9 +96,9 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             self.vector_env.reset_async(seed=seed, options=options)
             return self.vector_env.results_by_row("reset_wait")
 
-        (obs, infos), own = drop_pending_and_retry(self.vector_env, begin)
+        (obs, infos), env_infos = drop_pending_and_retry(self.vector_env, begin)
         acting = infos["agent_mask"]
-        return self._observations(obs, acting), self._infos(infos, own, acting)
+        return self._observations(obs, acting), self._infos(infos, env_infos, acting)
 
     def step(self, actions: Sequence[Mapping[Any, Any]]) -> tuple[Any, Any, Any, Any, Any]:
         """Step all environments; those with an ended episode begin the next one and ignore their actions.
@@ -105,7 +107,7 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             ValueError: An action is missing for an agent that must act; nothing was sent.
         """
         self.vector_env.step_async(self._actions(actions))
-        (obs, rewards, terminated, truncated, infos), own = self.vector_env.results_by_row("step_wait")
+        (obs, rewards, terminated, truncated, infos), env_infos = self.vector_env.results_by_row("step_wait")
         acted, ended = infos["transition_mask"], terminated | truncated
         visible = infos["agent_mask"] | ended
         has_reward = acted | ended | (rewards != 0)
@@ -115,9 +117,9 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
             self._observations(obs, visible),
             self._agent_dicts(rewards.tolist(), has_reward),
             self._flags(terminated, acted | ended, done & ~ends_truncated),
-            # if agents are truncated one by one, RLlib counts the episode as terminated: only `__all__` marks its truncation
+            # with truncations of single agents, RLlib counts the episode as terminated: only `__all__` marks its truncation
             self._flags(truncated & ~done[:, None], acted | ended, ends_truncated),
-            self._infos(infos, own, visible),
+            self._infos(infos, env_infos, visible),
         )
 
     def _actions(self, actions: Sequence[Mapping[Any, Any]]) -> Any:
@@ -143,16 +145,17 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
     def _observations(self, obs: Any, visible: Any) -> list[dict[Any, Any]]:
         by_env: list[dict[Any, Any]] = [{} for _ in range(self.num_envs)]
         for j, agent in enumerate(self._agents):
-            own = map_leaves(itemgetter((slice(None), j)), obs) if self.vector_env.layout == "stack" else obs[agent]
-            for row, value, present in zip(by_env, iterate(self._batches[agent], own), visible[:, j].tolist(), strict=True):
-                if present:
+            batch = map_leaves(itemgetter((slice(None), j)), obs) if self.vector_env.layout == "stack" else obs[agent]
+            flags = visible[:, j].tolist()
+            for row, value, is_visible in zip(by_env, iterate(self._batch_spaces[agent], batch), flags, strict=True):
+                if is_visible:
                     row[agent] = value
         return by_env
 
     def _agent_dicts(self, values: Any, mask: Any) -> list[dict[Any, Any]]:
         """Return one dict of agents per environment, with the values of the agents that ``mask`` selects."""
         return [
-            {agent: value for agent, value, present in zip(self._agents, row, flags, strict=True) if present}
+            {agent: value for agent, value, selected in zip(self._agents, row, flags, strict=True) if selected}
             for row, flags in zip(values, mask.tolist(), strict=True)
         ]
 
@@ -161,15 +164,15 @@ class RLlibVectorEnv(VectorMultiAgentEnv):  # type: ignore[misc, unused-ignore]
         rows = self._agent_dicts(flags.tolist(), mask)
         return [{**row, "__all__": episode_flag} for row, episode_flag in zip(rows, episode_flags.tolist(), strict=True)]
 
-    def _infos(self, infos: Mapping[str, Any], own: Sequence[Mapping[str, Any]], visible: Any) -> list[dict[Any, Any]]:
-        """Return one dict of agents per environment, with its ``own`` infos unchanged and the action masks of ``infos``."""
+    def _infos(self, infos: Mapping[str, Any], env_infos: Sequence[Mapping[str, Any]], visible: Any) -> list[dict[Any, Any]]:
+        """Return one dict of agents per environment: ``env_infos`` unchanged, and the action masks of ``infos``."""
         by_env = self._agent_dicts([[{} for _ in self._agents] for _ in range(self.num_envs)], visible)
-        for row, env_infos in zip(by_env, own, strict=True):
-            for j, info in env_infos.get("agents", {}).items():
+        for row, env_info in zip(by_env, env_infos, strict=True):
+            for j, info in env_info.get("agents", {}).items():
                 if self._agents[j] in row:
                     row[self._agents[j]].update(info)
-            if "common" in env_infos:
-                row[_COMMON] = env_infos["common"]
+            if "common" in env_info:
+                row[_COMMON] = env_info["common"]
         if (masks := infos.get("action_mask")) is not None:
             by_agent = [masks[agent] if isinstance(masks, dict) else masks[:, j] for j, agent in enumerate(self._agents)]
             for i, j in np.argwhere(infos["agent_mask"]).tolist():

@@ -2,7 +2,7 @@
 
 SB3's interface is older than Gymnasium's. It has one ``done`` flag and a list of infos; a step that ends an episode returns
 the first observation of the next one, with the last one in ``info["terminal_observation"]``. ``AutoresetMode.SAME_STEP``
-returns the same in another format, which is translated row by row. In the other modes a step returns the last observation of
+returns the same in another format, which is converted row by row. In the other modes a step returns the last observation of
 an episode, and the adapter then resets its environment with ``reset_mask``. So in every mode, all transitions are correct
 and none is missing.
 """
@@ -68,7 +68,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         self._single_envs = SingleEnvs(envs)
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._actions: Any = None
-        self._begin: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
+        self._begin_step: Any = getattr(envs, "step_async", None)  # absent from vector wrappers and compiled environments
         self._by_row = infos_by_row(envs)
         self._rows_are_agents = agents_per_env(envs) > 1
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
@@ -105,10 +105,10 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         """
         if self._structured and not isinstance(actions, Mapping):
             actions = self._join_actions(actions)
-        if self._begin is None:
+        if self._begin_step is None:
             self._actions = np.array(actions)
         else:
-            self._begin(actions)
+            self._begin_step(actions)
 
     def _join_actions(self, actions: Any) -> Any:
         """Join one structured action per environment into a batch of the vector environment."""
@@ -119,23 +119,23 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 
     def step_wait(self) -> tuple[Any, npt.NDArray[np.float32], npt.NDArray[np.bool_], list[dict[str, Any]]]:
         """Finish the step and return ``(observations, rewards, dones, infos)``."""
-        results = self._by_row.step(self._actions) if self._begin is None else self._by_row.step_wait()
+        results = self._by_row.step(self._actions) if self._begin_step is None else self._by_row.step_wait()
         observations, rewards, terminations, truncations, rows = results
         dones = terminations | truncations
         ended = np.flatnonzero(dones).tolist()
         last: dict[int, Any] = {}
         if ended and not self._same_step:
             last = {row: _copy_row(observations, row) for row in ended}
-            over = np.array([info["env_done"] for info in rows]) if self._rows_are_agents else dones.copy()
-            if over.any():
-                observations, infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=over))
-            for row in np.flatnonzero(over).tolist():
+            to_reset = np.array([info["env_done"] for info in rows]) if self._rows_are_agents else dones.copy()
+            if to_reset.any():
+                observations, infos = self._by_row.reset(options=MaskOnlyOptions(reset_mask=to_reset))
+            for row in np.flatnonzero(to_reset).tolist():
                 self.reset_infos[row] = infos[row]
         elif ended:
             for row in ended:
-                rows[row], last[row], begun = _split_info(rows[row], self._added_info_keys)
-                if not self._rows_are_agents or begun["env_done"]:
-                    self.reset_infos[row] = begun
+                rows[row], last[row], reset_info = _split_info(rows[row], self._added_info_keys)
+                if not self._rows_are_agents or reset_info["env_done"]:
+                    self.reset_infos[row] = reset_info
         for info, truncated in zip(rows, (truncations & ~terminations).tolist(), strict=True):
             info["TimeLimit.truncated"] = truncated
         for row, observation in last.items():
@@ -149,7 +149,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
         return self._single_envs.get(attr_name, self._get_indices(indices))
 
     def set_attr(self, attr_name: str, value: Any, indices: Indices = None) -> None:
-        """Set an attribute where it exists, also below wrappers; SB3's own classes set it on the outermost wrapper only."""
+        """Set an attribute where it exists, also below wrappers. SB3's own classes only set it on the outermost wrapper."""
         self._single_envs.set(attr_name, value, self._get_indices(indices))
 
     def env_method(self, method_name: str, *method_args: Any, indices: Indices = None, **method_kwargs: Any) -> list[Any]:
@@ -180,7 +180,7 @@ class SB3VecEnv(VecEnv):  # type: ignore[misc, unused-ignore]  # (Any where SB3 
 def _are_equal(options: Sequence[dict[str, Any]]) -> bool:
     try:
         return all(each == options[0] for each in options)
-    except ValueError:  # different arrays
+    except ValueError:  # different arrays, for which `==` returns an array
         return False
 
 
@@ -250,7 +250,7 @@ def evaluate_sb3(
 
 
 def _fits(env_space: Space[Any], model_space: Space[Any]) -> bool:
-    """True if the shapes are equal, or differ only because SB3 puts the channels of images first; ``predict`` does, too."""
+    """True if the shapes are equal, apart from the position of image channels: SB3 puts them first, like ``predict``."""
     shape = env_space.shape
     if shape is None or not is_image_space(env_space) or not is_image_space(model_space):
         return shape == model_space.shape

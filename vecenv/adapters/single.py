@@ -26,7 +26,7 @@ def require_settings(
 ) -> AutoresetMode:
     """Return the autoreset mode, or raise for settings that would give a client wrong rows.
 
-    With ``any_arrays``, JAX and torch arrays are accepted, too.
+    With ``any_arrays``, JAX and torch arrays are also accepted.
 
     Raises:
         TypeError: ``envs`` is not a Gymnasium vector environment.
@@ -152,7 +152,7 @@ class SingleEnvs:
             )
         rows, valid = list(rows), range(self._num_envs)
         try:
-            indices = [valid[row] for row in rows]  # as in a list, negative indices count from the end
+            indices = [valid[row] for row in rows]  # negative indices count from the end, as in a list
         except IndexError:
             raise IndexError(f"indices must be from {-len(valid)} to {len(valid) - 1}, got {rows}") from None
         if not indices:

@@ -78,7 +78,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         self._resetting: set[int] = set()  # rows with a submitted reset that has not finished
         self.timeout = None
 
-    # both lists use the engine's rows in flight, from which failed environments are removed
+    # both lists are computed from the engine's rows in flight, which exclude failed environments
 
     @property
     def waiting_id(self) -> list[int]:
@@ -121,8 +121,8 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if self.is_async and not all_rows:
             return self._reset_async(ids, seeds, options)
         if seeds is not None:
-            seed_of = dict(zip(ids.tolist(), seeds, strict=True))
-            seeds = [seed_of.get(i) for i in range(self.env_num)]
+            seeds_by_env = dict(zip(ids.tolist(), seeds, strict=True))
+            seeds = [seeds_by_env.get(i) for i in range(self.env_num)]
         if all_rows:
             observations, infos = reset_all(self._by_row, seeds, options)
             self._early_rows, self._resetting = [], set()
@@ -151,7 +151,7 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         if len(ids) < self.env_num:
             if self._inner is not self.vector_env:
                 kind = type(self.vector_env).__name__
-                raise ValueError(f"Tianshou steps envs {ids.tolist()} only, which {kind} cannot do: pass {self._inner}")
+                raise ValueError(f"Tianshou steps only envs {ids.tolist()}, which {kind} cannot do: pass {self._inner}")
             self._inner.send(actions, ids)
             received = {row[5]: row for row in self._receive(len(ids))}
             return self._join_rows([received[i] for i in ids.tolist()], self._wrap_id(id))
@@ -252,10 +252,10 @@ class TianshouVectorEnv(BaseVectorEnv):  # type: ignore[misc, unused-ignore]  # 
         seeds: Any = [None] * self.env_num if seed is None else seed
         if isinstance(seeds, (int, np.integer)):
             seeds = [int(seeds) + i for i in range(self.env_num)]
-        for space, one in zip(self._action_spaces, seeds, strict=True):
-            space.seed(one)
+        for space, env_seed in zip(self._action_spaces, seeds, strict=True):
+            space.seed(env_seed)
         self.reset(seed=list(seeds))
-        return [[one] for one in seeds]
+        return [[env_seed] for env_seed in seeds]
 
     def render(self, **kwargs: Any) -> list[Any]:
         """Return one frame per environment."""

@@ -69,8 +69,8 @@ def _make_branch_codec(children: dict[str, TensorCodec], keys: tuple[Any, ...] |
     """Build the codec of a Dict with these keys, or of a Tuple if ``keys`` is ``None``."""
 
     def encode(batch: Any) -> Tensors:
-        places = range(len(children)) if keys is None else keys
-        return {name: child.encode(batch[place]) for place, (name, child) in zip(places, children.items(), strict=True)}
+        sources = range(len(children)) if keys is None else keys
+        return {name: child.encode(batch[source]) for source, (name, child) in zip(sources, children.items(), strict=True)}
 
     def decode(tensors: Any) -> Any:
         values = [child.decode(tensors[name]) for name, child in children.items()]
@@ -105,7 +105,7 @@ def make_codec(space: gym.Space[Any], n: int, onehot: bool, names: Callable[[str
 
 
 def _make_box_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
-    dtype = _dtype(space.dtype)
+    dtype = _torch_dtype(space.dtype)
     if dtype is torch.bool:
         return _make_binary_codec(space, n, onehot)
     low, high = torch.as_tensor(space.low), torch.as_tensor(space.high)
@@ -116,7 +116,7 @@ def _make_box_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
             limits = torch.finfo(dtype)
             low, high = low.clamp(limits.min, limits.max), high.clamp(limits.min, limits.max)
         spec = Bounded(low, high, shape=space.shape, dtype=dtype)
-    return TensorCodec(spec.expand(n, *space.shape), to_tensor, _array)
+    return TensorCodec(spec.expand(n, *space.shape), to_tensor, _to_numpy)
 
 
 def _make_discrete_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
@@ -136,7 +136,7 @@ def _make_discrete_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
         if onehot:  # in TorchRL any vector is valid: its largest entry counts
             parts = tensor.to(torch.float32).split(counts, -1)
             tensor = torch.stack([part.argmax(-1) for part in parts], -1)
-        values = _array(tensor.long().reshape(-1, len(counts))) + start.numpy()
+        values = _to_numpy(tensor.long().reshape(-1, len(counts))) + start.numpy()
         return values.reshape(-1, *space.shape).astype(space.dtype)
 
     spec: Any
@@ -148,7 +148,7 @@ def _make_discrete_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
 
 
 def _make_binary_codec(space: Any, n: int, onehot: bool) -> TensorCodec:
-    return TensorCodec(Binary(shape=(n, *space.shape), dtype=_dtype(space.dtype)), to_tensor, _array)
+    return TensorCodec(Binary(shape=(n, *space.shape), dtype=_torch_dtype(space.dtype)), to_tensor, _to_numpy)
 
 
 _LEAVES: dict[type[Any], Callable[[Any, int, bool], TensorCodec]] = {
@@ -159,9 +159,9 @@ _LEAVES: dict[type[Any], Callable[[Any, int, bool], TensorCodec]] = {
 }
 
 
-def _dtype(dtype: Any) -> torch.dtype:
-    found: torch.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-    return found
+def _torch_dtype(dtype: Any) -> torch.dtype:
+    converted: torch.dtype = torch.from_numpy(np.empty(0, dtype)).dtype
+    return converted
 
 
 def to_tensor(values: Any) -> torch.Tensor:
@@ -175,7 +175,7 @@ def to_tensor(values: Any) -> torch.Tensor:
     return torch.as_tensor(values)
 
 
-def _array(tensor: Any) -> Any:
+def _to_numpy(tensor: Any) -> Any:
     return tensor.detach().cpu().numpy()
 
 
@@ -339,7 +339,7 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is A
         mask = None if tensordict is None else tensordict.get("_reset", None)
         if mask is None or self._rows.visible is None:
             self._begin(seed, options)
-        elif (selected := _flags(mask)).any():
+        elif (selected := _to_mask(mask)).any():
             if seed is not None:
                 raise ValueError("seed= is for resets of all environments, but '_reset' selects some")
             self._rows.restart(selected, options)
@@ -356,7 +356,8 @@ class TorchRLEnv(EnvBase):  # type: ignore[misc, unused-ignore]  # (EnvBase is A
         if self._rows.visible is None:
             self._begin()
         selected = tensordict.get("_step", None)
-        rewards = self._rows.step(tensordict.get("action"), None if selected is None else _flags(selected), self.frame_skip)
+        selected = None if selected is None else _to_mask(selected)
+        rewards = self._rows.step(tensordict.get("action"), selected, self.frame_skip)
         return self._visible_tensordict(rewards)
 
     def step_and_maybe_reset(self, tensordict: Any) -> Any:
@@ -434,7 +435,7 @@ class _Rows:
         envs: The vector environment.
         mode: Its autoreset mode.
         observations, actions: The codecs of its spaces.
-        infos: Columns of infos to show, by name, each with the dtype and shape of one row.
+        infos: The columns of infos to return, by name, each with the dtype and shape of one row.
 
     Attributes:
         ended: bool ``(n,)``, true for rows that need a reset because their episode has ended.
@@ -455,11 +456,11 @@ class _Rows:
         n = envs.num_envs
         capabilities = capabilities_of(envs)
         # not under a wrapper, because send() and recv() would bypass it
-        can_step_rows = capabilities is not None and (capabilities.first_ready or capabilities.backend == "envpool")
-        self._by_row = can_step_rows and envs.unwrapped is envs
+        has_row_steps = capabilities is not None and (capabilities.first_ready or capabilities.backend == "envpool")
+        self._can_step_rows = has_row_steps and envs.unwrapped is envs
         self._same_step = mode is AutoresetMode.SAME_STEP
         self._all_rows = np.arange(n)
-        self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._by_row
+        self._needs_hidden_resets = mode is AutoresetMode.DISABLED and not self._can_step_rows
         self._num_agents = agents_per_env(envs)
         self._env_is_over = np.ones(n, np.bool_)  # False for agents of an environment that is still running
         self._unsteppable = np.zeros(n, np.bool_)  # the engine refuses to step these rows, or returns undefined results
@@ -506,7 +507,7 @@ class _Rows:
         return chosen
 
     def all_begun(self) -> bool:
-        """True if all ended rows have already begun their next episode, so that a reset costs nothing."""
+        """True if all ended rows have already begun their next episode, so that a reset needs no request."""
         return not (self.ended & ~self._has_start).any()
 
     def step(self, tensors: Any, selected: Mask | None, frames: int) -> torch.Tensor:
@@ -519,7 +520,7 @@ class _Rows:
             NotImplementedError: The engine steps all rows together, and not all running episodes are selected.
         """
         actions = self._actions.decode(tensors)
-        if selected is not None and not self._by_row and (left_out := ~selected & ~self.ended).any():
+        if selected is not None and not self._can_step_rows and (left_out := ~selected & ~self.ended).any():
             raise NotImplementedError(
                 f"{type(self._envs).__name__} steps all its environments together: it cannot leave out "
                 f"{np.flatnonzero(left_out).tolist()} in the middle of their episodes"
@@ -534,9 +535,9 @@ class _Rows:
         return torch.zeros(len(self._all_rows)) if total is None else total
 
     def _step_once(self, actions: Any, live: Mask) -> torch.Tensor:
-        """Step the ``live`` rows once, show their results, and return all rewards."""
+        """Step the ``live`` rows once, store their results, and return all rewards."""
         all_live = bool(live.all())
-        if all_live or not self._by_row:
+        if all_live or not self._can_step_rows:
             if self._unsteppable.any():
                 self._envs.reset(options={"reset_mask": self._unsteppable.copy()})
             results, ids = self._envs.step(actions), self._all_rows
@@ -546,13 +547,13 @@ class _Rows:
             results = self._envs.recv(count=len(rows))
             ids = np.asarray(results[4]["env_id"])
         batch = self._encode(results[0], results[4], ids)
-        terminated, truncated = (_flags(flags) for flags in results[2:4])
-        over = terminated | truncated
+        terminated, truncated = (_to_mask(flags) for flags in results[2:4])
+        env_ended = terminated | truncated
         if self._num_agents > 1:
-            over = results[4]["env_done"]
-            self._env_is_over = np.where(live, over, self._env_is_over)
+            env_ended = results[4]["env_done"]
+            self._env_is_over = np.where(live, env_ended, self._env_is_over)
         if self._needs_hidden_resets:
-            self._unsteppable = over
+            self._unsteppable = env_ended
         if self._same_step and (ended := (terminated | truncated) & live[ids]).any():
             self._store_starts(batch, np.flatnonzero(ended), ids, results[4])
         rewards = to_tensor(results[1]).to("cpu", torch.float32, copy=True)
@@ -562,7 +563,7 @@ class _Rows:
         return rewards
 
     def _apply_step(self, batch: Tensors, rewards: Any, flags: Any, ids: Any, live: Mask) -> torch.Tensor:
-        """Show the results of the ``live`` rows, leave the others unchanged, and return the rewards."""
+        """Store the results of the ``live`` rows, leave the others unchanged, and return all rewards."""
         positions = np.flatnonzero(live[ids])
         rows = ids[positions]
         if len(ids) == len(live):
@@ -602,7 +603,7 @@ class _Rows:
         return self._observations.encode(observations), self._read_columns(infos, ids)
 
     def _read_columns(self, infos: Mapping[str, Any], ids: Any) -> dict[str, torch.Tensor]:
-        """Return the columns to show, with 0 for each environment without a value that fits the column."""
+        """Return the columns of infos, with 0 for each environment without a value that fits the column."""
         found = {}
         for name, template in self._columns.items():
             column = infos.get(name)
@@ -611,14 +612,14 @@ class _Rows:
             elif isinstance(column, np.ndarray) and column.dtype.hasobject:  # types or shapes differ between environments
                 found[name] = torch.zeros((len(ids), *template.shape), dtype=template.dtype)
                 for row, value in enumerate(column):
-                    if isinstance(value, _NUMBERS) and np.shape(value) == template.shape:
+                    if isinstance(value, _NUMERIC_TYPES) and np.shape(value) == template.shape:
                         found[name][row] = torch.as_tensor(value)
             else:
                 found[name] = to_tensor(column).to("cpu", template.dtype, copy=True).reshape(len(ids), *template.shape)
         return found
 
 
-_NUMBERS: Final = (bool, int, float, np.number, np.bool_, np.ndarray)
+_NUMERIC_TYPES: Final = (bool, int, float, np.number, np.bool_, np.ndarray)
 
 
 def _numeric_columns(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor]:
@@ -636,49 +637,49 @@ def _numeric_columns(infos: Mapping[str, Any], n: int) -> dict[str, torch.Tensor
     return found
 
 
-def _make_builder(what: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> Callable[[], Any]:
+def _make_builder(source: Any, num_envs: int | None, backend: str, options: dict[str, Any]) -> Callable[[], Any]:
     """Return a function that builds a vector environment from a name or function on each call."""
-    vector = dict(options.pop("vector_kwargs", {}))
+    vector_kwargs = dict(options.pop("vector_kwargs", {}))
     num_workers = options.pop("num_workers", None)
     if backend == "envpool":
         if num_workers is not None and num_envs is not None:
             raise TypeError("EnvPool has threads and no worker processes: set vector_kwargs={'num_threads': ...} instead")
         num_envs = num_workers if num_envs is None else num_envs
-        what = what.removeprefix("ALE/") if isinstance(what, str) else what
+        source = source.removeprefix("ALE/") if isinstance(source, str) else source
     elif num_workers is not None:
-        vector["num_workers"] = num_workers
+        vector_kwargs["num_workers"] = num_workers
     elif backend == "process" and multiprocessing.current_process().daemon:
-        vector.setdefault("num_workers", 0)  # daemons, such as TorchRL's collector processes, must not have children
+        vector_kwargs.setdefault("num_workers", 0)  # daemons, such as TorchRL's collector processes, must not have children
     if backend in ("brax", "playground"):
-        vector.setdefault("to", "torch")
+        vector_kwargs.setdefault("to", "torch")
 
-    make = functools.partial(make_vec, what, num_envs or 1, backend, **options)
+    make = functools.partial(make_vec, source, num_envs or 1, backend, **options)
 
     def build() -> Any:
         try:
-            return make(vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, **vector})
+            return make(vector_kwargs={"autoreset_mode": AutoresetMode.SAME_STEP, **vector_kwargs})
         except NotImplementedError:
-            if "autoreset_mode" in vector:
+            if "autoreset_mode" in vector_kwargs:
                 raise
-            return make(vector_kwargs=vector)  # a library's own vector environment without that mode
+            return make(vector_kwargs=vector_kwargs)  # a library's own vector environment without that mode
 
     return build
 
 
-def _make_reopener(what: Any) -> Callable[[], Any]:
-    """Return a function that returns a given vector environment once, or that calls a given function each time."""
-    if _is_pool(what):
+def _make_reopener(source: Any) -> Callable[[], Any]:
+    """Return a function that returns a given vector environment, but only once, or that builds a new one on each call."""
+    if _is_pool(source):
         from vecenv.backends import EnvPoolVectorEnv
 
-        return functools.partial(EnvPoolVectorEnv.over, what, autoreset_mode=AutoresetMode.SAME_STEP)
-    if not isinstance(what, VectorEnv):
-        return lambda: _require_vector_env(what())
-    unused = [what]
+        return functools.partial(EnvPoolVectorEnv.over, source, autoreset_mode=AutoresetMode.SAME_STEP)
+    if not isinstance(source, VectorEnv):
+        return lambda: _require_vector_env(source())
+    unused = [source]
 
     def return_once() -> Any:
         if not unused:
             raise ClosedEnvironmentError(
-                f"{what!r} was closed and cannot be rebuilt: pass as_torchrl a name, or a function that builds a vector "
+                f"{source!r} was closed and cannot be rebuilt: pass as_torchrl a name, or a function that builds a vector "
                 "environment"
             )
         return unused.pop()
@@ -714,12 +715,12 @@ def require_row_resets(envs: Any) -> AutoresetMode:
     return mode
 
 
-def _is_pool(what: Any) -> bool:
+def _is_pool(source: Any) -> bool:
     """True if the argument is one of EnvPool's own pools."""
-    return hasattr(what, "_recv") and hasattr(what, "_send") and type(what).__module__ != "vecenv"
+    return hasattr(source, "_recv") and hasattr(source, "_send") and type(source).__module__ != "vecenv"
 
 
-def _flags(flags: Any) -> Mask:
+def _to_mask(flags: Any) -> Mask:
     """Convert flags of any library, of shape ``(n,)`` or ``(n, 1)``, to a bool array ``(n,)``."""
     array: Mask = np.array(flags.detach().cpu().numpy() if isinstance(flags, torch.Tensor) else flags, np.bool_)
     return array.reshape(-1)

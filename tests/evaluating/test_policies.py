@@ -137,7 +137,7 @@ def test_padded_policy_always_gets_the_same_number_of_rows() -> None:
         ({"frames": [1]}, ValueError, "frames need render_mode='rgb_array', got None"),
         ({"policy": None}, TypeError, "policy must be callable"),
         ({"policy": lambda: 0}, TypeError, "must take the observations"),
-        ({"policy": lambda seen, hidden: 0}, TypeError, "policy needs 'hidden'"),
+        ({"policy": lambda seen, hidden: 0}, TypeError, "cannot pass the policy's parameter 'hidden'"),
         ({"policy": lambda seen, state: 0}, TypeError, "parameter `state` needs initial_state="),
         ({"initial_state": 0.0}, TypeError, "initial_state= needs a policy with a parameter `state`"),
         ({"batch": "whole"}, ValueError, "batch must be one of"),
@@ -273,7 +273,7 @@ def test_missing_features_of_an_engine_are_refused_by_name(closes: Any) -> None:
             vecenv.evaluate(envs, lambda seen: np.zeros(len(seen), int), **given)
     envs.close()
     native = closes(vecenv.make_vec("CartPole-v1", 2, "native"))
-    with pytest.raises(NotImplementedError, match="cannot evaluate episodes with a seed each: its environments share"):
+    with pytest.raises(NotImplementedError, match="cannot seed each episode separately: its environments share"):
         vecenv.evaluate(native, lambda seen: np.zeros(len(seen), int), 3)
 
 

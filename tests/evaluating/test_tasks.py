@@ -256,9 +256,9 @@ def test_failed_episodes_are_run_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"seed": 4}, "holds results of seed 3, but this evaluation has 4: use another folder"),
-        ({"name": "b"}, "holds results of name 'a', but this evaluation has 'b'"),
-        ({"name": None}, "holds results of name 'a', but this evaluation has None"),
+        ({"seed": 4}, "holds results with seed 3, but this evaluation has 4: use another folder"),
+        ({"name": "b"}, "holds results of policy 'a', but this evaluation has 'b'"),
+        ({"name": None}, "holds results of policy 'a', but this evaluation has None"),
         ({"episodes": listed(1, 2)}, "holds a list with this number of episodes: 3, but this evaluation has 2"),
         ({"episodes": [*listed(1, 2), Episode(env="walk-2", seed=SEED + 2)]}, "holds another list of episodes"),
         ({"episodes": [*listed(1, 2), Episode(env="walk-0", seed=SEED + 2, options={"start": 1.0})]}, "holds another list"),

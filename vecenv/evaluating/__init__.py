@@ -163,7 +163,7 @@ def _make_runner(
         if with_frames and envs.render_mode != "rgb_array":
             raise ValueError(f"frames need render_mode='rgb_array', got {envs.render_mode!r}")
         if limit is not None and capabilities.in_this_process:
-            reason = "the calling process steps some: use_caller=False, or num_workers="
+            reason = "the calling process steps some of them: pass use_caller=False, or num_workers="
             raise_unsupported(envs, "end environments that hang", reason)
         if in_flight := sorted(envs.in_flight.tolist()):
             text = f"Calling `evaluate` while envs {in_flight} are in flight: call `recv` first."
@@ -192,7 +192,7 @@ def _first_snapshot_per_kind(todo: Episodes) -> dict[int, Snapshot]:
 
 
 def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
-    """Raise if a snapshot does not fit the environments. Loading one as a test does no harm: all rows begin anew later."""
+    """Raise if a snapshot does not fit. Loading it as a test is safe, because each episode begins with a reset or a load."""
     for index, snapshot in snapshots.items():
         try:
             try:
@@ -205,7 +205,7 @@ def _require_loadable(envs: Any, snapshots: dict[int, Snapshot]) -> None:
 
 
 def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -> bool:
-    """True if rows can only be seeded all together.
+    """True if rows can only be seeded together.
 
     Raise ``NotImplementedError`` if seeds per row, or options per episode, are not supported.
     """
@@ -214,7 +214,7 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
             raise_unsupported(envs, "be evaluated", "its metadata has no autoreset mode")
         return any(isinstance(wrapper, NormalizeObservation) for wrapper in wrappers_around(envs))  # no masked resets
     if not capabilities.row_seeds:
-        raise_unsupported(envs, "evaluate episodes with a seed each", "its environments share one generator")
+        raise_unsupported(envs, "seed each episode separately", "its environments share one generator")
     if any(episode.reset_options for episode in todo.episodes) and not capabilities.reset_options:
         raise_unsupported(envs, "evaluate episodes with options", "its environments have no reset options")
     largest = max(episode.seed or 0 for episode in todo.episodes)
@@ -225,7 +225,7 @@ def _needs_waves(envs: Any, capabilities: Capabilities | None, todo: Episodes) -
 
 @contextlib.contextmanager
 def _fixed_statistics(envs: Any) -> Iterator[None]:
-    """Stop the updates of running statistics, as of ``NormalizeObservation``: results would depend on earlier episodes."""
+    """Freeze running statistics, as of ``NormalizeObservation``, so that results do not depend on earlier episodes."""
     updating = [wrapper for wrapper in wrappers_around(envs) if getattr(wrapper, "update_running_mean", False)]
     try:
         for wrapper in updating:
@@ -245,9 +245,9 @@ def _parse_frames(frames: Iterable[int], count: int) -> frozenset[int]:
 
 @contextlib.contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on standard error, without a thread, which would interfere with forking workers.
+    """Show a progress bar on standard error. It uses no thread, because one would interfere with forking workers.
 
-    Yields a function of the number of episodes that have a result; the bar shows it at most ten times per second.
+    Yields a function that takes the number of finished episodes; the bar is redrawn at most ten times per second.
     """
     try:
         from rich.console import Console
@@ -270,7 +270,7 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
 
 
 class EpisodeRunner:
-    """The base of both runners.
+    """The base class of both runners.
 
     Args:
         envs: The vector environment.
@@ -331,10 +331,10 @@ class FirstReadyRunner(EpisodeRunner):
         super().__init__(envs, episodes, act, report)
         self._timeout, self._with_frames = timeout, with_frames
         self._groups: list[list[int]] = [list(rows) for rows in envs.worker_rows]
-        self._group_of = {row: group for group in self._groups for row in group}
+        self._group_by_row = {row: group for group in self._groups for row in group}
         self._suspects: list[int] = []  # indices of the episodes to repeat one at a time per worker
         self._in_flight: dict[int, tuple[float, float]] = {}  # row -> start of its request, and its deadline
-        self._starting: dict[int, float] = {}  # row -> when its worker was found dead, until the new process replies
+        self._starting: dict[int, float] = {}  # row -> time at which its worker was found dead, until the new one replies
         self._broken: set[int] = set()  # rows that failed and have not been reset since
         self._has_snapshots = any(episode.snapshot is not None for episode in episodes.episodes)
         self._free: list[int] = []  # rows for the next episodes
@@ -378,20 +378,20 @@ class FirstReadyRunner(EpisodeRunner):
         executed = infos.executed_steps()
         positions: list[int] = []
         for position, row in enumerate(rows):
-            attempt, over = self._running[row], bool(terminations[position] or truncations[position])
+            attempt, ended = self._running[row], bool(terminations[position] or truncations[position])
             sent, _ = self._in_flight.pop(row)
             restarted = self._restarts and (attempt.begins or truncations[position]) and _is_restart(infos.row(position))
             if restarted or sent > self._starting.get(row, math.inf):  # the new process is ready
-                self._end_start(row)
+                self._mark_ready(row)
             if restarted:
                 self._handle_restart(row)
                 continue
             if not attempt.begins:
                 attempt.episode_return += float(rewards[position])
                 attempt.length += executed if isinstance(executed, int) else int(executed[position])
-            if attempt.index in self._with_frames and not (over and self._mode is AutoresetMode.SAME_STEP):
+            if attempt.index in self._with_frames and not (ended and self._mode is AutoresetMode.SAME_STEP):
                 attempt.frames.append(self._frame(row))
-            if not over:
+            if not ended:
                 positions.append(position)
                 continue
             self._free.append(row)
@@ -445,7 +445,7 @@ class FirstReadyRunner(EpisodeRunner):
         self._free.clear()
 
     def _worker_is_idle(self, row: int) -> bool:
-        return not any(other in self._running for other in self._group_of[row])
+        return not any(other in self._running for other in self._group_by_row[row])
 
     def _restore(self, attempts: Sequence[Attempt]) -> None:
         """Load the snapshots of these attempts, and queue their first steps."""
@@ -498,7 +498,7 @@ class FirstReadyRunner(EpisodeRunner):
         self._begin_limits(rows)
 
     def _receive(self) -> Any:
-        """Return the results of at least one ready environment; until there is one, end workers that hang."""
+        """Wait for at least one ready environment and return the results; meanwhile, kill workers that hang."""
         if self._timeout is None:
             return self._by_row.results("recv", count=len(self._in_flight), at_least=1)
         while True:
@@ -525,30 +525,30 @@ class FirstReadyRunner(EpisodeRunner):
         self._in_flight.update({row: (now, now + self._request_limit(row)) for row in rows})
 
     def _request_limit(self, row: int) -> float:
-        """Return the time limit of a row's request: that of one environment, times the rows that may come before it."""
+        """Return the time limit of a row's request: a timeout for it and for each running row that may come before it."""
         if self._timeout is None:
             return math.inf
-        before = self._running if self._envs.max_concurrency else self._group_of[row]
+        before = self._running if self._envs.max_concurrency else self._group_by_row[row]
         limit = self._timeout * sum(other in self._running for other in before)
         return limit + (self._envs.start_timeout if row in self._starting else 0.0)
 
     def _mark_starting(self, rows: Iterable[int]) -> set[int]:
-        """Allow time to start a process in the next limits of the workers of these rows; return all their rows."""
-        started = {other for row in rows for other in self._group_of[row]}
+        """Mark the workers of these rows as starting, which extends their next time limits, and return all their rows."""
+        started = {other for row in rows for other in self._group_by_row[row]}
         self._starting.update(dict.fromkeys(started, time.monotonic()))
         return started
 
-    def _end_start(self, row: int) -> None:
-        """Set the deadlines of all requests to the worker of this row anew, because it is ready."""
+    def _mark_ready(self, row: int) -> None:
+        """Mark the worker of this row as ready, and recompute the deadlines of its requests."""
         now = time.monotonic()
-        for other in self._group_of[row]:
+        for other in self._group_by_row[row]:
             self._starting.pop(other, None)
             if other in self._in_flight:
                 self._in_flight[other] = self._in_flight[other][0], now + self._request_limit(other)
 
     def _is_rebuilding(self, row: int) -> bool:
         """True if an environment in flight in this row's worker has failed since its request was sent."""
-        sent = {other: self._in_flight[other][0] for other in self._group_of[row] if other in self._in_flight}
+        sent = {other: self._in_flight[other][0] for other in self._group_by_row[row] if other in self._in_flight}
         records = {other: _latest_failure(self._envs, other) for other in sent}
         return any(record is not None and record.time > sent[other] for other, record in records.items())
 
@@ -573,7 +573,7 @@ class FirstReadyRunner(EpisodeRunner):
     def _handle_exception(self, error: Exception) -> None:
         """Record the failure of the attempts that an environment's exception ended."""
         for row in self._failed_rows(error):
-            record = next((each for each in reversed(self._envs.errors) if each.env == row), None)
+            record = next((record for record in reversed(self._envs.errors) if record.env == row), None)
             cause = record.error if record is not None and isinstance(record.error, Exception) else error
             self._fail_or_requeue(row, cause)
 
@@ -587,8 +587,8 @@ class FirstReadyRunner(EpisodeRunner):
         return self._fail_or_requeue(row, record.error)
 
     def _mark_suspects(self, rows: Sequence[int]) -> None:
-        """Mark the attempts of each worker of these rows as suspects, if it ran several."""
-        for group in {id(group): group for group in (self._group_of[row] for row in rows)}.values():
+        """Mark the attempts of these rows' workers as suspects, for each worker that ran several."""
+        for group in {id(group): group for group in (self._group_by_row[row] for row in rows)}.values():
             attempts = [self._running[row] for row in group if row in self._running]
             for attempt in attempts:
                 attempt.suspect = attempt.suspect or len(attempts) > 1
@@ -624,7 +624,7 @@ class LockstepRunner(EpisodeRunner):
 
     Args:
         envs, episodes, act, report: See :class:`EpisodeRunner`.
-        in_waves: True if environments can only be seeded all together.
+        in_waves: True if environments can only be seeded together.
     """
 
     def __init__(self, envs: Any, episodes: Episodes, act: PolicyCaller, report: Report, *, in_waves: bool) -> None:
@@ -677,8 +677,8 @@ class LockstepRunner(EpisodeRunner):
         loaded = self._envs.load(list(snapshots.values()), env_id=list(snapshots))
         self._infos = [{} if row in snapshots else info for row, info in enumerate(self._infos)]
         space = self._envs.single_observation_space
-        position = {row: at for at, row in enumerate(snapshots, len(self._all_rows))}
-        return take_rows(space, join_rows(space, [observations, loaded]), [position.get(row, row) for row in self._all_rows])
+        indices = {row: index for index, row in enumerate(snapshots, len(self._all_rows))}
+        return take_rows(space, join_rows(space, [observations, loaded]), [indices.get(row, row) for row in self._all_rows])
 
     def _shared_options(self, rows: list[int]) -> dict[str, Any] | None:
         """Return the options of the episodes in these rows; ``None`` if they differ."""
@@ -708,8 +708,8 @@ class LockstepRunner(EpisodeRunner):
         if len(rows) == envs.num_envs:
             return self._by_row.results("step", self._act(observations, attempts, infos))
         some_actions = self._act(take_rows(envs.single_observation_space, observations, rows), attempts, infos)
-        position = {row: at for at, row in enumerate(rows)}
-        actions = take_rows(envs.single_action_space, some_actions, [position.get(row, 0) for row in self._all_rows])
+        positions = {row: position for position, row in enumerate(rows)}
+        actions = take_rows(envs.single_action_space, some_actions, [positions.get(row, 0) for row in self._all_rows])
         return self._by_row.results("step", actions)
 
     def _record_step(self, rewards: Any, terminations: Any, truncations: Any, infos: RowInfos) -> list[int]:

@@ -23,7 +23,7 @@ from vecenv.state.snapshots import Snapshot
 
 __all__ = ["Attempt", "Episode", "EpisodeList", "EpisodeResult", "EpisodeResults", "Episodes", "parse_episodes"]
 
-_RANDOM_SEED_LIMIT: Final = 2**30  # so low that seed + index is valid for every engine
+_RANDOM_SEED_LIMIT: Final = 2**30  # leaves room for indices: seed + index has to be valid for every engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,9 @@ class EpisodeResult:
         terminated, truncated: How it ended; both ``False`` if it failed.
         info: The last info.
         error: The exception that ended the last attempt; ``None`` if it did not fail.
-        seconds: The time from the submission of its reset to its end, in the last attempt.
+        seconds: The duration of the last attempt, from the submission of its reset to its end.
         attempts: The number of attempts.
-        frames: If requested, the frames after its reset and after each step, uint8 ``(height, width, 3)``.
+        frames: The frames after its reset and after each step, uint8 ``(height, width, 3)``, if they were requested.
         env: The name of its environment, if :class:`Episode` has one.
     """
 
@@ -125,7 +125,7 @@ class EpisodeResults(list[EpisodeResult]):
     def table(self, by: str = "env") -> Any:
         """Build a ``rich.table.Table`` with one row per group, see :meth:`group`, and one for all episodes.
 
-        Its columns are the number of episodes, the mean return with its 95 % confidence interval (Student's t), the mean
+        Its columns are the number of episodes, the mean return with its 95% confidence interval (Student's t), the mean
         length, and the number of failures. The means are over episodes that did not fail. ``rich.print(results.table())``
         prints it.
 
@@ -153,7 +153,7 @@ EpisodeList: TypeAlias = int | Sequence[Episode | Snapshot]
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at an episode.
+    """An attempt to run an episode.
 
     Attributes:
         episode: The episode.
@@ -211,7 +211,7 @@ class Episodes:
         return Attempt(self.episodes[index], index, row, rng)
 
     def record_failure(self, attempt: Attempt, error: Exception) -> EpisodeResult | None:
-        """Record a failed attempt. Returns the result, or ``None`` if the episode is to be repeated."""
+        """Record a failed attempt; return the result, or ``None`` if the episode is to be repeated."""
         self.failures[attempt.index] += 1
         repeat = self.failures[attempt.index] <= self.retries
         return None if repeat else self.record_end(attempt, False, False, {}, error)
@@ -231,7 +231,7 @@ class Episodes:
 
 
 def parse_episodes(episodes: Any, seed: Any) -> tuple[list[Episode], int]:
-    """Parse a list of episodes. Returns the episodes, each with a seed, and the seed of the evaluation.
+    """Parse a list of episodes; return the episodes, each with a seed, and the seed of the evaluation.
 
     Raises:
         TypeError: ``episodes`` is neither a number nor a list of episodes, or a field of an episode has a wrong type.

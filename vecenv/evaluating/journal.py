@@ -52,7 +52,7 @@ class Journal:
         self._path = _journal_path(folder)
         self._episodes = episodes
         self._header = {
-            "format": _FORMAT, "episodes": len(episodes), "seed": seed, "name": name, "list": _identify(episodes),
+            "format": _FORMAT, "episodes": len(episodes), "seed": seed, "name": name, "list": _hash_episodes(episodes),
         }  # fmt: skip
         self._fd = -1
         self.results: dict[int, EpisodeResult] = {}
@@ -114,7 +114,7 @@ class Journal:
     def _require_same_evaluation(self, header: Any) -> None:
         """Raise if the file belongs to another evaluation."""
         for key, description in (
-            ("format", "a file of format"), ("seed", "results of seed"), ("name", "results of name"),
+            ("format", "a file of format"), ("seed", "results with seed"), ("name", "results of policy"),
             ("episodes", "a list with this number of episodes:"), ("list", "another list of episodes, with hash"),
         ):  # fmt: skip
             found = header.get(key) if isinstance(header, dict) else None
@@ -159,7 +159,7 @@ def _parse(path: Path, data: bytes) -> list[Any]:
     return lines
 
 
-def _identify(episodes: Sequence[Episode]) -> str:
+def _hash_episodes(episodes: Sequence[Episode]) -> str:
     """Return a hash of a list of episodes. Raise :class:`TypeError` for options that have no exact encoding."""
     digest = hashlib.sha256()
     for index, episode in enumerate(episodes):
@@ -177,7 +177,7 @@ def _identify(episodes: Sequence[Episode]) -> str:
 
 
 def _encode(value: Any, *, strict: bool = False) -> Any:
-    """Encode a value for JSON; with ``strict``, raise :class:`TypeError` in place of ``!repr``."""
+    """Encode a value for JSON; with ``strict``, raise :class:`TypeError` for objects that would become ``!repr``."""
     kind = type(value)
     if kind in _JSON_TYPES:
         return value

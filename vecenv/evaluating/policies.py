@@ -88,8 +88,8 @@ class PolicyCaller:
             actions = self._call_policy(observations, attempts, infos)
         else:
             single_actions = [
-                self._call_policy(take_rows(self._spaces[0], observations, [at]), [attempt], infos[at : at + 1])
-                for at, attempt in enumerate(attempts)
+                self._call_policy(take_rows(self._spaces[0], observations, [index]), [attempt], infos[index : index + 1])
+                for index, attempt in enumerate(attempts)
             ]
             actions = join_rows(self._spaces[1], single_actions)
         for attempt in attempts:
@@ -113,7 +113,7 @@ class PolicyCaller:
         if "infos" in parameters:
             arguments["infos"] = list(infos)
         if "state" in parameters:
-            states = [self._initial_state if each.begins else self._states[each.row] for each in attempts]
+            states = [self._initial_state if attempt.begins else self._states[attempt.row] for attempt in attempts]
             arguments["state"] = map_leaves(_stack, *states)
         with self._context():
             actions = self._policy(self._convert(observations), **arguments)
@@ -169,7 +169,9 @@ def _optional_parameters(policy: Any) -> frozenset[str]:
     for each in named:
         if each.default is each.empty and (each.name not in _OPTIONAL_ARGUMENTS or each.kind is each.POSITIONAL_ONLY):
             optional = ", ".join(_OPTIONAL_ARGUMENTS)
-            raise TypeError(f"policy needs {each.name!r}; apart from the observations, it can have {optional}")
+            raise TypeError(
+                f"evaluate cannot pass the policy's parameter {each.name!r}: besides the observations, it passes {optional}"
+            )
     return frozenset(each.name for each in named if each.name in _OPTIONAL_ARGUMENTS)
 
 
@@ -189,9 +191,9 @@ def _make_conversion(arrays: str | None, device: Any) -> tuple[Callable[[Any], A
 def map_parts(function: Callable[..., Any], space: Space[Any], *batches: Any) -> Any:
     """Apply a function to batches of a space, once for each part of the space that is neither Dict nor Tuple."""
     if isinstance(space, spaces.Dict):
-        return {key: map_parts(function, part, *(each[key] for each in batches)) for key, part in space.spaces.items()}
+        return {key: map_parts(function, part, *(batch[key] for batch in batches)) for key, part in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
-        return tuple(map_parts(function, part, *(each[at] for each in batches)) for at, part in enumerate(space.spaces))
+        return tuple(map_parts(function, part, *(batch[i] for batch in batches)) for i, part in enumerate(space.spaces))
     return function(*batches)
 
 
@@ -211,7 +213,7 @@ def join_rows(space: Space[Any], batches: Sequence[Any]) -> Any:
 
     def join(*parts: Any) -> Any:
         if all(hasattr(part, "shape") for part in parts):
-            return _library_of(parts[0]).concatenate(parts)
+            return _array_module(parts[0]).concatenate(parts)
         return tuple(item for part in parts for item in part)
 
     return map_parts(join, space, *batches)
@@ -253,11 +255,11 @@ def map_leaves(function: Callable[..., Any], tree: Any, *others: Any) -> Any:
 
 def _stack(*leaves: Any) -> Any:
     """Stack leaves along a new first axis."""
-    return _library_of(leaves[0]).stack(leaves)
+    return _array_module(leaves[0]).stack(leaves)
 
 
-def _library_of(leaf: Any) -> Any:
-    """Return the library of an array: torch, ``jax.numpy``, or else numpy."""
+def _array_module(leaf: Any) -> Any:
+    """Return the module with the functions for an array: ``torch``, ``jax.numpy`` or ``numpy``."""
     if hasattr(leaf, "detach"):
         import torch
 

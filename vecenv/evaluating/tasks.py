@@ -27,7 +27,7 @@ class WaitingEpisodes:
     def __init__(self, episodes: Sequence[Episode], workers: Sequence[Collection[int]] = ()) -> None:
         self._episodes, self._workers = episodes, workers
         self._by_env: dict[str | None, deque[int]] = {}
-        self._env_of_row: dict[int, str | None] = {}
+        self._env_by_row: dict[int, str | None] = {}
 
     def add(self, indices: Iterable[int]) -> None:
         """Add episodes by index, each after the waiting ones of the same environment."""
@@ -39,11 +39,11 @@ class WaitingEpisodes:
 
     def pop_for(self, row: int, *, worker_is_idle: bool) -> int | None:
         """Remove a row's next episode and return its index; ``None`` if it would only slow down the worker's other rows."""
-        env = self._env_of_row.get(row)
-        if row not in self._env_of_row or env not in self._by_env:
-            in_use = set(self._env_of_row.values()) - {None}
+        env = self._env_by_row.get(row)
+        if row not in self._env_by_row or env not in self._by_env:
+            in_use = set(self._env_by_row.values()) - {None}
             unused = [name for name in self._by_env if name not in in_use]
-            if not worker_is_idle and (not unused or self._should_leave_env(row, unused[0])):
+            if not worker_is_idle and (not unused or self._should_wait(row, unused[0])):
                 return None
             env = unused[0] if unused else max(self._by_env, key=lambda name: len(self._by_env[name]))
         queue = self._by_env[env]
@@ -51,13 +51,13 @@ class WaitingEpisodes:
         if not queue:
             del self._by_env[env]
         if self._episodes[index].snapshot is None:
-            self._env_of_row[row] = env
+            self._env_by_row[row] = env
         else:
-            self._env_of_row.pop(row, None)  # the snapshot determines the row's environment
+            self._env_by_row.pop(row, None)  # the snapshot determines the row's environment
         return index
 
-    def _should_leave_env(self, row: int, env: str | None) -> bool:
-        """True if the episodes of ``env`` should wait for a worker other than the row's."""
+    def _should_wait(self, row: int, env: str | None) -> bool:
+        """True if ``env`` should be left to a worker with fewer waiting episodes than the row's worker."""
         if env is None or not self._workers:
             return False
         loads = [self._count_waiting(rows) for rows in self._workers]
@@ -67,7 +67,7 @@ class WaitingEpisodes:
 
     def _count_waiting(self, rows: Collection[int]) -> int:
         """Return the number of waiting episodes for the current environments of these rows."""
-        return sum(len(self._by_env.get(env, ())) for env in {self._env_of_row.get(row) for row in rows} - {None})
+        return sum(len(self._by_env.get(env, ())) for env in {self._env_by_row.get(row) for row in rows} - {None})
 
 
 def require_offered(offered: Sequence[str], owner: str, episodes: Sequence[Episode]) -> None:

@@ -1,4 +1,4 @@
-"""Environments inside JAX: pure functions that are compiled whole, and differentiable where the physics is.
+"""Environments in compiled JAX programs: JAX-native ones, differentiable where their physics is, and bridged ones.
 
 Each name is loaded on first access, so ``import vecenv.jax`` does not import JAX.
 """

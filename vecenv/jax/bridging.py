@@ -70,24 +70,26 @@ def host_call(function: Callable[..., Sequence[Any]], results: Sequence[Any], ar
         args: Arrays. A call has no derivative: apply ``stop_gradient`` to arguments that may carry one.
     """
     split_args = [_split(arg) for arg in args]
-    parts = [(len(pieces), arg.shape) for pieces, arg in zip(split_args, args, strict=True)]
+    counts_and_shapes = [(len(pieces), arg.shape) for pieces, arg in zip(split_args, args, strict=True)]
 
-    def call_with_whole_arrays(*pieces: Any) -> tuple[Any, ...]:
-        left = iter([np.asarray(piece) for piece in pieces])  # does not block: JAX begins the callback by copying them
-        whole = []
-        for count, shape in parts:
-            parts_of_arg = list(itertools.islice(left, count))
-            whole.append(parts_of_arg[0] if count == 1 else np.concatenate(parts_of_arg).reshape(shape))
-        return tuple(function(*whole))
+    def join_and_call(*pieces: Any) -> tuple[Any, ...]:
+        remaining = iter([np.asarray(piece) for piece in pieces])  # does not block: JAX begins the callback by copying them
+        arrays = []
+        for count, shape in counts_and_shapes:
+            own_pieces = list(itertools.islice(remaining, count))
+            arrays.append(own_pieces[0] if count == 1 else np.concatenate(own_pieces).reshape(shape))
+        return tuple(function(*arrays))
 
-    return list(io_callback(call_with_whole_arrays, tuple(results), *itertools.chain(*split_args), ordered=True))
+    return list(io_callback(join_and_call, tuple(results), *itertools.chain(*split_args), ordered=True))
 
 
 def _split(arg: Any) -> list[Any]:
     """Split an argument into pieces that are small enough for JAX to copy immediately."""
     flat = jnp.reshape(arg, -1)
-    count = max(1, _PIECE_BYTES // flat.dtype.itemsize)
-    return [arg] if flat.size <= count else [flat[start : start + count] for start in range(0, flat.size, count)]
+    piece_size = max(1, _PIECE_BYTES // flat.dtype.itemsize)
+    if flat.size <= piece_size:
+        return [arg]
+    return [flat[start : start + piece_size] for start in range(0, flat.size, piece_size)]
 
 
 # -- exceptions ------------------------------------------------------------------------------------------------------
@@ -109,28 +111,28 @@ def _host_function(method: weakref.WeakMethod[Any], *args: Any) -> Callable[...,
             raise HostCallFailed("the environments of this program were garbage-collected: keep a reference to the bridge")
         try:
             return bound(*args, *arrays)  # type: ignore[no-any-return]
-        except BaseException as error:  # includes Ctrl-C: XLA would reduce it to its text
-            failed = _substitute_error(bound.__self__, error)
+        except BaseException as error:  # including KeyboardInterrupt: XLA would keep only its text
+            substitute = _substitute_error(bound.__self__, error)
         # Raised outside the handler, without references to the environments: JAX logs the exception, and a log record may
         # be kept for a long time.
         del bound, arrays
-        raise failed
+        raise substitute
 
     return call
 
 
 def _substitute_error(owner: Any, error: BaseException) -> HostCallFailed:
-    number = next(_numbers)
+    number = next(_failure_numbers)
     with _lock:
         owner.failure = (number, error)
-        _owners[number] = owner
+        _failed_owners[number] = owner
     text = "".join(traceback.format_exception(error))
     return HostCallFailed(f"[vecenv host call {number}] {type(error).__name__}: {error}\n\n{text}")
 
 
-_numbers = itertools.count(1)
+_failure_numbers = itertools.count(1)
 _lock = threading.Lock()
-_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_failed_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _CALL_NUMBER = re.compile(r"\[vecenv host call (\d+)\]")
 
 
@@ -151,7 +153,7 @@ def _original_errors() -> Iterator[None]:
 def _take_original_error(error: BaseException) -> BaseException | None:
     match = _CALL_NUMBER.search(str(error))
     number = int(match[1]) if match else 0
-    owner: Any = _owners.pop(number, None)
+    owner: Any = _failed_owners.pop(number, None)
     if owner is None or owner.failure is None or owner.failure[0] != number:
         return None
     (_, original), owner.failure = owner.failure, None
@@ -161,9 +163,9 @@ def _take_original_error(error: BaseException) -> BaseException | None:
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return the finished result of ``function(*args, **kwargs)``, and raise exceptions of bridged environments unchanged.
 
-    A compiled program that steps environments can fail as environments do: a worker dies, a reply does not arrive, or the
-    user presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` that contains only the text. This function raises
-    ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``, or the environment's own exception instead.
+    A compiled program that steps environments can fail for the same reasons as the environments: a worker dies, a reply does
+    not arrive, or the user presses Ctrl-C. JAX reports all of these as a ``JaxRuntimeError`` that contains only the text.
+    This function raises ``WorkerDied``, ``StepTimeout``, ``KeyboardInterrupt``, or the environment's own exception instead.
 
     It first waits until the arguments are computed. A program with finished inputs calls the host from the thread that
     started it, and Ctrl-C interrupts only that thread.
@@ -180,19 +182,20 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int | None, num_envs: int) -> list[Array]:
     """Return ``call(results, args)``; under ``vmap`` over ``lanes``, make one call with the mapped axes in front.
 
-    Under nested ``vmap``, the axes multiply to ``lanes``. Other mappings raise ``ValueError``, at compilation at the latest.
+    Under nested ``vmap``, the product of the axis sizes must be ``lanes``. Anything else raises ``ValueError``, at the
+    latest when the program is compiled.
     """
     # Without a batching rule, JAX would refuse, or make one host call per lane that does not identify the lane. The rule
     # makes the mapped axis an axis of the arrays. A call over too few lanes is refused only at compilation, because another
-    # `vmap` may follow until then.
+    # `vmap` may be applied before.
 
     def build_call(sizes: tuple[int, ...]) -> Any:
         """Return the call under maps over ``sizes``, the outermost first."""
-        left = (lanes or 1) // math.prod(sizes)
+        remaining = (lanes or 1) // math.prod(sizes)
         batched_results = [struct((*sizes, *result.shape), result.dtype) for result in results]
 
         def call_unmapped(*args: Array) -> Any:
-            if lanes is None or (sizes and left == 1):
+            if lanes is None or (sizes and remaining == 1):
                 return call(batched_results, args)
             reason = f"; {_describe_mapping(sizes, num_envs)}" if sizes else "."
             problem = f"A bridge with lanes={lanes} must be called under jax.vmap over {lanes} lanes{reason}"
@@ -205,7 +208,7 @@ def _call_in_lanes(call: Any, results: list[Any], args: list[Array], lanes: int 
                     f"Build {size} times as many and pass them to bridge(..., lanes={size}), or keep the environments out "
                     "of vmap and map the policy."
                 )
-            if left % size:
+            if remaining % size:
                 raise ValueError(f"This bridge has lanes={lanes}; {_describe_mapping((size, *sizes), num_envs)}")
             batched_args = [
                 arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
@@ -252,8 +255,8 @@ class Bridge:
 
     ``reset``, ``step``, ``send``, ``recv`` and ``reset_mask`` may be called directly, or inside ``jit``, ``scan``,
     ``while_loop``, ``cond`` and ``grad``; under ``vmap`` only with ``lanes``. Each call is made exactly once, in program
-    order. A state can be used once: afterwards, and after the next ``reset``, the host refuses it with ``StaleStateError``.
-    Gradients do not flow through the environments.
+    order. A state can be used once: the host refuses a second use, and any use after a later ``reset``, with
+    ``StaleStateError``. Gradients do not flow through the environments.
 
     Calls outside of compiled programs, and :func:`vecenv.jax.run`, raise the environments' own exceptions. Any other
     compiled program fails with JAX's ``JaxRuntimeError``. After any of these exceptions the next call must be ``reset``.
@@ -266,14 +269,14 @@ class Bridge:
             infos are left out.
         discount: The discount factor of ``EnvState.discounted_return``.
         float64: The conversion of float64 observations and infos. ``"cast"``: to float32, except in JAX's 64-bit
-            mode. ``"keep"``: none, with an error outside of that mode.
+            mode. ``"keep"``: no conversion; an error outside of that mode.
         timeout: Seconds that a step or a reset may take before it raises ``StepTimeout``; ``None`` waits forever.
             ``"auto"``: the vector env's own ``step_timeout``, which may also restart a hanging worker, or 60 if it has none.
             Vector envs without ``step_wait``, such as ``SyncVectorEnv``, step in this process and cannot time out.
         lanes: The number of equal groups of environments, one for each lane of the ``jax.vmap`` around the calls.
 
     Raises:
-        TypeError: ``envs`` is not a vector env; its spaces have no fixed size; ``info_spec`` is not a specification.
+        TypeError: ``envs`` is not a vector env; its spaces have no fixed size; ``info_spec`` is malformed.
         ValueError: An option has an invalid value, or the environments run JAX in this process.
 
     Attributes:
@@ -292,7 +295,7 @@ class Bridge:
     ) -> None:  # fmt: skip
         _check_options(envs, float64, timeout, lanes)
         _refuse_jax_in_process(envs)
-        _warn_of_fork(envs)
+        _warn_about_fork(envs)
         self.envs = envs
         self.discount = float(discount)
         self.lanes = lanes
@@ -350,13 +353,13 @@ class Bridge:
         return self._run(self._recv, self._check_state(state))
 
     def reset_mask(self, state: EnvState, mask: Array, key: Array) -> EnvState:
-        """Begin another episode in some environments and leave the others unchanged. Requires ``AutoresetMode.DISABLED``.
+        """Begin a new episode in some environments and leave the others unchanged. Requires ``AutoresetMode.DISABLED``.
 
         Args:
             state: As for :meth:`step`.
             mask: ``bool[num_envs]``, the rows to reset.
-            key: For their seeds, as in :meth:`reset`. EnvPool cannot seed only some rows; there, each continues its own
-                sequence.
+            key: For the seeds of these rows, as in :meth:`reset`. EnvPool cannot seed only some rows; there, each row
+                continues its own sequence.
 
         Raises:
             ValueError: The environments reset themselves; ``mask`` is not ``bool[num_envs]``.
@@ -440,7 +443,7 @@ class Bridge:
         return state.replace(token=token)
 
     def _state_after(self, state: EnvState, token: Array, arrays: Iterator[Any]) -> EnvState:
-        """Return the state after a step of ``state`` with these results."""
+        """Build the state that follows ``state`` from the results of a step."""
         build = self._host.observation_tree.build
         obs = build(arrays)
         reward, terminated, truncated = itertools.islice(arrays, 3)
@@ -464,9 +467,9 @@ class Bridge:
 
         results = [struct((2,), jnp.int32)]
         if command != "send":
-            results += self._results(stepped=command in ("step", "recv"))
-        constants = [jax.lax.stop_gradient(arg) for arg in args]
-        token, *arrays = _call_in_lanes(call, results, constants, self.lanes, self.num_envs)
+            results += self._result_specs(stepped=command in ("step", "recv"))
+        args_without_gradient = [jax.lax.stop_gradient(arg) for arg in args]
+        token, *arrays = _call_in_lanes(call, results, args_without_gradient, self.lanes, self.num_envs)
         return token, iter(arrays)
 
     def _draw_seeds(self, key: Array) -> Array:
@@ -475,11 +478,11 @@ class Bridge:
     def _action_leaves(self, action: PyTree) -> list[Array]:
         return [jnp.asarray(leaf) for leaf in flatten(self._host.action_tree, action)]
 
-    def _results(self, stepped: bool) -> list[Any]:
+    def _result_specs(self, stepped: bool) -> list[Any]:
         """Return the shapes and JAX dtypes of the arrays that a step or a reset returns."""
         to_jax_dtype: Any = jax.dtypes.canonicalize_dtype
         columns: list[Any] = [*self._host.observation_tree.leaves(), *self._infos.columns]
-        has_float64 = any(each.dtype == np.float64 for each in columns)
+        has_float64 = any(column.dtype == np.float64 for column in columns)
         if has_float64 and self._float64 == "keep" and to_jax_dtype(np.float64) != np.float64:
             raise ValueError(
                 "float64='keep' needs JAX's 64-bit mode (jax.config.update('jax_enable_x64', True)); 'cast' gives float32."
@@ -495,7 +498,7 @@ def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: 
     if not isinstance(envs, VectorEnv):
         raise TypeError(f"bridge needs a gymnasium.vector.VectorEnv, got {type(envs).__name__}.")
     if getattr(envs.unwrapped, "closed", False):
-        raise ClosedEnvironmentError("bridge was given a vector env that is closed.")
+        raise ClosedEnvironmentError("bridge needs an open vector env, but this one is closed.")
     if float64 not in _FLOAT64_OPTIONS:
         raise ValueError(f"float64 must be one of {_FLOAT64_OPTIONS}, got {float64!r}.")
     if timeout not in (None, "auto") and (isinstance(timeout, str) or not timeout > 0):
@@ -507,12 +510,12 @@ def _check_options(envs: Any, float64: str, timeout: float | str | None, lanes: 
 def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
     """Raise ``ValueError`` if ``envs``, or one of its environments, runs JAX in this process.
 
-    They would be stepped inside a callback of a JAX program, and their computations may be queued behind that program.
+    Stepped inside a callback of a JAX program, they may queue computations behind that program, which waits for them.
     """
     base = envs.unwrapped
     capabilities = capabilities_of(base)
-    own = base.envs if isinstance(base, GymnasiumSync) else getattr(base, "local_envs", ())
-    for layer in [base, *(layer for env in own for layer in _layers(env))]:
+    local_envs = base.envs if isinstance(base, GymnasiumSync) else getattr(base, "local_envs", ())
+    for layer in [base, *(layer for env in local_envs for layer in _layers(env))]:
         if not _uses_jax(layer) and not (layer is base and capabilities is not None and capabilities.runs_jax):
             continue
         advice = "Its environments need no bridge: use vecenv.jax.FunctionalVectorEnv."
@@ -525,7 +528,7 @@ def _refuse_jax_in_process(envs: VectorEnv[Any, Any, Any]) -> None:
         raise ValueError(f"{name} runs JAX in this process, so it would wait for the program that waits for it. {advice}")
 
 
-def _warn_of_fork(envs: VectorEnv[Any, Any, Any]) -> None:
+def _warn_about_fork(envs: VectorEnv[Any, Any, Any]) -> None:
     """Warn about forked workers: in a forked process, locks that JAX's threads held are never released."""
     processes = getattr(envs.unwrapped, "processes", None) or ()
     fork = getattr(multiprocessing.context, "ForkProcess", None)

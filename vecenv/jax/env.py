@@ -1,13 +1,14 @@
 """``EnvState``, the state of a batch of environments, and ``JaxEnv``, one environment as pure functions.
 
-Bridged and JAX-native environments share :class:`EnvState`, so the same rollouts serve both. Its fields mean the same in
-every autoreset mode; where ``valid``, ``next_obs`` is the true successor, not the first observation of the next episode.
+Bridged and JAX-native environments share :class:`EnvState`, so the same rollouts serve both. Its fields have the same
+meaning in every autoreset mode; in valid rows, ``next_obs`` is the true successor, not the first observation of the next
+episode.
 
 Brax, MuJoCo Playground, gymnax, jumanji and ``FuncEnv`` disagree on names, on the meaning of ``done`` and on resets.
-:class:`JaxEnv` is the smallest common form: one environment, no batch, no autoreset, no time limit but its own;
-:mod:`vecenv.jax.functional` adds the rest for all of them. :func:`probe` finds a missing derivative in advance. JAX
-itself reports it deep in a trace, with an error about ``lax.while_loop``, or never: the gradient of a step that only
-compares its action with zero is zero.
+:class:`JaxEnv` is the smallest common form: one environment, without a batch, without autoreset, and with no time limit
+but its own; :mod:`vecenv.jax.functional` adds the rest for all of them. :func:`probe` finds a missing derivative in
+advance. JAX itself reports it deep in a trace, with an error about ``lax.while_loop``, or not at all: a step that only
+compares its action with zero has a gradient of zero.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Stepped: TypeAlias = tuple[PyTree, PyTree, Array, Array, Array, dict[str, Any]] 
 
 
 def select(mask: Array, yes: Array, no: Array) -> Array:
-    """Choose from ``yes`` where ``mask`` holds, and from ``no`` elsewhere. The mask covers the leading axes."""
+    """Choose from ``yes`` where ``mask`` is True, and from ``no`` elsewhere. The mask covers the leading axes."""
     return jnp.where(mask.reshape(mask.shape + (1,) * (yes.ndim - mask.ndim)), yes, no)
 
 
@@ -107,19 +108,19 @@ class EnvState:
         )  # fmt: skip
 
     def restarted(self, mask: Array, obs: PyTree, **changes: Any) -> EnvState:
-        """Return a copy in which rows under ``mask`` begin a new episode; the results of their last episode stay."""
-        zero, no = jnp.zeros_like(self.reward), jnp.zeros_like(self.terminated)
-        begun = self.replace(
-            obs=obs, next_obs=obs, reward=zero, terminated=no, truncated=no, valid=no, first=~no,
+        """Return a copy in which rows under ``mask`` begin a new episode. The results of their last episode are kept."""
+        zero, false = jnp.zeros_like(self.reward), jnp.zeros_like(self.terminated)
+        fresh = self.replace(
+            obs=obs, next_obs=obs, reward=zero, terminated=false, truncated=false, valid=false, first=~false,
             steps=jnp.zeros_like(self.steps), episode_return=zero, discounted_return=zero, **changes,
         )  # fmt: skip
-        return merge_rows(mask, begun, self)  # type: ignore[no-any-return]
+        return merge_rows(mask, fresh, self)  # type: ignore[no-any-return]
 
     def advanced(
         self, mode: AutoresetMode, discount: float, *, obs: PyTree, next_obs: PyTree, reward: Array, terminated: Array,
         truncated: Array, info: dict[str, Any],
     ) -> EnvState:  # fmt: skip
-        """Return the state after a step; ``mode`` decides what happens in rows that had ended or end now.
+        """Return the state after a step. ``mode`` determines the treatment of rows that had ended or end now.
 
         Args:
             mode: NEXT_STEP: rows that had ended have begun their next episode instead of stepping. SAME_STEP: in rows that
@@ -127,34 +128,34 @@ class EnvState:
             discount: For ``discounted_return``.
             obs, next_obs, reward, terminated, truncated, info: The results of the step; arbitrary in rows that did not step.
         """
-        no = jnp.zeros_like(self.terminated)
-        idle = no if mode is AutoresetMode.SAME_STEP else self.done  # rows that did not step
-        begins = idle if mode is AutoresetMode.NEXT_STEP else no
+        false = jnp.zeros_like(self.terminated)
+        idle = false if mode is AutoresetMode.SAME_STEP else self.done  # rows that did not step
+        is_first = idle if mode is AutoresetMode.NEXT_STEP else false
         terminated, truncated = terminated & ~idle, truncated & ~idle
         done = terminated | truncated
         reward = jnp.where(idle, 0.0, reward)
-        steps = jnp.where(begins, 0, self.steps + 1)
-        total = jnp.where(begins, 0.0, self.episode_return + reward)
+        steps = jnp.where(is_first, 0, self.steps + 1)
+        total = jnp.where(is_first, 0.0, self.episode_return + reward)
         discounted = total
         if discount != 1.0:
             weight = jnp.asarray(discount, total.dtype) ** self.steps
-            discounted = jnp.where(begins, 0.0, self.discounted_return + weight * reward)
+            discounted = jnp.where(is_first, 0.0, self.discounted_return + weight * reward)
         last = {
             "last_return": jnp.where(done, total, self.last_return),
             "last_length": jnp.where(done, steps, self.last_length),
             "last_discounted_return": jnp.where(done, discounted, self.last_discounted_return),
         }
         if mode is AutoresetMode.SAME_STEP:
-            begins = done
+            is_first = done
             steps, total, discounted = (jnp.where(done, jnp.zeros_like(x), x) for x in (steps, total, discounted))
         after = self.replace(
             obs=obs, next_obs=next_obs, reward=reward, terminated=terminated, truncated=truncated, valid=~idle,
-            first=begins, info=info, steps=steps, episode_return=total, discounted_return=discounted, **last,
+            first=is_first, info=info, steps=steps, episode_return=total, discounted_return=discounted, **last,
         )  # fmt: skip
         if mode is AutoresetMode.DISABLED:
             merged: EnvState = merge_rows(idle, self, after)
             # without autoreset, obs and next_obs are equal
-            return merged.replace(next_obs=merged.obs, reward=reward, valid=~idle, first=no)
+            return merged.replace(next_obs=merged.obs, reward=reward, valid=~idle, first=false)
         return after
 
 
@@ -320,7 +321,7 @@ def _depends_on_inputs(jaxpr: Any, num_inputs: int) -> bool:
 
 
 class Wrapper(Adapter):
-    """The base class of adapters that change one thing in another and forward the rest."""
+    """The base class of adapters around another ``JaxEnv`` that change one thing and forward the rest."""
 
     def __init__(self, env: JaxEnv) -> None:
         self.env = env
@@ -374,7 +375,7 @@ class FrameSkip(Wrapper):
         self.frames_per_second //= count
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
-        def frame(before: Any, i: Array) -> tuple[Any, None]:
+        def repeat(before: Any, i: Array) -> tuple[Any, None]:
             state, _, reward, terminated, truncated, _ = before
             done = terminated | truncated
             after = self.env.step(state, action, jax.random.fold_in(key, i))
@@ -382,7 +383,7 @@ class FrameSkip(Wrapper):
             return merge_rows(done, before, after), None
 
         first = self.env.step(state, action, jax.random.fold_in(key, 0))
-        return jax.lax.scan(frame, first, jnp.arange(1, self.count))[0]
+        return jax.lax.scan(repeat, first, jnp.arange(1, self.count))[0]
 
 
 class Rescaled(Wrapper):
@@ -390,15 +391,15 @@ class Rescaled(Wrapper):
 
     def __init__(self, env: JaxEnv, low: Any, high: Any) -> None:
         super().__init__(env)
-        own = env.single_action_space
-        if not (isinstance(own, gym.spaces.Box) and own.is_bounded()):
-            raise ValueError(f"Only a bounded Box of actions can be rescaled; {self.name} has {own}.")
-        shape = own.shape
-        low, high = (np.broadcast_to(np.asarray(x, own.dtype), shape).copy() for x in (low, high))
-        dtype: Any = own.dtype
+        inner_space = env.single_action_space
+        if not (isinstance(inner_space, gym.spaces.Box) and inner_space.is_bounded()):
+            raise ValueError(f"Only a bounded Box of actions can be rescaled; {self.name} has {inner_space}.")
+        shape = inner_space.shape
+        low, high = (np.broadcast_to(np.asarray(x, inner_space.dtype), shape).copy() for x in (low, high))
+        dtype: Any = inner_space.dtype
         self.single_action_space = gym.spaces.Box(low, high, dtype=dtype.type)
-        self._scale = (own.high - own.low) / (high - low)
-        self._shift = own.low - low * self._scale
+        self._scale = (inner_space.high - inner_space.low) / (high - low)
+        self._shift = inner_space.low - low * self._scale
 
     def step(self, state: PyTree, action: PyTree, key: Array) -> Stepped:
         return self.env.step(state, action * self._scale + self._shift, key)
@@ -408,7 +409,7 @@ class FixedSpec(Wrapper):
     """An environment in which every state and observation has the structure, shapes and dtypes that ``init`` returns.
 
     Libraries return Python floats, weakly typed arrays, ``float32`` flags and the like, which JAX's scans and while loops
-    reject. Dtypes are converted here; another structure or shape raises ``ValueError``.
+    reject. Dtypes are converted here; a different structure or shape raises ``ValueError``.
     """
 
     def __init__(self, env: JaxEnv) -> None:
@@ -423,25 +424,26 @@ class FixedSpec(Wrapper):
         state, obs = self._convert_to_spec((state, obs), "step")
         reward = jnp.asarray(reward, jnp.result_type(float))
         flags = [jnp.asarray(flag, bool) for flag in (terminated, truncated)]
-        for what, value in (("reward", reward), ("terminated", flags[0]), ("truncated", flags[1])):
+        for name, value in (("reward", reward), ("terminated", flags[0]), ("truncated", flags[1])):
             if value.shape != ():
-                raise ValueError(f"{self.name} returned a {what} of shape {value.shape}; expected a scalar.")
+                raise ValueError(f"{self.name} returned a {name} of shape {value.shape}; expected a scalar.")
         return state, obs, reward, flags[0], flags[1], jax.tree.map(strongly_typed, info)
 
-    def _convert_to_spec(self, value: Any, where: str) -> Any:
+    def _convert_to_spec(self, value: Any, method: str) -> Any:
         expected: Any = jax.tree.structure(self._spec)
         got: Any = jax.tree.structure(value)
         if expected != got:
             raise ValueError(
-                f"{self.name}: {where} returned a state or observation with a different structure from init.\n"
-                f"  init: {expected}\n  {where}: {got}"
+                f"{self.name}: {method} returned a state or observation with a different structure from init.\n"
+                f"  init: {expected}\n  {method}: {got}"
             )
 
         def cast(path: Any, spec: Any, leaf: Any) -> Any:
             leaf = strongly_typed(leaf)
             if leaf.shape != spec.shape:
-                what = jax.tree_util.keystr(path)
-                raise ValueError(f"{self.name}: {where} returned {what} of shape {leaf.shape}, init of shape {spec.shape}.")
+                part = jax.tree_util.keystr(path)
+                shapes = f"{leaf.shape}, init of shape {spec.shape}"
+                raise ValueError(f"{self.name}: {method} returned {part} of shape {shapes}.")
             return leaf if leaf.dtype == spec.dtype else leaf.astype(spec.dtype)
 
         return jax.tree_util.tree_map_with_path(cast, self._spec, value)

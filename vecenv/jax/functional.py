@@ -1,7 +1,8 @@
 """``FunctionalVectorEnv``: a batch of JAX-native environments as pure functions, ``reset`` and ``step``.
 
 :class:`FunctionalEpisodes` is the batch logic, as pure functions of ``n`` rows; :class:`FunctionalVectorEnv` compiles them,
-reshapes batches, uses several devices, and checks arguments while tracing, at no cost for compiled steps. Main decisions:
+reshapes batches, spreads them over devices, and checks arguments while tracing, at no cost for compiled steps. Main
+decisions:
 
 * Resetting every row at every step costs a reset per row and step; restoring a stored start makes all episodes begin alike.
   So a while loop resets up to ``chunk`` finished rows at a time, and does nothing on steps in which no episode ends.
@@ -133,7 +134,7 @@ class FunctionalVectorEnv:
             (reset not in _RESETS, f"reset must be one of {_RESETS}, got {reset!r}."),
             (pool_size < 1, f"pool_size must be at least 1, got {pool_size}."),
             (micro_batch is not None and micro_batch < 1, f"micro_batch must be at least 1, got {micro_batch}."),
-            (stagger and self.max_episode_steps is None, "stagger=True needs a time limit: give max_episode_steps."),
+            (stagger and self.max_episode_steps is None, "stagger=True needs a time limit: pass max_episode_steps."),
         ):
             if wrong:
                 raise ValueError(text)
@@ -301,8 +302,8 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
         expected = batch_shape + spec.shape
         if leaf.shape != expected:
             raise shape_error(where, leaf.shape, expected)
-        precise = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64 and spec.dtype == jnp.float32
-        if leaf.dtype == spec.dtype or precise:  # in 64-bit mode a JAX action keeps its precision
+        keeps_float64 = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64 and spec.dtype == jnp.float32
+        if leaf.dtype == spec.dtype or keeps_float64:  # in 64-bit mode, a JAX action keeps its precision
             return leaf
         if not np.can_cast(leaf.dtype, spec.dtype, "same_kind"):
             raise TypeError(f"{where} has dtype {leaf.dtype}, which cannot be cast to {spec.dtype} as 'same_kind'.")
@@ -323,7 +324,7 @@ def check_action(action: PyTree, spec: PyTree, batch_shape: tuple[int, ...], spa
 Randomize = Callable[[Any, Array], tuple[Any, Any]]
 
 _FIRST = 0  # folded into an episode's key for its start state; step t folds in t >= 1
-_POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's key; no episode count gets that high
+_POOL, _MODEL, _STAGGER = 2**31 - 1, 2**31 - 2, 2**31 - 3  # folded into a row's key; higher than any episode count
 
 
 @dataclasses.dataclass(eq=False)
@@ -344,15 +345,15 @@ class FunctionalEpisodes:
         self._restart_rows = jax.custom_jvp(self._restart_loop)
         self._restart_rows.defjvp(self._restart_derivative)
         if self.randomize is not None:
-            jax.eval_shape(self._models, default_key(0)[None])  # sets `_varying_leaves`
+            jax.eval_shape(self._draw_models, default_key(0)[None])  # sets `_varying_leaves`
 
     # -- the interface to FunctionalVectorEnv ----------------------------------------------------------------------
 
     def begin(self, key: Array, episode: Array) -> EnvState:
         """Begin an episode in all rows. ``key`` is ``uint32[n, k]``, ``episode`` is ``int32[n]``."""
         n = key.shape[0]
-        model = self._models(key)
-        pool = self._pools(key, model)
+        model = self._draw_models(key)
+        pool = self._build_pools(key, model)
         env, obs = jax.vmap(self._start)((key, episode, model, pool))
         elapsed = jnp.zeros(n, jnp.int32)
         if self.stagger:
@@ -364,7 +365,7 @@ class FunctionalEpisodes:
         return EnvState.at_start(obs, (n,), info, inner=inner)
 
     def step(self, state: EnvState, action: PyTree) -> EnvState:
-        """Step every row that is in an episode once. For finished rows see :meth:`EnvState.advanced`."""
+        """Step every row with an unfinished episode once. For finished rows see :meth:`EnvState.advanced`."""
         ended, mode = state.done, self.mode
         # Finished rows are stepped as well, and their results are discarded: writing a few rows in place is cheaper than
         # selecting between two whole states.
@@ -433,23 +434,23 @@ class FunctionalEpisodes:
         return inner.replace(env=env, episode=episode, elapsed=jnp.where(mask, 0, inner.elapsed)), obs
 
     def _restart_loop(self, mask: Array, source: PyTree, current: PyTree) -> PyTree:
-        """Restart the rows of ``current`` under ``mask``, some at a time. ``source`` has the arguments of ``_start``."""
+        """Restart the rows of ``current`` under ``mask``, in chunks. ``source`` has the arguments of :meth:`_start`."""
         n = mask.shape[0]
         chunk = min(n, max(8, -(-n // 16)))
 
-        def any_left(carry: Any) -> Array:
+        def any_remain(carry: Any) -> Array:
             return jnp.any(carry[0])
 
         def restart_chunk(carry: Any) -> Any:
-            left, current = carry
-            rows = jnp.nonzero(left, size=chunk, fill_value=n)[0]
+            remaining, current = carry
+            rows = jnp.nonzero(remaining, size=chunk, fill_value=n)[0]
             row_sources = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), source)
             unchanged = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), current)
             fresh = _call_unfused(jax.vmap(self._start), rows[0] < n, row_sources, unchanged)
             current = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), current, fresh)
-            return left.at[rows].set(False, mode="drop"), current
+            return remaining.at[rows].set(False, mode="drop"), current
 
-        return jax.lax.while_loop(any_left, restart_chunk, (mask, current))[1]
+        return jax.lax.while_loop(any_remain, restart_chunk, (mask, current))[1]
 
     def _restart_derivative(self, primals: Any, tangents: Any) -> Any:
         """Return zero tangents for rows that restart, and unchanged ones for the others."""
@@ -461,20 +462,20 @@ class FunctionalEpisodes:
 
         return self._restart_rows(*primals), jax.tree.map(propagate, tangents[2])
 
-    def _pools(self, key: Array, model: PyTree) -> PyTree:
+    def _build_pools(self, key: Array, model: PyTree) -> PyTree:
         if not self.pool_size:
             return None
 
-        def store(key: Array, model: PyTree) -> Any:
+        def build_pool(key: Array, model: PyTree) -> Any:
             keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, _POOL), i))(jnp.arange(self.pool_size))
             return self._with_model(model, lambda: jax.vmap(self.env.init)(keys))
 
-        return jax.vmap(store)(key, model)
+        return jax.vmap(build_pool)(key, model)
 
     # -- domain randomisation --------------------------------------------------------------------------------------
 
-    def _models(self, key: Array) -> list[Array] | None:
-        """Return the leaves of the physics model that differ from row to row, each ``[n, ...]``."""
+    def _draw_models(self, key: Array) -> list[Array] | None:
+        """Draw the leaves of the physics model that differ from row to row, each ``[n, ...]``."""
         if self.randomize is None:
             return None
         keys = jax.vmap(lambda k: jax.random.fold_in(k, _MODEL))(key)
@@ -488,12 +489,12 @@ class FunctionalEpisodes:
         leaves = jax.tree.leaves(models)
         return [jnp.asarray(leaves[i]) for i in self._varying_leaves]
 
-    def _with_model(self, varied: list[Array] | None, body: Callable[[], Any]) -> Any:
-        """Run ``body`` with one row's model in the environment."""
-        if varied is None:
+    def _with_model(self, varying_leaves: list[Array] | None, body: Callable[[], Any]) -> Any:
+        """Run ``body`` while the environment has the physics model of one row."""
+        if varying_leaves is None:
             return body()
         leaves, structure = jax.tree.flatten(self.env.model)
-        for i, leaf in zip(self._varying_leaves, varied, strict=True):
+        for i, leaf in zip(self._varying_leaves, varying_leaves, strict=True):
             leaves[i] = leaf
         with self.env.using(jax.tree.unflatten(structure, leaves)):
             return body()
@@ -510,7 +511,7 @@ class FunctionalEpisodes:
 def _call_unfused(function: Callable[[Any], Any], always_true: Array, argument: Any, unused: Any) -> Any:
     """Return ``function(argument)`` from a conditional that always chooses this branch."""
     # XLA does not fuse across a branch. Fused with the code around it, a start state would be rounded differently in the
-    # restart loop and in a reset, and the same key would not give bitwise the same episode.
+    # restart loop and in a reset, and the same key would not reproduce the episode bit by bit.
     return jax.lax.cond(always_true, lambda: function(argument), lambda: unused)
 
 

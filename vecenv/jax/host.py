@@ -3,9 +3,9 @@
 This module does not import JAX: a host callback that reads a JAX array other than its argument can deadlock with the program
 that waits for the callback.
 
-Environments cannot go back: a program that steps a state twice, or an old one, would silently get a transition from another
-state. So every state carries a token, ``(epoch, count)``: the reset from which it descends, and the number of calls since
-then. Every call passes a token, which must be the newest.
+Environments cannot go back: a program that stepped a state twice, or an old one, would silently get a transition from
+another state. So every state carries a token, ``(epoch, count)``: the reset from which it descends, and the number of calls
+since then. Every call passes the token of its state, which must be the newest.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from vecenv.link.observations import flatten
 from vecenv.shm.layout import Tree, fixed_tree
 
 Array: TypeAlias = npt.NDArray[Any]
-Result: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
+ArraySpec: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]  # shape and dtype
 Rows: TypeAlias = npt.NDArray[np.intp]
 Stepped: TypeAlias = tuple[Any, Array, Array, Array, dict[str, Any]]
 
 _DEFAULT_TIMEOUT_SECONDS: Final = 60.0
-_FLAG: Final[Result] = ((), np.dtype(np.bool_))
+_FLAG_SPEC: Final[ArraySpec] = ((), np.dtype(np.bool_))
 _epochs = itertools.count(1)  # shared by all bridges, so that the state of another bridge is recognised
 _last_reset_by: weakref.WeakValueDictionary[int, CallbackHost] = weakref.WeakValueDictionary()
 """Id of a vector env -> the host that reset it last. States of its other hosts are invalid."""
@@ -79,25 +79,25 @@ class CallbackHost:
         self._pending: Rows | None = None  # the rows of the pending step
         self._ended = np.zeros(self.num_envs, np.bool_)  # DISABLED: rows that ended and have not been reset
 
-    def call(self, command: str, results: Sequence[Result], *arrays: Array) -> list[Array]:
-        """Execute a command on a token (none for a reset) and arrays; return a new token and the resulting arrays.
+    def call(self, command: str, results: Sequence[ArraySpec], *arrays: Array) -> list[Array]:
+        """Execute a command on a token (none for a reset) and arrays. Return a new token and the resulting arrays.
 
         ``results`` lists the shape and dtype of each returned array, the token first.
         """
         if self.closed:
-            raise ClosedEnvironmentError("The bridge was closed: its environments cannot be stepped any more.")
+            raise ClosedEnvironmentError("The bridge was closed: its environments can no longer be used.")
         if command == "reset":
-            outcome = self._reset(*arrays)
+            values = self._reset(*arrays)
             self._epoch, self._count = next(_epochs), 0
         else:
             token, *arguments = arrays
             self._consume_token(token, pending=command == "recv")
-            outcome = _COMMANDS[command](self, *arguments)
+            values = _COMMANDS[command](self, *arguments)
             self._count += 1
         self._invalid_reason = None
         token = np.empty(*results[0])
         token[..., 0], token[..., 1] = self._epoch, self._count
-        return [token, *map(_convert, outcome, results[1:])]
+        return [token, *map(_convert, values, results[1:])]
 
     def close(self) -> None:
         """Close the environments."""
@@ -111,20 +111,20 @@ class CallbackHost:
         self._invalid_reason = "because a reset failed"
         self._pending = None
         self._invalidate_other_host()
-        outcome = self._reset_outcome(self._requests.reset(seeds.reshape(-1).tolist()))
+        arrays = self._reset_arrays(self._requests.reset(seeds.reshape(-1).tolist()))
         self._ended[:] = False
-        return outcome
+        return arrays
 
     def _reset_mask(self, mask: Array, seeds: Array) -> list[Array]:
         mask = mask.reshape(-1)
         if not mask.any():
             return self._zeros(stepped=False)
         seeded = seeds.reshape(-1).tolist() if self._requests.seeded_masks else None
-        outcome = self._reset_outcome(self._requests.reset(seeded, mask.copy()))
+        arrays = self._reset_arrays(self._requests.reset(seeded, mask.copy()))
         self._ended[mask] = False
-        return outcome
+        return arrays
 
-    def _reset_outcome(self, results: tuple[Any, dict[str, Any]]) -> list[Array]:
+    def _reset_arrays(self, results: tuple[Any, dict[str, Any]]) -> list[Array]:
         observations, infos = results
         return self._leaves(observations, self.num_envs) + self._infos.read(infos, self.num_envs)
 
@@ -152,26 +152,26 @@ class CallbackHost:
         if not len(rows):
             return self._zeros(stepped=True)
         stepped_rows, stepped = self._requests.finish()
-        outcome, ended = self._outcome(stepped, len(stepped_rows)), np.asarray(stepped[2] | stepped[3])
+        arrays, ended = self._step_arrays(stepped, len(stepped_rows)), np.asarray(stepped[2] | stepped[3])
         if len(rows) == self.num_envs:
             if self.mode is AutoresetMode.DISABLED:
                 self._ended = ended
-            return outcome
+            return arrays
         requested = np.isin(stepped_rows, rows)  # the other rows were stepped as well; ignore their results
         merged = self._zeros(stepped=True)
-        for array, values in zip(merged, outcome, strict=True):
-            array[stepped_rows[requested]] = values[requested]
+        for target, values in zip(merged, arrays, strict=True):
+            target[stepped_rows[requested]] = values[requested]
         self._ended[stepped_rows[requested]] = ended[requested]
         return merged
 
-    def _outcome(self, stepped: Stepped, rows: int) -> list[Array]:
+    def _step_arrays(self, stepped: Stepped, rows: int) -> list[Array]:
         """Return the arrays of a step: observations, rewards, flags, successors (in same-step mode), and infos."""
         observations, rewards, terminations, truncations, infos = stepped
         leaves = self._leaves(observations, rows)
-        outcome = [*leaves, rewards, terminations, truncations]
+        arrays = [*leaves, rewards, terminations, truncations]
         if self.mode is AutoresetMode.SAME_STEP:
-            outcome += self._successors(leaves, terminations | truncations, infos)
-        return outcome + self._infos.read(infos, rows)
+            arrays += self._successors(leaves, terminations | truncations, infos)
+        return arrays + self._infos.read(infos, rows)
 
     def _successors(self, leaves: list[Array], ended: Array, infos: dict[str, Any]) -> list[Array]:
         """Return ``leaves``, with the final observation in rows where an episode ended."""
@@ -199,15 +199,15 @@ class CallbackHost:
                 raise ObservationError(f"{leaf.name}: got shape {array.shape}, expected {(rows, *leaf.shape)}")
         return arrays
 
-    def specs(self, stepped: bool) -> list[Result]:
-        """Return the shape and dtype per environment of each array of a step or reset, without the token."""
-        observations: list[Result] = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
+    def specs(self, stepped: bool) -> list[ArraySpec]:
+        """Return the shape (for one environment) and dtype of each array of a step or reset, without the token."""
+        observations: list[ArraySpec] = [(leaf.shape, leaf.dtype) for leaf in self.observation_tree.leaves()]
         specs = [*observations]
         if stepped:
-            specs += [((), np.dtype(np.float64)), _FLAG, _FLAG]
+            specs += [((), np.dtype(np.float64)), _FLAG_SPEC, _FLAG_SPEC]
             specs += observations if self.mode is AutoresetMode.SAME_STEP else []
         for column in self._infos.columns:
-            specs += [(column.shape, column.dtype), _FLAG]
+            specs += [(column.shape, column.dtype), _FLAG_SPEC]
         return specs
 
     def _zeros(self, stepped: bool) -> list[Array]:
@@ -221,7 +221,7 @@ class CallbackHost:
         other_host = _last_reset_by.get(envs_id)
         if other_host is not None and other_host is not self:
             other_host._invalid_reason = "because another bridge over the same vector env has reset them"
-            other_host._requests.drain()  # raises if a reply is late; then `_last_reset_by` still has the other host
+            other_host._requests.drain()  # raises if a reply is late, before `_last_reset_by` changes
             other_host._pending = None
         _last_reset_by[envs_id] = self
 
@@ -233,11 +233,11 @@ class CallbackHost:
             raise StaleStateError(f"The environments cannot continue, {self._invalid_reason}: call reset(key).")
         for epoch, count in token.reshape(-1, 2).tolist():
             if (epoch, count) != (self._epoch, self._count):
-                what = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
+                problem = f"was used before (it is number {count} after its reset, the environments are at {self._count})"
                 if epoch != self._epoch:
-                    now = f"(epoch {epoch}, the environments are in {self._epoch})"
-                    what = f"belongs to another bridge or an earlier reset {now}"
-                raise StaleStateError(f"This state {what}. Step the newest one, and only once: processes cannot go back.")
+                    epochs = f"(epoch {epoch}, the environments are in {self._epoch})"
+                    problem = f"belongs to another bridge or an earlier reset {epochs}"
+                raise StaleStateError(f"This state {problem}. Step the newest one, and only once: processes cannot go back.")
         if pending and self._pending is None:
             raise NoAsyncCallError("Calling `recv` of a state that was not returned by `send`.", "recv")
         if self._pending is not None and not pending:
@@ -251,13 +251,13 @@ _COMMANDS: dict[str, Callable[..., list[Array]]] = {  # the commands with a toke
 }  # fmt: skip
 
 
-def _convert(array: Array, result: Result) -> Array:
-    shape, dtype = result
+def _convert(array: Array, spec: ArraySpec) -> Array:
+    shape, dtype = spec
     if array.dtype != dtype:
-        narrow = array.astype(dtype)
-        if array.dtype.kind in "iu" and not np.array_equal(narrow, array):
+        converted = array.astype(dtype)
+        if array.dtype.kind in "iu" and not np.array_equal(converted, array):
             raise OverflowError(f"an integer of the environments does not fit {dtype}: enable JAX's 64-bit mode")
-        array = narrow
+        array = converted
     return array if array.shape == shape else array.reshape(shape)
 
 
@@ -292,13 +292,13 @@ class Requests:
             timeout = _DEFAULT_TIMEOUT_SECONDS if capabilities is None or _own_timeout(envs) is None else None
         assert not isinstance(timeout, str)
         self.timeout = timeout
-        self._steps_async = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
-        self._steps_some = self._steps_async and capabilities is not None and capabilities.first_ready
+        self._is_async = hasattr(envs, "step_async") and not isinstance(envs, VectorWrapper)
+        self._can_step_some = self._is_async and capabilities is not None and capabilities.first_ready
         inner = capabilities_of(envs.unwrapped)
         self.seeded_masks = inner is None or inner.masked_seeds
-        self._all = np.arange(envs.num_envs)
+        self._all_rows = np.arange(envs.num_envs)
         self._ended = np.zeros(envs.num_envs, np.bool_)  # DISABLED: rows of `envs` that have ended and have not been reset
-        self._pending: Callable[..., Any] | None = None  # waits for the reply
+        self._pending: Callable[..., Any] | None = None  # waits for the reply, if a request is pending
         self._is_partial = False  # True if the pending request is about some rows only
         self._interruption: BaseException | None = None
 
@@ -306,7 +306,7 @@ class Requests:
         """Reset all rows, or those that ``mask`` selects."""
         options = None if mask is None else {"reset_mask": mask}
         self._ended[... if mask is None else mask] = False
-        if not self._steps_async:
+        if not self._is_async:
             reset = functools.partial(self.envs.reset, seed=seeds, options=options)
             return drop_pending_and_retry(self.envs, reset)  # type: ignore[no-any-return]
         self.drain()
@@ -316,10 +316,10 @@ class Requests:
 
     def begin(self, actions: Any, rows: Rows | None = None, row_actions: Any = None) -> None:
         """Begin a step of all rows, or of ``rows`` with ``row_actions``; the others have ended."""
-        self._is_partial = rows is not None and self._steps_some
+        self._is_partial = rows is not None and self._can_step_some
         if rows is not None and not self._is_partial and self._ended.any():
             self.reset(None, self._ended.copy())
-        if not self._steps_async:
+        if not self._is_async:
             self._pending = functools.partial(self.envs.step, actions)
             return
         self._require_in_sync()
@@ -337,12 +337,12 @@ class Requests:
             return np.asarray(stepped[4]["env_id"], np.intp), stepped
         if self.mode is AutoresetMode.DISABLED:
             self._ended = stepped[2] | stepped[3]
-        return self._all, stepped
+        return self._all_rows, stepped
 
     def drain(self) -> None:
         """Wait for a pending reply and discard it."""
         self._require_in_sync()
-        if self._pending is None or not self._steps_async:
+        if self._pending is None or not self._is_async:
             self._pending = None
             return
         try:
@@ -355,7 +355,7 @@ class Requests:
     def _wait(self) -> Any:
         assert self._pending is not None
         try:
-            results = self._pending(timeout=self.timeout) if self._steps_async else self._pending()
+            results = self._pending(timeout=self.timeout) if self._is_async else self._pending()
         except (multiprocessing.TimeoutError, KeyboardInterrupt) as error:
             if isinstance(self.envs, GymnasiumAsync) and capabilities_of(self.envs) is None:
                 self._interruption = error  # Gymnasium would return the late reply from the next call

@@ -1,8 +1,9 @@
 """Conversions of spaces, seeds and arrays between Gymnasium, JAX, NumPy and torch.
 
-``space.sample()`` draws from a Python generator. Inside ``jax.jit`` that happens once, during tracing, and silently compiles
-one constant into the program. The spaces of :func:`jax_space` draw with JAX in ``sample(key)`` and refuse ``sample()`` while
-tracing; otherwise they behave like the original ones (they compare equal, and are batched and pickled in the same way).
+``space.sample()`` draws from a Python generator. Inside ``jax.jit`` that happens only once, during tracing, and silently
+compiles a constant into the program. The spaces of :func:`jax_space` draw with JAX in ``sample(key)`` and refuse
+``sample()`` while tracing; otherwise they behave like the original ones (they compare equal, and are batched and pickled in
+the same way).
 
 Arrays are copied for libraries that can write to them. For NumPy, each array becomes a fresh, writeable copy in the dtype of
 its space, because Gymnasium's wrappers write to their inputs. torch can write to a buffer shared through DLPack, so it gets
@@ -35,26 +36,26 @@ def to_numpy(space: gym.Space[Any], tree: PyTree) -> Any:
 
 
 def masked_infos(info: dict[str, Any], mask: Any) -> dict[str, Any]:
-    """Return infos in Gymnasium's form: a column and its mask ``_key`` for each key, at every level.
+    """Return infos in Gymnasium's form: each key gets a mask ``_key`` beside its column, at every level.
 
     Args:
         info: Columns ``[n, ...]``, NumPy or JAX, nested or not.
         mask: ``bool[n]``: the rows that report infos. NumPy columns are copied, with zeros in the other rows; if no row
-            reports any, the dict is empty. JAX columns are returned unchanged.
+            reports infos, the dict is empty. JAX columns are returned unchanged.
     """
     on_host = isinstance(mask, np.ndarray)
     if on_host and not mask.any():
         return {}
-    out: dict[str, Any] = {}
+    masked: dict[str, Any] = {}
     for key, column in info.items():
         if isinstance(column, dict):
-            out[key] = masked_infos(column, mask)
+            masked[key] = masked_infos(column, mask)
         else:
-            out[key] = np.array(column) if on_host else column
+            masked[key] = np.array(column) if on_host else column
             if on_host and not mask.all():
-                out[key][~mask] = 0
-        out[f"_{key}"] = mask.copy() if on_host else mask
-    return out
+                masked[key][~mask] = 0
+        masked[f"_{key}"] = mask.copy() if on_host else mask
+    return masked
 
 
 @jax.jit
@@ -96,7 +97,7 @@ def seed_keys(seeds: Sequence[int]) -> np.ndarray[Any, Any]:
         if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**64:
             raise gym.error.Error(f"Seed must be an integer from 0 to 2**64 - 1, got {seed!r}.")
     raw = np.asarray([(int(seed) >> 32, int(seed) & 0xFFFFFFFF) for seed in seeds], np.uint32)
-    if jax.random.key_data(jax.random.key(0)).shape == (2,):  # threefry: a key is its seed
+    if jax.random.key_data(jax.random.key(0)).shape == (2,):  # threefry: the two halves of a seed are the key
         return raw
     make: Any = jax.vmap(lambda high, low: jax.random.key_data(jax.random.fold_in(jax.random.key(low), high)))
     return np.asarray(make(raw[:, 0], raw[:, 1]))
@@ -158,7 +159,7 @@ def jax_space(space: gym.Space[Any]) -> Any:
 
     Args:
         space: Any Gymnasium space; it is not changed. Box, Discrete, MultiDiscrete, MultiBinary, and Dict and Tuple of these
-            are supported. Any other space, including an instance of a subclass, is returned as it is.
+            are supported. Any other space, including an instance of a subclass, is returned unchanged.
 
     ``space.sample(key)`` has Gymnasium's distributions: uniform, except for a Box without bounds (normal) or with one bound
     (exponential, from the bound on). ``space.contains(x)`` is ``bool[]``; shapes and kinds of dtypes are checked while the

@@ -55,7 +55,7 @@ def adapt(
 
     Raises:
         gymnasium.error.NameNotFound: No installed library has the name; close matches are listed.
-        TypeError: The object is of an unsupported kind, or keyword arguments were given without a name.
+        TypeError: The object is not of a supported kind, or keyword arguments were given without a name.
         ValueError: The environment cannot be unwrapped, or its actions have no bounds and cannot be rescaled.
     """
     if isinstance(env, str):
@@ -91,12 +91,12 @@ def require_gradient(env: Any, mode: str = "reverse") -> None:
         ValueError: It cannot; the message names the remedy if there is one.
     """
     single = getattr(env, "single_env", env)
-    found = getattr(single, "differentiable", "reverse")
-    if found == "reverse" or (found == "forward" and mode == "forward"):
+    kind = getattr(single, "differentiable", "reverse")
+    if kind == "reverse" or (kind == "forward" and mode == "forward"):
         return
     advice = getattr(single, "gradient_advice", lambda: "")()
-    what = {"none": "no derivative", "zero": "a derivative of 0"}.get(found, "no reverse-mode derivative (jax.grad)")
-    raise ValueError(f"A step of {getattr(single, 'name', single)} has {what} with respect to its action. {advice}")
+    derivative = {"none": "no derivative", "zero": "a derivative of 0"}.get(kind, "no reverse-mode derivative (jax.grad)")
+    raise ValueError(f"A step of {getattr(single, 'name', single)} has {derivative} with respect to its action. {advice}")
 
 
 _MODULES = {"brax": "brax.envs", "playground": "mujoco_playground"}
@@ -161,10 +161,10 @@ def _describe_unknown_name(name: str, library: str | None) -> str:
 
 def _build_brax(name: str, **kwargs: Any) -> Any:
     envs = importlib.import_module("brax.envs")
-    kind = envs._envs[name]
-    signatures = [inspect.signature(vars(cls)["__init__"]) for cls in kind.__mro__[:-1] if "__init__" in vars(cls)]
+    env_class = envs._envs[name]
+    signatures = [inspect.signature(vars(cls)["__init__"]) for cls in env_class.__mro__[:-1] if "__init__" in vars(cls)]
     if unknown := sorted(kwargs.keys() - {parameter for each in signatures for parameter in each.parameters}):
-        raise TypeError(f"Brax's {name} has no arguments {unknown}.")  # Brax might ignore them
+        raise TypeError(f"Brax's {name} has no arguments {unknown}.")  # Brax may ignore unknown arguments
     try:
         return envs.get_environment(name, **kwargs)
     except ValueError as error:
@@ -241,14 +241,14 @@ def _unwrap(env: Any) -> JaxEnv:
             skip = int(layer.action_repeat)
             limit = -(-int(layer.episode_length) // skip)
         layer = layer.env
-    inside = layer
-    while "env" in vars(inside):
-        if type(inside).__name__ in _BATCHING_WRAPPERS | _AUTORESET_WRAPPERS | _EPISODE_WRAPPERS:
+    inner = layer
+    while "env" in vars(inner):
+        if type(inner).__name__ in _BATCHING_WRAPPERS | _AUTORESET_WRAPPERS | _EPISODE_WRAPPERS:
             raise ValueError(
-                f"{type(inside).__name__} batches or resets environments, which vecenv does itself. Pass the environment "
+                f"{type(inner).__name__} batches or resets environments, which vecenv does itself. Pass the environment "
                 "without it: brax.envs.get_environment(name), or mujoco_playground.registry.load(name)."
             )
-        inside = inside.env
+        inner = inner.env
     adapter: JaxEnv = BraxAdapter(layer)
     if skip > 1:
         adapter = FrameSkip(adapter, skip)
@@ -290,7 +290,7 @@ class BraxAdapter(Adapter):
             return (
                 "MJX solves contacts in a while loop, which has no reverse mode unless it runs exactly once: "
                 "env.sys = env.sys.tree_replace({'opt.iterations': 1, 'opt.ls_iterations': 4}), or use the backend "
-                "'spring', 'positional' or 'generalized'; jax.jvp works as it is."
+                "'spring', 'positional' or 'generalized'; jax.jvp works without either."
             )
         if self.is_playground:
             return (
@@ -399,9 +399,9 @@ class FuncAdapter(Adapter):
 def actuator_range(env: Any) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return ``(low, high)``, each ``float32[action_size]``: the control range of the actuators of a physics model."""
     model = env.model
-    table = model.actuator.ctrl_range if hasattr(model, "actuator") else model.actuator_ctrlrange
-    table = np.asarray(table, np.float32)
-    return table[:, 0], table[:, 1]
+    limits = model.actuator.ctrl_range if hasattr(model, "actuator") else model.actuator_ctrlrange
+    limits = np.asarray(limits, np.float32)
+    return limits[:, 0], limits[:, 1]
 
 
 def to_plain_tree(value: Any) -> PyTree:
@@ -433,7 +433,7 @@ def space_like(obs: PyTree) -> gym.Space[Any]:
 
 
 def _select_numeric(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the arrays and numbers of an info dict, at any depth. Random keys and other objects are left out."""
+    """Select the arrays and numbers of an info dict, at any depth. Leave out random keys and other objects."""
     numeric: dict[str, Any] = {}
     for key, value in info.items():
         if isinstance(value, Mapping):

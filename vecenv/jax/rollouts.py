@@ -8,7 +8,7 @@ policy (``()`` for others), which the policy resets (:func:`reset_carry`) in row
 there ``obs`` begins an episode. ``extras`` is a dict of arrays to keep with the transition. :func:`stateless` wraps a
 simpler function.
 
-Evaluations count whole episodes, each once; later steps of a row are masked. The gradient through a rollout of a physical
+Evaluations count whole episodes, each once; they mask the later steps of a row. The gradient through a rollout of a physical
 system can grow exponentially with its length, and the memory for it grows linearly, so :func:`truncated_bptt` cuts rollouts
 into pieces of ``horizon`` steps.
 """
@@ -103,7 +103,7 @@ def rollout(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array,
     length: int, extras: Sequence[str] = (), *, checkpoint: bool = False,
 ) -> tuple[Trajectory, EnvState, PyTree]:  # fmt: skip
-    """Take ``length`` steps of a policy.
+    """Run a policy for ``length`` steps.
 
     Args:
         env: Anything with ``step(state, action)`` on ``EnvState``, or the step function itself.
@@ -139,7 +139,7 @@ def rollout(
 def take_step(
     env: Any, policy: Policy, params: PyTree, state: EnvState, carry: PyTree, key: Array, extras: Sequence[str] = ()
 ) -> tuple[EnvState, PyTree, Trajectory]:
-    """Act once and return ``(state, carry, transition)``.
+    """Take one step of a policy and return ``(state, carry, transition)``.
 
     The transition has leaves ``[*B, ...]``; ``extras`` as for :func:`rollout`.
     """
@@ -205,14 +205,14 @@ def eval_rollout_episode(
     """Evaluate the first episode of every row until all have ended, and return the trajectory too.
 
     Args:
-        env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
+        env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` comes directly from ``reset``.
         max_steps: Maximum number of steps, and the length of the trajectory.
         keep: The fields of the trajectory to keep, such as ``("reward", "done")``; the others are ``None``, and cost
             neither time nor memory. Default: all.
 
     Returns:
         The trajectory, its metrics, and the last state. After a row's first episode ``reward`` is 0, ``valid`` is False,
-        and ``terminated``, ``truncated`` and ``done`` keep their values from its end: the length of the episode is the
+        and ``terminated``, ``truncated`` and ``done`` keep their values from the end of that episode: its length is the
         number of steps up to and including the first ``done``. The other fields have no meaning there. Lanes of a ``vmap``
         over a bridged environment stop together.
 
@@ -247,7 +247,7 @@ def fast_eval_rollout_episode(
     """Evaluate whole episodes until all have ended, and return only their metrics.
 
     Args:
-        env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` fresh from ``reset``.
+        env, policy, params, state, carry, key: As for :func:`~vecenv.jax.rollout`; ``state`` comes directly from ``reset``.
         max_steps: Maximum number of steps per episode, on average: ``k`` episodes of a row may take ``k * max_steps`` steps.
         num_episodes: The total number of episodes; default: one per row. Each row gets an equal share in advance: the first
             ``num_episodes`` to end would be biased towards short episodes. Entry ``r * n + i`` is episode r of row i.
@@ -339,17 +339,17 @@ class _Tally:
         """Return a tally that includes the step that led to ``state``."""
         counted = self.active & state.valid
         rounds = jnp.arange(self.sums.finished.shape[0]).reshape((-1,) + (1,) * counted.ndim)
-        here = counted & (rounds == self.count)  # [rounds, *B]
-        ended = here & (state.terminated | state.truncated)
+        in_round = counted & (rounds == self.count)  # [rounds, *B]
+        ended = in_round & (state.terminated | state.truncated)
         sums = self.sums
         weight = jnp.asarray(discount, sums.episode_return.dtype) ** sums.episode_length
         sums = dataclasses.replace(
             sums,
-            episode_return=sums.episode_return + jnp.where(here, state.reward, 0.0),
-            discounted_return=sums.discounted_return + jnp.where(here, weight * state.reward, 0.0),
-            episode_length=sums.episode_length + here,
-            terminated=sums.terminated | (here & state.terminated),
-            truncated=sums.truncated | (here & state.truncated),
+            episode_return=sums.episode_return + jnp.where(in_round, state.reward, 0.0),
+            discounted_return=sums.discounted_return + jnp.where(in_round, weight * state.reward, 0.0),
+            episode_length=sums.episode_length + in_round,
+            terminated=sums.terminated | (in_round & state.terminated),
+            truncated=sums.truncated | (in_round & state.truncated),
             finished=sums.finished | ended,
             env_steps=sums.env_steps + 1,
         )
@@ -372,7 +372,7 @@ _EvalCarry: TypeAlias = tuple[EnvState, PyTree, _Tally]
 def _counted_step(
     env: FunctionalEnv | StepFunction, policy: Policy, params: PyTree, key: Array
 ) -> Callable[[_EvalCarry], tuple[_EvalCarry, Trajectory]]:
-    """Return a function that takes one step of an evaluation; rows without episodes left contribute nothing."""
+    """Return a function that takes one step of an evaluation, in which rows without episodes left count for nothing."""
     discount = float(getattr(env, "discount", 1.0))
 
     def act(carried: _EvalCarry) -> tuple[_EvalCarry, Trajectory]:

@@ -325,7 +325,7 @@ def test_invalid_options_are_refused_and_close_works(
 def test_gradients_in_torch_name_the_missing_package(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vecenv.torch", raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=rf"no {missing}: pip install -e '.\[jax\]' torch"):
+    with pytest.raises(ImportError, match=rf"but {missing} is not installed: pip install -e '.\[jax\]' torch"):
         importlib.import_module("vecenv.torch")
 
 

@@ -1,6 +1,6 @@
-"""JAX-native environments for torch users, with gradients: as states, and as a TorchRL environment.
+"""JAX-native environments for torch, with gradients: as functions of a state, and as a TorchRL environment.
 
-:func:`differentiable` needs JAX and torch, :class:`TensorDictEnv` TorchRL as well; it is loaded when it is first touched.
+:func:`differentiable` needs JAX and torch. :class:`TensorDictEnv` also needs TorchRL, and is loaded on first access.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("jax", "jaxlib", "torch"):
         raise
-    raise ImportError(f"vecenv.torch needs JAX and torch; no {error.name}: {how_to_install('jax', 'torch')}") from error
+    missing = f"vecenv.torch needs JAX and torch, but {error.name} is not installed"
+    raise ImportError(f"{missing}: {how_to_install('jax', 'torch')}") from error
 
 from vecenv.torch.differentiable import DifferentiableEnv, TorchState, differentiable
 

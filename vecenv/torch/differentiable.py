@@ -217,7 +217,7 @@ def _key_impl(leaf: Any) -> str | None:
 
 
 def _recast(leaf: Any, dtype: Any) -> Any:
-    """Convert integers and flags to another dtype. The bits stay the same if the size does and either dtype is unsigned."""
+    """Convert integers and flags to another dtype. Keep the bits if the sizes are equal and either dtype is unsigned."""
     if leaf.dtype.itemsize == jnp.dtype(dtype).itemsize and "u" in (np.dtype(leaf.dtype).kind, np.dtype(dtype).kind):
         return jax.lax.bitcast_convert_type(leaf, dtype)
     return leaf.astype(dtype)
@@ -288,7 +288,7 @@ def torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def _borrow(tensor: Tensor) -> Any:
-    """Return a JAX array that shares a tensor's memory, or a copy if XLA cannot use that memory (64-byte alignment)."""
+    """Return a JAX array that shares a tensor's memory, or a copy if it is not aligned to 64 bytes, which XLA requires."""
     tensor = tensor.detach().contiguous()
     return jax.dlpack.from_dlpack(tensor if tensor.data_ptr() % 64 == 0 else tensor.clone())
 

@@ -1,6 +1,6 @@
 """``TensorDictEnv``: JAX-native environments as a TorchRL environment that keeps its state in the TensorDict.
 
-Every TensorDict holds the state as two tensors. So it can be stepped twice, or stored and stepped again later, and gradients
+Every TensorDict holds the state as two tensors, so it can be stepped twice, or stored and stepped again later, and gradients
 flow through all torch operations on it. TorchRL's reset masks select rows of these tensors, and do not affect the gradients
 of other rows.
 """
@@ -91,7 +91,7 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
         **options: Any,
     ) -> None:  # fmt: skip
         if from_pixels:
-            raise NotImplementedError("from_pixels=True: observations are those of the environment, not images")
+            raise NotImplementedError("from_pixels=True is not supported: observations are the environment's own")
         batch = torch.Size(batch_size)
         super().__init__(device=device, batch_size=batch, allow_done_after_reset=allow_done_after_reset)
         self._constructor_arguments: dict[str, Any] = {
@@ -100,12 +100,12 @@ class TensorDictEnv(EnvBase):  # type: ignore[misc, unused-ignore]
             "allow_done_after_reset": allow_done_after_reset, **options,
         }  # fmt: skip
         self.functional = _functional(env, max(batch.numel(), 1), options)
-        found = differentiability(self.functional)
-        if requires_grad and found == "zero":
+        derivative = differentiability(self.functional)
+        if requires_grad and derivative == "zero":
             warn(f"a step of {getattr(self.functional.single_env, 'name', env)} has a gradient of 0 for every action")
         elif requires_grad:
             require_gradient(self.functional)
-        self.requires_grad_of_actions = bool(requires_grad) or (requires_grad is None and found == "reverse")
+        self.requires_grad_of_actions = bool(requires_grad) or (requires_grad is None and derivative == "reverse")
         self._inner = DifferentiableEnv(self.functional, (), gradients=self.requires_grad_of_actions)
         self._next_seed: int | None = None
         self._reset_state: EnvState | None = None  # every row's state after its latest reset

@@ -381,7 +381,7 @@ def test_waiting_worker_has_two_messages(tmp_path: Path) -> None:
 def test_auto_batch_is_lock_step_for_one_worker() -> None:
     with open_engine(makers([5] * 4), num_workers=0, batch_size="auto") as envs:
         assert envs.batch_size == 4
-        assert "batch_size=4: a lock-step: no environment can be ahead of another" in str(envs.plan)
+        assert "batch_size=4: lock-step: no environment can be ahead of another" in str(envs.plan)
 
 
 @pytest.mark.parametrize("engine", [{"num_workers": 0}, {"num_workers": 1}, {"num_workers": 2, "use_caller": True}], ids=str)

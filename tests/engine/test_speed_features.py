@@ -229,7 +229,7 @@ def test_plan_isolates_if_it_costs_less_than_a_tenth(step: float, cores: int, nu
 )
 def test_plan_names_the_options_that_exclude_this_process(options: Any, named: str, closes: Any) -> None:
     envs = closes(vecenv.AsyncVectorEnv([lambda: Numbers(0)] * 2, num_workers="auto", **options))
-    assert envs.plan.reason == f"one process per usable core, for {named}"
+    assert envs.plan.reason == f"one process per usable core, because of {named}"
 
 
 def test_explicit_isolation(closes: Any) -> None:
@@ -520,10 +520,10 @@ def test_short_messages_are_counted_and_sampled() -> None:
 @pytest.mark.parametrize(
     ("step", "cpu", "num_envs", "workers", "cores", "batch", "at_once", "why"),
     [
-        (5e-6, 5e-6, 64, 2, 2, 64, None, "a lock-step: half of them are stepped in 80 us"),
+        (5e-6, 5e-6, 64, 2, 2, 64, None, "lock-step: half of them are stepped in 80 us"),
         (2e-4, 2e-4, 8, 2, 2, 4, None, "halves: half of them are stepped in 400 us"),
         (2e-4, 2e-4, 8, 2, 16, 4, 2, "2 of a worker's 4 in one message"),  # a core for the caller
-        (1e-4, 1e-4, 256, 64, 65, 256, None, "a lock-step: half of them are stepped in 200 us"),  # the caller would be late
+        (1e-4, 1e-4, 256, 64, 65, 256, None, "lock-step: half of them are stepped in 200 us"),  # the caller would be late
         (5e-3, 1e-4, 64, 16, 2, 32, 2, "2 of a worker's 4 in one message"),  # steps that wait
         (5e-3, 1e-4, 64, 64, 2, 32, None, "halves"),  # one each: there is nothing to split
         (5e-3, 5e-3, 1, 1, 2, 1, None, "no environment can be ahead of another"),

@@ -12,8 +12,8 @@ Every run happens in a fork of the probe's process, which has built no environme
 Repeated runs make exactly the same calls: two phases of up to three steps per environment. `MAX_STEPS` limits the steps of
 all runs together.
 
-The probe misses effects that need more steps or the end of a long episode, and state of C libraries that affects no
-returned value. If two functions other than those tried return the same object, only a worker that calls both detects it.
+The probe misses effects that need more steps or the end of a long episode, and state of C libraries that affects no returned
+value. If two functions return the same object and were not tried together, only a worker that calls both detects it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NOT_CHECKED: Final = "not checked"
 
 MAX_STEPS: Final = 64
 PHASE_STEPS: Final = 3
-_FIRST_PLAN: Final = (PHASE_STEPS, PHASE_STEPS // 2, 0.02)  # arguments of TriedEnv.phase(); the last is in seconds
+_FIRST_PHASE_ARGS: Final = (PHASE_STEPS, PHASE_STEPS // 2, 0.02)  # of TriedEnv.phase(): steps, reset_at, seconds
 _MIN_SECONDS: Final = 5.0  # all further runs together may take this, plus ten times the duration of the first run
 _DELAYS: Final = (0.002, 0.003)  # in two runs, because the values of one may agree by chance
 
@@ -93,8 +93,8 @@ class Run:
 
     Attributes:
         record: The calls, with digests of the values that they returned.
-        plan: The arguments of :meth:`TriedEnv.phase` that repeat them.
-        end: The number of the first call after the first phase.
+        phase_args: The arguments of :meth:`TriedEnv.phase` that repeat a phase exactly.
+        phase_end: The index in ``record`` of the first call after the first phase.
         settings: Settings of the process after the run; of an environment that was built first, those before the other one
             was built.
         modules: Modules imported during the run.
@@ -103,8 +103,8 @@ class Run:
     """
 
     record: Record
-    plan: tuple[int, int, float]
-    end: int
+    phase_args: tuple[int, int, float]
+    phase_end: int
     settings: Settings
     modules: list[str]
     steps: int
@@ -132,7 +132,7 @@ class IndependenceCheck:
         self._deadline = 0.0
 
     def result(self, *, checked: bool = True) -> Independence:
-        """Return the verdict so far, with the first reason that has advice, or else the first."""
+        """Return the verdict so far. Its reason is the first one that contains advice, or else the first one."""
         reason = min(self._reasons, key=lambda reason: "generators='own'" not in reason, default="")
         verdict = self._verdict if checked else NOT_CHECKED
         return Independence(verdict, reason, tuple(self._changes), self.steps, self.builds)
@@ -156,10 +156,10 @@ class IndependenceCheck:
         """
         if len(self._env_fns) == 1:
             self._compare_settings(alone, alone, alone)
-        for place in range(1, len(self._env_fns)):
+        for position in range(1, len(self._env_fns)):
             if self._verdict == INDEPENDENT:
                 try:
-                    if (error := self._compare_pair(alone, place)) is not None:
+                    if (error := self._compare_pair(alone, position)) is not None:
                         return error
                 except _Undecided as reason:
                     self._add_reason(CANNOT_TELL, str(reason))
@@ -178,17 +178,17 @@ class IndependenceCheck:
             self.steps, self.builds = self.steps + sum(run.steps for run in runs), self.builds + len(runs)
         return runs
 
-    def _run_alone(self, place: int, plan: tuple[int, int, float], delay: float = 0.0) -> Run:
+    def _run_alone(self, position: int, phase_args: tuple[int, int, float], delay: float = 0.0) -> Run:
         """Run one environment alone again."""
-        function = partial(_run_alone, self._env_fns[place], self._indices[place], min(place, 1), plan, delay)
-        runs = self._run(function, 2 * plan[0])
+        function = partial(_run_alone, self._env_fns[position], self._indices[position], min(position, 1), phase_args, delay)
+        runs = self._run(function, 2 * phase_args[0])
         if not isinstance(runs, list):
             raise _Undecided(_describe_failure(runs))
         return runs[0]
 
-    def _compare_pair(self, alone: Run, place: int) -> PackedError | None:
-        env_fns, indices = (self._env_fns[0], self._env_fns[place]), (self._indices[0], self._indices[place])
-        both = self._run(partial(_run_together, env_fns, indices, alone.plan), 4 * PHASE_STEPS)
+    def _compare_pair(self, alone: Run, position: int) -> PackedError | None:
+        env_fns, indices = (self._env_fns[0], self._env_fns[position]), (self._indices[0], self._indices[position])
+        both = self._run(partial(_run_together, env_fns, indices, alone.phase_args), 4 * PHASE_STEPS)
         if isinstance(both, PackedError) and _SAME_OBJECT in both.summary:
             return both
         if not isinstance(both, list):
@@ -197,51 +197,51 @@ class IndependenceCheck:
             self._add_reason(SHARES_STATE if shares else CANNOT_TELL, _describe_failure(both))
             return None
         first, other = both
-        before, during = other.record[1 : other.end], other.record[other.end :]
-        if _find_difference(before, during):  # due to the first, or only to its own earlier resets: run it alone
-            self._compare_records(place, self._run_alone(place, other.plan), other.record)
+        before, during = other.record[1 : other.phase_end], other.record[other.phase_end :]
+        if _find_difference(before, during):  # due to the first, or only to the other's own earlier resets
+            self._compare_records(position, self._run_alone(position, other.phase_args), other.record)
         if self._verdict != SHARES_STATE:
             self._compare_records(0, alone, first.record)
         self._compare_settings(alone, other, first)
         return None
 
-    def _compare_records(self, place: int, alone: Run, record: Record) -> None:
+    def _compare_records(self, position: int, alone: Run, record: Record) -> None:
         """Compare the values that an environment returned alone and together with another one."""
         if not _find_difference(alone.record, record):
             return
         ignored: set[str] = set()
         for delay in _DELAYS:
-            again = self._run_alone(place, alone.plan, delay).record
-            while difference := _find_difference(alone.record, again, ignored):
+            repeated = self._run_alone(position, alone.phase_args, delay).record
+            while difference := _find_difference(alone.record, repeated, ignored):
                 ignored.add(difference[2])
-        name, difference = f"environment {self._indices[place]}", _find_difference(alone.record, record, ignored)
+        name, difference = f"environment {self._indices[position]}", _find_difference(alone.record, record, ignored)
         if difference is None:
             if values := sorted(value for value in ignored if not value.startswith("info")):
                 self._add_reason(CANNOT_TELL, f"{name} returns other values with the same seed: {', '.join(values[:3])}")
             return
         number, call, value = difference
         where = f"(first: {value} of {call}, call {number})"
-        cause = "closing another environment" if not place and number >= alone.end else "another environment"
+        cause = "closing another environment" if not position and number >= alone.phase_end else "another environment"
         self._add_reason(SHARES_STATE, f"{cause} in its process changes what {name} returns {where}")
 
     def _compare_settings(self, alone: Run, other: Run, both: Run) -> None:
         """Compare the settings left by the first environment alone, by the other alone, and by both in a shared process."""
-        start, own = self._start, alone.settings
+        start, alone_settings = self._start, alone.settings
         names = sorted(
-            name for name in {**start, **other.settings, **own}
-            if not start.get(name) == other.settings.get(name) == own.get(name)
+            name for name in {**start, **other.settings, **alone_settings}
+            if not start.get(name) == other.settings.get(name) == alone_settings.get(name)
         )  # fmt: skip
-        imported = start
+        after_imports = start
         if names and not isinstance(found := run_in_child(
             _read_settings, both.modules + alone.modules, seconds=self._deadline - time.monotonic()
         ), PackedError | ChildEnd):  # fmt: skip
-            imported = found
+            after_imports = found
         for name in names:
             old, other_value, first_value, shared_value = (
-                each.get(name, (None,)) for each in (start, other.settings, own, both.settings)
+                each.get(name, (None,)) for each in (start, other.settings, alone_settings, both.settings)
             )
-            if imported.get(name, (None,)) != old or (self._own_generators and name in GENERATORS.values()):
-                continue  # changed by an import, once per process; or each environment has its own
+            if after_imports.get(name, (None,)) != old or (self._own_generators and name in GENERATORS.values()):
+                continue  # changed by an import, once per process; or a generator of which each environment has its own
             if name in GENERATORS.values():
                 advice = "which all environments of a process share; generators='own' gives each its own"
                 self._add_reason(SHARES_STATE, f"they draw from {name}, {advice}")
@@ -293,30 +293,30 @@ def _read_settings(modules: list[str]) -> Iterator[Settings]:
 
 
 def _run_alone(
-    env_fn: Callable[[], Any], index: int, place: int, plan: tuple[int, int, float] = _FIRST_PLAN,
+    env_fn: Callable[[], Any], index: int, seed: int, phase_args: tuple[int, int, float] = _FIRST_PHASE_ARGS,
     delay: float = 0.0, *, describe: Callable[[Any], None] | None = None,
 ) -> Iterator[list[Run]]:  # fmt: skip
-    """Run an environment alone. In the first run, which has ``describe``, steps are timed."""
+    """Run an environment alone. With ``describe``, as in the first run, also time its steps."""
     modules = _name_process(index)
-    tried = TriedEnv(env_fn, index, place, padding=int(delay * 2e6))
+    tried = TriedEnv(env_fn, index, seed, padding=int(delay * 2e6))
     states = read_states()
     if describe is not None:
         describe(tried.env)
-    run_phases(tried.phase(*plan, delay=delay))
-    end, slow = len(tried.record), describe is not None and tried.is_slow
+    run_phases(tried.phase(*phase_args, delay=delay))
+    phase_end, slow = len(tried.record), describe is not None and tried.is_slow
     if not slow:
-        run_phases(tried.phase(*tried.plan, delay=delay))
+        run_phases(tried.phase(*tried.phase_args, delay=delay))
     record, settings, steps, times = tried.record[:], read_settings(), len(tried.step_seconds), None
     if describe is not None:
         times = replace(tried.times(), draws=tuple(find_draws(states)))
         steps += 0 if slow else times.steps
     loaded = [name for name in sys.modules if name not in modules]
-    yield [Run(record, tried.plan, end, settings, loaded, steps, times)]
+    yield [Run(record, tried.phase_args, phase_end, settings, loaded, steps, times)]
     tried.env.close()
 
 
 def _run_together(
-    env_fns: tuple[Callable[[], Any], Callable[[], Any]], indices: tuple[int, int], plan: tuple[int, int, float]
+    env_fns: tuple[Callable[[], Any], Callable[[], Any]], indices: tuple[int, int], phase_args: tuple[int, int, float]
 ) -> Iterator[list[Run]]:
     """Run the second environment alone, then both together, then the first alone after the second is closed.
 
@@ -325,21 +325,21 @@ def _run_together(
     """
     modules = _name_process(indices[1])
     other = TriedEnv(env_fns[1], indices[1], 1)
-    run_phases(other.phase(*_FIRST_PLAN))
-    other_plan, end, other_settings = other.plan, len(other.record), read_settings()
+    run_phases(other.phase(*_FIRST_PHASE_ARGS))
+    other_args, phase_end, other_settings = other.phase_args, len(other.record), read_settings()
     try:
         first = TriedEnv(env_fns[0], indices[0], 0)
     except Exception as error:
         raise RuntimeError(f"an environment {_CANNOT_COEXIST}: {error!r}") from error
     if getattr(first.env, "unwrapped", first.env) is getattr(other.env, "unwrapped", other.env):
         raise same_object_error(indices, first.env)
-    run_phases(other.phase(*other_plan), first.phase(*plan))
+    run_phases(other.phase(*other_args), first.phase(*phase_args))
     settings = read_settings()
     other.call("close", other.env.close)
-    run_phases(first.phase(*plan))
+    run_phases(first.phase(*phase_args))
     loaded = [name for name in sys.modules if name not in modules]
     yield [
-        Run(first.record, plan, 0, settings, loaded, len(first.step_seconds)),
-        Run(other.record, other_plan, end, other_settings, [], len(other.step_seconds)),
+        Run(first.record, phase_args, 0, settings, loaded, len(first.step_seconds)),
+        Run(other.record, other_args, phase_end, other_settings, [], len(other.step_seconds)),
     ]
     first.env.close()

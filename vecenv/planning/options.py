@@ -31,7 +31,7 @@ class Restart:
         period: Length of the period in seconds.
 
     Raises:
-        ValueError: ``limit`` is negative or no integer, or ``period`` is not a positive number.
+        ValueError: ``limit`` is negative or not an integer, or ``period`` is not a positive number.
     """
 
     limit: float | None = None
@@ -119,7 +119,7 @@ class EngineOptions(TypedDict, total=False):
 
 
 def options_for_processes(on_failure: Any, step_timeout: Any, variables: Any, use_caller: bool | None = None) -> str:
-    """Return the names of the given options that only worker processes fulfil; empty if there is none."""
+    """Return the names of the given options that only worker processes can fulfil, or an empty string."""
     given = {
         "on_failure": on_failure != "raise",
         "step_timeout": step_timeout is not None,
@@ -159,11 +159,11 @@ def parse_spares(spare_workers: Any, num_envs: int, mode: AutoresetMode, **other
     check_option("spare_workers", spare_workers)
     workers = others["num_workers"]
     reasons = {
-        "num_workers": workers is None or workers == num_envs or "each row has a process of its own: num_workers=None",
+        "num_workers": workers is None or workers == num_envs or "each row needs a process of its own: num_workers=None",
         "use_caller": not others["use_caller"] or "an environment of the calling process cannot move elsewhere",
         "max_concurrency": others["max_concurrency"] is None or "they reset while all the others step",
-        "env_threads": others["env_threads"] == 1 or "each has one environment",
-        "autoreset_mode": mode is not AutoresetMode.DISABLED or "they are for episodes that begin by autoreset",
+        "env_threads": others["env_threads"] == 1 or "a spare has only one environment",
+        "autoreset_mode": mode is not AutoresetMode.DISABLED or "they serve only episodes that begin by autoreset",
     }
     for option, reason in reasons.items():
         if spare_workers and reason is not True:
@@ -184,7 +184,7 @@ def _is_positive_number(value: Any) -> bool:
 
 
 def choice_check(*accepted: Any, or_: _Check = lambda value: False) -> _Check:
-    """Return a check that accepts these constants and all that ``or_`` accepts; 0 is not ``False``, nor 1 ``True``."""
+    """Return a check for these constants (0 is not ``False``, nor 1 ``True``) and for the values that ``or_`` accepts."""
     return lambda value: any(
         value is choice or (isinstance(choice, str) and value == choice) for choice in accepted
     ) or or_(value)

@@ -119,9 +119,9 @@ def choose(
     times: StepTimes, num_envs: int, cores: int, *, use_caller: bool | None = None, independence: Independence | None = None,
     cause: str = "use_caller=False",
 ) -> Plan:  # fmt: skip
-    """Choose the fastest way to step ``num_envs`` such environments, or one that is safer and nearly as fast.
+    """Choose the fastest way to step ``num_envs`` such environments, or a safer one that is nearly as fast.
 
-    Environments that may not share a process get one each. Where workers are impossible, this process steps all of them.
+    Environments that may not share a process get one each. Where no worker is possible, this process steps all of them.
 
     Args:
         times: The step times of one environment.
@@ -129,7 +129,7 @@ def choose(
         cores: Number of usable cores.
         use_caller: ``False``: only worker processes, because restarts and timeouts must be able to kill a process. ``None``:
             worker processes if they are less than a tenth slower, because the program then survives a crash of an
-            environment. ``True``: the fastest choice. Outside of the main thread of a process: like ``False``.
+            environment. ``True``: the fastest choice. Outside of the main thread: like ``False``.
         independence: The verdict on whether environments may share a process; ``None``: assume that they may.
         cause: The options from which ``use_caller=False`` follows.
     """
@@ -156,9 +156,9 @@ def choose(
     estimates = {name: choice[0] for name, choice in choices.items()}
     best = min(choices.values())
     safest = min(choice for choice in choices.values() if not choice[2])
-    safe = bool(best[2]) and use_caller is None and safest[0] < best[0] * _MAX_SAFETY_COST
-    _, processes, share = safest if safe else best
-    reason = "it steps on every usable core"
+    prefers_safest = bool(best[2]) and use_caller is None and safest[0] < best[0] * _MAX_SAFETY_COST
+    _, processes, share = safest if prefers_safest else best
+    reason = "it uses every usable core"
     if processes == 0:
         reason = f"a batch of {num_envs} such steps takes less time here than in another process"
         share = 0
@@ -167,8 +167,8 @@ def choose(
     elif exclusion:
         reason = "one worker per usable core"
     elif use_caller is False:
-        reason = f"one process per usable core, for {cause}"
-    elif safe:
+        reason = f"one process per usable core, because of {cause}"
+    elif prefers_safest:
         reason = "nearly the fastest, and a crash of an environment does not end the program"
     if share or not processes:
         reason += "; a crash of an environment that the caller steps ends the program"
@@ -179,7 +179,7 @@ def choose(
 def _estimate_choices(
     times: StepTimes, num_envs: int, cores: int, *, processes_only: bool
 ) -> dict[str, tuple[float, int, int]]:
-    """Return, by name, (expected seconds per batch, worker processes, environments that the caller steps)."""
+    """Return name -> (expected seconds per batch, worker processes, environments that the caller steps)."""
     waiting_step = max(times.step - times.cpu, 0.0)
     # Other users of the machine may cause part of the crowding. They slow down a single process as well, but not all the
     # time, so its expected slowdown is the square root of the factor.
@@ -211,17 +211,17 @@ def _estimate_choices(
 
 
 def plan_batches(plan: Plan) -> Plan:
-    """Return the plan with a batch of half the environments, or of all (lock-step) if halves would not pay off.
+    """Return the plan with batches of half the environments, or of all (lock-step) if halves do not pay off.
 
     While the caller handles one half, the workers step the other, and a late environment delays only its own half. The cost
     is a second batch for the caller, which must take less time than the workers' steps meanwhile. A worker with two requests
-    continues while the caller reads its first reply, but the caller then reads two replies and needs a core of its own.
+    continues while the caller reads its first reply, but the caller then reads two replies and needs a core for itself.
     """
     times, count, workers = plan.probe, plan.num_envs, plan.num_workers
     half = max(count // 2, 1)
     if times.failure or count == 1 or not workers or plan.use_caller:
         reason = "no step could be timed" if times.failure else "no environment can be ahead of another"
-        return replace(plan, batch_size=count, batch_reason=f"a lock-step: {reason}")
+        return replace(plan, batch_size=count, batch_reason=f"lock-step: {reason}")
     rows = -(-count // workers)  # the environments of one worker
     caller_has_core = times.waits > _MIN_WAITING_SHARE or plan.cores > workers
     half_seconds = -(-half // workers) * times.step
@@ -230,7 +230,7 @@ def plan_batches(plan: Plan) -> Plan:
     )
     reason = f"half of them are stepped in {half_seconds * 1e6:,.0f} us, and a batch costs the caller {cost * 1e6:,.0f} us"
     if half_seconds < (cost if caller_has_core else 2 * cost):
-        return replace(plan, batch_size=count, batch_reason=f"a lock-step: {reason}")
+        return replace(plan, batch_size=count, batch_reason=f"lock-step: {reason}")
     rows_at_once = -(-rows // 2) if rows > 1 and caller_has_core and half_seconds >= cost_of_two_messages else None
     if rows_at_once:
         reason += (

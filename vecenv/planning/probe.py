@@ -68,7 +68,7 @@ class EnvProbe:
 
     Args:
         env_fns: Functions that build the environments.
-        context: A ``multiprocessing`` context, by default that of Python.
+        context: A ``multiprocessing`` context, ``multiprocessing.get_context()`` by default.
         timeout: Seconds to build and step the environment in another process.
         example: An object with the spaces and metadata of all environments; no environment is then built to read them.
         in_this_process: Describe an environment built in this process; ``None``: only without ``step``, or if a description
@@ -104,8 +104,8 @@ class EnvProbe:
         """
         env_fns = self.env_fns if all_envs else self.env_fns[:1]
         if self.example is not None:
-            found = _describe(self.example)
-            return replace(found, observation_spaces=found.observation_spaces * len(env_fns))
+            example = _describe(self.example)
+            return replace(example, observation_spaces=example.observation_spaces * len(env_fns))
         if not (self.in_this_process or (self.in_this_process is None and not self.step) or explain_missing_processes()):
             if self.step and not all_envs and not find_process_object(self.env_fns):
                 description = self._try_envs()
@@ -268,7 +268,7 @@ def _describe(env: Any, others: Sequence[Callable[[], Any]] = ()) -> EnvDescript
 def _run_probe(
     connection: Connection[Any, Any], env_fns: Any, trial: tuple[Sequence[int], bool, bool] | None
 ) -> None:
-    """Try the environments, with these arguments of :func:`_try_envs`; with ``None``, only describe them."""
+    """Try the environments, with ``trial`` as arguments of :func:`_try_envs`, or only describe them if it is ``None``."""
     pid = os.getpid()
     env: Any = None
     result: Any
@@ -307,7 +307,7 @@ def _try_envs(
     run = independence.try_first(describe)
     if isinstance(run, PackedError):
         return run
-    if isinstance(run, ChildEnd) and run.exitcode is not None:  # end the same way, for the caller to see
+    if isinstance(run, ChildEnd) and run.exitcode is not None:  # end in the same way, so that the caller reports it
         if run.exitcode < 0:
             os.kill(os.getpid(), -run.exitcode)
         os._exit(run.exitcode & 255)
@@ -333,7 +333,7 @@ def _pack_description(description: EnvDescription) -> bytes | PackedError:
 
 
 def _time_benchmark() -> float:
-    """Return the median time in seconds of a fixed Python benchmark, as it runs right now."""
+    """Run a fixed Python benchmark and return its median time in seconds."""
     times = []
     for _ in range(_BENCHMARK_RUNS):
         started, total, table = time.perf_counter(), 0.0, {}

@@ -38,7 +38,7 @@ _TIMED_STEPS: Final = 10
 _TIMED_SECONDS: Final = 0.03
 _SHORT_SECONDS: Final = 1e-3  # in shorter runs, a single interruption by the scheduler would dominate the mean
 _MAX_RESETS: Final = 4  # per phase
-_SLOW_RESET_SECONDS: Final = 0.1  # after a slower first reset, a phase does not reset at step `middle`
+_SLOW_RESET_SECONDS: Final = 0.1  # after a slower first reset, a phase does not reset at step `reset_at`
 _POLL_SECONDS: Final = 0.005
 CLOSE_SECONDS: Final = 5.0  # for env.close()
 _MASK_KEYS: Final = ("action_mask", "action_masks")
@@ -89,12 +89,12 @@ class StepTimes:
 
 
 def time_steps(env: Any) -> StepTimes:
-    """Reset ``env`` and time some random steps. Step it before that: first steps may compile, allocate and load."""
+    """Reset ``env`` and time random steps. It must have been stepped before: first steps may compile, allocate and load."""
     env.action_space.seed(0)
     latest = env.reset(seed=0)
     actions = [env.action_space.sample() for _ in range(_TIMED_STEPS)]
     seconds: list[float] = []
-    cpu, queued = time.process_time(), seconds_waited() or 0.0
+    cpu, waited_before = time.process_time(), seconds_waited() or 0.0
     for action in actions:
         if sum(seconds) > _TIMED_SECONDS and len(seconds) > 1:
             break
@@ -106,7 +106,7 @@ def time_steps(env: Any) -> StepTimes:
     if sum(seconds) < _SHORT_SECONDS:
         elapsed = computing = statistics.median(seconds)
     else:  # time in which other processes had the core is not part of a step
-        elapsed = (sum(seconds) - ((seconds_waited() or 0.0) - queued)) / len(seconds)
+        elapsed = (sum(seconds) - ((seconds_waited() or 0.0) - waited_before)) / len(seconds)
     return StepTimes(len(seconds), max(elapsed, computing), computing)
 
 
@@ -127,31 +127,31 @@ class TriedEnv:
     Args:
         env_fn: The function that builds the environment.
         index: The environment's index, for error messages.
-        place: 0 or 1, which determines seeds and actions.
+        seed: The seed of the random actions and of unseeded generators. Phases reset the environment with ``1000 + seed``.
         padding: The number of objects to allocate first, so that later ones have other addresses.
 
     Attributes:
         record: The calls.
         error: The error of the current phase.
         failure: The first error, in one line.
-        plan: Arguments of :meth:`phase` that repeat the latest phase exactly.
+        phase_args: Arguments of :meth:`phase` that repeat the latest phase exactly.
 
     Raises:
         Exception: The error of building the environment.
     """
 
-    def __init__(self, env_fn: Callable[[], Any], index: int, place: int, padding: int = 0) -> None:
-        self.place = place
+    def __init__(self, env_fn: Callable[[], Any], index: int, seed: int, padding: int = 0) -> None:
+        self.seed = seed
         self.record: Record = []
         self.error: Exception | None = None
         self.failure = ""
         self.step_seconds: list[float] = []
         self._cpu_seconds = 0.0
         self._space: Any = None
-        self.plan = (0, 0, math.inf)
-        self._entropy = random.Random(place)
+        self.phase_args = (0, 0, math.inf)
+        self._entropy = random.Random(seed)
 
-        def build() -> Any:  # the padding is allocated last: an address freed after it could be reused by the environment
+        def build() -> Any:  # no memory may be freed between the padding and the environment, which could reuse it
             self._padding = [bytes(number % 600) for number in range(padding)]
             return env_fn()
 
@@ -172,33 +172,33 @@ class TriedEnv:
             self.record.append((name, _digest_values("error", repr(error))))
             return None
 
-    def phase(self, steps: int, middle: int, seconds: float = math.inf, delay: float = 0.0) -> Generator[None, None, None]:
-        """Reset with the seed and step, and yield between calls; reset again at step ``middle`` and after episodes.
+    def phase(self, steps: int, reset_at: int, seconds: float = math.inf, delay: float = 0.0) -> Generator[None, None, None]:
+        """Reset with the seed and step; reset again at step ``reset_at`` and after episodes. Yield between calls.
 
-        The phase ends after ``seconds`` of stepping, but not before its second step. ``plan`` repeats it exactly.
+        The phase ends after ``seconds`` of stepping, but not before its second step. ``phase_args`` repeat it exactly.
         """
         self.error, self._space, stepping, resets, ended, started = None, None, 0.0, 1, False, time.perf_counter()
-        latest = self.call("reset", self.env.reset, seed=1000 + self.place)
+        latest = self.call("reset", self.env.reset, seed=1000 + self.seed)
         if time.perf_counter() - started > _SLOW_RESET_SECONDS and seconds < math.inf:
-            middle = -1
-        self.plan = (0, middle, math.inf)
+            reset_at = -1
+        self.phase_args = (0, reset_at, math.inf)
         for number in range(steps):
             yield
             time.sleep(delay)
             if stepping > seconds and number > 1:
                 break
-            self.plan = (number + 1, middle, math.inf)
-            if self.error is None and (ended or number == middle) and resets < _MAX_RESETS:
+            self.phase_args = (number + 1, reset_at, math.inf)
+            if self.error is None and (ended or number == reset_at) and resets < _MAX_RESETS:
                 latest, resets, ended = self.call("reset", self.env.reset), resets + 1, False
                 yield
             if self.error is not None or ended:
                 break
-            action, queued = self._sample(latest), seconds_waited() or 0.0
+            action, waited_before = self._sample(latest), seconds_waited() or 0.0
             started, cpu = time.perf_counter(), time.process_time()
             results = self.call("step", self.env.step, action)
-            elapsed, used = time.perf_counter() - started, time.process_time() - cpu
-            self.step_seconds.append(max(elapsed - ((seconds_waited() or 0.0) - queued), used))
-            self._cpu_seconds += used
+            elapsed, cpu_used = time.perf_counter() - started, time.process_time() - cpu
+            self.step_seconds.append(max(elapsed - ((seconds_waited() or 0.0) - waited_before), cpu_used))
+            self._cpu_seconds += cpu_used
             stepping += self.step_seconds[-1]
             if self.error is None:
                 (latest, ended) = (results[::4], bool(results[2] or results[3])) if len(results) == 5 else (results, True)
@@ -223,7 +223,7 @@ class TriedEnv:
         """Return a random action that the latest observation and info allow; the sequence is the same in each phase."""
         if self._space is None:
             self._space = copy.deepcopy(self.env.action_space)
-            self._space.seed(self.place)
+            self._space.seed(self.seed)
         return allow_action(self._space, self._space.sample(), *latest)
 
 

@@ -248,7 +248,7 @@ def test_old_steps_are_needed_without_a_snapshot(tmp_path: Path, monkeypatch: py
         for _ in range(100):
             envs.step(envs.action_space.sample())
         header, body = read_header(envs.record(0))
-        with pytest.raises(ValueError, match="the record holds no reset with a seed any more, and no snapshot"):
+        with pytest.raises(ValueError, match="the record has neither a reset with a seed nor a snapshot"):
             Replay(header, read(header, body))
         envs.reset(seed=3)
         envs.step(envs.action_space.sample())
@@ -328,7 +328,7 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
         with contextlib.closing(envs.freeze([0])[0]) as frozen:
             envs.thaw(frozen, into=[1])
         envs.step(envs.action_space.sample())
-        require = functools.partial(pytest.raises, ValueError, match="holds no reset with a seed")
+        require = functools.partial(pytest.raises, ValueError, match="has neither a reset with a seed")
         header, body = read_header(envs.record(1))
         with require():
             Replay(header, read(header, body))
@@ -341,7 +341,7 @@ def test_thawed_environments_cannot_be_repeated_before_a_reset(tmp_path: Path) -
     [
         ({"record_failures": 3}, "`record_failures` must be None, a folder or a vecenv.FlightRecorder, got 3."),
         ({"record_failures": True}, "got True"),
-        ({"record_failures": ""}, "the folder of `record_failures` is empty"),
+        ({"record_failures": ""}, "the folder of `record_failures` is an empty path"),
         ({"record_failures": __file__}, f"the folder of `record_failures` is a file: {__file__!r}"),
     ],
 )
@@ -588,7 +588,7 @@ def test_a_line_says_that_files_of_an_earlier_run_are_removed(
 ) -> None:
     fail_in_pairs(tmp_path, 2, 12)
     assert "earlier run" not in caplog.text
-    monkeypatch.setattr(file_module, "_PROGRAM", "another")
+    monkeypatch.setattr(file_module, "_RUN_ID", "another")
     fail_in_pairs(tmp_path, 2, 12, seed=2)
     assert caplog.text.count("the flight recorder removed files of an earlier run from ") == 1
 
@@ -794,7 +794,7 @@ def test_replay_after_many_resets_starts_at_a_snapshot_or_says_what_is_missing(
             require_all_repeat(envs, tmp_path)
         else:
             header, body = read_header(envs.record(0))
-            with pytest.raises(ValueError, match="holds no reset with a seed any more, and no snapshot"):
+            with pytest.raises(ValueError, match="has neither a reset with a seed nor a snapshot"):
                 Replay(header, read(header, body))
         envs.reset(seed=2)
         require_all_repeat(envs, tmp_path)  # `set_attr` is still known

@@ -439,7 +439,7 @@ def test_json_and_until_and_snapshot(file: Path) -> None:
     assert json.loads(done.stdout)["result"] == "happened again"
     step = int(file.stem.rpartition("step")[2])
     done = run(file, "--yes", "--until", max(step - 1, 1))
-    assert done.stdout.splitlines()[-1] == f"Stopped before step {max(step - 1, 1)}: all as recorded"
+    assert done.stdout.splitlines()[-1] == f"Stopped before step {max(step - 1, 1)}: everything matched the record"
     assert done.returncode == 0
     done = run(file, "--yes", "--json", "--until", max(step - 1, 1))
     assert (json.loads(done.stdout)["result"], done.returncode) == ("stopped", 0)
@@ -759,7 +759,7 @@ def test_pdb_goes_on_to_the_end_of_the_record(file: Path) -> None:
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes", "--until", str(step - 1)]
     output = converse(command, ("(Pdb)", "p 'action', action"), ("('action',", ""), ("(Pdb)", "c"), ("(Pdb)", "p self.made"),
                       ("9", "q"))  # fmt: skip
-    assert output.count(f"Stopped before step {step - 1}: all as recorded") == 1
+    assert output.count(f"Stopped before step {step - 1}: everything matched the record") == 1
     assert output.count(f"Happened again at step {step}: ") == 1
     output = converse(command, ("(Pdb)", "q"))
     assert output.count("Stopped before step") == 1
@@ -772,7 +772,7 @@ def test_pdb_waits_before_a_reset_that_kills(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "vecenv", "replay", str(file), "--pdb", "--yes"]
     output = converse(command, ("(Pdb)", "p 'options', options"), ("('options',", ""), ("(Pdb)", "q"))
     assert "faulty.py" in output
-    assert "Stopped before the reset: all as recorded" in output
+    assert "Stopped before the reset: everything matched the record" in output
 
 
 def record_fatal_reset(folder: Path, how: str) -> Path:

@@ -36,13 +36,13 @@ from vecenv.state.snapshots import Snapshot, package_version
 
 SUFFIX: Final = ".vecenv"
 LASTING: Final = frozenset({"set_attr", "call", "exec_func", "load"})
-"""Calls with an effect that may last longer than an episode."""
+"""Calls with an effect that may outlast an episode."""
 _MAGIC: Final = b"vecenv flight record\n"
 _FORMAT: Final = 5
 _MAX_HEADER_BYTES: Final = 2**20
-_PROGRAM: Final = secrets.token_hex(8)
-"""The name of this program's run in the names of failures: process ids repeat, as in containers."""
-_RUNNING: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
+_RUN_ID: Final = secrets.token_hex(8)
+"""Identifies this run of the program in the names of failures. A process id would not: ids repeat, as in containers."""
+_RUNNING_ENV: Final = re.compile(r"env (\d+), of envs (?:(\d+)-(\d+)|\[([\d, ]+)\])")
 
 
 class UnreadableRecord(VecEnvError, ValueError):
@@ -53,9 +53,9 @@ class Message(NamedTuple):
     """A request to the environment other than a step.
 
     Attributes:
-        place: Index of the step that follows; -1: steps or messages between the two are no longer recorded.
+        place: Index of the step that follows; -1 if steps or messages between the two are no longer recorded.
         name: ``"reset"``, or the ``name`` passed to :meth:`vecenv.Observer.on_call`.
-        arguments: Arguments for this environment; ``None``: they cannot be pickled.
+        arguments: Arguments for this environment; ``None`` if they cannot be pickled.
     """
 
     place: int
@@ -70,7 +70,7 @@ class Failed:
     Attributes:
         how: ``"raised"``, ``"died"`` or ``"hung"``.
         text: The exception, or how the process ended, in one line.
-        exitcode: Exit code of the process, if it died; negative: the signal.
+        exitcode: Exit code of the process, if it died; the negative signal number if a signal killed it.
         seconds: The time limit, if it hung.
     """
 
@@ -88,14 +88,15 @@ class Record:
         row: Index of the environment.
         plan: The settings of its worker.
         env_fn: The pickled function that builds the environment, or the reason why it cannot be pickled.
-        requests: A pickled pair: a list of :class:`Message`, and a dict from steps to actions that ``columns`` lacks.
-        columns: Name -> the actions, rewards (nan if the result was not returned) or flags of all steps, the latest last, in
-            a small dtype that holds them exactly.
-        failed: The failure; ``None``: the file was written on request.
-        steps_before: The number of a step in the latest episode minus its number in this record.
-        snapshot: (index of the next step, index of the next message, state); ``None``: there is none.
+        requests: A pickled pair: the list of :class:`Message`, and a dict from indices of steps to the actions that are not
+            in ``columns``.
+        columns: Name -> the actions, rewards (nan if the result was not returned) or flags of all steps, in order and in a
+            small dtype that holds them exactly.
+        failed: The failure; ``None`` if the file was written on request.
+        steps_before: The number of a step in the latest episode minus its number in this record (counted from 1).
+        snapshot: (index of the next step, index of the next message, state); ``None`` if there is none.
         why_no_snapshot: The reason why environments cannot be saved; empty if they can.
-        lacks_calls: True if calls with a lasting effect are no longer recorded.
+        lacks_calls: True if some calls with a lasting effect are no longer recorded.
         restarted: True if the environment replaced a failed one within a step, so that its first step begins with a reset.
         path: ``sys.path`` of the program.
         spec: The registration of the environment, if it has one.
@@ -131,7 +132,7 @@ class Header:
         failure: The name of the failure, common to all files about it; empty if the file was written on request.
         written: The time of writing, in the time zone of the machine that wrote it.
         versions: Package -> version.
-        length, checksum: Length and checksum of the rest.
+        length, checksum: Length in bytes and SHA-256 checksum of the rest of the file.
     """
 
     env_id: str
@@ -148,20 +149,21 @@ class Header:
 
     @property
     def other_running_env(self) -> int | None:
-        """The environment that was running when the worker failed; ``None`` if that is unknown or the recorded one."""
+        """The environment that was running when the worker failed; ``None`` if it is unknown, or is the recorded one."""
         found = running_env(self.failed, self.env)
         return None if found is None or found[0] == self.env else found[0]
 
     def differences(self) -> list[str]:
         """List the packages that have another version here, or are missing."""
         here = {name: platform.python_version() if name == "python" else package_version(name) for name in self.versions}
-        return [f"{name} {was} (here {here[name] or 'none'})" for name, was in self.versions.items() if was != here[name]]
+        versions = self.versions.items()
+        return [f"{name} {recorded} (here {here[name] or 'none'})" for name, recorded in versions if recorded != here[name]]
 
 
 @functools.cache
 def _versions(env_id: str) -> dict[str, str]:
     """Return the versions of an environment's packages. Cached, as reading a package's metadata takes milliseconds."""
-    found = {
+    versions = {
         "python": platform.python_version(), "vecenv": __version__, "gymnasium": gymnasium.__version__,
         "numpy": np.__version__,
     }  # fmt: skip
@@ -169,20 +171,20 @@ def _versions(env_id: str) -> dict[str, str]:
     if spec is not None and isinstance(spec.entry_point, str):
         module = spec.entry_point.partition(".")[0].partition(":")[0]
         if version := package_version(module):
-            found.setdefault(module, version)
-    return found
+            versions.setdefault(module, version)
+    return versions
 
 
 def new_failure_name() -> str:
-    """Return a name for a failure that no other failure has. Names of this run of the program share their beginning."""
-    return f"{_PROGRAM}-{secrets.token_hex(8)}"
+    """Return a unique name for a failure. Names from the same run of the program share a prefix."""
+    return f"{_RUN_ID}-{secrets.token_hex(8)}"
 
 
 def pack(record: Record, env_id: str, episode: int, step: int, failure: str) -> bytes:
     """Return the content of the file for a record. ``failure`` is the name of the failure."""
     record.spec = gymnasium.registry.get(env_id)
     body: bytes = cloudpickle.dumps(record)
-    failed = "nothing: it was written on request" if record.failed is None else record.failed.text
+    failed = "no failure (written on request)" if record.failed is None else record.failed.text
     written = datetime.now().astimezone().isoformat(timespec="seconds")
     checksum = hashlib.sha256(body).hexdigest()
     header = Header(env_id, record.row, episode, step, failed, failure, written, _versions(env_id), len(body), checksum)
@@ -190,7 +192,7 @@ def pack(record: Record, env_id: str, episode: int, step: int, failure: str) -> 
 
 
 def unused_path(path: Path) -> Path:
-    """Return ``path``, or if it exists, the first free one with ``-2``, ``-3``, ... in its name."""
+    """Return ``path``, or if it exists, the first free path with ``-2``, ``-3``, ... before its suffix."""
     number, candidate = 1, path
     while os.path.lexists(candidate):
         number += 1
@@ -214,7 +216,7 @@ def write(path: Path, content: bytes) -> None:
 def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> int:
     """Remove a folder's oldest files until ``keep`` are left. Files that cannot be removed stay.
 
-    Files about environments that only shared a worker with the failed one are removed first, because they do not fail again.
+    Files about environments that only shared a worker with the failed one are removed first, as they do not fail again.
 
     Args:
         folder: The folder.
@@ -233,7 +235,7 @@ def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> int:
                     with contextlib.suppress(UnreadableRecord), open(entry.path, "rb") as file:
                         header = _parse_header(file, entry.path)
                         is_own = header.other_running_env is None
-                        is_foreign = bool(header.failure) and not header.failure.startswith(_PROGRAM)
+                        is_foreign = bool(header.failure) and not header.failure.startswith(_RUN_ID)
                     found.append((is_own, modified, entry.path, is_foreign))
     removed_foreign = 0
     for _, _, path, is_foreign in sorted(found)[: max(len(found) + bool(latest) - keep, 0)]:
@@ -244,13 +246,15 @@ def remove_old(folder: Path, keep: int, latest: Sequence[Path]) -> int:
 
 
 def running_env(text: str, env: int) -> tuple[int, list[int]] | None:
-    """Return the running environment of the worker of ``env``, and all environments of that worker, if the text names them.
+    """Return the environment that was running in the worker of ``env``, and all environments of that worker.
+
+    Both are in messages about workers that died or hung; ``None`` if the text names no such worker.
 
     Args:
         text: The message of a worker's death, or of a hang.
         env: Index of an environment.
     """
-    for running, first, last, listed in _RUNNING.findall(text):
+    for running, first, last, listed in _RUNNING_ENV.findall(text):
         envs = [int(each) for each in listed.split(",")] if listed else list(range(int(first), int(last) + 1))
         if env in envs:
             return int(running), envs
@@ -258,7 +262,7 @@ def running_env(text: str, env: int) -> tuple[int, list[int]] | None:
 
 
 def newest_files(folder: Path) -> list[tuple[Path, Header]]:
-    """Return the readable files of a folder with their headers, the newest first."""
+    """Return the readable files of a folder with their headers, newest first."""
     found: list[tuple[int, Path, Header]] = []
     for path in folder.glob(f"*{SUFFIX}"):
         with contextlib.suppress(OSError, UnreadableRecord):
@@ -308,15 +312,15 @@ def read(header: Header, body: bytes) -> Record:
         record = pickle.loads(body)
         assert isinstance(record, Record)
     except Exception as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         need = f"{header.env_id} needs something that cannot be imported here"
-        raise UnreadableRecord(f"cannot be replayed, because {need}: {why}") from error
+        raise UnreadableRecord(f"cannot be replayed, because {need}: {reason}") from error
     if record.spec is not None:
         gymnasium.registry.setdefault(record.spec.id, record.spec)
     sys.path += [entry for entry in record.path if entry not in sys.path and os.path.exists(entry)]
     return record
 
 
-def count_seconds(seconds: float) -> str:
-    """Return a number with its unit, such as ``1 second``."""
+def format_seconds(seconds: float) -> str:
+    """Format a duration, such as ``1 second`` or ``2.5 seconds``."""
     return f"{seconds:g} second{'s' * (seconds != 1)}"

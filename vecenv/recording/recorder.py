@@ -1,17 +1,18 @@
 """The flight recorder: an observer that keeps the latest requests and results, and writes a file about each failure.
 
-A *tick* is a step of all or some environments. Its actions are copied into a ring of arrays when the step is submitted, its
-rewards and flags when the result is returned. A *message* is any other request, such as a reset or a call that may change
-environments; it is pickled when it is submitted. Positions are numbers of ticks.
+A *tick* is a step of all or some environments. Its actions are copied into a ring of arrays when the step is submitted, and
+its rewards and flags when the result is returned. A *message* is any other request, such as a reset or a call that may
+change environments; it is pickled when it is submitted. Positions in the recording are tick numbers.
 
-A step of all environments is *open* from its announcement to its result. An open step was submitted, and keeps its tick, if
-a failure in it is recorded, or if it is pending when a reset is announced. Otherwise the next announcement replaces it: it
-was refused, or a signal handler raised first. The same holds for the steps of rows in flight.
+A step of all environments is *open* from its announcement to its result. An announced step may be refused, or a signal
+handler may raise before it is submitted; the next announcement then replaces it. An open step was submitted, and keeps its
+tick, if a failure in it is recorded, or if it is pending when a reset is announced. The same holds for steps of rows in
+flight.
 
 The *history* of a row begins after the tick in which its previous environment failed. Calls do not reach a failed row.
 
-The *log* is the fast path: a list of bytes that stores steps of all environments, with actions of the space's own dtype, in
-very few instructions. Any other event first moves the log into the ring.
+The *log* is the fast path: a list of bytes objects that stores steps of all environments, with actions of the space's own
+dtype, in very few instructions. Any other event first moves the log into the ring.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from vecenv.recording.file import (
     Failed,
     Message,
     Record,
-    count_seconds,
+    format_seconds,
     new_failure_name,
     pack,
     remove_old,
@@ -83,7 +84,7 @@ class FlightRecorder:
             only if a replay from the reset would take more than five seconds or its steps would soon be dropped, and they
             take at most 0.2 % of the time. ``None``: never.
         keep: Maximum number of files in the folder, where those of the latest failure count as one. Files about environments
-            that only shared a worker with the failed one are removed first, then the oldest; those of earlier runs, too.
+            that only shared a worker with the failed one are removed first, then the oldest, those of earlier runs too.
 
     Raises:
         ValueError: An argument is invalid.
@@ -101,7 +102,7 @@ class FlightRecorder:
         if not isinstance(self.folder, (str, os.PathLike)):
             raise ValueError(f"`folder` must be a path, got {self.folder!r}")
         if not os.fspath(self.folder):
-            raise ValueError("the folder of `record_failures` is empty; '.' is the current one")
+            raise ValueError("the folder of `record_failures` is an empty path: use '.' for the current folder")
         if os.path.exists(self.folder) and not os.path.isdir(self.folder):
             raise ValueError(f"the folder of `record_failures` is a file: {os.fspath(self.folder)!r}")
 
@@ -118,7 +119,7 @@ class FlightRecorder:
 class _RecordedMessage(NamedTuple):
     """A message: its number, the tick that follows, its rows and name, and a pickled dict from rows to arguments.
 
-    ``arguments`` is empty if they cannot be pickled. ``restarts`` has the rows that a reset rebuilds within a step.
+    ``arguments`` is empty if they cannot be pickled. ``restarts`` lists the rows that a reset rebuilds within a step.
     """
 
     number: int
@@ -178,25 +179,25 @@ class Recorder:
         self._make_ring()
         self._next, self._open, self._open_is_submitted = 0, False, False
         self._first = 0  # the oldest tick in the ring
-        self._dropped = np.zeros((2, n), np.int64)  # by row: episodes, and steps of the latest one, before the ring begins
+        self._dropped = np.zeros((2, n), np.int64)  # per row: episodes before the ring, and steps of the latest
         self._pickled: dict[int, tuple[Sequence[int], bytes]] = {}  # by tick, actions that are not in the ring
         self._messages: list[_RecordedMessage] = []
-        self._next_message = 0  # the next message's number
-        self._first_complete = 0  # number of the first message after all that were dropped
-        self._lasting_lost = 0  # number of the first message after all that were dropped with a lasting effect
+        self._next_message = 0  # number of the next message
+        self._first_complete = 0  # number of the first message after the latest dropped one
+        self._lasting_lost = 0  # the same, for messages with a lasting effect
         # the arrays have one entry per row
-        self._in_flight = np.full(n, -1)  # the tick of its step by `send` that has no result yet
-        self._has_sent_steps = False  # some row's step was sent and is in flight
-        self._history_start = np.full(n, -1)  # the tick before its history
+        self._in_flight = np.full(n, -1)  # the tick of its step without a result, from `send`; -1: none
+        self._has_sent_steps = False  # True if any were sent since the latest step of all environments
+        self._history_start = np.full(n, -1)  # the last tick before its history
         self._first_message = np.zeros(n, np.int64)  # number of the first message of its history
-        self._restart = np.full(n, -1)  # number of the reset with which its history begins in place of a step
-        self._seeded = np.full((2, n), -1)  # the tick and the message of the latest reset with a seed, or loaded state
+        self._restart_message = np.full(n, -1)  # number of the reset within a step with which its history begins; -1: none
+        self._seeded = np.full((2, n), -1)  # tick and message of the latest reset with a seed or loaded state
         self._failed: set[int] = set()  # rows to be rebuilt by their next reset
         self._saved: _SavedSnapshots | None = None
         self._no_snapshot_reason = "" if options.snapshot_every else "snapshot_every is None"
         self._save_at = options.snapshot_every or 1 << 62
         self._next_snapshot_time = 0.0
-        self._latest_files: tuple[int, list[Path]] = (-1, [])  # the latest tick with a failure, and its files
+        self._latest_files: tuple[int, list[Path]] = (-1, [])  # the tick of the latest failure, and its files
         self._timeouts: dict[int, tuple[tuple[int, int], Path]] = {}  # by row: a request that timed out, and its file
         self._has_warned = False  # about removed files of earlier runs
 
@@ -231,30 +232,30 @@ class Recorder:
                 return
             self._move_log()
             tick = self._begin_step_of_all()
-            where: Any = tick % self._capacity
+            index: Any = tick % self._capacity
         else:
             self._move_log()
             tick = self._begin_step_of_some(rows)
-            where = tick % self._capacity, rows
+            index = tick % self._capacity, rows
         if isinstance(actions, list):
             self._pickled[tick] = range(self._num_envs) if rows is None else list(rows), _pickle(actions)
         elif self._tree is not None:
             exact = self._tree.match(actions, self._num_envs if rows is None else len(rows))
             for leaf, values in zip(self._actions, exact or (), strict=True):
-                leaf[where] = values
+                leaf[index] = values
         if rows is None:
             self._open = True
 
     def _move_log(self) -> None:
         """Move the log into the ring, so that the next steps go there directly."""
-        at, count = self._next % self._capacity * self._size, self._num_logged
+        offset, count = self._next % self._capacity * self._size, self._num_logged
         if count:
-            self._bytes[at : at + count * self._size] = b"".join(self._log[:count])
+            self._bytes[offset : offset + count * self._size] = b"".join(self._log[:count])
             self._next, self._num_logged = self._next + count, 0
         self._is_logging = False
         if self._staged is not None:
-            at = self._next % self._capacity * self._size
-            self._bytes[at : at + self._actions_size] = self._staged
+            offset = self._next % self._capacity * self._size
+            self._bytes[offset : offset + self._actions_size] = self._staged
             self._open, self._staged = True, None
 
     def _begin_step_of_all(self) -> int:
@@ -293,7 +294,7 @@ class Recorder:
         return tick
 
     def on_dropped(self, rows: Any, *, submitted: Any) -> None:
-        """Keep the steps that were submitted, without a result, and forget the others, which the environments never got."""
+        """Keep submitted steps, without results, and forget the others, which never reached the environments."""
         self._move_log()
         if submitted:
             self._mark_submitted()
@@ -324,23 +325,23 @@ class Recorder:
             self._open_is_submitted = True
 
     def on_reset(self, rows: Any, seeds: list[Any], options: Any) -> None:
-        """Record a reset. A row that never had a seed receives one, so that its episodes can be repeated."""
+        """Record a reset. Add to ``seeds`` one for each row that never had a seed, so that its episodes can be repeated."""
         self._move_log()
         self._mark_submitted()
         rows, restarts = list(rows), []
-        for at, row in enumerate(rows):
-            if seeds[at] is None and self._seeded[0, row] < 0:
-                seeds[at] = random_seed()
-            if seeds[at] is not None:
+        for index, row in enumerate(rows):
+            if seeds[index] is None and self._seeded[0, row] < 0:
+                seeds[index] = random_seed()
+            if seeds[index] is not None:
                 self._seeded[:, row] = self._position, self._next_message
             tick = self._next if self._open else self._in_flight[row]
             if row in self._failed and tick >= 0:  # it is rebuilt within this step
                 self._history_start[row] = tick
-                self._restart[row] = self._next_message
+                self._restart_message[row] = self._next_message
                 restarts.append(row)
         self._failed.difference_update(rows)
-        each = options if isinstance(options, list) else [options] * len(rows)
-        self._add_message("reset", dict(zip(rows, zip(seeds, each, strict=True), strict=True)), restarts)
+        row_options = options if isinstance(options, list) else [options] * len(rows)
+        self._add_message("reset", dict(zip(rows, zip(seeds, row_options, strict=True), strict=True)), restarts)
 
     def on_call(self, rows: Any, name: str, arguments: tuple[Any, ...]) -> None:
         """Record a call. A thaw begins new histories, because the state from which its rows continue is not recorded."""
@@ -356,18 +357,18 @@ class Recorder:
             for row, snapshot in zip(rows, arguments[0], strict=True):
                 if snapshot.row.used:
                     self._seeded[:, row] = self._position, self._next_message
-        each: Sequence[Any] = [arguments] * len(rows)
+        per_row: Sequence[Any] = [arguments] * len(rows)
         if name == "set_attr":
-            each = [(arguments[0], value) for value in arguments[1]]
+            per_row = [(arguments[0], value) for value in arguments[1]]
         elif name == "load":
-            each = [(snapshot,) for snapshot in arguments[0]]
+            per_row = [(snapshot,) for snapshot in arguments[0]]
         elif name == "set_next_options":
-            each = arguments[0]
-        self._add_message(name, {row: one for row, one in zip(rows, each, strict=True) if row not in self._failed})
+            per_row = arguments[0]
+        self._add_message(name, {row: each for row, each in zip(rows, per_row, strict=True) if row not in self._failed})
 
     @property
     def _position(self) -> int:
-        """The tick after the message that is being submitted."""
+        """The tick that follows the message being submitted."""
         return self._next + self._open_is_submitted
 
     def _add_message(self, name: str, arguments: dict[int, tuple[Any, ...]], restarts: Sequence[int] = ()) -> None:
@@ -379,7 +380,7 @@ class Recorder:
             self._drop_messages()
 
     def _drop_messages(self) -> None:
-        """Drop the older half of the messages, if possible without those that have a lasting effect."""
+        """Drop the older half of the messages, but keep those with a lasting effect unless they are most of it."""
         old, new = self._messages[: _MAX_MESSAGES // 2], self._messages[_MAX_MESSAGES // 2 :]
         lasting = [message for message in old if message.name in LASTING]
         self._first_complete = new[0].number
@@ -393,16 +394,16 @@ class Recorder:
         """Record rewards and flags. After an interruption, the same result may arrive twice."""
         staged = self._staged
         if rows is None and staged is not None and len(result) == 5:
-            at = self._num_logged
-            self._log[at] = b"".join((staged, result[1], result[2], result[3]))  # slicing `result` costs as much as this
-            self._num_logged, self._staged = at + 1, None  # a signal handler cannot run between these three stores
-            if at == self._last_log_index:
+            number = self._num_logged
+            self._log[number] = b"".join((staged, result[1], result[2], result[3]))  # slicing `result` costs as much as this
+            self._num_logged, self._staged = number + 1, None  # a signal handler cannot run between these three stores
+            if number == self._last_log_index:
                 self._is_logging = False
         elif rows is None:
             if self._open and len(result) == 5:
                 tick = self._next
-                at = tick % self._capacity * self._size
-                self._bytes[at + self._actions_size : at + self._size] = b"".join(result[1:4])
+                offset = tick % self._capacity * self._size
+                self._bytes[offset + self._actions_size : offset + self._size] = b"".join(result[1:4])
                 self._next, self._open, self._open_is_submitted = tick + 1, False, False
                 self._last_log_index = min(tick - tick % _BLOCK_TICKS + _BLOCK_TICKS, self._save_at) - tick - 2
                 can_log = self._has_one_action_array and self._stepped is None and not self._pickled
@@ -410,13 +411,13 @@ class Recorder:
         else:
             ticks = self._in_flight[rows]
             known = np.flatnonzero(ticks >= self._first)
-            where = ticks[known] % self._capacity, np.asarray(rows)[known]
-            for kept, values in zip((self._rewards, self._terminations, self._truncations), result[1:4], strict=True):
-                kept[where] = values[known]
+            index = ticks[known] % self._capacity, np.asarray(rows)[known]
+            for column, values in zip((self._rewards, self._terminations, self._truncations), result[1:4], strict=True):
+                column[index] = values[known]
             self._in_flight[rows] = -1
 
     def on_failure(self, rows: Sequence[int], error: Exception, *, worker_died: bool) -> str:
-        """Write a file about each of the rows. Without rows, only record that the step was submitted."""
+        """Write a file about each row, and return a note that names them. Without rows, only mark the step as submitted."""
         self._move_log()
         self._mark_submitted()
         if not rows:
@@ -428,24 +429,24 @@ class Recorder:
         how = "hung" if hung else "died" if worker_died else "raised"
         failed = Failed(how, text, getattr(error, "exitcode", None), seconds)
         try:
-            # A worker that timed out is killed if it is abandoned: the files about the timeout describe that failure.
+            # An abandoned worker that timed out is killed: the files about the timeout already describe that failure.
             if isinstance(error, StepTimeout) or failed.exitcode == -signal.SIGKILL:
                 known = [self._timeouts[row] for row in rows if row in self._timeouts]
-                if [request for request, _ in known] == [self._request(row) for row in rows]:
-                    return self._note([path for _, path in known])
+                if [request for request, _ in known] == [self._request_id(row) for row in rows]:
+                    return self._make_note([path for _, path in known])
             return self._write_files(rows, failed, error if isinstance(error, StepTimeout) else None)
         finally:
             if not isinstance(error, StepTimeout):  # after a timeout, the environments may continue
                 self._begin_history(rows)
                 self._failed.update(rows)
 
-    def _request(self, row: int) -> tuple[int, int]:
+    def _request_id(self, row: int) -> tuple[int, int]:
         """Return a pair that identifies the pending request of a row."""
         tick = int(self._in_flight[row])
         return self._position if tick < 0 else tick, self._next_message
 
     def _begin_history(self, rows: Sequence[int]) -> None:
-        """Begin a new history for some rows, without earlier records."""
+        """Begin a new history for some rows, which excludes their earlier steps and messages."""
         for row in rows:
             self._history_start[row] = max(self._next - (not self._open), int(self._in_flight[row]))
             self._first_message[row] = self._next_message
@@ -497,9 +498,10 @@ class Recorder:
             del self._pickled[old]
 
     def _count(self, before: Array, first: int, end: int, rows: Sequence[int], ends: Array, stepped: Array) -> Array:
-        """Return int ``(2, rows)``: the numbers of episodes and of steps in the latest; ``before`` has them as of ``first``.
+        """Return the numbers of episodes, and of steps in the latest episode, before ``end``: int ``(2, rows)``.
 
-        ``ends``, ``stepped``: bool ``(ticks, rows)``, where an episode ends or the row steps. Resets count before ``end``.
+        ``before`` has the same numbers before ``first``. ``ends`` and ``stepped``, bool ``(ticks, rows)``, mark the ticks in
+        which an episode ends or a row steps. A reset counts if its tick is below ``end``.
         """
         ends = ends & stepped & (self._plan.autoreset_mode is not AutoresetMode.DISABLED)
         first_step = -1 if self._plan.autoreset_mode is AutoresetMode.NEXT_STEP else 0
@@ -510,17 +512,17 @@ class Recorder:
             for message in self._messages
             if message.name == "reset" and first <= message.tick < end and not wanted.isdisjoint(message.rows)
         ]
-        at = 0
-        for until, reset_rows, restarted in [*resets, (len(ends), (), ())]:
-            number = np.arange(at, until)[:, None]
-            latest = np.where(ends[at:until], number, -1).max(axis=0, initial=-1)
-            after = (stepped[at:until] & (number > latest)).sum(axis=0)
-            steps = after + np.where(latest >= 0, first_step, steps)
-            episodes = episodes + ends[at:until].sum(axis=0)
+        start = 0
+        for stop, reset_rows, restarted in [*resets, (len(ends), (), ())]:
+            index = np.arange(start, stop)[:, None]
+            last_end = np.where(ends[start:stop], index, -1).max(axis=0, initial=-1)
+            steps_since = (stepped[start:stop] & (index > last_end)).sum(axis=0)
+            steps = steps_since + np.where(last_end >= 0, first_step, steps)
+            episodes = episodes + ends[start:stop].sum(axis=0)
             was_reset = np.isin(rows, reset_rows)
             episodes = episodes + (was_reset & ((steps > 0) | (episodes == 0)))
             steps = np.where(was_reset, np.where(np.isin(rows, restarted), first_step, 0), steps)
-            at = max(at, until)
+            start = max(start, stop)
         return np.stack([episodes, steps])
 
     # -- files ----------------------------------------------------------------------------------------------------------
@@ -540,14 +542,14 @@ class Recorder:
 
         ``timeout`` is the error if they hang and may still reply.
         """
-        written, problems, name = [], [], new_failure_name()
+        written, problems, failure_name = [], [], new_failure_name()
         copied = self._copy_rows(rows)
         for row in rows:
             try:
-                each = failed if timeout is None else replace(failed, text=_describe_hang(timeout, row))
-                written.append(self._write(copied, row, None, each, name))
+                row_failure = failed if timeout is None else replace(failed, text=_describe_hang(timeout, row))
+                written.append(self._write(copied, row, None, row_failure, failure_name))
                 if timeout is not None:
-                    self._timeouts[row] = self._request(row), written[-1]
+                    self._timeouts[row] = self._request_id(row), written[-1]
             except Exception as error:
                 problems.append(f"not recorded: {original_summary(error)}")
         tick, latest = self._latest_files
@@ -556,24 +558,24 @@ class Recorder:
         removed = remove_old(self._folder, keep, self._latest_files[1])
         if removed and not self._has_warned:
             self._has_warned = True
-            text = "the flight recorder removed files of an earlier run from %s, which keeps %d (FlightRecorder(keep=))"
+            text = "the flight recorder removed files of an earlier run from %s, to keep at most %d (FlightRecorder(keep=))"
             _log.warning(text, self._folder, keep)
-        return "\n".join(filter(None, [self._note(written), *problems[:1]]))
+        return "\n".join(filter(None, [self._make_note(written), *problems[:1]]))
 
-    def _note(self, written: Sequence[Path]) -> str:
+    def _make_note(self, written: Sequence[Path]) -> str:
         """Return a note that names the files about a failure; empty if there are none."""
-        more = f"\nand {len(written) - 1} more in {self._folder}" if len(written) > 1 else ""
-        return f"recorded: {written[0]}{more}" if written else ""
+        others = f"\nand {len(written) - 1} more in {self._folder}" if len(written) > 1 else ""
+        return f"recorded: {written[0]}{others}" if written else ""
 
     def _copy_rows(self, rows: Sequence[int]) -> _CopiedRows:
-        """Copy the records of some rows."""
         first, last, wanted_rows = self._first, self._position, list(rows)
 
         def column(values: Array) -> Array:
             copied = np.empty((len(wanted_rows), last - first, *values.shape[2:]), values.dtype)
-            for at in range(first, last, _BLOCK_TICKS):  # in pieces that fit into a processor cache
-                slot, count = at % self._capacity, min(_BLOCK_TICKS, last - at)
-                copied[:, at - first : at - first + count] = np.moveaxis(values[slot : slot + count][:, wanted_rows], 0, 1)
+            for tick in range(first, last, _BLOCK_TICKS):  # in pieces that fit into a processor cache
+                slot, count = tick % self._capacity, min(_BLOCK_TICKS, last - tick)
+                piece = values[slot : slot + count][:, wanted_rows]
+                copied[:, tick - first : tick - first + count] = np.moveaxis(piece, 0, 1)
             return copied
 
         fields = dict(zip(_NUMBERS, (self._rewards, self._terminations, self._truncations), strict=True))
@@ -589,30 +591,29 @@ class Recorder:
         return _CopiedRows(wanted_rows, np.arange(first, last), columns, stepped, messages)
 
     def _write(
-        self, copied: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None, name: str
+        self, copied: _CopiedRows, row: int, path: str | os.PathLike[str] | None, failed: Failed | None, failure_name: str
     ) -> Path:
-        at, first = copied.rows.index(row), self._first
-        ends = copied.columns["terminations"][at] | copied.columns["truncations"][at]
-        counted = self._count(
-            self._dropped[:, row : row + 1], first, first + len(ends) + 1, [row], ends[:, None], copied.stepped[at][:, None]
-        )
+        index, first = copied.rows.index(row), self._first
+        ends = copied.columns["terminations"][index] | copied.columns["truncations"][index]
+        stepped = copied.stepped[index][:, None]
+        counted = self._count(self._dropped[:, row : row + 1], first, first + len(ends) + 1, [row], ends[:, None], stepped)
         episode, step = (int(number[0]) for number in counted)
         record = self._build_record(copied, row, failed, step)
         episode, step = max(episode, 0), max(step, 0)
         if path is None:
             env_id = re.sub(r"[^\w.-]+", "_", self._env_id).strip("_")
             path = unused_path(self._folder / f"{env_id}-env{row}-episode{episode}-step{step}{SUFFIX}")
-        write(Path(path), pack(record, self._env_id, episode, step, name))
+        write(Path(path), pack(record, self._env_id, episode, step, failure_name))
         return Path(path)
 
     def _build_record(self, copied: _CopiedRows, row: int, failed: Failed | None, step: int) -> Record:
-        """Return the record of a row. ``step`` is the number of the latest step in its episode; -1: its reset is next."""
-        at = copied.rows.index(row)
-        history = copied.stepped[at] & (copied.ticks > self._history_start[row])
+        """Return the record of a row. ``step`` is the number of the latest step in its episode; -1 if its reset is next."""
+        index = copied.rows.index(row)
+        history = copied.stepped[index] & (copied.ticks > self._history_start[row])
         if failed is None and (in_flight := self._in_flight[row]) >= 0:
             history &= copied.ticks != in_flight
         ticks = copied.ticks[history]
-        columns = {name: _compact(values[at][history]) for name, values in copied.columns.items()}
+        columns = {name: _compact(values[index][history]) for name, values in copied.columns.items()}
         own_messages = [
             (each.number, Message(self._place(ticks, each), each.name, arguments and arguments[row]))
             for each, arguments in copied.messages
@@ -636,7 +637,7 @@ class Recorder:
             requests=cloudpickle.dumps(([message for _, message in own_messages], actions)), columns=columns, failed=failed,
             steps_before=step - len(ticks), snapshot=snapshot, why_no_snapshot=self._no_snapshot_reason,
             restarted=self._plan.autoreset_mode is AutoresetMode.NEXT_STEP
-            and [self._restart[row]] == [number for number, _ in own_messages[:1]],
+            and [self._restart_message[row]] == [number for number, _ in own_messages[:1]],
             lacks_calls=bool(self._first_message[row] < self._lasting_lost),
         )  # fmt: skip
 
@@ -650,7 +651,7 @@ def recorder_for_hosts(
     envs: Any, options: FlightRecorder, env_id: str,
     save: weakref.WeakMethod[Callable[[], list[Snapshot]]], stats: weakref.WeakMethod[Callable[[], dict[str, float]]],
 ) -> Recorder:  # fmt: skip
-    """Return a recorder for a vector environment with workers on other machines. Its files are replayed on this one."""
+    """Return a recorder for a vector environment with workers on other machines. Its files are replayed on this machine."""
     observations, actions = fixed_tree(envs.single_observation_space), fixed_tree(envs.single_action_space, "action")
     layout = Layout.for_spaces(observations, actions, envs.num_envs, 1, final=False)
     expected = Expected(envs.observation_mode, envs.single_observation_space, envs.single_action_space)
@@ -660,12 +661,12 @@ def recorder_for_hosts(
 
 def _describe_hang(error: StepTimeout, row: int) -> str:
     """Return a line about the hang of a row's worker, with the environment and line of Python if the error names them."""
-    text = "it hung" if error.timeout is None else f"it hung for more than {count_seconds(error.timeout)}"
+    text = "it hung" if error.timeout is None else f"it hung for more than {format_seconds(error.timeout)}"
     return f"{text}: {error.where[row]}" if row in error.where else text
 
 
 def _compact(values: Array) -> Array:
-    """Return the values in a smaller dtype that holds them exactly, if any: training waits while files are written."""
+    """Return the values in a smaller dtype if it holds them exactly, because training waits while files are written."""
     if values.dtype.kind in "iu" and values.size:
         small = np.result_type(np.min_scalar_type(values.min()), np.min_scalar_type(values.max()))
         return values.astype(small) if small.kind in "iu" else values

@@ -1,4 +1,4 @@
-"""Replays a flight record: repeats the requests to its environment in this process."""
+"""Replays a flight record: repeats the recorded requests in this process."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class ReplayResult(NamedTuple):
 
     @classmethod
     def from_failure(
-        cls, recorded: Failed | None, where: str, what: str, *, same: bool, more: str = "", **found: Any
+        cls, recorded: Failed | None, where: str, failure: str, *, same: bool, more: str = "", **found: Any
     ) -> ReplayResult:
         """Return the result of a replay that ended in a failure. ``same``: the failure is the recorded one."""
         if same:
-            return cls(AGAIN, f"happened again {where}: {what}{more}", **found)
+            return cls(AGAIN, f"happened again {where}: {failure}{more}", **found)
         recorded_text = "nothing had failed" if recorded is None else f"the record has: {recorded.text}"
-        return cls(DIFFERENT, f"did not happen again: another failure {where}: {what} ({recorded_text}){more}", **found)
+        return cls(DIFFERENT, f"did not happen again: another failure {where}: {failure} ({recorded_text}){more}", **found)
 
 
 class Replay:
@@ -64,14 +64,15 @@ class Replay:
 
     Args:
         header, record: The content of a file.
-        begin: The start: the ``"latest"`` or the ``"first"`` reset with a seed, or loaded state; or the ``"snapshot"``.
-        change: A function that receives the function that builds the environment, and returns its replacement.
+        begin: The starting point: the ``"latest"`` or ``"first"`` message that resets with a seed or loads a state, or the
+            ``"snapshot"``.
+        wrap_env_fn: A function that receives the function that builds the environment, and returns a substitute for it.
 
     Attributes:
         place: Index of the next step of the record.
         step_number: Number of the next step in the latest episode; negative: in an earlier one.
         where: The latest request, as part of a sentence, such as ``at step 3``.
-        step: The step number of the latest request; 0: the reset before step 1; ``None``: another request.
+        step: The step number of the latest request; 0 for the reset before step 1; ``None`` for other requests.
         is_last: True if the latest request is the last one in the record.
         env: The environment.
         failure: The exception that the environment raised.
@@ -83,7 +84,7 @@ class Replay:
 
     def __init__(
         self, header: Header, record: Record, *, begin: str = "latest",
-        change: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
+        wrap_env_fn: Callable[[Callable[[], Any]], Callable[[], Any]] | None = None,
     ) -> None:  # fmt: skip
         self.header, self.record = header, record
         self.failure: BaseException | None = None
@@ -95,13 +96,13 @@ class Replay:
         env_fn = _unpickle(record.env_fn, f"the function that builds {header.env_id}")
         messages, self._pickled_actions = _unpickle(record.requests, f"the requests to {header.env_id}")
         record.columns["rewards"] = record.columns["rewards"].astype(np.float64)
-        self._missing = ""  # what the record lacks, if that may be the reason for a difference
-        self._restart = messages[0] if messages and record.restarted else None
+        self._missing_note = ""  # on what the record lacks, if that may explain a difference
+        self._restart_message = messages[0] if messages and record.restarted else None
         self._snapshot: Snapshot | None = None
         self._setup_messages, self._messages, self.place = self._find_start(messages, begin)
         self._first_step = max(self.step_number, 1)
         self._first_difference = ""
-        self._build(env_fn if change is None else change(env_fn))
+        self._build(env_fn if wrap_env_fn is None else wrap_env_fn(env_fn))
 
     # -- where to begin -----------------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ class Replay:
             why = f" ({record.why_no_snapshot})" if record.why_no_snapshot else ""
             if begin != "snapshot":
                 raise UnreadableRecord(
-                    f"cannot be replayed, because the record holds no reset with a seed any more, and no snapshot{why}"
+                    f"cannot be replayed, because the record has neither a reset with a seed nor a snapshot{why}"
                 )
             why = record.why_no_snapshot or "a replay from the reset takes less than five seconds"
             raise UnreadableRecord(f"cannot be replayed from a snapshot, because there is none: {why}")
@@ -125,14 +126,14 @@ class Replay:
         if name == "load":
             return [], messages[number:], place
         if record.lacks_calls:
-            self._missing = "; earlier calls, which may have changed the environment, are no longer in the record"
+            self._missing_note = "; earlier calls, which may have changed the environment, are no longer in the record"
         lasting = [message for message in messages[:number] if message.name in (*LASTING, "set_next_options")]
         return lasting, messages[number:], place
 
     def _is_start(self, messages: list[Message], number: int) -> bool:
         """True if a replay can begin with a message: it loads a state, or resets with a seed.
 
-        It cannot begin with a reset after ``set_next_options`` and a step, which may have used these options or not.
+        It cannot begin with a reset after ``set_next_options`` and a step, because that step may have used the options.
         """
         place, name, arguments = messages[number]
         if place < 0 or arguments is None:
@@ -166,7 +167,7 @@ class Replay:
         if self.place in self._pickled_actions:
             return self._pickled_actions[self.place]
         if self._batch.actions is None or "actions/0" not in self.record.columns:
-            raise UnreadableRecord("cannot be replayed, because the action of a step cannot be pickled")
+            raise UnreadableRecord("cannot be replayed, because the action of a step could not be pickled")
         for index, leaf in enumerate(self._batch.actions):
             leaf[self.record.row] = self.record.columns[f"actions/{index}"][self.place]
         return self._rows.actions(None)[0]
@@ -184,7 +185,7 @@ class Replay:
                 raise failures[0].error
             self._end_with_failure(failures)
             assert self.result is not None
-            was_built = record.steps > 0 or len(self._messages) > 1  # otherwise the constructor may have failed, too
+            was_built = record.steps > 0 or len(self._messages) > 1  # else the recorded failure may be the constructor's
             if self.result.status == DIFFERENT and (was_built or isinstance(failures[0].error, ImportError)):
                 text = f"cannot be replayed, because the environment cannot be built here: {failures[0].text}"
                 self.result = self.result._replace(status=CANNOT, text=text)
@@ -208,9 +209,9 @@ class Replay:
                 break
             yield self._announce("", last=not messages and self.place == record.steps - 1)
             failures = self._step()
-            dropped = np.isnan(record.columns["rewards"][self.place])
-            is_reset = bool(messages) and messages[0].place == self.place + 1 and messages[0].name == "reset"
-            if self._is_end(failures) and not (dropped and is_reset):
+            was_dropped = np.isnan(record.columns["rewards"][self.place])
+            reset_follows = bool(messages) and messages[0].place == self.place + 1 and messages[0].name == "reset"
+            if self._is_end(failures) and not (was_dropped and reset_follows):
                 self._end_with_failure(failures)
                 return
             self.place += 1
@@ -222,7 +223,7 @@ class Replay:
         return any(failure.fatal or may_be_recorded for failure in failures)
 
     def _announce(self, name: str, *, last: bool = False) -> int:
-        """Set the attributes that describe the next request, a step if ``name`` is empty. Return its step number, or 0."""
+        """Set the attributes that describe the next request, a step if ``name`` is empty. Return its step number or 0."""
         number, self.is_last = self.step_number, last
         resets = self.record.plan.autoreset_mode is AutoresetMode.NEXT_STEP  # step 0 is the automatic reset
         if number < (0 if resets else 1):
@@ -241,7 +242,7 @@ class Replay:
         before = f"stopped before {self._latest_request.removesuffix(' before step 1')}"
         if self._first_difference:
             return ReplayResult(DIFFERENT, f"{before}: {self._difference_text}")
-        return ReplayResult(STOPPED, f"{before}: all as recorded")
+        return ReplayResult(STOPPED, f"{before}: everything matched the record")
 
     def _load(self, snapshot: Snapshot) -> list[Failure]:
         if failures := self._rows.check([(0, snapshot)]).failures:
@@ -255,7 +256,7 @@ class Replay:
         if name == "load":
             return self._load(arguments[0])
         if name == "reset":
-            return rows.reset(None, [arguments[0]], arguments[1], reset_due=message is self._restart).failures
+            return rows.reset(None, [arguments[0]], arguments[1], reset_due=message is self._restart_message).failures
         if name == "set_attr":
             return rows.set_attr(arguments[0], [arguments[1]]).failures
         if name == "set_next_options":
@@ -264,13 +265,13 @@ class Replay:
 
     def _step(self) -> list[Failure]:
         record, row, place = self.record, self.record.row, self.place
-        out = self._rows.step(None, [self.action])
+        outcome = self._rows.step(None, [self.action])
         if np.isnan(record.columns["rewards"][place]):
-            if place == record.steps - 1 and not out.failures and out.has_payload():
-                return decode_outcome(encode_outcome(out)).failures  # a worker process sends it, unlike this one
-            return out.failures
-        if out.failures:
-            return out.failures
+            if place == record.steps - 1 and not outcome.failures and outcome.has_payload():
+                return decode_outcome(encode_outcome(outcome)).failures  # a worker encodes it too, which may fail
+            return outcome.failures
+        if outcome.failures:
+            return outcome.failures
         for name in _NUMBERS:
             actual, expected = getattr(self._batch, name), record.columns[name][place]
             if actual[row].tobytes() != expected.tobytes() and not self._first_difference:
@@ -287,27 +288,27 @@ class Replay:
     def _end_with_failure(self, failures: list[Failure]) -> None:
         failed, text, error = self.record.failed, failures[0].text, failures[0].error
         self.failure = error if isinstance(error, BaseException) else None
-        more = f"; {self._difference_text}" if self._first_difference else ""
+        difference = f"; {self._difference_text}" if self._first_difference else ""
         packed = error if isinstance(error, PackedError) else pack_error(error)
         texts = text, original_summary(unpack_error(packed, ""))
         known = [each.removesuffix(": ") for each in texts]  # version 0.1 recorded an error without text as "Type: "
         same = failed is not None and failed.how == "raised" and failed.text.removesuffix(": ") in known
         self.result = ReplayResult.from_failure(
-            failed, self.where, text, same=same, more=more if same else more + self._missing,
+            failed, self.where, text, same=same, more=difference if same else difference + self._missing_note,
             step=self.step, location=location_in_traceback(packed.text), stack=packed.text,
         )  # fmt: skip
 
     def _end_without_failure(self) -> None:
         record, status = self.record, DIFFERENT
         if self._first_difference:
-            text = f"did not happen again; {self._difference_text}{self._missing}"
+            text = f"did not happen again; {self._difference_text}{self._missing_note}"
         elif record.failed is None:
             steps = f"all {record.steps} steps" if record.steps != 1 else "its one step"
             status, text = AGAIN, f"nothing had failed, and {steps} matched the record"
         else:
             matched, last = self._matched_steps_text, self._latest_request
             external = "; a kill from outside is not repeated" if record.failed.exitcode == -signal.SIGKILL else ""
-            text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing}{external}"
+            text = f"did not happen again: {matched}{last} returned, where the record fails{self._missing_note}{external}"
         self.result = ReplayResult(status, text)
 
     @property
@@ -316,7 +317,7 @@ class Replay:
 
     @property
     def _matched_steps_text(self) -> str:
-        """A text that names the matching steps of the latest episode before the latest request; empty if there are none."""
+        """A text about the matching steps of the latest episode before the latest request; empty if there are none."""
         last = self.step_number - 1 - (1 if self.step else 0)
         if last < self._first_step:
             return ""

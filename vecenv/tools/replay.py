@@ -31,7 +31,7 @@ from vecenv.recording.file import (
     Failed,
     Header,
     UnreadableRecord,
-    count_seconds,
+    format_seconds,
     newest_files,
     read,
     read_header,
@@ -53,11 +53,11 @@ from vecenv.tools.video import Frame, as_rgb, require_writer, write_video
 
 _MAX_FRAMES: Final = 1000
 _MAX_LISTED_FILES: Final = 5
-_STACK_SECONDS: Final = 1.0
-_SILENT_SECONDS: Final = 1.0
+_STACK_TIMEOUT_SECONDS: Final = 1.0
+_NOTICE_DELAY_SECONDS: Final = 1.0
 _GRACE_SECONDS: Final = 5.0
 """Seconds added to the recorded limit of a step, because the process has just started."""
-_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
+_FILE_NAME: Final = re.compile(rf".+-env\d+-episode\d+-step\d+(-\d+)?{re.escape(SUFFIX)}")
 _EXIT_CODES: Final = {AGAIN: 0, STOPPED: 0, DIFFERENT: WRONG, CANNOT: USAGE}
 
 
@@ -72,7 +72,7 @@ def main(arguments: argparse.Namespace) -> int:
     Try: vecenv replay failures/CartPole-v1-env3-episode17-step412.vecenv
     """
     path: Path = arguments.file
-    header = _check(arguments)
+    header = _check_arguments(arguments)
     if not arguments.json:
         print(f"{header.env_id}, env {header.env}, episode {header.episode}, step {header.step}, {header.written}")
         print(f"Recorded: {header.failed}")
@@ -104,7 +104,7 @@ def main(arguments: argparse.Namespace) -> int:
     return _EXIT_CODES[result.status]
 
 
-def _check(arguments: argparse.Namespace) -> Header:
+def _check_arguments(arguments: argparse.Namespace) -> Header:
     """Check all arguments, and return the header of the file."""
     path: Path = arguments.file
     if arguments.pdb and arguments.json:
@@ -116,8 +116,8 @@ def _check(arguments: argparse.Namespace) -> Header:
     try:
         header, _ = read_header(path)
     except FileNotFoundError as error:
-        removed = _NAME.fullmatch(path.name) and path.parent.is_dir()
-        raise CliError(f"{error}{' (the recorder keeps only the newest files; see keep=)' if removed else ''}") from None
+        pruned = _FILE_NAME.fullmatch(path.name) and path.parent.is_dir()
+        raise CliError(f"{error}{' (the recorder keeps only the newest files; see keep=)' if pruned else ''}") from None
     except (OSError, UnreadableRecord) as error:
         raise CliError(str(error)) from None
     if arguments.until is not None and arguments.until > header.step:
@@ -272,10 +272,10 @@ def _replay(path: Path, **options: Any) -> _Attempt:
 
 
 def _wait(helper: HelperProcess, call: _NextCall, limit: float) -> bool:
-    """Wait for a message for ``limit`` seconds, and say so after the first. Return False if there is none."""
+    """Wait up to ``limit`` seconds for a message, and print that after the first. Return False if none arrives."""
     until = time.monotonic() + limit
     if limit < math.inf:
-        if helper.wait(time.monotonic() + _SILENT_SECONDS):
+        if helper.wait(time.monotonic() + _NOTICE_DELAY_SECONDS):
             return True
         name = "render()" if call.renders else call.where.partition(" ")[2]
         print(f"waiting up to {limit:g} s for {name}", file=sys.stderr, flush=True)
@@ -290,7 +290,7 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
             return
         stack_file.allow_dump()
         os.kill(helper.pid, number)
-        until = time.monotonic() + _STACK_SECONDS
+        until = time.monotonic() + _STACK_TIMEOUT_SECONDS
         while time.monotonic() < until:
             if has_all_env_frames(stack_file.read()):
                 return
@@ -300,7 +300,7 @@ def _request_stack(helper: HelperProcess, stack_file: StackFile) -> None:
 def _unfinished_result(failed: Failed | None, exitcode: int | None, call: _NextCall, hung: bool, stack: str) -> ReplayResult:
     """Return the result of a replay that did not finish."""
     limit = failed.seconds if failed is not None else None
-    text = f"it hung for more than {count_seconds(limit)}" if hung and limit else describe_exit(exitcode)
+    text = f"it hung for more than {format_seconds(limit)}" if hung and limit else describe_exit(exitcode)
     if call.renders:
         verb = "hung" if hung else "died"
         return ReplayResult(CANNOT, f"cannot be rendered, because the process {verb} in render(): {text}")
@@ -315,7 +315,7 @@ def _child(caller: Connection[Any, Any], path: Path, stack_file: StackFile, opti
     stack_file.install_handlers(env_threads=False)
     try:
         result = _replay_here(path, report=caller.send, **options)
-    except Exception as error:  # the replay itself failed: exceptions of the environment are results
+    except Exception as error:  # of the replay itself: exceptions of the environment are results
         reason = f"cannot be replayed, because the replay itself failed: {one_line(error)}"
         result = ReplayResult(CANNOT, reason, stack=traceback.format_exc())
     caller.send(result)
@@ -328,7 +328,7 @@ def _replay_here(
     until: int | None,
     render: bool,
     report: Callable[[_Message], object],
-    inspect: Callable[[Replay, Iterator[int], ReplayResult], ReplayResult] | None = None,
+    debug: Callable[[Replay, Iterator[int], ReplayResult], ReplayResult] | None = None,
 ) -> ReplayResult:
     """Replay a file in this process; a crash of the environment ends it.
 
@@ -336,15 +336,15 @@ def _replay_here(
         path, begin, until: The arguments of :func:`replay`.
         render: Render a frame before each step, and one after the last.
         report: A function that receives the recorded failure, each request and each frame.
-        inspect: A function that starts the debugger and returns the final result. It is called when the replay has stopped
-            or ended, with the replay, its remaining requests and the result so far. Without ``until``, the replay stops
-            before a request in which the process died or hung, as that would leave no frame to inspect.
+        debug: A function that starts the debugger and returns the final result. It is called when the replay has stopped or
+            ended, with the replay, its remaining requests and the result so far. Without ``until``, the replay stops before
+            a request in which the process died or hung, because that would leave no frame to inspect.
     """
     header, body = read_header(path)
     try:
         record = read(header, body)
         report(record.failed)
-        replay_run = Replay(header, record, begin=begin, change=_make_renderable if render else None)
+        replay_run = Replay(header, record, begin=begin, wrap_env_fn=_make_renderable if render else None)
         ends_process = record.failed is not None and record.failed.how != "raised"
         requests = replay_run.run()
         result: ReplayResult | None = None
@@ -352,7 +352,7 @@ def _replay_here(
             if render and step:
                 report(_NextCall("", None, renders=True))
                 report(_render(replay_run.env, header.env))
-            if step >= until if until is not None else inspect is not None and ends_process and replay_run.is_last:
+            if step >= until if until is not None else debug is not None and ends_process and replay_run.is_last:
                 result = replay_run.stopped
                 break
             report(_NextCall(replay_run.where, replay_run.step))
@@ -362,8 +362,8 @@ def _replay_here(
                 report(_NextCall("", None, renders=True))
                 report(_render(replay_run.env, header.env))
         assert result is not None
-        if inspect is not None:
-            result = inspect(replay_run, requests, result)
+        if debug is not None:
+            result = debug(replay_run, requests, result)
         replay_run.close()
         return result
     except UnreadableRecord as error:
@@ -384,7 +384,7 @@ class _EnvDebugger(pdb.Pdb):
         return package in sys.stdlib_module_names or (package == "vecenv" and rest.partition(".")[0] in _CALLING_PACKAGES)
 
     def sigint_handler(self, signum: signal.Signals, frame: FrameType) -> None:
-        """Show the prompt at once. Pdb's own handler waits for the next line, which a hanging call never reaches."""
+        """Show the prompt immediately. Pdb's own handler waits for the next line, which a hanging call never reaches."""
         self.message("\nInterrupted")
         self.set_trace(frame)
         sys.settrace(None)  # do not trace what is typed at the prompt
@@ -406,7 +406,7 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
         if isinstance(message, _Image):
             images.append(message)
 
-    def inspect(replay_run: Replay, requests: Iterator[int], result: ReplayResult) -> ReplayResult:
+    def debug(replay_run: Replay, requests: Iterator[int], result: ReplayResult) -> ReplayResult:
         _print_result(result)
         if frames is not None:
             print(_write_frames(images, frames))
@@ -424,14 +424,14 @@ def _debug(path: Path, *, begin: str, until: int | None, frames: Path | None) ->
             pdb.post_mortem(replay_run.failure.__traceback__)
         return result
 
-    return _replay_here(path, begin=begin, until=until, render=frames is not None, report=collect, inspect=inspect)
+    return _replay_here(path, begin=begin, until=until, render=frames is not None, report=collect, debug=debug)
 
 
 # -- frames ---------------------------------------------------------------------------------------------------------------
 
 
 def _make_renderable(env_fn: Callable[..., Any]) -> Callable[[], Any]:
-    """Return a function that builds the environment so that it renders frames."""
+    """Return a function that builds the environment with ``render_mode="rgb_array"``."""
 
     def build() -> Any:
         env = env_fn(render_mode="rgb_array") if _accepts_render_mode(env_fn) else env_fn()
@@ -444,8 +444,8 @@ def _make_renderable(env_fn: Callable[..., Any]) -> Callable[[], Any]:
         try:
             return gymnasium.make(env.spec, render_mode="rgb_array")
         except Exception as error:
-            what = f"gymnasium.make(..., render_mode='rgb_array') raised {one_line(error)}"
-            raise UnreadableRecord(f"cannot be rendered, because {what}") from error
+            problem = f"gymnasium.make(..., render_mode='rgb_array') raised {one_line(error)}"
+            raise UnreadableRecord(f"cannot be rendered, because {problem}") from error
 
     return build
 

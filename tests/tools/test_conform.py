@@ -49,7 +49,7 @@ BROKEN = {
     "WrongFinal": "same-step: final observation and info",
     "OneFlag": "termination is not truncation",
     "SwapsActions": "actions and rewards belong to this step",
-    "OneSeed": "an int seeds environment i by seed + i",
+    "OneSeed": "an int seeds environment i with seed + i",
     "ResetsTwice": "each episode is reset once",
     "NoMasks": "every info has a mask",
     "IgnoresMasks": "a masked reset leaves the others alone",

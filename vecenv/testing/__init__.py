@@ -34,12 +34,12 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("vecenv.state.proof").prove
     if name.startswith("__"):
         raise AttributeError(f"module 'vecenv.testing' has no attribute {name!r}")
-    home = _MODULES.get(name, "vecenv.testing.faulty")
-    if home in ("vecenv.testing.contract", "vecenv.trajectories") and (pytest := sys.modules.get("pytest")) is not None:
+    source = _MODULES.get(name, "vecenv.testing.faulty")
+    if source in ("vecenv.testing.contract", "vecenv.trajectories") and (pytest := sys.modules.get("pytest")) is not None:
         # Failed assertions then show their values, as in a test module.
         pytest.register_assert_rewrite("vecenv.trajectories", "vecenv.testing.contract")
     try:
-        module = importlib.import_module(home)
+        module = importlib.import_module(source)
     except ModuleNotFoundError as error:
         if error.name != "pytest":
             raise

@@ -1,4 +1,4 @@
-"""Checks of the promises in Gymnasium's documentation of vector environments, as short programs for any engine.
+"""Checks whether an engine keeps the promises in Gymnasium's documentation of vector environments.
 
 Each check is a function of one or two open vector environments; :func:`make_program` turns its body into a program that
 shows the defect. ``vecenv conform`` runs the checks (:mod:`vecenv.tools.conform`). Checks with an :class:`InputReportingEnv`
@@ -70,14 +70,14 @@ class InputReportingEnv(gymnasium.Env[Any, Any]):
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         self.state[2:] = self.state[2] + 1, action
         _, episode, step, _ = self.state
-        over = step == self.length
+        ended = step == self.length
         self.info.clear()
         self.info.update({"at": int(step)} | ({"odd": True} if step % 2 else {}))
         if self.given == -1:
             raise ValueError("fails on purpose")
         terminated, truncated = ((True, False), (False, True), (True, True))[int(episode) % 3]
-        state, info = (self.state.copy(), self.info.copy()) if over else (self.state, self.info)
-        return state, float(100 * episode + step), bool(over and terminated), bool(over and truncated), info
+        state, info = (self.state.copy(), self.info.copy()) if ended else (self.state, self.info)
+        return state, float(100 * episode + step), bool(ended and terminated), bool(ended and truncated), info
 
 
 def make_env_fns(count: int = NUM_ENVS) -> list[Callable[[], InputReportingEnv]]:
@@ -206,7 +206,7 @@ def masks(any_envs: Any) -> None:
             assert np.shape(info.get(f"_{key}")) == (any_envs.num_envs,), f"{key!r} has no mask"
 
 
-@_check("the same seed, the same trajectory", f"a seed makes a reset deterministic: {_ENV}#gymnasium.Env.reset")
+@_check("the same seed gives the same trajectory", f"a seed makes a reset deterministic: {_ENV}#gymnasium.Env.reset")
 def same_seed(any_envs: Any, twin: Any) -> None:
     np.testing.assert_equal(any_envs.reset(seed=5)[0], twin.reset(seed=5)[0])
     any_envs.action_space.seed(1)
@@ -216,7 +216,7 @@ def same_seed(any_envs: Any, twin: Any) -> None:
             np.testing.assert_equal(mine, other)
 
 
-@_check("an int seeds environment i by seed + i", f"an int n seeds the environments with n, n + 1, ...: {_VECTOR}")
+@_check("an int seeds environment i with seed + i", f"an int n seeds the environments with n, n + 1, ...: {_VECTOR}")
 def consecutive_seeds(any_envs: Any, twin: Any) -> None:
     mine = any_envs.reset(seed=5)[0]
     try:
@@ -272,7 +272,7 @@ def options(envs: Any) -> None:
 
 
 @_check("actions and rewards belong to this step",
-        f"row i of the results of `step` is that of environment i and action i: {_VECTOR}")
+        f"row i of the results of `step` belongs to environment i and action i: {_VECTOR}")
 def results_of_this_step(envs: Any) -> None:
     envs.reset(seed=1)
     for at in (1, 2):
@@ -295,7 +295,7 @@ def flags(envs: Any) -> None:
     assert endings == {(0, True, False), (1, False, True), (2, True, True)}, sorted(endings)
 
 
-@_check("the mask of an info marks the environments with it",
+@_check("a mask marks the environments that reported an info",
         f"a mask is True for environments that reported the key: {_VECTOR}")  # fmt: skip
 def partial_masks(envs: Any) -> None:
     if not envs.reset(seed=1)[1]:
@@ -348,26 +348,26 @@ def step_until_done(any_envs: Any) -> tuple[Any, Any]:
     any_envs.reset(seed=1)
     for _ in range(_MAX_STEPS):
         *_, terminations, truncations, infos = any_envs.step(any_envs.action_space.sample())
-        if (over := np.asarray(terminations) | np.asarray(truncations)).any():
-            return over, infos
+        if (ended := np.asarray(terminations) | np.asarray(truncations)).any():
+            return ended, infos
     raise NotImplementedError(f"no episode ended within {_MAX_STEPS} steps")
 
 
 @_check("next-step: a reset has reward 0", f"the step after an end resets, with reward 0 and flags False: {_MODES}", NEXT,
         known="Gymnasium#914, EnvPool#194")  # fmt: skip
 def reset_has_reward_0(any_envs: Any) -> None:
-    over, _ = step_until_done(any_envs)
+    ended, _ = step_until_done(any_envs)
     _, rewards, terminations, truncations, _ = any_envs.step(any_envs.action_space.sample())
-    results = [np.asarray(one)[over].tolist() for one in (rewards, terminations, truncations)]
+    results = [np.asarray(array)[ended].tolist() for array in (rewards, terminations, truncations)]
     assert not any(map(any, results)), f"the step after an end returned rewards and flags {results}"
 
 
 @_check("same-step: an end has a final observation", f"infos have `final_obs`, with a mask of ended rows: {_MODES}", SAME,
         known="IsaacLab#4369, mujoco_playground#305")  # fmt: skip
 def end_has_final(any_envs: Any) -> None:
-    over, infos = step_until_done(any_envs)
+    ended, infos = step_until_done(any_envs)
     assert "final_obs" in infos, "the last observation of an episode that ended is not in the infos"
-    assert np.asarray(infos["_final_obs"]).tolist() == over.tolist()
+    assert np.asarray(infos["_final_obs"]).tolist() == ended.tolist()
 
 
 @_check("disabled: only the caller resets", f"without autoreset an episode goes on until a masked reset: {_MODES}", NEVER)
@@ -433,7 +433,7 @@ def killed_worker(envs: Any) -> None:
     assert raised, "a step returned although a process had ended"
 
 
-@_check("a result after a timeout is that of its own step", f"a timeout neither loses nor shifts results: {_VECTOR}",
+@_check("a result after a timeout belongs to its own step", f"a timeout neither loses nor shifts results: {_VECTOR}",
         fault=True)  # fmt: skip
 def timeouts(envs: Any) -> None:
     envs.reset(seed=1)

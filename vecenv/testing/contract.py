@@ -1,6 +1,6 @@
 """The contract of a Gymnasium vector environment, as a test class for backends to inherit from.
 
-The tests do not depend on where environments run: in processes, in threads, on devices or hosts. They build a vector
+The tests apply wherever environments run: in processes, in threads, on devices or hosts. They build a vector
 environment through one factory, use only the interface of :class:`gymnasium.vector.VectorEnv`, and check its results.
 A backend declares missing abilities in class attributes, and the tests of these abilities are skipped::
 
@@ -35,7 +35,7 @@ class Subject:
     """The vector environment under test, and its abilities.
 
     Attributes:
-        autoreset_modes: The modes that :meth:`make` accepts; tests of the others are skipped.
+        autoreset_modes: The modes that :meth:`make` accepts; tests of other modes are skipped.
         honours_seeds: True if the same seed gives the same trajectory.
         supports_reset_mask: True if ``options["reset_mask"]`` resets some environments and not the others.
         seeds_masked_resets: True if such a reset accepts seeds.
@@ -81,7 +81,7 @@ class Subject:
         """Open a vector environment (by default in the first mode) with a seeded action space, and close it at the end."""
         mode = self.autoreset_modes[0] if autoreset_mode is None else autoreset_mode
         if mode not in self.autoreset_modes:
-            pytest.skip(f"{type(self).__name__} does not offer {mode}")
+            pytest.skip(f"{type(self).__name__} does not support {mode}")
         envs = self.make(num_envs=num_envs, autoreset_mode=mode, **kwargs)
         try:
             envs.action_space.seed(123)

@@ -183,7 +183,7 @@ def ignore_sigterm(result: Any) -> Any:
 
 
 class TwoArgumentsError(Exception):
-    """An exception with two arguments that passes one to its base class: unpickling raises ``TypeError``."""
+    """An exception with two arguments that passes only one to its base class, so that unpickling raises ``TypeError``."""
 
     def __init__(self, code: int, text: str) -> None:
         super().__init__(f"{code}: {text}")
@@ -192,7 +192,7 @@ class TwoArgumentsError(Exception):
 
 
 class KeywordOnlyError(Exception):
-    """An exception that cannot be built from positional arguments, as unpickling tries to."""
+    """An exception that cannot be built from positional arguments, as unpickling tries to do."""
 
     def __init__(self, *, reason: str) -> None:
         super().__init__(reason)
@@ -223,7 +223,7 @@ def _exit_in_another_process(raising_pid: int) -> EvilElsewhereError:
 class EvilElsewhereError(Exception):
     """An exception that can be unpickled in the process that raised it, but calls ``sys.exit`` in every other process.
 
-    So a trial unpickling in the process that raised it does not detect the problem.
+    Unpickling it in the process that raised it, as a test, does not reveal the problem.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -440,9 +440,10 @@ class FaultyEnv(gym.Wrapper[Any, Any, Any, Any], RecordConstructorArgs):
         step: The steps with the fault, counted from 1 over the life of this object: a number, or a container such as
             ``range(5, 9)``.
         reset: The resets with the fault, counted the same way; automatic resets count as well.
-        seed: Only in episodes that began with this seed, or one of these. Without ``step`` and ``action``, in the reset
-            itself.
-        action: Only in steps with this action (compared with ``numpy.array_equal``). Without ``step``, in every such step.
+        seed: Limits the fault to episodes that began with this seed, or one of these. Without ``step`` and ``action``, the
+            fault occurs in the reset itself.
+        action: Limits the fault to steps with this action (compared with ``numpy.array_equal``). Without ``step``, it occurs
+            in every such step.
         close: Trigger the fault in ``close()`` instead, with ``None`` as its argument.
         once: Path of a file that does not exist yet. All processes and restarts together trigger the fault only once: in the
             process that creates the file.
@@ -596,7 +597,7 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
     """An environment that identifies itself and its history in every observation.
 
     The observation is ``int64``, shape ``(width,)``. Its first entries are :data:`WitnessEnv.FIELDS`; every
-    further entry is a checksum of them and of its own position, so that a row that combines two
+    further entry is a checksum of them and of its own position, so that a row that mixes two
     observations is detected. :meth:`read` parses and checks a row. The reward of a step is
     ``tick + actions / 1024``. Infos contain ``witness_id``, ``episode`` and ``tick``, and ``last_action`` on every
     third tick only, so that missing keys are exercised too.
@@ -675,6 +676,6 @@ class WitnessEnv(gym.Env[np.ndarray[Any, np.dtype[np.int64]], Any]):
 
 def _checksums(fields: np.ndarray[Any, np.dtype[np.int64]], width: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     digest = 0xCBF29CE484222325  # FNV-1a over the fields: the same in every process
-    for word in fields.tolist():
-        digest = ((digest ^ (word % 2**64)) * 0x100000001B3) % 2**64
+    for value in fields.tolist():
+        digest = ((digest ^ (value % 2**64)) * 0x100000001B3) % 2**64
     return np.int64(digest % 2**40) + np.arange(len(fields), width, dtype=np.int64)

@@ -35,24 +35,24 @@ def assert_isolated(env_fn: Callable[[], Any], *, steps: int = 64, seed: int = 0
         seed: The seed of the first reset, and of the actions.
 
     Raises:
-        AssertionError: The results depend on something outside the environment. The message names the generator, the
-            attribute of a class or module, and the first difference.
+        AssertionError: The results depend on something outside the environment. The message names the generator or the
+            changed attribute of a class or module, and the first difference.
     """
-    runs = _Comparison(env_fn, steps, seed)
-    reference_results = runs.results()
-    if (difference := runs.find_difference(reference_results, runs.results())) is not None:
+    comparison = _Comparison(env_fn, steps, seed)
+    reference_results = comparison.run()
+    if (difference := comparison.find_difference(reference_results, comparison.run())) is not None:
         when = "in a second run, alone, with the same seed and actions"
-        raise AssertionError(runs.message(difference, runs.find_causes(), when))
+        raise AssertionError(comparison.describe(difference, comparison.find_causes(), when))
     all_disturbances = ("others", *GENERATORS)
-    if (difference := runs.find_difference(reference_results, runs.results(all_disturbances))) is None:
+    if (difference := comparison.find_difference(reference_results, comparison.run(all_disturbances))) is None:
         return
     for name, description in GENERATORS.items():
-        if (found := runs.find_difference(reference_results, runs.results((name,)))) is not None:
+        if (found := comparison.find_difference(reference_results, comparison.run((name,)))) is not None:
             when = "after other code has drawn from that generator (draw from self.np_random, or use generators='own')"
-            raise AssertionError(runs.message(found, [description], when))
-    found = runs.find_difference(reference_results, runs.results(("others",)))
+            raise AssertionError(comparison.describe(found, [description], when))
+    found = comparison.find_difference(reference_results, comparison.run(("others",)))
     when = "with other environments of its kind" if found else "with other environments, and the shared generators reseeded"
-    raise AssertionError(runs.message(found or difference, runs.changed_attributes(), when))
+    raise AssertionError(comparison.describe(found or difference, comparison.find_changed_attributes(), when))
 
 
 class _Comparison:
@@ -64,8 +64,11 @@ class _Comparison:
         self._shared: SharedState
         self._drawn: set[str] = set()
 
-    def results(self, disturbances: tuple[str, ...] = (), *, seeded: bool = False) -> dict[str, Any]:
-        """Return the results of a run with ``disturbances`` between its steps; ``seeded``: seed the generators first."""
+    def run(self, disturbances: tuple[str, ...] = (), *, seeded: bool = False) -> dict[str, Any]:
+        """Run an environment with ``disturbances`` between its steps, and return its results by name.
+
+        ``seeded`` seeds the shared generators first.
+        """
         saved_states = read_states()
         if seeded:
             _reseed(tuple(GENERATORS), 0)
@@ -79,14 +82,14 @@ class _Comparison:
             if "others" in disturbances:
                 envs += [self._env_fn(), self._env_fn()]
             with watched_handlers():
-                return self._run(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
+                return self._take_steps(envs[0], envs[1:], [space.sample() for _ in range(self._steps)], disturbances)
         finally:
             self._drawn.update(find_draws(first_states))
             restore_states(saved_states)
             for env in envs:
                 env.close()
 
-    def _run(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
+    def _take_steps(self, env: Any, others: list[Any], actions: list[Any], disturbances: tuple[str, ...]) -> dict[str, Any]:
         """Step ``env``, with ``disturbances`` between its steps, and return all its results by name."""
         results: dict[str, Any] = {}
         to_reseed = tuple(name for name in GENERATORS if name in disturbances)
@@ -123,19 +126,19 @@ class _Comparison:
 
     def find_causes(self) -> list[str]:
         """Return the causes of a difference between two runs of an environment alone."""
-        equal_if_seeded = self.find_difference(self.results(seeded=True), self.results(seeded=True)) is None
+        equal_if_seeded = self.find_difference(self.run(seeded=True), self.run(seeded=True)) is None
         drawn = [description for name, description in GENERATORS.items() if name in self._drawn]
-        return drawn if equal_if_seeded and drawn else self.changed_attributes()
+        return drawn if equal_if_seeded and drawn else self.find_changed_attributes()
 
-    def changed_attributes(self) -> list[str]:
+    def find_changed_attributes(self) -> list[str]:
         """Return the attributes of classes and modules that the environments change in a run with others."""
-        self.results(("others",))
+        self.run(("others",))
         return [name for name in self._shared.find_changes() if "generator" not in name.partition(".")[0]]
 
-    def message(self, difference: str, causes: list[str], when: str) -> str:
+    def describe(self, difference: str, causes: list[str], when: str) -> str:
         """Return the error text for a difference."""
         names = ", ".join(causes[:4])
-        cause = names or "something outside (a clock, an unseeded generator)"
+        cause = names or "something outside it (a clock, an unseeded generator)"
         return f"{self._name} is not isolated: its results depend on {cause}. They differ {when}: {difference}"
 
 

@@ -83,7 +83,7 @@ def compare(task: str, mode: str, options: argparse.Namespace) -> dict[str, Any]
     envs.close()
     other.close()
     medians = {f"{name}_rate": statistics.median(found) for name, found in rates.items()}
-    ratio = Summary.of_ratios(rates["vecenv"], rates["other"])
+    ratio = Summary.from_ratios(rates["vecenv"], rates["other"])
     return {"task": task, "mode": mode, "num_envs": count, **medians, "ratio": asdict(ratio)}  # type: ignore[arg-type]
 
 

@@ -223,8 +223,9 @@ def round_trip(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
 
 def startup(settings: Settings) -> tuple[dict[str, Figure], list[Report]]:
     seconds = micro.startup(1 if settings.quick else 5, settings.large, settings.workers)
-    found = Summary.of(b / a for a, b in zip(seconds["workers"], seconds["gym-async"], strict=True))
-    shown = ", ".join(f"{name} {each.show('.3g')} s" for name, taken in seconds.items() if (each := Summary.of(taken)))
+    found = Summary.from_samples(b / a for a, b in zip(seconds["workers"], seconds["gym-async"], strict=True))
+    summaries = {name: Summary.from_samples(taken) for name, taken in seconds.items()}
+    shown = ", ".join(f"{name} {each.show('.3g')} s" for name, each in summaries.items() if each)
     figure = _cell([found], ".1f")
     return {"startup": Figure(f"{figure.measured}x", f"{figure.spread}; {shown}")}, []
 

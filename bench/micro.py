@@ -142,7 +142,7 @@ def batch_overhead(report: Report) -> dict[str, Summary | None]:
     found = {}
     for name, bare in (("gym-sync", "bare"), ("in-process", "bare"), ("use-caller", "bare-2"), ("workers", "bare-2")):
         pairs = zip(rates[name], rates[bare], strict=True)
-        found[name] = Summary.of(1e6 * report.num_envs * (1 / ours - 1 / theirs) for ours, theirs in pairs)
+        found[name] = Summary.from_samples(1e6 * report.num_envs * (1 / ours - 1 / theirs) for ours, theirs in pairs)
     return found
 
 
@@ -278,4 +278,4 @@ def copying_times(report: Report) -> dict[str, Summary | None]:
     inner = [(t["view"] - t["small"]) / (t["memcpy"] - t["memcpy-small"]) for t in rounds]
     outer = [(t["copy"] - t["view"]) / t["fresh"] for t in rounds]
     both = [a + b for a, b in zip(inner, outer, strict=True)]
-    return {"copy=False": Summary.of(inner), "copy=True": Summary.of(both)}
+    return {"copy=False": Summary.from_samples(inner), "copy=True": Summary.from_samples(both)}

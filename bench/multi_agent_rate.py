@@ -162,7 +162,7 @@ def compare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "game": name, "num_envs": options.num_envs, "agents": envs.num_agents, "mode": mode, "supersuit_mode": their_mode,
         "supersuit_rate": medians["supersuit"], "vecenv_rate": medians["vecenv"],
         "upper_bound": medians["bare loop"] * usable_cores(),
-        "ratio": asdict(Summary.of_ratios(rates["vecenv"], rates["supersuit"])),  # type: ignore[arg-type]
+        "ratio": asdict(Summary.from_ratios(rates["vecenv"], rates["supersuit"])),  # type: ignore[arg-type]
     }  # fmt: skip
 
 

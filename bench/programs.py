@@ -202,7 +202,7 @@ class Result:
 
     def ratio(self, measure: Callable[[Run], float]) -> str:
         """Return Gymnasium's value over ours, pair by pair: above 1, ours is faster."""
-        found = Summary.of_ratios(map(measure, self.plain), map(measure, self.ours))
+        found = Summary.from_ratios(map(measure, self.plain), map(measure, self.ours))
         return found.show() if found else "-"
 
     def equal(self) -> str:

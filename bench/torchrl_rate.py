@@ -66,7 +66,7 @@ def compare(runs: Runs, first: str, units: int, options: argparse.Namespace) -> 
     times = take_turns(timed, options.rounds)
     rows = []
     for name, seconds in times.items():
-        ratio: Any = Summary.of_ratios(seconds, times[first])
+        ratio: Any = Summary.from_ratios(seconds, times[first])
         rows.append({"name": name, "seconds": statistics.median(seconds), f"times as long as {first}": asdict(ratio)})
     return rows
 

@@ -58,10 +58,10 @@ def reported(*rows: ResultRow) -> Report:
 
 
 def test_summary_leaves_out_samples_that_were_never_taken() -> None:
-    summary = Summary.of([4.0, math.nan, 1.0, 2.0])
+    summary = Summary.from_samples([4.0, math.nan, 1.0, 2.0])
     assert summary is not None
     assert (summary.median, summary.minimum, summary.maximum, summary.count) == (2.0, 1.0, 4.0, 3)
-    assert Summary.of([math.nan]) is None
+    assert Summary.from_samples([math.nan]) is None
 
 
 def test_ratio_is_formed_round_by_round() -> None:
@@ -207,7 +207,7 @@ def test_failing_environment_is_found_before_engines_start(monkeypatch: pytest.M
     def reference(*_: Any) -> Any:
         raise CliError("it always fails")
 
-    monkeypatch.setattr(benchmark, "_reference", reference)
+    monkeypatch.setattr(benchmark, "_run_reference", reference)
     monkeypatch.setattr(benchmark, "started", lambda *_: pytest.fail("engines were started"))
     rows = runners.default_candidates(CARTPOLE, 2, 1)
     with pytest.raises(CliError, match="it always fails"):
@@ -322,7 +322,7 @@ def test_large_candidates_start_one_after_another(
     names = [[c.name for c in group] for group in benchmark._start_order(runners.default_candidates(CARTPOLE, 64, 2))]
     assert names[0] == ["auto"]
     assert names[2:] == [["per-env"], ["gym-async"], ["bare-pipes"]]
-    assert not any(c.is_crowd for c in runners.default_candidates(CARTPOLE, 8, 2))
+    assert not any(c.has_many_processes for c in runners.default_candidates(CARTPOLE, 8, 2))
 
 
 # --- output -------------------------------------------------------------------------------------

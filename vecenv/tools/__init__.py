@@ -47,11 +47,11 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"
 
 
-def require(what: str, *libraries: str, install: str | None = None) -> None:
-    """Raise :class:`CliError` if one of these libraries is missing. ``install``: the command, if not the extra ``bench``."""
+def require(feature: str, *libraries: str, install: str | None = None) -> None:
+    """Raise :class:`CliError` if a library is missing. ``install`` is the advice; default: install the extra ``bench``."""
     for library in libraries:
         if importlib.util.find_spec(library) is None:
-            raise CliError(f"{what} needs {library}: {install or how_to_install('bench')}")
+            raise CliError(f"{feature} needs {library}: {install or how_to_install('bench')}")
 
 
 def import_module_or_exit(name: str) -> ModuleType:

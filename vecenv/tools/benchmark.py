@@ -58,7 +58,7 @@ WARM_UP: Final = 0.3  # seconds for caches, allocators and the first reset
 
 
 def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
-    multiprocessing.set_start_method(start_method, force=True)  # the calling program's default; here it would be "spawn"
+    multiprocessing.set_start_method(start_method, force=True)  # as in the calling program; here it would be "spawn"
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -86,13 +86,13 @@ def _host_main(pipe: Any, blob: bytes, log: str, start_method: str) -> None:
 
 
 class CandidateProcess:
-    """A candidate in a process of its own, which serves one request at a time, each with a timeout.
+    """A process that runs one candidate and serves one request at a time, each with a timeout.
 
     The :class:`~vecenv.system.helper_process.HelperProcess` and everything that it started end when the calling process
     ends, even while an engine is being built. The process writes its output to a file.
 
     Attributes:
-        failed, missing: The reason, once the process has failed or a library is missing.
+        failed, missing: The reason, if the process has failed or the candidate cannot run here.
         description: The runner's description of itself.
     """
 
@@ -132,7 +132,7 @@ class CandidateProcess:
         self.description = self._wait_for_reply(START_TIMEOUT) or ""
 
     def call(self, method: str, *arguments: Any, timeout: float = 60.0) -> Any:
-        """Call a method of the runner, and rebuild a suspended runner first; return ``None`` after a failure."""
+        """Call a method of the runner, which is rebuilt first if it was suspended. Return ``None`` after a failure."""
         if self.usable and not self.running:
             self.start()
             self.wait_until_ready()
@@ -160,12 +160,12 @@ class CandidateProcess:
         return None
 
     def suspend(self) -> None:
-        """End the process if the candidate is a crowd (:attr:`Candidate.is_crowd`); the next call starts it again."""
-        if self.candidate.is_crowd:
+        """End the process if :attr:`Candidate.has_many_processes` is true; the next call starts it again."""
+        if self.candidate.has_many_processes:
             self.close()
 
     def kill(self) -> None:
-        """End the process at once and forget its failure; the next call starts a new one."""
+        """Kill the process and clear its failure; the next call starts a new one."""
         self.close(timeout=0.0)
         self.failed = None
 
@@ -200,16 +200,18 @@ def _describe_end(helper: HelperProcess) -> str:
 
 
 def _start_order(candidates: Sequence[Candidate]) -> list[list[Candidate]]:
-    """Return groups to start one after another: candidates that measure while they start, the others, then each crowd."""
-    others = [c for c in candidates if not c.is_crowd]
-    return [[c for c in others if c.alone], [c for c in others if not c.alone], *([c] for c in candidates if c.is_crowd)]
+    """Return groups to start in turn: those that start first, the others, then each one with many processes."""
+    others = [c for c in candidates if not c.has_many_processes]
+    first, rest = [c for c in others if c.starts_first], [c for c in others if not c.starts_first]
+    return [first, rest, *([c] for c in candidates if c.has_many_processes)]
 
 
 @contextmanager
 def started(candidates: Sequence[Candidate], progress: Progress = lambda *_: None) -> Iterator[list[CandidateProcess]]:
-    """Keep all candidates alive within the block, except for crowds, which are suspended after their start; then end all.
+    """Start all candidates, yield their processes, and end them after the block.
 
-    After an exception, Ctrl-C included, hosts are killed without closing their runners.
+    Candidates with many processes are suspended after their start. After an exception, Ctrl-C included, all processes are
+    killed without closing their runners.
     """
     with tempfile.TemporaryDirectory(prefix="vecenv-bench-") as folder:
         hosts = {candidate.name: CandidateProcess(candidate, Path(folder)) for candidate in candidates}
@@ -263,18 +265,18 @@ class Summary:
     count: int
 
     @classmethod
-    def of(cls, samples: Iterable[float]) -> Summary | None:
+    def from_samples(cls, samples: Iterable[float]) -> Summary | None:
         """Summarize the finite samples; ``None`` if there are none."""
-        good = [sample for sample in samples if math.isfinite(sample)]
-        if not good:
+        finite = [sample for sample in samples if math.isfinite(sample)]
+        if not finite:
             return None
-        lower, upper = (float(q) for q in np.percentile(good, [25, 75]))
-        return cls(statistics.median(good), lower, upper, min(good), max(good), len(good))
+        lower, upper = (float(q) for q in np.percentile(finite, [25, 75]))
+        return cls(statistics.median(finite), lower, upper, min(finite), max(finite), len(finite))
 
     @classmethod
-    def of_ratios(cls, ours: Iterable[float], theirs: Iterable[float]) -> Summary | None:
+    def from_ratios(cls, ours: Iterable[float], theirs: Iterable[float]) -> Summary | None:
         """Summarize the ratios of two candidates' samples, round by round."""
-        return cls.of(a / b for a, b in zip(ours, theirs, strict=True) if b)
+        return cls.from_samples(a / b for a, b in zip(ours, theirs, strict=True) if b)
 
     def show(self, form: str = ".2f") -> str:
         """Format the median, with the minimum and maximum in brackets."""
@@ -296,12 +298,12 @@ class ResultRow:
 
     @property
     def summary(self) -> Summary | None:
-        return Summary.of(self.rates)
+        return Summary.from_samples(self.rates)
 
 
 @dataclass
 class Report:
-    """The outcome of one comparison."""
+    """The result of one comparison."""
 
     env: str
     num_envs: int
@@ -318,7 +320,7 @@ class Report:
     def ratio(self, name: str, baseline: str) -> Summary | None:
         """Return the speed-up of one row over another, round by round."""
         row, other = self.row(name), self.row(baseline)
-        return Summary.of_ratios(row.rates, other.rates) if row and other else None
+        return Summary.from_ratios(row.rates, other.rates) if row and other else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON: every sample, the summaries, and the ratios to the baselines."""
@@ -333,8 +335,8 @@ class Report:
         return {**asdict(self), "rows": rows}
 
 
-def _reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> list[Step]:
-    """Return the trajectory of ``SyncVectorEnv``, run in a process of its own."""
+def _run_reference(env: str, env_fn: EnvFn, num_envs: int, steps: int, seconds: float) -> list[Step]:
+    """Run ``SyncVectorEnv`` in a separate process, and return its trajectory."""
     with started([gymnasium_candidate("reference", "SyncVectorEnv", env_fn, num_envs)]) as (sync,):
         trajectory = sync.trajectory(steps, seconds)
     if not trajectory:
@@ -357,8 +359,8 @@ def _check_trajectories(
             return "not comparable: SyncVectorEnv itself returns different trajectories from run to run"
         text = f"WRONG RESULTS, nothing was timed: {host.candidate.label} differs from SyncVectorEnv {difference}"
         raise CliError(text, WRONG)
-    good = sum(host.usable for host in checked_hosts)
-    equal = "1 engine equals" if good == 1 else f"{good} engines equal"
+    num_equal = sum(host.usable for host in checked_hosts)
+    equal = "1 engine equals" if num_equal == 1 else f"{num_equal} engines equal"
     return f"{equal} SyncVectorEnv over {steps} steps of {num_envs} environments, bit for bit"
 
 
@@ -392,7 +394,7 @@ def compare(
     Raises:
         CliError: An engine returns wrong results, or the environment fails in ``SyncVectorEnv``; nothing was timed.
     """
-    machine, reference = describe_machine(), partial(_reference, env, env_fn, num_envs)
+    machine, reference = describe_machine(), partial(_run_reference, env, env_fn, num_envs)
     expected, checked = None, "nothing to check" if check else "not requested"
     if check and any(candidate.checked for candidate in candidates):
         progress("checking the environment in SyncVectorEnv", 0, 0)
@@ -415,7 +417,7 @@ def _measure_rates(
     rates: dict[str, list[float]] = {host.candidate.name: [] for host in hosts}
     order = random.Random(SEED)
     for host in hosts:
-        if not host.candidate.is_crowd:
+        if not host.candidate.has_many_processes:
             host.rate(min(seconds, WARM_UP))
     for round_number in range(repeats):
         for i, host in enumerate(order.sample(hosts, len(hosts))):

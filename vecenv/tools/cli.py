@@ -2,8 +2,8 @@
 
 A command is a function of the parsed arguments. Its docstring is its help: a line for the list of commands, a description,
 and an epilog. Errors print one line instead of a traceback, and every command except ``run`` takes ``--json``. Exit codes:
-0 success; 1 an engine gave wrong results, or ``top`` found no program; 2 wrong usage, or a missing library; 3 an engine died
-while it was measured; 130 interrupted.
+0 success; 1 a negative result, such as wrong results of an engine, a failure that did not happen again, or no program for
+``top``; 2 wrong usage, or a missing library; 3 an engine died while it was measured; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Parser(argparse.ArgumentParser):
         return parsed, unknown
 
 
-def _positive(kind: type[Any]) -> Callable[[str], Any]:
+def _make_positive_parser(kind: type[Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = kind(text)
@@ -60,7 +60,7 @@ def _positive(kind: type[Any]) -> Callable[[str], Any]:
     return parse
 
 
-_count, _number = _positive(int), _positive(float)
+_positive_int, _positive_float = _make_positive_parser(int), _make_positive_parser(float)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def _build_parser() -> _Parser:
     _add_bench_options(add("bench", _bench))
     option = add("plan", _plan)
     option("env_id", metavar="ENV_ID", help=_ENV_ID)
-    option("--num-envs", type=_count, default=64, metavar="N", help="number of environments (default: 64)")
+    option("--num-envs", type=_positive_int, default=64, metavar="N", help="number of environments (default: 64)")
     option("--json", action="store_true", help="print the plan as JSON instead of text")
     option = add("conform", conform.main)
     option("engine", metavar="MODULE:ENGINE", help="the class or function that builds the engine")
@@ -117,7 +117,7 @@ def _build_parser() -> _Parser:
     option = add("replay", replay.main)
     option("file", type=Path, metavar="FILE", help="a file that record_failures= wrote")
     option("--from-snapshot", action="store_true", help="begin with the latest snapshot instead of a reset")
-    option("--until", type=_count, metavar="N", help="stop before step N of the episode")
+    option("--until", type=_positive_int, metavar="N", help="stop before step N of the episode")
     text = (
         "open the debugger where the environment raises, before step N, or before the step or reset in which it kills its "
         "process or hangs"
@@ -128,8 +128,8 @@ def _build_parser() -> _Parser:
     option("--yes", action="store_true", help="do not ask whether the file is your own")
     option("--json", action="store_true", help="print the result as JSON instead of text")
     option = add("top", top.main)
-    option("--pid", type=_count, metavar="PID", help="show only the program with this process id")
-    option("--interval", type=_number, default=1.0, metavar="S", help="seconds between updates (default: 1)")
+    option("--pid", type=_positive_int, metavar="PID", help="show only the program with this process id")
+    option("--interval", type=_positive_float, default=1.0, metavar="S", help="seconds between updates (default: 1)")
     option("--once", action="store_true", help="print one table and exit")
     option("--json", action="store_true", help="print one table as JSON and exit")
     return parser
@@ -157,11 +157,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _add_bench_options(option: Callable[..., Any]) -> None:
     option("env_id", nargs="?", default="CartPole-v1", metavar="ENV_ID", help=f"{_ENV_ID} (default: CartPole-v1)")
-    option("--num-envs", type=_count, default=64, metavar="N", help="number of environments (default: 64)")
+    option("--num-envs", type=_positive_int, default=64, metavar="N", help="number of environments (default: 64)")
     text = "number of worker processes (default: the number of usable cores)"
-    option("--num-workers", "--workers", dest="workers", type=_count, default=usable_cores(), metavar="N", help=text)
-    option("--seconds", type=_number, metavar="S", help="seconds per sample (default: 1, or 0.4 with --scale)")
-    option("--repeats", type=_count, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
+    option("--num-workers", "--workers", dest="workers", type=_positive_int, default=usable_cores(), metavar="N", help=text)
+    option("--seconds", type=_positive_float, metavar="S", help="seconds per sample (default: 1, or 0.4 with --scale)")
+    option("--repeats", type=_positive_int, metavar="N", help="number of interleaved rounds (default: 7, or 3 with --scale)")
     text = "only these engines, separated by commas, such as auto,gym-sync (default: all; an unknown name lists them)"
     option("--engines", metavar="NAMES", help=text)
     option("--scale", action="store_true", help="measure 1, 2, 4, ... environments and workers, and draw the throughput")
@@ -182,7 +182,7 @@ def _bench(arguments: argparse.Namespace) -> int:
     """
     tools.require("vecenv bench", "rich", "matplotlib")
     if (reason := explain_missing_processes()) is not None:
-        raise tools.CliError(f"vecenv bench compares engines in processes of their own: {reason}")
+        raise tools.CliError(f"vecenv bench runs each engine in a separate process: {reason}")
     env_fn = runners.resolve(arguments.env_id)
     try:
         reports = _measure(arguments, env_fn)
@@ -200,7 +200,7 @@ def _measure(arguments: argparse.Namespace, env_fn: runners.EnvFn) -> list[bench
     else:
         make_candidates = partial(runners.default_candidates, env_fn, workers=arguments.workers)
         sizes, seconds, repeats = [arguments.num_envs], 1.0, 7
-    names = _choose(make_candidates(num_envs=arguments.num_envs), arguments)  # small sizes lack some engines
+    names = _select_engines(make_candidates(num_envs=arguments.num_envs), arguments)  # small sizes lack some engines
     timing: dict[str, Any] = {"seconds": arguments.seconds or seconds, "repeats": arguments.repeats or repeats}
     reports = []
     with tools.progress_bar() as bar:
@@ -230,9 +230,9 @@ def _write_and_print(arguments: argparse.Namespace, reports: list[benchmark.Repo
     print(f"Written: {json_path}, {plot_path}")
 
 
-def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
+def _select_engines(candidates: list[runners.Candidate], arguments: argparse.Namespace) -> set[str]:
     """Return the names of the engines to measure, and create the output folder. Raise if this machine cannot run them."""
-    from vecenv.tools.limits import shortage  # here, because it cannot be imported on Windows
+    from vecenv.tools.limits import shortage  # imported here, because it cannot be imported on Windows
 
     if arguments.engines is not None:
         known = [candidate.name for candidate in candidates]
@@ -240,9 +240,9 @@ def _choose(candidates: list[runners.Candidate], arguments: argparse.Namespace) 
         if unknown := selected - set(known):
             raise tools.CliError(f"no engine {min(unknown)!r}. The engines are: {', '.join(known)}")
         candidates = [candidate for candidate in candidates if candidate.name in selected]
-    largest_crowd = max((crowd.processes + 1 for crowd in candidates if crowd.is_crowd), default=0)
-    others = sum(other.processes + 1 for other in candidates if not other.is_crowd)
-    if (reason := shortage(others + largest_crowd)) is not None:
+    most_processes = max((many.processes + 1 for many in candidates if many.has_many_processes), default=0)
+    others = sum(other.processes + 1 for other in candidates if not other.has_many_processes)
+    if (reason := shortage(others + most_processes)) is not None:
         raise tools.CliError(f"{reason}; use fewer environments or workers, or only some --engines")
     arguments.out.mkdir(parents=True, exist_ok=True)
     return {candidate.name for candidate in candidates}

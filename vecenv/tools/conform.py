@@ -78,7 +78,7 @@ def conform(engine: str, modes: Sequence[AutoresetMode] = tuple(AutoresetMode), 
     limit = _CHECK_SECONDS + _START_SECONDS
     with started([Candidate("engine", engine, partial(CheckRunner, engine))]) as (host,):
         for mode in modes:
-            refusal = ""  # why the engine lacks this mode; then it is not built again
+            refusal = ""  # why the engine lacks this mode; if set, it is not built again
             for number, check in enumerate(CHECKS):
                 if mode not in check.modes or (check.fault and not faults):
                     continue
@@ -230,7 +230,7 @@ def import_engine(name: str) -> Any:
     """Import ``"module:name"``.
 
     Raises:
-        CliError: It does not exist.
+        CliError: There is no such module, or no such callable in it.
     """
     module, _, attribute = name.partition(":")
     if not attribute:
@@ -248,6 +248,6 @@ def parse_modes(text: str) -> Sequence[AutoresetMode]:
         CliError: There is no such mode.
     """
     try:
-        return list(AutoresetMode) if text == "all" else [parse_autoreset_mode(word.strip()) for word in text.split(",")]
+        return list(AutoresetMode) if text == "all" else [parse_autoreset_mode(name.strip()) for name in text.split(",")]
     except ValueError as error:
         raise CliError(f"--modes: {error}") from None

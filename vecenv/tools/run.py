@@ -33,7 +33,7 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
     Exit codes: those of the program; 2 wrong usage, or there is no such program.
     Try: vecenv run --on-failure restart train.py --seed 1
     """
-    # returns a function that raises the program's own exceptions, with tracebacks that begin in the program
+    # Returns a function that raises the program's own exceptions, with tracebacks that begin in the program.
     program_arguments = arguments.program if arguments.module is None else arguments.module
     if not program_arguments:
         raise CliError("no program given: vecenv run [options] PROGRAM ..., or vecenv run [options] -m MODULE ...")
@@ -48,12 +48,12 @@ def main(arguments: argparse.Namespace) -> Callable[[], None]:
         if defaults.get("num_workers") == "auto":
             note = f"auto first tries environments in temporary processes, up to {MAX_STEPS} steps"
             print(f"vecenv run: {note}", file=sys.stderr)
-        atexit.register(_report, os.getpid())
+        atexit.register(_print_report, os.getpid())
     sys.argv = list(program_arguments)
     return start
 
 
-def _report(pid: int) -> None:
+def _print_report(pid: int) -> None:
     if os.getpid() == pid:  # not in a process that the program forked
         print(f"vecenv run: {REPORT}", file=sys.stderr)
 
@@ -166,12 +166,12 @@ def _hide_own_frames(
     hook: Callable[..., Any], kind: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     """Call the program's hook with a traceback that begins at the program's first line."""
-    sys.excepthook, own_traceback = hook, traceback
-    while own_traceback is not None and own_traceback.tb_frame.f_code is not _execute.__code__:
-        own_traceback = own_traceback.tb_next
-    while own_traceback is not None and own_traceback.tb_frame.f_code.co_filename == __file__:
-        own_traceback = own_traceback.tb_next
-    hook(kind, error.with_traceback(own_traceback), own_traceback)
+    sys.excepthook, program_traceback = hook, traceback
+    while program_traceback is not None and program_traceback.tb_frame.f_code is not _execute.__code__:
+        program_traceback = program_traceback.tb_next
+    while program_traceback is not None and program_traceback.tb_frame.f_code.co_filename == __file__:
+        program_traceback = program_traceback.tb_next
+    hook(kind, error.with_traceback(program_traceback), program_traceback)
 
 
 def add_options(option: Callable[..., Any]) -> None:

@@ -30,11 +30,11 @@ from vecenv.tools import CliError, import_module_or_exit, require
 EnvFn = Callable[..., gymnasium.Env[Any, Any]]
 
 SEED: Final = 20_240_917
-CROWD_PROCESSES: Final = 16  # a candidate with more processes than this, and than cores, runs only while it is measured
+MANY_PROCESSES: Final = 16  # a candidate with more processes than this, and than cores, runs only while it is measured
 
 
 class Unavailable(Exception):
-    """The error for a candidate that cannot run here, for example without a library. It counts as missing, not as failed."""
+    """The error for a candidate that cannot run here, such as for lack of a library. It counts as missing, not as failed."""
 
 
 class Runner(Protocol):
@@ -64,12 +64,12 @@ def make_env(env_id: str) -> gymnasium.Env[Any, Any]:
 
 
 def resolve(env_id: str) -> EnvFn:
-    """Return the function that builds this environment.
+    """Return a function that builds the environment with this id.
 
     Raises:
         CliError: There is no such environment or module.
     """
-    from vecenv.make import find_spec  # here, because processes that measure other engines do not need it
+    from vecenv.make import find_spec  # imported here, because processes that measure other engines do not need it
 
     module, _, name = env_id.rpartition(":")
     if module:
@@ -448,7 +448,7 @@ class Candidate:
         build: A function that its process unpickles and calls; it returns a :class:`Runner`, or any object with ``close``.
         kind: ``"vecenv"``, ``"gymnasium"``, ``"other"`` or ``"bound"``: its colour in the plots.
         checked: True if its trajectories must equal those of ``SyncVectorEnv``.
-        alone: True if it measures something itself while it starts, and so must start before all others.
+        starts_first: True if it measures something itself while it starts, and so must start before all others.
         processes: The number of processes that it starts, if known in advance; else 0.
     """
 
@@ -457,16 +457,16 @@ class Candidate:
     build: Callable[[], Any]
     kind: str = "other"
     checked: bool = False
-    alone: bool = False
+    starts_first: bool = False
     processes: int = 0
 
     @property
-    def is_crowd(self) -> bool:
-        """True if it has more processes than :data:`CROWD_PROCESSES` and than cores: it runs only while it is measured.
+    def has_many_processes(self) -> bool:
+        """True if it has more processes than :data:`MANY_PROCESSES` and than cores: it runs only while it is measured.
 
         On a virtual machine the mere existence of that many address spaces slows down everything that runs at the same time.
         """
-        return self.processes > max(CROWD_PROCESSES, usable_cores())
+        return self.processes > max(MANY_PROCESSES, usable_cores())
 
 
 def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
@@ -482,7 +482,7 @@ def _build_vecenv(env_fn: EnvFn, num_envs: int, options: dict[str, Any]) -> Any:
 def vecenv_candidate(
     name: str, label: str, env_fn: EnvFn, num_envs: int, runner: Callable[..., Runner] | None = None, **options: Any
 ) -> Candidate:
-    """Return a vecenv candidate with these options. With ``batch_size``, the default runner is first-ready."""
+    """Return a vecenv candidate with these options. Its default runner depends on ``batch_size``."""
     make_envs = partial(_build_vecenv, env_fn, num_envs, options)
     workers = options.get("num_workers")
     processes = num_envs if workers is None else 0 if workers == "auto" else workers
@@ -491,7 +491,7 @@ def vecenv_candidate(
         if "batch_size" in options:
             runner = partial(FirstReadyVectorRunner, batch_size=options["batch_size"])
     build = partial(runner, make_envs)
-    return Candidate(name, label, build, "vecenv", checked=True, alone=workers == "auto", processes=processes)
+    return Candidate(name, label, build, "vecenv", checked=True, starts_first=workers == "auto", processes=processes)
 
 
 def _build_gymnasium(kind: str, env_fn: EnvFn, num_envs: int) -> Any:

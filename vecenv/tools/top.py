@@ -102,12 +102,12 @@ class Watcher:
     def __init__(self, pid: int | None = None) -> None:
         self.left_out: list[str] = []
         self._pid = pid
-        self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the two latest distinct states
+        self._latest: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}  # the two latest distinct readings
 
     def read(self) -> list[ProgramRow]:
-        """Return the running programs.
+        """Return a row for each published vector environment.
 
-        If a program was not in the previous reading, its rates cover the time since it began to publish.
+        If it was not in the previous reading, its rates cover the time since it was first published.
         """
         now: dict[Path, tuple[PublishedStats | None, PublishedStats]] = {}
         self.left_out = []
@@ -129,7 +129,7 @@ class Watcher:
 
 def _program_row(before: PublishedStats | None, now: PublishedStats) -> ProgramRow:
     seconds_since_result = max(time.monotonic() - now.at, 0.0)
-    if seconds_since_result > _LATE_SECONDS:  # no progress since that result: rates of 0
+    if seconds_since_result > _LATE_SECONDS:  # no progress since that result, so that rates are 0
         before = now
     seconds = max(now.at - (before.at if before else now.began), 1e-9)
     earlier = {worker.index: worker for worker in before.workers} if before else {}
@@ -251,7 +251,7 @@ def _escape_name(name: str) -> str:
 def _summary_lines(program: ProgramRow) -> tuple[str, str]:
     """Summarize a program in two lines that fit a narrow terminal."""
     share = f"waits for envs {program.waiting:.0%}"
-    if program.seconds_since_result > _LATE_SECONDS:  # whether it waits for its workers, or computes, is unknown
+    if program.seconds_since_result > _LATE_SECONDS:  # it is unknown whether the program waits or computes
         share = f"no result for {program.seconds_since_result:.1f} s"
     return (
         f"{_escape_name(program.name)}: {program.num_envs} environments, pid {program.pid}",
@@ -321,7 +321,7 @@ def _show(watcher: Watcher, interval: float) -> int:
 
     console = Console()
     if not (console.is_terminal and sys.stdin.isatty()):
-        raise CliError("top shows a live table in a terminal; elsewhere: --once or --json")
+        raise CliError("vecenv top shows a live table only in a terminal; elsewhere, use --once or --json")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # `timeout 9 vecenv top` then restores the terminal too
     view, rows = View(), watcher.read()
     with (
@@ -347,7 +347,7 @@ def _key_reader() -> Iterator[Callable[[float], bytes]]:
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     try:
-        tty.setcbreak(terminal, termios.TCSADRAIN)  # unlike the default, keeps keys typed earlier
+        tty.setcbreak(terminal, termios.TCSADRAIN)  # unlike the default, this keeps keys that were typed earlier
         yield lambda seconds: os.read(terminal, 64) if select.select([terminal], [], [], seconds)[0] else b""
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, before)

@@ -44,7 +44,7 @@ from vecenv.link.channel import Channel, ChannelClosed, WorkerEnd
 from vecenv.link.messages import Failure, Op, Outcome, Reply, decode, encode
 from vecenv.link.own_generators import OwnGenerators
 from vecenv.state.capture import layers_of, reachable_objects
-from vecenv.system.cores import Placement, SpinPolicy, kernel_file
+from vecenv.system.cores import Placement, SpinPolicy, read_kernel_file
 from vecenv.system.descendants import new_token
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, list_open_resources
 from vecenv.system.shared_generators import seed_process
@@ -252,7 +252,7 @@ def _sharing_place(numbers: list[int], place: int) -> list[int]:
 
 
 def _flags_of(number: int) -> int:
-    return int(kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()[0], 8)
+    return int(read_kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()[0], 8)
 
 
 def _explain_unsafe_fork(process: WorkerState) -> str:
@@ -288,7 +288,7 @@ def _is_shared(number: int, file: str) -> bool:
     """True if copies would share the state of an open file."""
     if not file.startswith("/"):  # a socket, a pipe, an eventfd
         return not file.startswith("anon_inode:[pidfd]")
-    if file.startswith("/memfd:") and file in kernel_file("/proc/self/maps"):  # a library was loaded from this file
+    if file.startswith("/memfd:") and file in read_kernel_file("/proc/self/maps"):  # a library was loaded from this file
         return False
     with contextlib.suppress(OSError, IndexError):
         if stat.S_ISCHR(os.fstat(number).st_mode):
@@ -323,15 +323,15 @@ def _count_threads() -> int:
     """Count the threads. A joined thread may be listed for a moment longer, but it is marked as exiting."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
-        fields = kernel_file(f"/proc/self/task/{thread}/stat").rpartition(")")[2].split()
+        fields = read_kernel_file(f"/proc/self/task/{thread}/stat").rpartition(")")[2].split()
         count += bool(fields) and not int(fields[6]) & _PF_EXITING
     return count
 
 
 def _child_pids() -> list[str]:
     """Return the pids of running processes that this one has started."""
-    every = [pid for file in Path("/proc/self/task").glob("*/children") for pid in kernel_file(str(file)).split()]
-    return [pid for pid in every if kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])]
+    every = [pid for file in Path("/proc/self/task").glob("*/children") for pid in read_kernel_file(str(file)).split()]
+    return [pid for pid in every if read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])]
 
 
 def _stop_library_threads() -> None:

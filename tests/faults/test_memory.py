@@ -35,7 +35,7 @@ class Images(gym.Env):
 
 def fake_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
     """Replace the contents of these system files; all other files appear to be missing."""
-    monkeypatch.setattr(arena, "kernel_file", lambda path: files.get(str(path), ""))
+    monkeypatch.setattr(arena, "read_kernel_file", lambda path: files.get(str(path), ""))
 
 
 LOW_MEMORY = {

@@ -316,10 +316,10 @@ def test_the_guard_names_what_changed(name: str) -> None:
     guard = SettingsGuard(seconds=0.0)
     guard.on_reset()
     assert guard.due
-    assert not guard.changed()
+    assert not guard.find_changes()
     CHANGE[name]()
-    assert guard.changed() == [(name, "")]
-    assert not guard.changed()
+    assert guard.find_changes() == [(name, "")]
+    assert not guard.find_changes()
 
 
 def test_the_guard_compares_once_per_second() -> None:

@@ -46,7 +46,7 @@ from vecenv.link.messages import (
 from vecenv.shm import Arena, Batch
 from vecenv.system.cores import Placement, SpinPolicy
 from vecenv.system.descendants import end_marked, new_token
-from vecenv.system.descriptors import DescriptorOwner, require_descriptors, too_few_descriptors
+from vecenv.system.descriptors import DescriptorOwner, require_descriptors, too_few_descriptors_error
 from vecenv.system.shared_generators import fingerprint
 from vecenv.system.signals import deferred_signals
 from vecenv.system.spawning import (
@@ -55,7 +55,7 @@ from vecenv.system.spawning import (
     Variables,
     advice_for_fork,
     end_unclosed,
-    missing_guard,
+    explain_missing_guard,
     spawn,
 )
 from vecenv.system.supervision import EXIT_POLL_INTERVAL_MS, StackFile, close_process, innermost_location
@@ -275,7 +275,7 @@ class WorkerPool:
             with deferred_signals():  # an exception between spawn() and append() would leak the process
                 process = spawn(
                     options.context, main, (start,), name=self.name_of(index), daemon=options.daemon,
-                    lifeline=self._lifeline, token=token, variables=variables, into=self.started,
+                    lifeline=self._lifeline, token=token, variables=variables, processes=self.started,
                 )  # fmt: skip
                 into.append(
                     WorkerProcess(
@@ -290,7 +290,7 @@ class WorkerPool:
                 for process in self.started[num_started:]:
                     self._end_process(process)
             if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-                raise too_few_descriptors(error, count) from error
+                raise too_few_descriptors_error(error, count) from error
             raise
 
     def _end_process(self, process: Any) -> None:
@@ -316,7 +316,7 @@ class WorkerPool:
                 worker.record_death()
             if worker.death is not None:
                 unguarded = worker.death.exitcode == NO_GUARD
-                raise worker.death.error(missing_guard(options.context.get_start_method()) if unguarded else "")
+                raise worker.death.error(explain_missing_guard(options.context.get_start_method()) if unguarded else "")
             if message is not None:
                 ready: Ready = pickle.loads(decode(message)[2] or b"")
                 worker.has_started = True

@@ -29,7 +29,7 @@ from vecenv.link.own_generators import with_own_generators
 from vecenv.planning.independence import CANNOT_TELL, Independence, IndependenceCheck, Run, choose_pairs
 from vecenv.planning.trial import CLOSE_SECONDS, ChildEnd, StepTimes
 from vecenv.system.helper_process import HelperProcess
-from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_processes, missing_guard
+from vecenv.system.spawning import NO_GUARD, Variables, explain_missing_guard, explain_missing_processes
 from vecenv.system.supervision import describe_exit
 
 __all__ = ["EnvDescription", "EnvProbe", "StepTimes"]
@@ -219,7 +219,7 @@ class EnvProbe:
         end = "closed its pipe" if code is None else f"died: {describe_exit(code)}"
         text = f"the process that tried an environment {end}"
         if code == NO_GUARD:
-            text = missing_guard(self.context.get_start_method())
+            text = explain_missing_guard(self.context.get_start_method())
         raise WorkerDied(text, pid=helper.pid, exitcode=code, command="plan")
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from vecenv.errors import ArenaError
 from vecenv.shm.layout import ALIGNMENT, Array
-from vecenv.system.cores import kernel_file
+from vecenv.system.cores import read_kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
 from vecenv.system.spawning import explain_missing_processes
 
@@ -43,7 +43,7 @@ _Data = TypeVar("_Data", Array, dict[Any, Any])
 
 def memory_limits() -> Iterator[tuple[str, int, int]]:
     """Yield (name, bytes left, limit in bytes) for every control group of this process that has a limit."""
-    for line in kernel_file("/proc/self/cgroup").splitlines():
+    for line in read_kernel_file("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             base, limit_name, usage_name = "/sys/fs/cgroup", "memory.max", "memory.current"
@@ -53,8 +53,8 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
             continue
         group = Path(path.lstrip("/"))
         for parent in (group, *group.parents):
-            limit = kernel_file(str(Path(base) / parent / limit_name)).strip()
-            usage = kernel_file(str(Path(base) / parent / usage_name)).strip()
+            limit = read_kernel_file(str(Path(base) / parent / limit_name)).strip()
+            usage = read_kernel_file(str(Path(base) / parent / usage_name)).strip()
             if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED:
                 name = "/" if parent == Path() else f"/{parent}"
                 yield name, max(int(limit) - int(usage), 0), int(limit)
@@ -62,7 +62,7 @@ def memory_limits() -> Iterator[tuple[str, int, int]]:
 
 def available_memory() -> int | None:
     """Return the number of bytes that the machine and its cgroup have left; ``None`` if it is unknown."""
-    lines = [line.split() for line in kernel_file("/proc/meminfo").splitlines()]
+    lines = [line.split() for line in read_kernel_file("/proc/meminfo").splitlines()]
     found = [int(words[1]) * 1024 for words in lines if words[0] == "MemAvailable:"]
     found += [free for _, free, _ in memory_limits()]
     return min(found) if found else None

@@ -1,8 +1,8 @@
-"""The cores to use, the placement of processes on them, and waits without sleeping.
+"""The number of usable cores, the placement of processes on cores, and spinning: polling for a while before sleeping.
 
 Sleeping and waking up costs 20 to 40 microseconds on a virtual machine, as much as several environment steps. Polling is
 free only while the core has no other work. So a process spins only if it has a spare core, and a :class:`SpinPolicy` stops
-the whole engine from spinning for a while when other programs need the cores.
+all processes of an engine from spinning for a while when other programs need the cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPIN_SECONDS: Final = 150e-6
 """The longest spin before a process goes to sleep: about the cost of a few wake-ups."""
 
 _NICE_INCREMENT: Final = 7
-"""Added to the nice value of workers that yield to their caller: an asyncio event loop is 4 ms late with 7, 10 ms with 5."""
+"""The nice increment of workers that yield to their caller: an asyncio event loop is 4 ms late with 7, 10 ms with 5."""
 _REVIEW_SECONDS: Final = 0.1  # minimum time between two reviews; many time slices of the kernel
 _TRIAL_SECONDS: Final = 0.03  # from the end of a pause to the first review
 _MIN_SPINS_PER_REVIEW: Final = 16
@@ -50,18 +50,18 @@ def usable_cores() -> int:
 
 
 def _cgroup_quota() -> float | None:
-    quota, *rest = kernel_file("/sys/fs/cgroup/cpu.max").split() or ["max"]
+    quota, *rest = read_kernel_file("/sys/fs/cgroup/cpu.max").split() or ["max"]
     if quota == "max":
-        quota, *rest = [kernel_file(f"/sys/fs/cgroup/cpu/cpu.cfs_{what}_us").strip() for what in ("quota", "period")]
+        quota, *rest = [read_kernel_file(f"/sys/fs/cgroup/cpu/cpu.cfs_{limit}_us").strip() for limit in ("quota", "period")]
     if not (quota and rest and rest[0]) or float(quota) <= 0:
         return None
     return max(float(quota) / float(rest[0]), 1.0)
 
 
-def kernel_file(path: str) -> str:
+def read_kernel_file(path: str) -> str:
     """Return the content of a kernel file, or an empty string if it cannot be read."""
     try:
-        with FileIO(path) as file:  # 10 times faster than `open`
+        with FileIO(path) as file:  # ten times faster than `open`
             return file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -105,7 +105,7 @@ def bound_placements(affinity: Any, workers: int) -> list[Placement]:
     """Return the placements of workers that are bound to cores of the user's choice.
 
     Args:
-        affinity: A core, or several, for each worker.
+        affinity: For each worker, one core or several.
         workers: The number of workers.
 
     Raises:
@@ -141,7 +141,7 @@ def lower_priority(pid: int) -> None:
 def seconds_waited() -> float | None:
     """Return the seconds that this thread has waited for a core since it began; ``None``: not reported by the kernel."""
     try:
-        ran, waited = kernel_file("/proc/thread-self/schedstat").split()[:2]
+        ran, waited = read_kernel_file("/proc/thread-self/schedstat").split()[:2]
         return int(waited) * 1e-9 if int(ran) else None  # a kernel without these statistics reports zero for all
     except ValueError:
         return None
@@ -185,7 +185,7 @@ class SpinPolicy:
         self._spin_seconds = 0.0
 
     def spin(self, poll: Callable[[int], object]) -> bool:
-        """Call ``poll(0)`` until it finds something, while spinning is allowed; return False if it found nothing."""
+        """Call ``poll(0)`` until it returns a true value, while spinning is allowed; return False if it did not."""
         if not self._spin_seconds:
             return False
         clock = time.perf_counter

@@ -9,7 +9,7 @@ would return unknown processes, and a daemon that waits until its parent is pid 
 
 Programs started by another service (``docker run``, ``systemd-run``) survive. Everything outside of the process groups
 also survives a SIGKILL of the whole program. Without ``/proc`` or the limit (macOS, some sandboxes), only process groups are
-ended. Nothing here raises, except signal handlers that were deferred to the end of a search.
+ended. No function here raises, except for signal handlers that were deferred to the end of a search.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final, NamedTuple
 
-from vecenv.system.cores import kernel_file
+from vecenv.system.cores import read_kernel_file
 from vecenv.system.signals import deferred_signals
 
 if sys.platform != "win32":
@@ -34,8 +34,8 @@ _LINUX: Final = sys.platform.startswith("linux")
 _RLIMIT_LOCKS: Final = 10  # the resource module has no name for it
 _SMALLEST_TOKEN: Final = 1 << 62  # a smaller limit is not a token
 _INNER_BITS: Final = (1 << 22) - 1  # these bits distinguish the workers of an engine inside a worker
-_MAX_SEARCHES: Final = 10  # a helper may fork while it is being killed
-_MAX_EMPTY_SEARCHES: Final = 3  # then the search ends, even if processes are still being created
+_MAX_SEARCHES: Final = 10  # repeated, because a helper may fork while it is being killed
+_MAX_EMPTY_SEARCHES: Final = 3  # then the search is given up, even if processes are still being created
 _KILL_SECONDS: Final = 0.5  # for processes to end after SIGKILL; only uninterruptible system calls take longer
 
 _own_token = 0  # set by mark()
@@ -64,7 +64,7 @@ def new_token() -> int:
 
 
 def mark(token: int) -> None:
-    """Mark this process and every process that it starts from now on. Call this before its environments are built."""
+    """Mark this process and all that it starts from now on. Call this before building environments."""
     global _own_token
     _own_token = token
     if token:
@@ -73,7 +73,7 @@ def mark(token: int) -> None:
 
 
 def end_own_descendants() -> int:
-    """End every process with this worker's mark, after its environments are closed; return the number killed."""
+    """End every process with this worker's mark. Call this after closing the environments. Return the number killed."""
     if not _LINUX:
         _terminate_group()
     return end_marked([_own_token] if _own_token else [])
@@ -84,7 +84,7 @@ def _terminate_group() -> None:
 
     The process that started this worker can kill those that remain, with :func:`end_group`.
     """
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # not in the main thread, or no groups on this system
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # not in the main thread, or this system has no groups
         if os.getpgrp() == os.getpid():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.killpg(os.getpid(), signal.SIGTERM)
@@ -97,14 +97,14 @@ def end_marked(tokens: Collection[int]) -> int:
     """End the processes that reaped workers with these tokens left behind; return the number killed.
 
     Those that are children of this process are reaped: if it adopts orphans, as the first process of a container does, no
-    other process reaps them. Takes about as long for a thousand tokens as for one.
+    other process reaps them. The call takes about as long for a thousand tokens as for one.
     """
     owners = frozenset(tokens) - {0}
 
     def find(table: dict[int, _Process]) -> Iterator[_Process]:
         own = table.get(os.getpid())
         for process in table.values():
-            if own is not None and process.started >= own.started:  # older processes cannot be marked
+            if own is not None and process.started >= own.started:  # an older process cannot be marked
                 token = _read_token(process.pid)
                 if token in owners or token & ~_INNER_BITS in owners:
                     yield process
@@ -142,8 +142,8 @@ def end_group(pids: Iterable[int]) -> None:
 
 
 def _read_token(pid: int | str) -> int:
-    """Return a process's soft limit of file locks, which is its token if it is marked; 0 if there is none."""
-    soft = kernel_file(f"/proc/{pid}/limits").partition("\nMax file locks")[2].split(maxsplit=1)[:1]
+    """Return the soft limit on file locks of a process, which is its token if it is marked; 0 if it is unknown."""
+    soft = read_kernel_file(f"/proc/{pid}/limits").partition("\nMax file locks")[2].split(maxsplit=1)[:1]
     return int(soft[0]) if soft and soft[0].isdigit() else 0
 
 
@@ -156,7 +156,7 @@ def _list_processes() -> dict[int, _Process]:
 
 
 def _read_process(pid: int) -> _Process | None:
-    fields = kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()
     return _Process(pid, int(fields[1]), int(fields[19]), fields[0] in "ZX") if len(fields) >= 20 else None
 
 
@@ -182,7 +182,7 @@ def _kill_until_none_found(find: Callable[[dict[int, _Process]], Iterable[_Proce
 
 
 def _newest_pid() -> str:
-    return kernel_file("/proc/loadavg").rpartition(" ")[2]
+    return read_kernel_file("/proc/loadavg").rpartition(" ")[2]
 
 
 def forkserver_pid() -> int | None:
@@ -199,7 +199,7 @@ def _must_survive(pid: int) -> bool:
     """
     if pid in (os.getpid(), forkserver_pid()):
         return True
-    return "multiprocessing.resource_tracker" in kernel_file(f"/proc/{pid}/cmdline")
+    return "multiprocessing.resource_tracker" in read_kernel_file(f"/proc/{pid}/cmdline")
 
 
 def _kill_and_wait(processes: Collection[_Process]) -> int:

@@ -46,7 +46,7 @@ class Descriptor:
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
-        while self._cell:  # the cell holds both ends of a pipe if pipe() was interrupted
+        while self._cell:  # an interrupted pipe() leaves both ends in one cell
             with contextlib.suppress(IndexError, OSError):
                 deque(map(os.close, map(self._cell.pop, (-1,))), maxlen=0)
 
@@ -92,7 +92,7 @@ def list_open_resources() -> frozenset[tuple[str, str]]:
     found = []
     with contextlib.suppress(OSError):
         for number in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the listing's own descriptor, which is closed by now
+            with contextlib.suppress(OSError):  # the descriptor of listdir() itself, closed by now
                 found.append((number, os.readlink(f"/proc/self/fd/{number}")))
         with open("/proc/self/maps") as lines:
             for line in lines:
@@ -106,7 +106,7 @@ Member = TypeVar("Member", "Descriptor", "DescriptorOwner")
 
 
 class DescriptorOwner:
-    """A group of descriptors that are closed when ``owner`` is collected, if not before.
+    """A group of descriptors that are closed, at the latest, when ``owner`` is collected.
 
     Args:
         owner: The object that they belong to; ``None`` for a subgroup.
@@ -160,12 +160,12 @@ def _close_all(members: list[Descriptor | DescriptorOwner], owner_pid: int) -> N
         member.close()
 
 
-# -- the limit -------------------------------------------------------------------------------------------------------
+# -- the limit on open files ------------------------------------------------------------------------------------------
 
 DESCRIPTORS_PER_WORKER: Final = 6
 """Open files of the caller per worker: two pipes, a stack file, a pidfd, a sentinel and, under fork, one more."""
 SPARE_DESCRIPTORS: Final = 16
-"""Further open files while workers are started."""
+"""Further files that are open while workers start."""
 
 
 def require_descriptors(workers: int) -> None:
@@ -174,17 +174,17 @@ def require_descriptors(workers: int) -> None:
     Call this before starting them, because CPython leaks descriptors if the start of a process fails at the limit.
 
     Raises:
-        OSError: The message names the need and the limit.
+        OSError: The message gives the number of files needed and the limit.
     """
     if sys.platform == "win32":
         return
     with contextlib.suppress(FileNotFoundError):
         free = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
         if free < DESCRIPTORS_PER_WORKER * workers + SPARE_DESCRIPTORS:
-            raise too_few_descriptors(OSError(errno.EMFILE, ""), workers)
+            raise too_few_descriptors_error(OSError(errno.EMFILE, ""), workers)
 
 
-def too_few_descriptors(error: OSError, workers: int) -> OSError:
+def too_few_descriptors_error(error: OSError, workers: int) -> OSError:
     """Return an ``OSError`` like ``error`` that names the number of files needed, the limit and remedies."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     need = DESCRIPTORS_PER_WORKER * workers + SPARE_DESCRIPTORS

@@ -1,18 +1,18 @@
 """Gives each environment its own states of the random generators that all code in a process shares.
 
 The results of an environment that draws from ``random``, ``numpy.random`` or torch's default generator depend on the other
-environments in its process. :mod:`vecenv.link.own_generators` wraps an environment and puts its states in place for each
-call into it. Most environments never draw, and some steps take only 5 us, so a call must cost little more than two
-assignments until the first draw:
+environments in its process. :mod:`vecenv.link.own_generators` wraps an environment and swaps its states in for each call
+to it. Most environments never draw, and some steps take only 5 us, so a call must cost little more than two assignments
+until the first draw:
 
-- numpy takes the lock of its bit generator before it draws, seeds, or reads its state. Until then a *trap* stands in for the
-  bit generator: taking the trap's lock puts the environment's own one in place, for the rest of the call.
+- numpy takes the lock of its bit generator before it draws, seeds, or reads its state. Until then a *trap* replaces the bit
+  generator. Taking the trap's lock installs the environment's own bit generator for the rest of the call.
 - ``random``'s functions are methods of one hidden object. Its class is replaced by one that delegates to the environment's
   own ``random.Random``; the two functions written in C are replaced in all modules that have imported them.
-- torch offers no such hook. If it has been imported, its state is exchanged whenever another environment is called.
+- torch offers no such hook. If it has been imported, its state is swapped whenever another environment is called.
 
 A signal handler may raise between any two bytecodes. So numpy, ``random`` and torch are changed only inside
-:func:`~vecenv.system.signals.deferred_signals`, and a change is repeated if a handler prevented it.
+:func:`~vecenv.system.signals.deferred_signals`, and a change that a handler prevented is repeated.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Generators:
 
     Attributes:
         seed: The seed of the latest reset that had one.
-        episode: The number of resets since.
+        episode: The number of resets after that one.
         numpy: The bit generator.
-        gauss: The second of a pair of normal numbers, which ``RandomState`` keeps for the next draw.
+        gauss: The second of a pair of normal numbers, which ``RandomState`` returns at the next draw.
         python: The ``random.Random`` that replaces the generator of ``random``.
         torch: The state of torch's default generator.
     """
@@ -69,7 +69,7 @@ class Generators:
         """Begin the episode of a reset with this seed.
 
         Without a seed, the states are derived from the latest seed and the number of resets since. If no reset has had a
-        seed, they continue: the environment may have seeded the generators itself.
+        seed, they are kept, because the environment may have seeded the generators itself.
         """
         if seed is not None:
             self.seed, self.episode = _seed_as_int(seed), 0
@@ -86,12 +86,12 @@ class Generators:
     def _integer(self, number: int) -> int:
         return int.from_bytes(self._sequence(number).generate_state(4).tobytes(), "little")
 
-    def make_numpy(self) -> Any:
+    def get_bit_generator(self) -> Any:
         """Return the bit generator; create it if there is none."""
         self.numpy = self.numpy or _BitGenerator(self._sequence(0))
         return self.numpy
 
-    def make_python(self) -> random.Random:
+    def get_python(self) -> random.Random:
         """Return the generator that ``random`` draws from; create it if there is none."""
         self.python = self.python or random.Random(self._integer(1))
         return self.python
@@ -99,8 +99,8 @@ class Generators:
     def _initial_torch_state(self) -> bytes:
         return torch_state(sys.modules["torch"].Generator().manual_seed(self._integer(2) >> 65))
 
-    def put_torch(self, generator: Any) -> None:
-        """Put the state of torch's generator in place; create it if there is none."""
+    def set_torch_state(self, generator: Any) -> None:
+        """Set torch's ``generator`` to the stored state, which is created if there is none."""
         state = self._initial_torch_state() if self.torch is None else self.torch
         generator.set_state(sys.modules["torch"].frombuffer(bytearray(state), dtype=sys.modules["torch"].uint8))
 
@@ -115,7 +115,7 @@ class Generators:
         }  # fmt: skip
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from what :meth:`state` returned."""
+        """Restore the states that :meth:`state` returned."""
         switch.swap_out(self)
         self._clear()
         self.entropy, self.seed, self.episode = state["entropy"], state["seed"], state["episode"]
@@ -136,7 +136,7 @@ def _seed_as_int(seed: Any) -> int:
         return int.from_bytes(hashlib.sha256(repr(seed).encode()).digest(), "little")
 
 
-# -- the stand-in for numpy's bit generator ---------------------------------------------------------------------------------
+# -- numpy's bit generator and its trap ------------------------------------------------------------------------------------
 
 
 class _BitGenerator(np.random.MT19937):
@@ -159,12 +159,12 @@ class _BitGenerator(np.random.MT19937):
 _BitGenerator.__name__ = "MT19937"  # numpy compares it with the name in a state
 
 
-def _exchange_gauss(put: float | None = None) -> float | None:
-    """Return the normal number that the global ``RandomState`` draws next; if ``put`` is given, set it to that first."""
+def _access_gauss(new: float | None = None) -> float | None:
+    """Return the normal number that the global ``RandomState`` has kept for the next draw; set it to ``new`` if given."""
     _BitGenerator.brief = isinstance(_NUMPY.get_bit_generator(), _BitGenerator)
     try:
-        if put is not None:
-            _NUMPY.set_state({**_NUMPY.get_state(legacy=False), "has_gauss": 1, "gauss": put})
+        if new is not None:
+            _NUMPY.set_state({**_NUMPY.get_state(legacy=False), "has_gauss": 1, "gauss": new})
         state: Any = _NUMPY.get_state(legacy=False)
     finally:
         _BitGenerator.brief = False
@@ -172,9 +172,9 @@ def _exchange_gauss(put: float | None = None) -> float | None:
 
 
 class _Trap(np.random.MT19937):
-    """A stand-in for the bit generator until the first draw. It is also the lock that ``RandomState`` takes first.
+    """A replacement for the bit generator until the first draw. It is also its own lock, which ``RandomState`` takes first.
 
-    Operations for which a version of numpy takes no lock use ``state`` and ``_legacy_seeding`` instead.
+    Some versions of numpy take no lock for some operations; these use ``state`` and ``_legacy_seeding`` instead.
     """
 
     def __init__(self) -> None:
@@ -182,15 +182,15 @@ class _Trap(np.random.MT19937):
         self._held_locks: list[Any] = []
         self._is_being_set = False  # True while numpy sets a bit generator, for which it takes the lock
 
-    def put(self, bit_generator: Any, gauss: float | None = None) -> None:
-        """Put the trap, or a bit generator in place of it; if ``gauss`` is given, make it the next normal number."""
+    def set_bit_generator(self, bit_generator: Any, gauss: float | None = None) -> None:
+        """Make numpy use this bit generator, or the trap. ``gauss``, if given, becomes its next normal number."""
         self._is_being_set = True
         try:
             _NUMPY.set_bit_generator(bit_generator)
         finally:
             self._is_being_set = False
         if gauss is not None:
-            _exchange_gauss(put=gauss)
+            _access_gauss(gauss)
 
     @property
     def lock(self) -> Any:  # type: ignore[override]
@@ -202,7 +202,7 @@ class _Trap(np.random.MT19937):
         num_held = len(self._held_locks)
         try:
             with deferred_signals():
-                lock = switch.put_numpy().lock
+                lock = switch.activate_numpy().lock
                 lock.acquire()
                 self._held_locks.append(lock)
         except BaseException:
@@ -222,7 +222,7 @@ class _Trap(np.random.MT19937):
 
     def _active_bit_generator(self) -> Any:
         with deferred_signals():
-            return switch.put_numpy()
+            return switch.activate_numpy()
 
     @property
     def state(self) -> Any:
@@ -237,7 +237,7 @@ class _Trap(np.random.MT19937):
         self._active_bit_generator()._legacy_seeding(seed)
 
 
-# -- the stand-in for the functions of random -------------------------------------------------------------------------------
+# -- the functions of random ------------------------------------------------------------------------------------------------
 
 
 class _DelegatingBase(_random.Random):
@@ -268,16 +268,16 @@ class _DelegatingRandom(random.Random, _DelegatingBase):  # in this order, so th
 
 
 class _Switch:
-    """The states from which this process draws. All attributes except ``active`` are changed inside ``deferred_signals``.
+    """The generator states of this process. All attributes except ``active`` are changed inside ``deferred_signals``.
 
     Attributes:
         outside: The process's own states. (That of ``random`` stays in the hidden object.)
         active: The states to draw from.
-        skip_restoring: States that are not swapped in again after a call. In a worker, where only environments draw, these
+        skip_restoring: States that are not swapped back in after a call. In a worker, where only environments draw, these
             are ``outside``: an environment's states stay in place until another one is called. ``None`` elsewhere.
-        numpy_owner: The owner of the numpy state that is in place; ``None``: the trap is in place.
-        torch_owner: The owner of the torch state that is in place; ``None``: an environment that has ended.
-        in_use: False while numpy's trap and the process's own torch state are in place.
+        numpy_owner: The owner of the active numpy state; ``None`` while the trap is set.
+        torch_owner: The owner of the active torch state; ``None``: an environment that has ended.
+        in_use: False while the trap is set and torch has the process's own state.
         original: The process's bit generator before the traps were set.
         users: The states of the environments for which traps are set.
         replaced: (namespace of a module, name, function written in C) of each replaced reference.
@@ -299,43 +299,43 @@ class _Switch:
         self.users: set[Generators] = set()
         self.replaced: list[tuple[dict[str, Any], str, Any]] = []
 
-    def put_numpy(self) -> Any:
-        """Put the bit generator of the active states in place of the trap, and return it."""
+    def activate_numpy(self) -> Any:
+        """Replace the trap by the bit generator of the active states, and return it."""
         if self.trap is not None and self.numpy_owner is None:
             self.in_use = True
             self.numpy_owner = self.active
-            self.trap.put(self.active.make_numpy(), self.active.gauss)
+            self.trap.set_bit_generator(self.active.get_bit_generator(), self.active.gauss)
         return _NUMPY.get_bit_generator()
 
     def python(self) -> Any:
         """Return the generator that ``random`` draws from."""
-        return _HIDDEN_RANDOM if self.active is self.outside else self.active.make_python()
+        return _HIDDEN_RANDOM if self.active is self.outside else self.active.get_python()
 
-    def swap_in(self, row: Generators) -> None:
-        """Put the states of ``row`` in place: torch's, and numpy's or the trap."""
-        other = self.numpy_owner is not None and self.numpy_owner is not row
-        if other or (self.torch_owner is not row and self.users and is_imported("torch")):
+    def swap_in(self, states: Generators) -> None:
+        """Activate ``states``: torch's state, and numpy's bit generator or the trap."""
+        numpy_differs = self.numpy_owner is not None and self.numpy_owner is not states
+        if numpy_differs or (self.torch_owner is not states and self.users and is_imported("torch")):
             with deferred_signals():
-                if other:
+                if numpy_differs:
                     self._store_numpy()
-                    if row.numpy is not None and row is not self.outside:  # it has drawn before, and probably will again
-                        self.numpy_owner = row
-                        self.trap.put(row.numpy, row.gauss)
-                if (generator := torch_generator()) is not None and self.torch_owner is not row:
+                    if states.numpy is not None and states is not self.outside:  # it has drawn, and probably will again
+                        self.numpy_owner = states
+                        self.trap.set_bit_generator(states.numpy, states.gauss)
+                if (generator := torch_generator()) is not None and self.torch_owner is not states:
                     self._store_torch(generator)
-                    row.put_torch(generator)
-                    self.torch_owner = row
+                    states.set_torch_state(generator)
+                    self.torch_owner = states
                 self.in_use = self.numpy_owner is not None or self.torch_owner is not self.outside
 
-    def swap_out(self, row: Generators) -> None:
-        """Store the states that are in place and belong to ``row`` back in it."""
-        if self.numpy_owner is not row and self.torch_owner is not row:
+    def swap_out(self, states: Generators) -> None:
+        """Store the active numpy and torch states in ``states``, if they are its own."""
+        if self.numpy_owner is not states and self.torch_owner is not states:
             return  # the usual case; `deferred_signals` takes 10 us
         generator = torch_generator()
         with deferred_signals():
-            if self.numpy_owner is row:
+            if self.numpy_owner is states:
                 self._store_numpy()
-            if self.torch_owner is row and generator is not None:
+            if self.torch_owner is states and generator is not None:
                 self._store_torch(generator)
 
     def _store_numpy(self) -> None:
@@ -343,8 +343,8 @@ class _Switch:
         if self.numpy_owner is not None:
             now = _NUMPY.get_bit_generator()
             if now is not self.trap:
-                self.numpy_owner.gauss, self.numpy_owner.numpy = _exchange_gauss(), now
-            self.trap.put(self.trap)
+                self.numpy_owner.gauss, self.numpy_owner.numpy = _access_gauss(), now
+            self.trap.set_bit_generator(self.trap)
             self.numpy_owner = None
 
     def _store_torch(self, generator: Any) -> None:
@@ -372,7 +372,7 @@ class _Switch:
             self.outside.numpy = _BitGenerator(0)
             self.outside.numpy.state = state
         self.outside.gauss = state["gauss"] if state["has_gauss"] else None
-        self.trap.put(self.trap)
+        self.trap.set_bit_generator(self.trap)
 
     def _replace_references(self) -> None:
         """Replace the functions written in C in all modules that have imported them."""
@@ -410,11 +410,11 @@ class _Switch:
             if isinstance(outside.numpy, _BitGenerator):
                 self.original.state = outside.numpy.state
                 outside.numpy = self.original
-            self.trap.put(outside.numpy, outside.gauss)
+            self.trap.set_bit_generator(outside.numpy, outside.gauss)
         self.trap = None
         generator = torch_generator()
         if self.torch_owner is not outside and generator is not None and outside.torch is not None:
-            outside.put_torch(generator)
+            outside.set_torch_state(generator)
         self.torch_owner, self.in_use = outside, False
         _HIDDEN_RANDOM.__class__ = random.Random
         for name, function in _WRITTEN_IN_C.items():
@@ -427,12 +427,12 @@ class _Switch:
 switch: Final = _Switch()
 
 
-def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
+def begin_worker(fingerprint: bytes, key: tuple[int, ...]) -> Callable[[], None]:
     """Give a new worker process its own generators, derived from the caller's, and remove the caller's traps.
 
     Args:
-        stream: The :func:`~vecenv.system.shared_generators.fingerprint` of the caller.
-        key: The index of the worker, and the number of its predecessors.
+        fingerprint: The :func:`~vecenv.system.shared_generators.fingerprint` of the caller.
+        key: The index of the worker, and the number of workers before it at this index.
 
     Returns:
         A function that seeds torch; call it again after code that may have imported torch.
@@ -442,4 +442,4 @@ def begin_worker(stream: bytes, key: tuple[int, ...]) -> Callable[[], None]:
         switch.active = switch.outside
         switch.restore()
     switch.skip_restoring = switch.outside
-    return seed_process(np.random.SeedSequence(int.from_bytes(stream, "little"), spawn_key=key))
+    return seed_process(np.random.SeedSequence(int.from_bytes(fingerprint, "little"), spawn_key=key))

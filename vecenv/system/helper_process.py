@@ -35,7 +35,7 @@ class HelperProcess:
         args: Further arguments of ``target``.
         name: Name of the process.
         daemon: True if it may *not* have ``multiprocessing`` children.
-        abrupt: True if it exits without waiting for threads, children and other leftovers of the environments.
+        abrupt: True if it exits without waiting for threads and children that the environments left behind.
         variables: Its environment variables.
     """
 
@@ -55,8 +55,9 @@ class HelperProcess:
         self._token = new_token()
         self._arguments = abrupt, target, args
         self._spawn = partial(
-            spawn, context, _serve, name=name, daemon=daemon, token=self._token, variables=variables, into=self._processes
-        )
+            spawn, context, _serve, name=name, daemon=daemon, token=self._token, variables=variables,
+            processes=self._processes,
+        )  # fmt: skip
         self._descriptors = DescriptorOwner(self)
         self._watch: ProcessWatch | None = None
         self._owner_pid = os.getpid()
@@ -81,10 +82,10 @@ class HelperProcess:
         return self._processes[0].pid if self._processes else None
 
     def wait(self, deadline: float) -> bool:
-        """Wait until the process has sent something or ended; False if neither happened by ``deadline`` (monotonic)."""
+        """Wait for a message or the end of the process; return False if neither came by ``deadline`` (monotonic)."""
         assert self._watch is not None
-        left = min(max(deadline - time.monotonic(), 0.0), _MAX_POLL_SECONDS)
-        return bool(self._watch.poll(self._poll, left * 1000))
+        remaining = min(max(deadline - time.monotonic(), 0.0), _MAX_POLL_SECONDS)
+        return bool(self._watch.poll(self._poll, remaining * 1000))
 
     def receive(self) -> bytes:
         """Return the next message; empty if there is none yet, or if the pipe was closed, even in the middle of a message.
@@ -114,7 +115,7 @@ class HelperProcess:
         return self._watch.exit_code(_REAP_SECONDS)
 
     def end(self) -> None:
-        """End the process and all that it started, and release everything. Idempotent.
+        """End the process and all that it started, and release its resources. Idempotent.
 
         An exception from a signal handler is raised afterwards.
         """

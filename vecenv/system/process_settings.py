@@ -1,8 +1,8 @@
-"""Settings that all environments of a process share: a complete list, and a cheap guard for workers of several environments.
+"""The settings that all environments of a process share: a complete list, and a cheap guard for workers.
 
-The probe compares the complete list between processes (:mod:`vecenv.planning.independence`). In a worker, `SettingsGuard`
-checks the common ones while environments run. Not covered: the state of C libraries, settings of tensorflow, and most of
-those of jax.
+The probe compares the complete list between processes (:mod:`vecenv.planning.independence`). In a worker with several
+environments, `SettingsGuard` checks the common ones while they run. Neither covers the state of C libraries, the settings of
+tensorflow, or most of those of jax.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WATCHED_CALLS: Final = frozenset({"os.chdir", "os.putenv", "os.unsetenv"})
 
 
 def read_settings(modules: Iterable[str] = ()) -> Settings:
-    """Import ``modules``, then return the settings of this process."""
+    """Import ``modules``, and then return the settings of this process."""
     policy = getattr(sys.modules.get("asyncio.events"), "_event_loop_policy", None)
     if type(policy).__name__ == "_UnixDefaultEventLoopPolicy":  # the default, created at its first use
         policy = None
@@ -104,7 +104,7 @@ class SettingsGuard:
     ``os.chdir``, ``os.putenv`` and ``os.unsetenv``.
 
     Args:
-        running: Returns a description of the environment that is running, or an empty string.
+        name_running: Returns the name of the running environment, or an empty string.
         seconds: The minimum time between two comparisons at resets.
 
     Attributes:
@@ -119,39 +119,39 @@ class SettingsGuard:
         "torch's default dtype", "pygame's window",
     )  # fmt: skip
 
-    def __init__(self, running: Callable[[], str] = str, seconds: float = 1.0) -> None:
+    def __init__(self, name_running: Callable[[], str] = str, seconds: float = 1.0) -> None:
         self.due, self.first_reset = False, True
-        self._running, self._seconds = running, seconds
+        self._name_running, self._seconds = name_running, seconds
         self._changed_by = ""
         self.draws: list[str] = []
         self._generators: SharedStates = {}
         self.restart()
 
     def watch_calls(self) -> None:
-        """Make a comparison due whenever the working directory or an environment variable changes. This cannot be undone."""
+        """Make a comparison due after each change of the working directory or an environment variable. This is permanent."""
 
         def hook(event: str, _: Any) -> None:
             if event in _WATCHED_CALLS:
-                self.due, self._changed_by = True, self._running()
+                self.due, self._changed_by = True, self._name_running()
 
         sys.addaudithook(hook)
 
     def on_reset(self) -> None:
         """Make a comparison due unless the last one was too recent."""
-        if time.monotonic() >= self._next:
+        if time.monotonic() >= self._next_check:
             self.due = True
 
     def restart(self) -> None:
         """Make the current settings the basis of the next comparison."""
         self._modules, self._state = len(sys.modules), self._read()
-        self._generators = {} if switch.users else read_states()  # nothing to compare if each environment has its own
-        self._next = time.monotonic() + self._seconds
+        self._generators = {} if switch.users else read_states()  # with their own generators, environments share none
+        self._next_check = time.monotonic() + self._seconds
         self.due, self._changed_by = False, ""
 
-    def changed(self) -> list[tuple[str, str]]:
+    def find_changes(self) -> list[tuple[str, str]]:
         """Return the settings that changed since the last comparison, each with the environment that changed it, if known.
 
-        If modules were imported in the meantime, changes are attributed to the imports and not returned.
+        If modules were imported since, the changes are attributed to the imports and not returned.
         """
         before, modules, changed_by = self._state, self._modules, self._changed_by
         self.draws = [] if switch.users else find_draws(self._generators)
@@ -178,10 +178,10 @@ class SettingsGuard:
 
 
 def describe_shared_clients(num_envs: int) -> str:
-    """Return a sentence if several environments of this process share a physics client of pybullet, or an empty string.
+    """Return a description of the problem if environments share a physics client of pybullet, or an empty string.
 
-    Calls without ``physicsClientId`` go to the first client, so all bodies are in that one although each environment has
-    connected its own. Call this after all environments have been reset.
+    Calls without ``physicsClientId`` go to the first client, so all bodies are in that one, although each environment has
+    connected a client of its own. Call this after all environments have been reset.
     """
     bullet: Any = sys.modules.get("pybullet")
     if not hasattr(bullet, "getNumBodies"):

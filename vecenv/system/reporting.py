@@ -1,9 +1,9 @@
 """Warnings and log messages that cannot interrupt a call.
 
 A filter may turn warnings into exceptions, for example ``python -W error``, or a filter that a package sets on import.
-Raised in the middle of a call, such an exception would lose the call's result or leave workers running. So while a result is
-pending, the engine uses :func:`warn`, which logs instead of raising. Warnings about arguments may raise, because nothing has
-changed yet.
+Raised in the middle of a call, such an exception would lose the call's result or leave workers running. So the engine uses
+:func:`warn`, which logs instead of raising, while a result is pending. Warnings about arguments may raise, because nothing
+has changed yet.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Final
 import gymnasium
 
 _PERIOD_SECONDS: Final = 10.0
-_MAX_LINES: Final = 5  # about restarts, per period
+_MAX_LINES: Final = 5  # per period
 
 _log = logging.getLogger("vecenv")
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Warn through Gymnasium's logger; if warnings are turned into exceptions, log to ``vecenv``."""
+    """Warn through Gymnasium's logger. If warnings are turned into exceptions, log to ``vecenv``."""
     try:
         gymnasium.logger.warn("%s", text, category=category)
     except Warning:
@@ -29,7 +29,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def log_error(text: str) -> None:
-    """Report an error through Gymnasium's logger, which warns; if warnings are turned into exceptions, log to ``vecenv``."""
+    """Report an error through Gymnasium's logger, which warns. If warnings are turned into exceptions, log to ``vecenv``."""
     try:
         gymnasium.logger.error("%s", text)
     except Warning:
@@ -39,7 +39,7 @@ def log_error(text: str) -> None:
 class RestartLog:
     """A log of restarts and their causes, in the logger ``vecenv``, with a limited number of lines per period.
 
-    Further restarts are counted; the next line gives their number.
+    Restarts beyond the limit are counted, and the next line gives their number.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,8 @@ class RestartLog:
             self._num_suppressed, self._latest_cause = self._num_suppressed + 1, cause
             return
         num_suppressed, self._num_suppressed, self._lines = self._num_suppressed, 0, self._lines + 1
-        more = f" (and {num_suppressed} more restarts since the last such line)" if num_suppressed else ""
+        restarts = f"{num_suppressed} more restart{'s' * (num_suppressed > 1)}"
+        more = f" (and {restarts} since the last such line)" if num_suppressed else ""
         _log.warning("vecenv restarts after a failure: %s%s", cause, more)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The budget of restarts: how many a program allows before it gives up."""
+"""The budget of restarts, which limits the restarts of a program before it gives up."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Final
 from vecenv.errors import envs_text
 
 FREE_RESTARTS: Final = 5
-"""Restarts that an environment, or a worker process, may have in a period however few steps it makes."""
+"""Restarts that an environment, or a worker process, may have in a period, however few steps it makes."""
 STEPS_PER_RESTART: Final = 1000
-"""Steps of these environments that allow one more restart."""
+"""The number of steps of its environments that earns one more restart."""
 
 
 class RestartBudget:
-    """A budget of restarts within some seconds (Erlang's intensity and period).
+    """A budget of restarts within a period of time, as in Erlang (intensity and period).
 
     By default, each environment, and each worker process that dies, has its own budget: five restarts, and one more for
     every 1,000 steps that its environments made since the oldest of its restarts in the period. So one that always fails
@@ -37,28 +37,28 @@ class RestartBudget:
 
     def spend(self, cause: str, rows: Sequence[int] = ()) -> bool:
         """Spend one restart of these rows; return ``False`` if the budget is used up."""
-        now, mine = time.monotonic(), tuple(rows)
+        now, own_rows = time.monotonic(), tuple(rows)
         while self._spent and now - self._spent[0][0] > self.period:
             self._spent.popleft()
         self.causes.append(cause)
-        count, allowed = self._balance(mine)
+        count, allowed = self._count_and_limit(own_rows)
         if count >= allowed:
             return False
-        self._spent.append((now, mine, self._steps()))
+        self._spent.append((now, own_rows, self._steps()))
         return True
 
     def refund(self, count: int) -> None:
-        """Undo the latest ``count`` restarts that :meth:`spend` allowed, because they are not made."""
+        """Cancel the latest ``count`` restarts that :meth:`spend` allowed, because they will not take place."""
         for _ in range(count):
             self._spent.pop()
 
-    def _balance(self, mine: tuple[int, ...]) -> tuple[int, float]:
-        """Return how many restarts these rows had in the period, and how many they may have."""
+    def _count_and_limit(self, own_rows: tuple[int, ...]) -> tuple[int, float]:
+        """Return the number of restarts of these rows in the period, and the number allowed."""
         if self.limit is not None:
             return len(self._spent), self.limit
-        steps = [made for _, rows, made in self._spent if rows == mine]
-        made = (self._steps() - steps[0]) * len(mine) if steps else 0.0
-        return len(steps), FREE_RESTARTS + made // STEPS_PER_RESTART
+        steps_at_restarts = [steps_then for _, rows, steps_then in self._spent if rows == own_rows]
+        steps_since = (self._steps() - steps_at_restarts[0]) * len(own_rows) if steps_at_restarts else 0.0
+        return len(steps_at_restarts), FREE_RESTARTS + steps_since // STEPS_PER_RESTART
 
     def explain_exhaustion(self, rows: Sequence[int]) -> str:
         """Explain why these rows cannot be restarted again, and what can be done about it."""
@@ -68,7 +68,7 @@ class RestartBudget:
                 f"more than {self.limit} restarts within {self.period:g} seconds, which is the budget that "
                 f"on_failure=Restart(limit=, period=) sets; the last causes:\n{causes}"
             )
-        _, allowed = self._balance(tuple(rows))
+        _, allowed = self._count_and_limit(tuple(rows))
         return (
             f"{envs_text(rows)} needed more than {allowed:.0f} restarts within {self.period:g} seconds. By default an "
             f"environment, or a worker process, has {FREE_RESTARTS}, and one more for every {STEPS_PER_RESTART:,} steps; "

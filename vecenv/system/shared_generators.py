@@ -1,4 +1,4 @@
-"""The generators of ``random``, ``numpy.random`` and torch that all code of a process shares: reading, seeding, restoring.
+"""The generators of ``random``, ``numpy.random`` and torch that all code in a process shares: reading, seeding, restoring.
 
 Nothing here changes how they generate numbers. :mod:`vecenv.system.generators` gives each environment its own.
 """
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 
 SharedStates: TypeAlias = dict[str, bytes]
-"""Name of a generator -> its state, in bytes that can be compared."""
+"""Name of a generator -> its state, as bytes that can be compared."""
 
 GENERATORS: Final = {
     "random": "the generator of Python's module random",
@@ -25,7 +25,7 @@ GENERATORS: Final = {
 
 
 def torch_generator() -> Any:
-    """Return torch's default generator; ``None`` if torch has not been imported completely."""
+    """Return torch's default generator, or ``None`` if torch has not been imported completely."""
     return getattr(sys.modules.get("torch"), "default_generator", None)
 
 
@@ -55,14 +55,14 @@ def restore_states(states: SharedStates) -> None:
 def find_draws(before: SharedStates) -> list[str]:
     """Return the names of the generators that were drawn from, or seeded, since :func:`read_states` returned ``before``.
 
-    Generators of libraries that were imported since then are left out, because the import itself may have drawn from them.
+    Generators of libraries imported since then are omitted, because the import itself may have drawn from them.
     """
     now = read_states()
     return [name for name, state in before.items() if now.get(name) != state]
 
 
 def describe_draws(env: str, drawn: Sequence[str]) -> str:
-    """Return the warning about an environment that draws from shared generators.
+    """Return the text of the warning about an environment that draws from shared generators.
 
     Args:
         env: The environment, for example ``"env 0 (CartPole-v1)"``.
@@ -92,7 +92,7 @@ def seed_process(sequence: np.random.SeedSequence) -> Callable[[], None]:
     """Seed the shared generators of this process.
 
     Returns:
-        A function that seeds torch, unless torch has already been seeded; call it after code that may have imported torch.
+        A function that seeds torch, unless torch has already been seeded. Call it after code that may have imported torch.
     """
     numpy_seeds, python_seeds, torch_seeds = sequence.spawn(3)
     numpy_random: Any = np.random

@@ -2,10 +2,10 @@
 
 A handler can run between any two bytecodes of the main thread, and can raise there: Ctrl-C does, and so do time limits with
 ``SIGALRM``. Blocking signals does not help: the kernel then delivers them to another thread, and Python runs the handler in
-the main thread all the same. So the handlers themselves are replaced during a block; this costs 7 us per block.
+the main thread anyway. So the handlers themselves are replaced during a block; this costs 7 us per block.
 
-One call of ``map`` replaces all handlers, and another one restores them. A handler that is already restored may raise
-before the call has ended; in that case the call is repeated.
+One call of ``map`` replaces all handlers, and another one restores them. A handler that has been restored may raise
+before that call ends; in that case it is repeated.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Final, TypeVar
 _Result = TypeVar("_Result")
 _Error = TypeVar("_Error", bound=BaseException)
 _NUMBERS: Final = range(1, signal.NSIG)
-_cache: list[Any] = [[], {}]  # all handlers of the latest block, and the functions among them: saves 2 us per block
-_replaced: list[dict[int, Any]] = []  # the handlers of each block that is open in the main thread, outermost first
+_cache: list[Any] = [[], {}]  # all handlers of the latest block, and the functions among them; saves 2 us per block
+_replaced: list[dict[int, Any]] = []  # the handlers before each open block of the main thread, outermost first
 _watched: list[deque[BaseException]] = []  # the latest exceptions of handlers, for each open block of watched_handlers()
 
 
@@ -71,7 +71,7 @@ def watched_handlers() -> Iterator[None]:
         yield
         return
     handlers = _current_handlers()
-    latest: deque[BaseException] = deque(maxlen=4)  # exceptions that may still be propagating
+    latest: deque[BaseException] = deque(maxlen=4)  # those that may still be propagating
 
     def watch(number: int, frame: Any) -> None:
         try:
@@ -107,7 +107,7 @@ def succeeds_when_repeated(function: Callable[[], object]) -> bool:
     """True if a function returns without an exception.
 
     Call this after the function has raised: if it succeeds now, the exception came from a signal handler (Ctrl-C, a time
-    limit), and must be passed on.
+    limit), and must be raised again.
     """
     try:
         function()
@@ -121,7 +121,7 @@ def call_with_fallback(
 ) -> _Result:
     """Call a repeatable function and return its result; if it raises ``kind``, return ``fallback(error)``.
 
-    An exception of a signal handler (Ctrl-C, a time limit) is passed on unchanged.
+    An exception of a signal handler (Ctrl-C, a time limit) is raised unchanged.
     """
     try:
         return function()
@@ -141,7 +141,7 @@ def _current_handlers() -> dict[int, Any]:
 
 
 def _restore_handlers(handlers: dict[int, Any]) -> BaseException | None:
-    """Restore all handlers, and return the first exception of a handler that ran meanwhile, or ``None``."""
+    """Restore all handlers, and return the first exception of a handler that ran meanwhile, if any."""
     raised: BaseException | None = None
     while True:
         try:
@@ -152,7 +152,7 @@ def _restore_handlers(handlers: dict[int, Any]) -> BaseException | None:
 
 
 def _restore_in_child() -> None:
-    """Restore the handlers in a child process that was forked inside a block, the end of which it never reaches."""
+    """Restore the handlers in a child that was forked inside a block, because it never reaches the end of the block."""
     while _replaced:
         _restore_handlers(_replaced.pop())
 

@@ -46,8 +46,8 @@ def explain_missing_processes() -> str | None:
     """
     if multiprocessing.current_process().daemon:
         return (
-            "this process is daemonic, as those of multiprocessing.Pool and of vecenv are, and may not have children; start "
-            "it with daemon=False, or by concurrent.futures.ProcessPoolExecutor"
+            "this process is daemonic, like those of multiprocessing.Pool and of vecenv, and may not have children; start "
+            "it with daemon=False, or use concurrent.futures.ProcessPoolExecutor"
         )
     if hasattr(select, "poll") and hasattr(os, "killpg"):
         return None
@@ -66,8 +66,8 @@ def require_processes(what: str) -> None:
     reason = explain_missing_processes()
     if reason is not None:
         raise NotImplementedError(
-            f"{what}: {reason}. Use num_workers=0, which steps all environments in this process, or, for environments that "
-            "EnvPool has, backend='envpool' of vecenv.make_vec"
+            f"{what}: {reason}. Use num_workers=0, which steps all environments in this process, or, for environments of "
+            "EnvPool, vecenv.make_vec with backend='envpool'"
         )
 
 
@@ -108,7 +108,7 @@ def check_variables(variables: Any) -> None:
         if not name or "=" in name or "\0" in name:
             raise ValueError(f"WorkerOptions(env) has an invalid name of an environment variable: {name!r}")
         if not callable(value):
-            _text(name, value, "")
+            _as_text(name, value, "")
 
 
 def resolve_variables(variables: WorkerEnv | None, index: int) -> Variables:
@@ -116,15 +116,15 @@ def resolve_variables(variables: WorkerEnv | None, index: int) -> Variables:
 
     Raises:
         TypeError, ValueError: A function returned an invalid value; the message names the variable and the worker.
-        Exception: The exception that a function raised.
+        Exception: Raised by a function.
     """
     where = f" for worker {index}"
     return {
-        name: _text(name, value(index) if callable(value) else value, where) for name, value in (variables or {}).items()
+        name: _as_text(name, value(index) if callable(value) else value, where) for name, value in (variables or {}).items()
     }
 
 
-def _text(name: str, value: Any, where: str) -> str | None:
+def _as_text(name: str, value: Any, where: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int | float):
@@ -176,23 +176,23 @@ class NameWithVariables(str):
 # -- the program's main file ----------------------------------------------------------------------------------------------
 
 
-def missing_guard(method: str) -> str:
-    """Return the advice for a program without a main guard, which would start workers in each worker."""
+def explain_missing_guard(method: str) -> str:
+    """Return an explanation and advice for a program without a main guard, which would start workers in each worker."""
     return (
         f"{_NO_GUARD_TEXT} in {_find_main_file() or 'the program'}: under {method!r} each worker imports the program again, "
         "and this one would start workers there.\n"
-        "Move what it does into a function, `def main():`, and end it with these two lines:\n\n"
+        "Move its code into a function, `def main():`, and end the file with these two lines:\n\n"
         '    if __name__ == "__main__":\n        main()'
     )
 
 
 def is_main_file_error(error: BaseException) -> bool:
-    """True if an error is about the program's main file, so that its traceback adds nothing."""
+    """True if an error is about the program's main file: its traceback adds nothing."""
     return str(error).startswith((_NO_GUARD_TEXT, _NO_FILE_TEXT))
 
 
 def end_if_importing_main() -> None:
-    """End this process if it is importing the main file of its program, because it must not start processes then."""
+    """End this process if it is importing its program's main file, because it must not start processes meanwhile."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(NO_GUARD)
 
@@ -207,7 +207,7 @@ def _find_main_file() -> str:
     return os.path.join(original, file) if file and original and not os.path.isabs(file) else file
 
 
-def _server_exit() -> int | None:
+def _server_exit_code() -> int | None:
     """Return the exit code of the fork server if it has ended, but do not reap it: ``multiprocessing`` does that later."""
     pid = forkserver_pid()
     try:
@@ -241,7 +241,7 @@ def make_context(method: str | None, preload: Sequence[str] | None) -> Any:
 
 
 class Lifeline:
-    """A pipe that ends processes: they hold its reading end, and exit when the caller's writing end closes.
+    """A pipe that ties processes to their caller: they hold its reading end, and end when the writing end closes.
 
     On Linux the kernel kills a process and its group at that moment, whatever the process is doing, even in C code that
     holds the GIL. Elsewhere a process ends when it next reads from its caller, or writes to it.
@@ -274,7 +274,7 @@ if hasattr(os, "register_at_fork"):
 
 
 _lifeline: list[int] = []
-"""In a started process: the descriptor of the lifeline, and the one by which the kernel ends this process."""
+"""In a started process: the lifeline's descriptor, and the one through which the kernel kills this process."""
 
 
 def _end_with_caller(reader: int) -> None:
@@ -283,16 +283,16 @@ def _end_with_caller(reader: int) -> None:
         return
     try:
         # reopened, because the signal's owner is a property of the open file, which siblings share
-        own = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        reopened = os.open(f"/proc/self/fd/{reader}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:  # a sandbox without /proc
         return
-    _lifeline.append(own)
-    fcntl.fcntl(own, fcntl.F_SETOWN, -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid())
-    fcntl.fcntl(own, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(own, fcntl.F_SETFL, fcntl.fcntl(own, fcntl.F_GETFL) | os.O_ASYNC)
+    _lifeline.append(reopened)
+    fcntl.fcntl(reopened, fcntl.F_SETOWN, -os.getpgrp() if os.getpgrp() == os.getpid() else os.getpid())
+    fcntl.fcntl(reopened, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(reopened, fcntl.F_SETFL, fcntl.fcntl(reopened, fcntl.F_GETFL) | os.O_ASYNC)
     poll = select.poll()
-    poll.register(own, 0)
-    if poll.poll(0):  # the caller ended before this line
+    poll.register(reopened, 0)
+    if poll.poll(0):  # the caller has already ended
         os._exit(1)
 
 
@@ -309,7 +309,7 @@ def spawn(
     lifeline: Lifeline,
     token: int,
     variables: Variables | None = None,
-    into: list[Any],
+    processes: list[Any],
 ) -> Any:
     """Start a process that runs ``target(*args)``. Call it within :func:`~vecenv.system.signals.deferred_signals`.
 
@@ -322,7 +322,7 @@ def spawn(
         lifeline: The process ends when this closes.
         token: The mark of the process, see :mod:`vecenv.system.descendants`.
         variables: Environment variables of the process.
-        into: The list to which the process is appended before its start, so that it can always be ended.
+        processes: The list to which the process is appended before its start, so that it can always be ended.
 
     Raises:
         RuntimeError: The program came from standard input, or its main file has no main guard.
@@ -334,7 +334,7 @@ def spawn(
     process = context.Process(
         target=_run, args=(lifeline.reader, token, variables, target, args), name=name, daemon=daemon
     )  # fmt: skip
-    into.append(process)
+    processes.append(process)
     end_if_importing_main()
     if method == "forkserver":
         _preload()
@@ -348,15 +348,15 @@ def spawn(
         with _ctrl_c_blocked(method):
             process.start()
     except (EOFError, OSError):
-        if method == "forkserver" and _server_exit() == NO_GUARD:  # some versions of Python import the main file there
-            raise RuntimeError(missing_guard(method)) from None
+        if method == "forkserver" and _server_exit_code() == NO_GUARD:  # some Python versions import the main file there
+            raise RuntimeError(explain_missing_guard(method)) from None
         raise
     return process
 
 
 @contextlib.contextmanager
 def _ctrl_c_blocked(method: str) -> Iterator[None]:
-    """Block Ctrl-C, which would end the new process with a traceback until it has its own session."""
+    """Block Ctrl-C, so that the new process does not end with a traceback before it has its own session."""
     if method == "forkserver" or not hasattr(signal, "pthread_sigmask"):  # a new server would pass the mask on to all forks
         yield
         return
@@ -372,10 +372,10 @@ def _ctrl_c_blocked(method: str) -> Iterator[None]:
 
 
 def set_up_copy(token: int) -> None:
-    """Give a copy of a started process its own session and mark, and make it end with the caller."""
+    """Set up a forked copy of a started process: its session, its mark, and its end with the caller."""
     os.setsid()
     reader, *own_descriptors = _lifeline
-    for number in own_descriptors:  # its signal goes to the group of the original
+    for number in own_descriptors:  # it signals the process group of the original
         os.close(number)
     _end_with_caller(reader)
     mark(token)
@@ -389,8 +389,8 @@ def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callabl
         else:
             os.environ[name] = value
     with contextlib.suppress(OSError):
-        os.setsid()  # keeps a terminal's Ctrl-C out, and puts the environments' helpers into our group
-    signal.set_wakeup_fd(-1)  # a forked process inherits that of the caller's event loop, which must not get our signals
+        os.setsid()  # shields it from a terminal's Ctrl-C, and puts the environments' helpers into its group
+    signal.set_wakeup_fd(-1)  # the inherited one belongs to the caller's event loop, which must not receive our signals
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -400,7 +400,7 @@ def _run(lifeline: Descriptor, token: int, variables: Variables, target: Callabl
 
 
 def _preload() -> None:
-    """Make the fork server import the engine, and torch, once for all workers, unless it is running already."""
+    """Make a fork server that is not running yet import the engine, and torch if needed, once for all workers."""
     from multiprocessing import forkserver
 
     server: Any = forkserver._forkserver
@@ -410,7 +410,7 @@ def _preload() -> None:
 
 
 def _main_needs_torch() -> bool:
-    """True if the main file imports torch at its top level, and so does each worker that imports the file."""
+    """True if the main file imports torch at its top level, so that each worker imports it too."""
     values = list(vars(sys.modules["__main__"]).values()) if "torch" in sys.modules else []  # a thread may add names
     names = {value.__name__ for value in values if isinstance(value, ModuleType)}
     names.update(str(base.__module__) for value in values if isinstance(value, type) for base in value.__mro__)
@@ -428,19 +428,19 @@ def advice_for_fork(context: Any) -> str:
 
 
 def end_unclosed(lifeline: Lifeline, processes: list[Any], owner: int) -> None:
-    """End the processes of a pool that was garbage-collected, or is still open when the program ends."""
+    """End the processes of a pool that was garbage-collected, or was still open when the program ended."""
     if os.getpid() != owner or not processes:
         return
     lifeline.close()  # the kernel kills the process at the other end
     deadline = time.monotonic() + 1.0
-    unusual = ValueError, OSError, AttributeError, AssertionError  # for example, the process object is closed
+    ignored_errors = ValueError, OSError, AttributeError, AssertionError  # for example, the process object is closed
     for process in processes:
-        with contextlib.suppress(*unusual):
-            if process.pid is not None and process.exitcode is None:  # not reaped yet, so its pid cannot be another's
+        with contextlib.suppress(*ignored_errors):
+            if process.pid is not None and process.exitcode is None:  # not reaped yet, so no other process can have its pid
                 end_group([process.pid])
                 os.kill(process.pid, signal.SIGKILL)
     for process in processes:
-        with contextlib.suppress(*unusual):
+        with contextlib.suppress(*ignored_errors):
             while process.exitcode is None and not was_reaped(process.pid) and time.monotonic() < deadline:
                 time.sleep(0.001)
         close_process(process)

@@ -46,7 +46,7 @@ import time
 from types import FrameType
 from typing import Any, Final
 
-from vecenv.system.cores import kernel_file
+from vecenv.system.cores import read_kernel_file
 from vecenv.system.descriptors import Descriptor, DescriptorOwner, open_unnamed_file
 from vecenv.system.signals import deferred_signals
 
@@ -218,7 +218,7 @@ STACK_SIGNALS: Final[tuple[int, ...]] = (
 
 def catches_signal(pid: int, number: int) -> bool:
     """True if ``/proc`` shows that the process has a handler for the signal."""
-    caught = kernel_file(f"/proc/{pid}/status").partition("SigCgt:")[2].split(maxsplit=1)
+    caught = read_kernel_file(f"/proc/{pid}/status").partition("SigCgt:")[2].split(maxsplit=1)
     return bool(caught) and bool(int(caught[0], 16) >> (number - 1) & 1)
 
 

@@ -151,7 +151,7 @@ class EnvRows:
         return f"env {self.first + k}" if k >= 0 else ""
 
     def _check_settings(self, guard: SettingsGuard) -> None:
-        for name, culprit in guard.changed():
+        for name, culprit in guard.find_changes():
             self.warnings.append((
                 f"settings: {name}",
                 f"{culprit or 'an environment'} changed the {name} of its process, which envs {self.span} share: this may "

@@ -1,14 +1,14 @@
 """Anonymous shared memory: the block that holds a batch, and read-only arrays that all processes share.
 
 A memfd is accessible only by inheritance, is not limited by the size of ``/dev/shm`` (64 MB in a Docker container), and is
-freed when the last process that holds it ends. All of it is allocated at once, so that a lack of memory is an error at the
-start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds use an
-unlinked file, which has no seals; on systems without worker processes, the block is private memory without a file.
+freed when the last process that holds it ends. All of its memory is allocated on creation, so that a lack of memory is an
+error at the start and not a SIGBUS hours later. Then it is sealed, so that no worker can truncate it. Systems without memfds
+use an unlinked file, which has no seals; on systems without worker processes, the block is private memory without a file.
 
 The kernel may grant an allocation that exceeds the available memory; the OOM killer then ends a process, and no error is
 returned. So the size is first compared with the memory that the machine and the control group have left.
 
-:func:`share` copies arrays into memory that is then read-only for all processes, and returns plain arrays over it. Instead
+:func:`share` copies arrays into memory that is then read-only for all processes, and returns plain arrays over it. In place
 of the data of such an array, :mod:`vecenv.link.messages` sends the block and the place that :func:`find_place` returns.
 """
 
@@ -69,15 +69,15 @@ def available_memory() -> int | None:
 
 
 def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, advice: str = "") -> Descriptor:
-    """Create a zeroed, fully allocated memory file of ``size`` bytes; -1 if worker processes are not possible.
+    """Create a zeroed, fully allocated memory file of ``size`` bytes. Without worker processes, return a closed descriptor.
 
-    Raises ``ArenaError``, from ``message_start`` to ``advice``, if ``size`` exceeds the memory that is left.
+    Raises ``ArenaError`` if ``size`` exceeds the memory that is left; ``message_start`` and ``advice`` frame its message.
     """
     free = available_memory()
     if free is not None and size > free:
         raise ArenaError(
             f"{message_start} {size:,} bytes of shared memory, but only {free:,} bytes are available here (the smaller of "
-            f"MemAvailable and what the control group has left){advice}"
+            f"MemAvailable and the memory that the control group has left){advice}"
         )
     if hasattr(os, "memfd_create"):
         file = owner.open(os.memfd_create, "vecenv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -100,14 +100,14 @@ def _create_memory_file(size: int, owner: DescriptorOwner, message_start: str, a
 
 
 def _seal(file: Descriptor, *, contents: bool) -> None:
-    """Fix the size of a memfd; with ``contents``, its contents too."""
+    """Make the size of a memfd final; with ``contents``, its contents too."""
     if hasattr(os, "memfd_create"):
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(file.number, fcntl.F_ADD_SEALS, seals | fcntl.F_SEAL_WRITE if contents else seals)
 
 
 def _fill(descriptor: int, size: int) -> None:
-    """Allocate a file by writing zeros: a file system reserves only the blocks that were written."""
+    """Allocate a file by writing zeros, because a file system reserves only the blocks that were written."""
     zeros = bytes(min(size, _CHUNK_BYTES))
     written = 0
     while written < size:
@@ -181,7 +181,7 @@ class SharedBlock(mmap.mmap):
 
     @classmethod
     def map_file(cls, file: Descriptor, size: int, owner: DescriptorOwner) -> SharedBlock:
-        """Map the memory of a file, which is closed when the block is garbage-collected."""
+        """Map a file, which is closed when the block is garbage-collected."""
         block = cls(file.number, size, access=mmap.ACCESS_READ)
         block.file = file
         owner.close_with(block)
@@ -223,7 +223,7 @@ def _rebuild_block(data: Any) -> SharedBlock:
 
 
 def find_place(array: Any) -> tuple[SharedBlock, Place] | None:
-    """Return the block that contains the data of an array, and the location in it; ``None`` if there is no such block."""
+    """Return the block that contains the data of an array, and its place there; ``None`` if there is no such block."""
     root = array
     while isinstance(root, np.ndarray):
         root = root.base
@@ -253,18 +253,18 @@ def share(data: _Data) -> _Data:
     named: Mapping[Any, Any] = data if isinstance(data, dict) else {None: data}
     places, size = [], 0
     for name, array in named.items():
-        what = "share()" if name is None else f"share(): {name!r}"
+        prefix = "share()" if name is None else f"share(): {name!r}"
         if not isinstance(array, np.ndarray):
-            raise TypeError(f"{what}: expected a NumPy array or a dict of arrays, got {type(array).__name__}")
+            raise TypeError(f"{prefix}: expected a NumPy array or a dict of arrays, got {type(array).__name__}")
         if array.dtype.hasobject:
-            raise TypeError(f"{what}: expected an array without Python objects, got dtype {array.dtype}")
+            raise TypeError(f"{prefix}: expected an array without Python objects, got dtype {array.dtype}")
         contiguous = array.flags.c_contiguous or array.flags.f_contiguous
         places.append(Place(size, array.dtype, array.shape, array.strides if contiguous else None))
         size += -(-max(array.nbytes, 1) // ALIGNMENT) * ALIGNMENT
     if not places:
         return data.copy()
     shared: list[Array]
-    if explain_missing_processes():  # this process is the only one
+    if explain_missing_processes():  # no other process can share it
         shared = [array.copy() for array in named.values()]
         for array in shared:
             array.flags.writeable = False

@@ -1,6 +1,6 @@
 """Lays out the shared block: spaces become named fields, fields become numpy views.
 
-There are no system calls here. The caller runs :meth:`Layout.for_spaces` once and sends the layout to the workers, and both
+This module makes no system calls. The caller runs :meth:`Layout.for_spaces` once and sends the layout to the workers. Both
 sides call the same :meth:`Layout.view` over the same memory. Every leaf of a space is one contiguous array over all
 environments, row i for environment i, on a 64-byte boundary, so that returning a batch is one copy per leaf.
 
@@ -28,7 +28,7 @@ INFO_BYTES: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One array of a space: its name for error texts, dtype and per-environment shape."""
+    """One array of a space: its name in error texts, its dtype, and its shape for one environment."""
 
     name: str
     dtype: np.dtype[Any]
@@ -42,7 +42,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The structure of a space of fixed size. It has a ``leaf`` or ``children``, by key (``keyed``) or by index."""
+    """The structure of a space of fixed size. It has either a ``leaf`` or ``children``, by key (``keyed``) or by index."""
 
     leaf: Leaf | None = None
     children: tuple[tuple[Any, Tree], ...] = ()
@@ -109,7 +109,7 @@ def fixed_tree(space: Space[Any], name: str = "observation") -> Tree | None:
     if isinstance(space, spaces.Tuple):
         return _branch([(i, fixed_tree(sub, f"{name}[{i}]")) for i, sub in enumerate(space.spaces)], keyed=False)
     if isinstance(space, _FIXED) and create_shared_memory.dispatch(type(space)) in _GYMNASIUM_FUNCTIONS:
-        # from its string: the dtype of an unpickled space equals numpy's built-in one, but is a different object
+        # by its name, because the dtype of an unpickled space equals NumPy's own, but is a different object
         return Tree(leaf=Leaf(name, np.dtype(np.dtype(space.dtype).str), tuple(space.shape or ())))
     return None
 
@@ -181,7 +181,7 @@ class Layout:
         num_envs: Number of rows.
         observations: Tree of one observation, ``None`` if observations are pickled.
         actions: Tree of one action, ``None`` if actions are pickled.
-        final: True if there is room for final observations.
+        final: True if the block has room for final observations.
         size: Bytes of the whole block.
         recorded: The number of leading bytes that hold actions, rewards and flags.
     """

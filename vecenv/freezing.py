@@ -146,7 +146,7 @@ def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
     if plan.seed is not None:
         _reseed(process.rows.envs[0], plan.seed)
     process.inherited = list_open_resources()
-    process.leave = os._exit  # only the original process cleans up at the interpreter's exit
+    process.exit = os._exit  # only the original process cleans up at the interpreter's exit
     _report_ready(process.channel)
 
 

@@ -464,7 +464,7 @@ def test_what_a_worker_cannot_unpickle_is_an_error_and_ends_no_worker() -> None:
             lambda: envs.set_attr("value", CannotBeUnpickled()), lambda: envs.call("echo", CannotBeUnpickled()),
             lambda: envs.exec_func(lambda env, value: value, None, CannotBeUnpickled()),
         ):  # fmt: skip
-            with pytest.raises(EnvError, match="env 0: what was sent cannot be unpickled in the worker: ValueError"):
+            with pytest.raises(EnvError, match="env 0: the request cannot be unpickled in the worker: ValueError"):
                 call()
         envs.step(np.zeros(3, int))
         assert [process.pid for process in envs.processes] == pids

@@ -322,7 +322,7 @@ def test_a_reset_within_a_step_whose_info_is_no_dict_keeps_the_end_of_the_episod
     zeros = np.zeros(4, np.float32)
     resets, steps = [(zeros, {"b": 2}), (zeros, None)], [(zeros, 1.0, True, False, {"a": 1})] * 2
     with ready_engine([partial(ReturningEnv, resets=resets, steps=steps)] * 2, autoreset_mode="SameStep", **engine) as envs:
-        text = "is not a dict but a NoneType; with same-step autoreset it is left out"
+        text = "is not a dict but a NoneType; with same-step autoreset it is dropped"
         with pytest.warns(UserWarning, match=text) as seen:
             infos = [envs.step([0, 0])[4] for _ in range(2)]
         assert len(seen) == 1

@@ -202,7 +202,7 @@ def test_what_a_worker_cannot_unpickle_is_an_error_of_one_row(env_threads: int) 
             submissions.submit(1, "call", ("single_value", (CannotBeUnpickled(),), {}))
             submissions.submit(2, "step", CannotBeUnpickled())
             found = wait_for_results(submissions, 2)
-            assert str(found[1]).startswith("env 1: what was sent cannot be unpickled in the worker: ValueError")
+            assert str(found[1]).startswith("env 1: the request cannot be unpickled in the worker: ValueError")
             assert isinstance(found[2], EnvFailed)
             assert [record.env for record in envs.errors] == [1, 2]
             submissions.submit(0, "step", 4)

@@ -1,15 +1,15 @@
-/* Writes results of env.step into shared memory, if each of their values is of exactly the expected type. It refuses every
-   other result and leaves it to the Python code of rows.py, which alone defines what happens. See row_writer.py. */
+/* Writes results of env.step into shared memory, if each of their values has exactly the expected type. Every other result
+   is refused and left to the Python code in rows.py, which alone defines the semantics. See row_writer.py. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030B0000
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
 
-#define INTERFACE 1 /* row_writer.py requires this number: a file built from older sources may be in its way */
+#define INTERFACE 1 /* row_writer.py requires this number: a module built from older sources may still be installed */
 #define C_CONTIGUOUS 1
 
-/* The beginning of every numpy.ndarray, as the macros of NumPy 1 and 2 read it in all modules that are compiled for these.
+/* The first fields of every numpy.ndarray, at the offsets that the macros of NumPy 1 and 2 compile into all extensions.
    Requesting an array's buffer instead would take longer than the rest of a write. row_writer.py verifies the fields. */
 typedef struct {
     PyObject_HEAD
@@ -29,7 +29,7 @@ enum { OBSERVATION, REWARD, TERMINATED, TRUNCATED, SCHEMA, RECORD, CELLS };
 
 typedef struct {
     PyObject_HEAD
-    PyObject *known, *infos; /* tuples that hold the objects below */
+    PyObject *known, *infos; /* tuples that keep the objects below alive */
     Py_buffer cells[CELLS];
     PyTypeObject *array, *float32, *float64;
     PyObject *no; /* numpy.False_ */
@@ -47,9 +47,9 @@ static int copy_array(const Column *column, PyObject *value, void *to)
     for (int i = 0; i < a->axes; i++)
         if (a->shape[i] != b->shape[i])
             return 0;
-    if (a->dtype != b->dtype && PyObject_RichCompareBool(a->dtype, b->dtype, Py_EQ) != 1) /* one unpickled is no singleton */
+    if (a->dtype != b->dtype && PyObject_RichCompareBool(a->dtype, b->dtype, Py_EQ) != 1) /* unpickled dtypes are copies */
         return 0;
-    memmove(to, a->data, column->size); /* an environment may return its row itself */
+    memmove(to, a->data, column->size); /* memmove, because an environment may return the row itself */
     return 1;
 }
 
@@ -99,7 +99,8 @@ static int copy_result(Row *self, PyObject *result)
         return 0;
     for (int i = 0; i < 5; i++)
         values[i] = PyTuple_GetItem(result, i);
-    if ((values[2] != Py_False && values[2] != no) || (values[3] != Py_False && values[3] != no)) /* or an episode's end */
+    /* the end of an episode, or a flag that is not a bool, is left to Python */
+    if ((values[2] != Py_False && values[2] != no) || (values[3] != Py_False && values[3] != no))
         return 0;
     PyTypeObject *type = Py_TYPE(values[1]);
     int number = type == &PyFloat_Type || type == &PyLong_Type || type == self->float64 || type == self->float32;
@@ -118,7 +119,7 @@ static int copy_result(Row *self, PyObject *result)
     return size ? 2 : 1;
 }
 
-/* write(result): 0: refused; 1: written; 2: written, with an info. */
+/* write(result) returns 0 if it refuses, 1 if it has written the result, and 2 if it has also written an info. */
 static PyObject *write_row(Row *self, PyObject *result)
 {
     int written = copy_result(self, result);
@@ -127,7 +128,7 @@ static PyObject *write_row(Row *self, PyObject *result)
     return PyLong_FromLong(written);
 }
 
-/* learn(number, columns): accept infos with the keys and types of these columns, which have this number of a schema. */
+/* learn(number, columns): accept infos with the keys and types of these columns; the number identifies their schema. */
 static PyObject *learn(Row *self, PyObject *arguments)
 {
     PyObject *infos, *before = self->infos;

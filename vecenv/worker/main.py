@@ -1,7 +1,7 @@
 """The main loop of a worker process, which receives requests, executes them and replies.
 
-:func:`execute` executes a request on :class:`~vecenv.worker.snapshot_rows.SnapshotRows`; the caller uses it too, for its own
-share of the environments. :func:`main` is the entry point of a worker process. It installs the signal handlers of
+:func:`execute` executes one request on :class:`~vecenv.worker.snapshot_rows.SnapshotRows`. The caller uses it too, for its
+own share of the environments. :func:`main` is the entry point of a worker process. It installs the signal handlers of
 :mod:`vecenv.system.supervision` before it builds environments, so that even a crash in a constructor is reported.
 """
 
@@ -48,13 +48,13 @@ from vecenv.system.supervision import StackFile, flush_output
 from vecenv.worker.snapshot_rows import SnapshotRows
 from vecenv.worker.threaded_rows import ThreadedRows
 
-_THREADS_GRACE_SECONDS: Final = 0.2  # to wait for threads of environments that are about to end
+_THREADS_GRACE_SECONDS: Final = 0.2  # for threads of environments that are about to end
 _THREAD_VARIABLES: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 
 @dataclass(slots=True)
 class Start:
-    """The arguments of one worker process. All of them can be pickled while a process is being spawned."""
+    """The arguments of a worker process. They can be pickled only while a process is being spawned."""
 
     index: int
     first: int
@@ -64,21 +64,21 @@ class Start:
     ends: Ends
     stack_file: StackFile
     placement: Placement
-    stream: bytes
+    fingerprint: bytes
     generation: int
 
 
 @dataclass(slots=True)
 class WorkerState:
-    """The state of a worker process. A function that :attr:`Op.RUN` runs may replace any of it.
+    """The state of a worker process. Functions run by :attr:`Op.RUN` may replace any part of it.
 
     Attributes:
         start: The arguments of the process.
         channel: The connection to the caller.
-        rows: Its environments; ``None`` if they could not be built.
+        rows: Its environments; ``None`` until they are built, or if that failed.
         inherited: The result of :func:`~vecenv.system.descriptors.list_open_resources` before ``rows`` were built.
-        cpus: The cores that it may use while it does not spin.
-        leave: A function that ends the process with an exit code.
+        cpus: The cores that it may use when it does not spin.
+        exit: A function that ends the process with an exit code.
     """
 
     start: Start
@@ -86,7 +86,7 @@ class WorkerState:
     rows: SnapshotRows | None = None
     inherited: frozenset[tuple[str, str]] = frozenset()
     cpus: Collection[int] = ()
-    leave: Callable[[int], object] = sys.exit
+    exit: Callable[[int], object] = sys.exit
 
 
 @dataclass(slots=True)
@@ -168,36 +168,36 @@ def _serve(process: WorkerState, rows: SnapshotRows, channel: WorkerEnd, policy:
             if process.channel is not channel:
                 return None
         else:
-            rows.note_running(-1)  # unpickling the payload may kill this worker, and then no environment is to blame
-            arguments, refusal = _unpickle(rows, op, seq, payload)
-            outcome = refusal or execute(rows, op & ~OVERLAPS, seq, arguments)
-        if os.getpid() != pid:  # a child that an environment forked has returned from step(): it is not the worker
+            rows.note_running(-1)  # if unpickling the payload kills this worker, no environment is to blame
+            arguments, error_outcome = _unpickle(rows, op, seq, payload)
+            outcome = error_outcome or execute(rows, op & ~OVERLAPS, seq, arguments)
+        if os.getpid() != pid:  # this is a child that an environment forked, not the worker
             os._exit(0)
         reply(channel, seq, outcome)
 
 
 def _unpickle(rows: SnapshotRows, op: int, seq: int, payload: bytes | None) -> tuple[Any, Outcome | None]:
-    """Return the payload, unpickled, and ``None``. If that fails, return the reply: a failure of the request's rows."""
+    """Return the unpickled payload and ``None``; or ``None`` and a reply in which all rows of the request have failed."""
     try:
         return None if payload is None else pickle.loads(payload), None
     except Exception as error:
         is_about_some = op & OVERLAPS or op in (Op.STEP_SOME, Op.RESET_SOME, Op.REBUILD_SOME)
-        text = f"what was sent cannot be unpickled in the worker: {summary(error)}"
+        text = f"the request cannot be unpickled in the worker: {summary(error)}"
         envs = rows.first + (rows.requested_rows(seq) if is_about_some else np.arange(rows.count))
-        fatal = op & ~OVERLAPS <= Op.REBUILD_SOME  # then it has no result
+        fatal = op & ~OVERLAPS <= Op.REBUILD_SOME  # a step, reset or rebuild without a result
         return None, Outcome(failures=[Failure(env, EnvError(f"env {env}: {text}"), fatal) for env in envs.tolist()])
 
 
 def execute_in_thread(channel: WorkerEnd, rows: ThreadedRows, op: int, seq: int, payload: bytes | None) -> None:
-    """Execute an overlapping request in a thread and reply, while other environments are still running."""
+    """Execute an overlapping request in a thread, while other environments are still running, and reply."""
     try:
-        arguments, refusal = _unpickle(rows, op, seq, payload)
+        arguments, error_outcome = _unpickle(rows, op, seq, payload)
         op &= ~OVERLAPS
-        if refusal is None:
+        if error_outcome is None:
             rows.run(op, seq, arguments)
         with rows.request_lock:
-            reply(channel, seq, refusal or execute(rows, op, seq, arguments))
-    except ChannelClosed:  # the main thread gets that exception too
+            reply(channel, seq, error_outcome or execute(rows, op, seq, arguments))
+    except ChannelClosed:  # the main thread receives this exception too
         pass
     except BaseException:  # without a reply the caller would wait forever
         traceback.print_exc()
@@ -224,7 +224,7 @@ def close_rows(channel: WorkerEnd, rows: SnapshotRows, seq: int) -> bool:
 
 
 def describe_leftovers() -> str:
-    """Describe the threads and processes of environments that keep this process from ending; empty if there are none."""
+    """Describe the threads and processes of environments that keep this process from exiting; empty if there are none."""
     threads = [thread for thread in threading.enumerate() if thread is not threading.main_thread() and not thread.daemon]
     deadline = time.monotonic() + _THREADS_GRACE_SECONDS
     for thread in threads:
@@ -243,9 +243,9 @@ def main(start: Start) -> None:
     _limit_threads(start.plan.threads)
     process = WorkerState(start, WorkerEnd(start.ends, blocks=not start.placement.spin))
     try:
-        seed_torch = begin_worker(start.stream, (start.index, start.generation))
+        seed_torch = begin_worker(start.fingerprint, (start.index, start.generation))
         env_fns = start.env_fns
-        assert not isinstance(env_fns, EnvFnsToStart)  # pickling turns it into PackedEnvFns
+        assert not isinstance(env_fns, EnvFnsToStart)  # these are pickled as PackedEnvFns
         if isinstance(env_fns, PackedEnvFns):
             env_fns = start.env_fns = env_fns.load(start.first, "in its worker")  # frees the pickled functions
         batch = start.plan.layout.view(start.arena.buffer)
@@ -258,19 +258,19 @@ def main(start: Start) -> None:
         rows.guard_settings()
         failures, mismatches = rows.build()
         seed_torch()
-        rows.leave_if_forked()
+        rows.exit_if_forked()
         process.rows = rows
     except BaseException as error:
         failures, mismatches = [Failure(getattr(error, "env", start.first), error)], []
     for failure in failures:
         failure.error = pack_error(failure.error)
     code = _serve_until_exit(process, Ready(os.getpid(), failures, mismatches))
-    if code or process.leave is not sys.exit:
-        process.leave(code)
+    if code or process.exit is not sys.exit:
+        process.exit(code)
 
 
 def _serve_until_exit(process: WorkerState, ready: Ready) -> int:
-    """Serve requests and return the exit code. If the caller is gone, end the processes that environments started."""
+    """Serve requests, and return the exit code. If the caller is gone, end the processes that environments started."""
     clean = caller_is_gone = False
     try:
         process.channel.send(Reply.READY, 0, pickle.dumps(ready))
@@ -285,13 +285,13 @@ def _serve_until_exit(process: WorkerState, ready: Ready) -> int:
     flush_output()
     if caller_is_gone:  # no other process ends the helpers that environments started
         end_own_descendants()
-    if describe_leftovers():  # an ordinary exit would wait for them
+    if describe_leftovers():  # a normal exit would wait for them
         os._exit(0 if clean else 1)
     return 0 if clean else 1
 
 
 def _limit_threads(threads: int | None) -> None:
-    """Limit the threads of numerical libraries. Those imported later read the environment variables."""
+    """Limit the threads of numerical libraries; those that are imported later read environment variables."""
     if threads is None:
         return
     for variable in _THREAD_VARIABLES:

@@ -35,7 +35,7 @@ class CompiledRow(Protocol):
 
 
 def load() -> Any:
-    """Import the compiled module. Return ``None`` if it is missing, or does not fit this code or NumPy."""
+    """Import the compiled module. Return ``None`` if it is missing, or does not match this code or this NumPy."""
     try:
         module = importlib.import_module(MODULE)
     except ImportError:
@@ -54,12 +54,12 @@ def is_compiled() -> bool:
 
 
 def make_compiled_rows(leaf: Leaf | None, batch: Batch, rows: slice) -> Sequence[CompiledRow]:
-    """Return a writer for each of ``rows``; an empty list if Python has to write the results.
+    """Return a writer for each of ``rows``, or an empty list if Python has to write the results.
 
     Args:
-        leaf: The array of an observation; ``None`` if it is not a single array.
+        leaf: The leaf of the observation space; ``None`` if an observation is not a single array.
         batch: Views of the shared block.
-        rows: The rows.
+        rows: The worker's rows.
     """
     if not is_compiled() or leaf is None or leaf.shape == () or not batch.observations:
         return []

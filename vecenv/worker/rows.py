@@ -3,7 +3,7 @@
 :class:`EnvRows` is independent of processes and messages; the same class works in a worker process, in the caller's own
 process (``num_workers=0``, ``use_caller=True``) or on another machine. Results that do not fit into shared memory are
 returned in an :class:`Outcome`, which is empty for a plain step. A failure of one environment is recorded in the outcome and
-does not affect the others; a failed environment is closed at once and rebuilt by its next reset.
+does not affect the others; a failed environment is closed immediately and rebuilt by its next reset.
 
 The step loop is the hot path of the whole package. It uses only local variables, and the autoreset mode costs nothing until
 an episode ends: a table maps it to the function that is called then.
@@ -59,7 +59,7 @@ class EnvRows:
         self.first, self.count, self.plan = first, len(env_fns), plan
         self.env_fns = list(env_fns)
         self.envs: list[gymnasium.Env[Any, Any] | None] = [None] * self.count
-        self.forked: list[bool] = []  # not empty if this process is a fork of the worker; see leave_if_forked()
+        self.forked: list[bool] = []  # not empty if this process is a fork of the worker; see exit_if_forked()
         self.warnings: list[tuple[str, str]] = []
         self._returned_none = False
         self._warned_of_finished = False
@@ -84,8 +84,8 @@ class EnvRows:
             finals = [leaf[mine] for leaf in batch.final_observations]
             self._write_final_row = make_observation_writer(self._tree, finals, first, self._warn)
         leaf = self._tree.leaf if self._tree is not None else None
-        # Fast targets for observations that are one array, the common case. In other rows, assignment to `None[:]` raises
-        # TypeError, upon which step() takes the slow path.
+        # Fast targets for observations that are one array, the common case. For other rows, the assignment `None[:] = ...`
+        # raises TypeError, and step() takes the slow path.
         self._direct_rows: list[Any] = [None] * self.count
         if leaf is not None and self._leaves:
             self._direct_rows = make_exact_rows(leaf, self._leaves[0])
@@ -97,13 +97,13 @@ class EnvRows:
         self._schemas = batch.info_schemas[mine]
         self._final = batch.final[mine]
         cells = (as_memoryview(counter[worker : worker + 1]) for counter in (batch.worker_time, batch.worker_steps))
-        self._times = StepClock(batch.step_time[mine], *cells)
+        self._step_clock = StepClock(batch.step_time[mine], *cells)
         self._running_cell = as_memoryview(batch.running[worker : worker + 1])
         self.note_running(-1)
         self._infos = InfoWriter(self._schemas, batch.infos[mine], [row.learn for row in compiled])
         self._out = Outcome()
-        self._was_plain = False  # the latest step or reset had nothing to report
-        self._has_old_results = True  # info columns or final flags are set, perhaps by a previous worker that died
+        self._was_plain = False  # True if the latest step or reset had nothing to report
+        self._has_old_results = True  # True if info columns or final flags may be set, for example by a worker that died
 
     def _make_writer(self, batch: Batch) -> ObservationWriter:
         """Return a function that writes an observation into row k, or returns it to be sent in the outcome."""
@@ -115,17 +115,17 @@ class EnvRows:
 
             space, memory = self.plan.registered
 
-            def put(k: int, observation: Any) -> Any:
+            def write(k: int, observation: Any) -> Any:
                 write_to_shared_memory(space, first + k, observation, memory)
                 return WRITTEN
 
-            return put
+            return write
         if (fixed := fixed_tree(self.plan.expected.observation_space)) is not None:
             return make_row_caster(fixed, first, self._warn, self.count)
         return lambda k, observation: observation
 
     def _warn(self, field: str, text: str) -> None:
-        """Report that an observation was changed to fit its space."""
+        """Warn that an observation was changed to fit its space."""
         self.warnings.append((field, text))
 
     # -- environments -----------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class EnvRows:
         self._running_cell[0] = k
 
     def guard_settings(self) -> None:
-        """Watch for changes of process settings if there are several environments. Call this before they are built."""
+        """Watch for changes of process settings if there are several environments. Call this before building them."""
         if self.count > 1:
             self.guard = SettingsGuard(self._name_running)
             self.guard.watch_calls()
@@ -180,7 +180,7 @@ class EnvRows:
         rows: dict[int, int] = {}
         for k in range(self.count):
             self.note_running(k)
-            if k == 1 and self.guard is not None:  # ignore changes by the first one, and by its imports
+            if k == 1 and self.guard is not None:  # ignore the changes that the first one and its imports made
                 self.guard.restart()
             try:
                 env = self._build(k)
@@ -207,8 +207,8 @@ class EnvRows:
         return env
 
     def _offer_buffer(self, k: int, env: gymnasium.Env[Any, Any]) -> None:
-        """Pass a buffer to an environment that can write its observations in place."""
-        # looked up on the class, as an environment's __getattr__ may return anything
+        """Give a buffer to an environment that can write its observations in place."""
+        # looked up in the class, because an environment's __getattr__ may return anything
         accept_buffer = getattr(type(env.unwrapped), "observation_buffer", None)
         if callable(accept_buffer) and self._tree is not None:
             views = [leaf[k : k + 1].reshape(leaf.shape[1:]) for leaf in self._leaves]
@@ -224,12 +224,12 @@ class EnvRows:
     # Replacements of a row's `env.step`, for rows that must not be stepped.
 
     def _step_failed(self, k: int, _: Any) -> Any:
-        return self._env(k)
+        return self._env(k)  # raises EnvFailed
 
     def _step_by_reset(self, k: int, _: Any) -> Any:
         """Reset the environment and ignore the action: the step after an episode's end in next-step mode."""
         self._steps[k] = self._env(k).step
-        observation, info = self._begin_next(k)
+        observation, info = self._auto_reset(k)
         return observation, 0.0, False, False, info
 
     def _step_finished(self, k: int, action: Any) -> Any:
@@ -251,11 +251,11 @@ class EnvRows:
         return partial(self._step_by_reset, k) if reset_due else self._env(k).step
 
     def _reset(self, k: int, seed: Any, options: Any) -> tuple[Any, Any]:
-        """Execute a requested reset. An environment that has failed is rebuilt first."""
+        """Execute a requested reset. If the environment has failed, rebuild it first."""
         env = self.envs[k]
         return self._call_reset(k, self._build(k) if env is None else env, seed, options)
 
-    def _begin_next(self, k: int) -> tuple[Any, Any]:
+    def _auto_reset(self, k: int) -> tuple[Any, Any]:
         """Execute an automatic reset, with the seed and options that were set for it."""
         if self.guard is not None:
             self.guard.on_reset()
@@ -271,10 +271,10 @@ class EnvRows:
         """True if the row's next step is an automatic reset."""
         return getattr(self._steps[k], "func", None) == self._step_by_reset
 
-    def leave_if_forked(self) -> None:
-        """End this process if it is a child that an environment forked, and that has returned from the environment's code.
+    def exit_if_forked(self) -> None:
+        """End this process if it is a child that an environment forked and that has returned from the environment's code.
 
-        The results of such a child must never be written into the rows, which belong to the worker.
+        Such a child must never write results into the rows, which belong to the worker.
         """
         if self.forked:
             os._exit(0)
@@ -313,13 +313,13 @@ class EnvRows:
         return out
 
     def release(self) -> None:
-        """Release everything, including the shared memory. The object is unusable afterwards."""
+        """Drop all references, including those to shared memory. The object is unusable afterwards."""
         self.__dict__.clear()
 
     # -- stepping ---------------------------------------------------------------------------------------------------
 
     def requested_rows(self, seq: int) -> Array:
-        """Return the rows that message ``seq`` selects, in order."""
+        """Return the rows that message ``seq`` is about, in order."""
         rows: Array = (self._requested == seq).nonzero()[0]  # 3x faster than `flatnonzero`
         return rows
 
@@ -333,11 +333,11 @@ class EnvRows:
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
         """Step the environments of rows ``ks`` (``None``: all), in order."""
-        steps, times, began = self._steps, self._times, None
-        if times.untimed:
-            times.untimed -= 1
+        steps, step_clock, began = self._steps, self._step_clock, None
+        if step_clock.untimed:
+            step_clock.untimed -= 1
         else:
-            steps, began = times.step_functions(steps), clock()
+            steps, began = step_clock.step_functions(steps), clock()
         where: Sequence[int] = range(self.count)
         rows, writers = self._direct_rows, self._write_results
         if ks is not None:
@@ -359,7 +359,7 @@ class EnvRows:
                         self._has_old_results = out.columns = True
                     continue
                 observation, reward, terminated, truncated, info = result
-                # first, because a reset in the same step may change the objects that the environment returned
+                # written first, because a reset in the same step may change the objects that the environment returned
                 if reward.__class__ is not float:
                     reward = self._convert_number(k, "reward", reward, np.float64)
                 rewards[k] = reward
@@ -380,7 +380,7 @@ class EnvRows:
                 self._record_failure(k, error, out)
                 rewards[k], terminations[k], truncations[k] = 0.0, False, False
         if began is not None:
-            self._times.count(clock() - began, len(steps))
+            self._step_clock.count(clock() - began, len(steps))
         return self._finish()
 
     # Functions for the end of an episode, one per autoreset mode. They return the observation and info of the step.
@@ -394,15 +394,15 @@ class EnvRows:
         return observation, info
 
     def _reset_same_step(self, k: int, observation: Any, info: Any, out: Outcome) -> tuple[Any, Any]:
-        # Info and observation are copied before the reset: an environment may reuse the objects that it returned.
+        # Copied before the reset, because an environment may reuse the objects that it returned.
         info = copy_info(info, lists=True)
         final = self._keep_final(k, observation)
-        reset_observation, reset_info = self._begin_next(k)
-        self.leave_if_forked()
+        reset_observation, reset_info = self._auto_reset(k)
+        self.exit_if_forked()
         if reset_info.__class__ is not dict and not isinstance(reset_info, Mapping):
             kind = type(reset_info).__name__
             text = f"env {self.first + k}: reset() returned an info that is not a dict but a {kind}"
-            self.warnings.append(("reset info", f"{text}; with same-step autoreset it is left out"))
+            self.warnings.append(("reset info", f"{text}; with same-step autoreset it is dropped"))
             reset_info = {}
         if "final_obs" in reset_info or "final_info" in reset_info:  # the reset's own keys win, as in Gymnasium
             final_obs = deepcopy(observation) if final is WRITTEN else final
@@ -417,7 +417,7 @@ class EnvRows:
         return self._write_final_row(k, observation)
 
     def _store_final(self, k: int, final: Any, out: Outcome) -> None:
-        """Report the result of :meth:`_keep_final`: by a flag in shared memory, or in the outcome."""
+        """Report a result of :meth:`_keep_final`, by a flag in shared memory or in the outcome."""
         if final is WRITTEN:
             self._final[k] = True
             self._has_old_results = out.columns = True
@@ -445,7 +445,7 @@ class EnvRows:
             try:
                 self.note_running(k)
                 observation, info = self._reset(k, seed, env_options)
-                self.leave_if_forked()
+                self.exit_if_forked()
                 if self.guard is not None and self.guard.first_reset:  # ignore changes by the first reset
                     self.guard.restart()
                     self.guard.first_reset, self.guard.due = False, True
@@ -471,7 +471,7 @@ class EnvRows:
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Outcome:
-        """Call ``env.get_wrapper_attr(name)`` of every environment, or return the attribute if it is not callable."""
+        """Call ``env.get_wrapper_attr(name)`` for every environment; an attribute that is not callable is returned."""
         return self._call_each(range(self.count), lambda k: call_env(self._env(k), name, args, kwargs))
 
     def set_attr(self, name: str, values: Sequence[Any]) -> Outcome:
@@ -501,7 +501,7 @@ class EnvRows:
     def _call_each(self, ks: Sequence[int], function: Callable[[int], Any], *, fatal: bool = False) -> Outcome:
         """Call ``function(k)`` for each of the rows ``ks``, and return the results.
 
-        ``fatal``: close an environment if its call fails, because its state is then unknown.
+        With ``fatal``, an environment is closed if its call fails, because its state is then unknown.
         """
         out = Outcome()
         for k in ks:
@@ -510,7 +510,7 @@ class EnvRows:
                 out.results[self.first + k] = function(k)
             except BaseException as error:
                 if self._interrupts and raised_by_handler(error):
-                    raise _find_root_cause(error)  # noqa: B904 - it is one of its causes
+                    raise _find_root_cause(error)  # noqa: B904 - it is one of the causes
                 if fatal:
                     self._discard_env(k)
                 out.failures.append(Failure(self.first + k, error, fatal=fatal))
@@ -519,7 +519,7 @@ class EnvRows:
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _store_observation(self, k: int, observation: Any, out: Outcome) -> None:
-        """Store an observation, unless the environment has written it in place."""
+        """Store an observation, unless the environment wrote it in place."""
         if observation is not None and observation is self._buffers[k]:
             return
         if (to_send := self._write_row(k, observation)) is not WRITTEN:
@@ -541,7 +541,7 @@ class EnvRows:
         self._has_old_results = ks is not None and bool(self._schemas.any() or self._final.any())
 
     def _finish(self) -> Outcome:
-        """Return the outcome of this message, which is valid until the next one."""
+        """Return the outcome of this message. It is valid until the next message."""
         if self.guard is not None and self.guard.due:
             self._check_settings(self.guard)
         out = self._out
@@ -554,7 +554,7 @@ class EnvRows:
         return PLAIN_OUTCOME if self._was_plain else out
 
     def _record_failure(self, k: int, error: BaseException, out: Outcome) -> None:
-        self.leave_if_forked()
+        self.exit_if_forked()
         row = self.first + k
         if isinstance(error, EpisodeOver):  # the environment was not called
             out.failures.append(Failure(row, error, fatal=False))
@@ -574,7 +574,7 @@ class EnvRows:
     def _close_env(self, k: int) -> BaseException | None:
         """Close an environment, and return the exception of its ``close()`` or ``None``.
 
-        Its row in shared memory stays as it is, because the row may belong to another worker by now.
+        Its row in shared memory is not changed, because it may belong to another worker by now.
         """
         env, self.envs[k] = self.envs[k], None
         self._steps[k] = partial(self._step_failed, k)
@@ -590,13 +590,13 @@ class EnvRows:
 
 
 def copy_info(value: Any, *, lists: bool = False) -> Any:
-    """Copy the parts of an info that Gymnasium copies into arrays, before the environment or another one changes them.
+    """Copy the parts of an info that Gymnasium copies into arrays, before any environment changes them.
 
-    These are dicts and arrays. All other objects remain the same: some cannot be copied, such as locks.
+    These are dicts and arrays. Other objects are not copied, because some, such as locks, cannot be.
 
     Args:
         value: The info, or a value in it.
-        lists: Copy lists, tuples and sets too, with the dicts and arrays in them.
+        lists: Copy lists, tuples and sets too, and the dicts and arrays in them.
     """
     if isinstance(value, np.ndarray):
         return value.copy()
@@ -614,12 +614,12 @@ def _copy_with(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
     """Return a dict of the class of ``value``, with these items."""
     copied = copy(value)
     for key, item in items.items():
-        copied[key] = item  # not `update`, which a Counter defines otherwise
+        copied[key] = item  # not `update`, which in a Counter adds the values
     return copied
 
 
 def _find_root_cause(error: BaseException) -> BaseException:
-    """Follow the causes of an exception of vecenv's to the original one, and return that."""
+    """Return the exception that caused an exception of vecenv, or ``error`` itself."""
     while isinstance(error, VecEnvError) and error.__cause__ is not None:
         error = error.__cause__
     return error
@@ -629,7 +629,7 @@ def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) 
     """Return a function that reads the actions of some rows (``None``: all): scalars, writeable arrays or trees of these."""
 
     def copies(leaf: Array, ks: Array | None) -> Sequence[Any]:
-        """Return rows of one copy, never views of the shared block."""
+        """Return rows of a copy, never views of the shared block."""
         return list(leaf.copy() if ks is None else leaf[ks])
 
     def scalars(ks: Array | None) -> Sequence[Any]:
@@ -647,7 +647,7 @@ def _make_action_reader(tree: Tree | None, leaves: Sequence[Array], count: int) 
 
 
 class StepClock:
-    """A sampling clock for the steps of a worker, as reading the time twice takes a tenth of a CartPole step.
+    """A sampling clock for the steps of a worker, because reading the time twice takes a tenth of a CartPole step.
 
     The shorter the messages are, the fewer are timed. At least one in 32 is timed, so that a single long message never
     counts for more than 32.
@@ -668,12 +668,12 @@ class StepClock:
 
     def step_functions(self, steps: list[Callable[[Any], Any]]) -> list[Callable[[Any], Any]]:
         """Return the rows' step functions for a timed message, occasionally timing each of them separately."""
-        if self._counted % _SAMPLE_EVERY != 1:  # not the first one, which may load or compile something
+        if self._counted % _SAMPLE_EVERY != 1:  # not the first one, which may load or compile code
             return steps
         return [self._timed(k, step) for k, step in enumerate(steps)]
 
     def count(self, elapsed: float, steps: int) -> None:
-        """Count a timed message, also on behalf of the untimed ones before it."""
+        """Count a timed message, weighted for the untimed ones before it."""
         self._seconds[0] += self._weight * elapsed
         self._steps[0] += self._weight * steps
         self.untimed = min(_MAX_UNTIMED, int(_LONG_MESSAGE_SECONDS / max(elapsed, 1e-9)))
@@ -681,7 +681,7 @@ class StepClock:
         self._counted += 1
 
     def add(self, elapsed: float, each: Iterable[tuple[int, float]]) -> None:
-        """Add time that was spent outside of counted messages, and the step times of single rows in it."""
+        """Add time spent outside of counted messages, and the times of single rows' steps in it."""
         self._seconds[0] += elapsed
         for k, seconds in each:
             self._each[k] = seconds

@@ -23,21 +23,21 @@ class SnapshotRows(EnvRows):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._prepared: dict[int, tuple[Callable[[], None], Snapshot]] = {}
-        """Row -> the function that loads its snapshot, and the snapshot."""
+        """Row -> the function that loads the row's snapshot, and the snapshot."""
         self._kinds: dict[int, tuple[list[Any], Kind]] = {}
-        """Row -> the layers and spaces for which its kind was determined, and the kind."""
+        """Row -> the layers and spaces that its kind was determined for, and the kind."""
         self._proved_fns: list[Callable[[], Any]] = []
         """The ``env_fns`` that have passed the proof."""
 
     def take_over(self, previous: SnapshotRows) -> None:
-        """Take over the environment of ``previous``, the object that this one replaces in its process."""
+        """Take over the only environment of ``previous``, which this object replaces in its process."""
         reset_due = previous._is_reset_due(0)
         self.envs, self.forked, self._used = previous.envs, previous.forked, previous._used
         self._next_episodes = previous._next_episodes
         if (env := self.envs[0]) is not None:
             self._steps[0] = self._step_after_reset(0, reset_due)
             self._offer_buffer(0, env)
-        self._has_old_results = True  # the row may still have infos of its previous environment
+        self._has_old_results = True  # the row may still have an info of its previous environment
 
     def save(self, ks: Sequence[int]) -> Outcome:
         """Return a :class:`~vecenv.state.snapshots.Snapshot` of each row in ``ks``, without the row's last observation."""
@@ -60,7 +60,7 @@ class SnapshotRows(EnvRows):
             raise NotRestorable(f"{kind.env_id} cannot be saved: {error}") from error
 
     def _find_kind(self, k: int, layers: list[Any]) -> Kind:
-        """Return the kind of a row's environment. It is cached until its layers or outermost spaces change."""
+        """Return the kind of a row's environment, cached until its layers or outermost spaces change."""
         key = [*layers, layers[0].observation_space, layers[0].action_space]
         cached = self._kinds.get(k)
         if cached is None or len(cached[0]) != len(key) or not all(map(is_, cached[0], key)):
@@ -68,16 +68,16 @@ class SnapshotRows(EnvRows):
         return cached[1]
 
     def prove(self, ks: Sequence[int]) -> Outcome:
-        """Prove that environments restored from the saved states of rows ``ks`` continue exactly as the originals would.
+        """Prove that environments restored from the states of rows ``ks`` continue exactly as the originals would.
 
-        Successive rows with equal ``env_fns`` share scratch environments. Each row is checked with its own state.
+        Successive rows with equivalent ``env_fns`` share scratch environments. Each row is checked with its own state.
         """
         with contextlib.ExitStack() as scratch:
             latest: list[tuple[Callable[[], Any], Proof | NotRestorable]] = []
 
             def proof_for(k: int) -> Proof:
                 env_fn = self.env_fns[k]
-                if not latest or not _build_same_env(latest[0][0], env_fn):
+                if not latest or not _are_equivalent(latest[0][0], env_fn):
                     scratch.close()
                     latest[:] = [(env_fn, self._new_proof(env_fn, scratch))]
                 if isinstance(proof := latest[0][1], NotRestorable):
@@ -95,7 +95,7 @@ class SnapshotRows(EnvRows):
     def _new_proof(self, env_fn: Callable[[], Any], scratch: contextlib.ExitStack) -> Proof | NotRestorable:
         try:
             proof = scratch.enter_context(open_proof(env_fn))
-            if not any(_build_same_env(env_fn, known) for known in self._proved_fns):
+            if not any(_are_equivalent(env_fn, known) for known in self._proved_fns):
                 proof.run()
                 self._proved_fns.append(env_fn)
         except NotRestorable as error:
@@ -103,7 +103,7 @@ class SnapshotRows(EnvRows):
         return proof
 
     def check(self, snapshots: Sequence[tuple[int, Snapshot]]) -> Outcome:
-        """Prepare to load snapshots, without changing the rows. The outcome reports those that do not fit as failures."""
+        """Prepare to load snapshots, without changing the rows. A snapshot that does not fit is a failure in the outcome."""
         snapshot_by_row = dict(snapshots)
 
         def prepare_row(k: int) -> None:
@@ -127,7 +127,7 @@ class SnapshotRows(EnvRows):
         return outcome
 
     def _prepare(self, k: int, snapshot: Snapshot) -> Callable[[], None]:
-        """Return a function that loads a snapshot into row k. Raise if the snapshot does not fit."""
+        """Return a function that loads a snapshot into row k. Raise ``SnapshotMismatch`` if it does not fit."""
         env = self.envs[k]
         env = self._build(k) if env is None else env
         try:
@@ -148,7 +148,7 @@ class SnapshotRows(EnvRows):
             env.unwrapped.observation_buffer(self._buffers[k])  # type: ignore[attr-defined]
 
 
-def _build_same_env(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
+def _are_equivalent(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
     """True if two functions certainly build the same environment."""
     if first is second:
         return True

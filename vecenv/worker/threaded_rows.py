@@ -1,8 +1,8 @@
 """Rows of environments that mostly wait: for a service, a robot or another program.
 
 A worker runs several of them at the same time, in threads, and records the results. The step loop of
-:mod:`vecenv.worker.rows` then processes these in order, as if it were calling the environments. So there is only one step
-loop, and a failing environment does not affect the others here either. Each environment runs in one thread at a time, but
+:mod:`vecenv.worker.rows` then processes the results in order, as if it were calling the environments. So there is only one
+step loop, and here too a failing environment does not affect the others. Each environment runs in one thread at a time, but
 not always in the same one.
 """
 
@@ -25,7 +25,7 @@ _FLAGS: Final = ("terminated", "truncated")
 
 
 class RecordedCall:
-    """The recorded outcome of a call: its result or exception, to be returned or raised later, and its duration."""
+    """A finished call. It returns its result, or raises its exception, later; ``seconds`` is its duration."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         began = clock()
@@ -43,17 +43,17 @@ class RecordedCall:
         try:
             raise self._error
         finally:
-            self._error = None  # break a reference cycle that keeps the environment's frames alive
+            self._error = None  # breaks a reference cycle that would keep the environment's frames alive
 
 
 class ThreadedRows(SnapshotRows):
     """A :class:`SnapshotRows` with at most ``env_threads`` environments running at once. For worker processes only.
 
-    Each overlapping request is about one row, and is replied to before the next one about that row arrives. :meth:`run` runs
-    its environment in the calling thread. The rest is done for one request at a time, while :attr:`request_lock` is held.
+    Each overlapping request is about one row, and the worker replies before the next one about that row arrives. :meth:`run`
+    runs its environment in the calling thread. The rest is done for one request at a time, under :attr:`request_lock`.
 
     Attributes:
-        request_lock: A lock, held while an overlapping request is executed, except while its environment runs.
+        request_lock: A lock that is held while an overlapping request is executed, except while its environment runs.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -66,11 +66,11 @@ class ThreadedRows(SnapshotRows):
         self._recorded_calls: dict[int, RecordedCall] = {}  # row -> outcome of its reset or call
 
     def submit(self, function: Callable[..., None], *args: Any) -> None:
-        """Call a function in the next free thread."""
+        """Call a function in the next free thread of the pool."""
         self._pool.submit(function, *args)
 
     def run(self, op: int, seq: int, payload: Any) -> None:
-        """Run the environment that a request is about, and keep the outcome."""
+        """Run the environment that a request is about, and record the outcome."""
         if op == Op.STEP_SOME:
             (k,), (action,) = self.requested_rows(seq).tolist(), payload
             self._run_step(k, action)
@@ -80,7 +80,7 @@ class ThreadedRows(SnapshotRows):
         elif op == Op.EXEC:
             (k,), function, args, kwargs = payload
             self._recorded_calls[k] = RecordedCall(lambda: function(self._env(k), *args, **kwargs))
-        self.leave_if_forked()
+        self.exit_if_forked()
 
     def _run_step(self, k: int, action: Any) -> None:
         self._recorded_steps[k] = RecordedCall(lambda: self._step_and_reset(k, action))
@@ -91,20 +91,20 @@ class ThreadedRows(SnapshotRows):
     def _step_and_reset(self, k: int, action: Any) -> Any:
         """Step the environment of row k; in same-step mode, reset it at the end of an episode. Called in a thread."""
         result = self._steps[k](action)
-        self.leave_if_forked()
+        self.exit_if_forked()
         if self._resets_in_thread and isinstance(result, tuple) and len(result) == 5:
             observation, reward, *flags, info = result
             flags = [self._convert_number(k, name, flag, np.bool_) for name, flag in zip(_FLAGS, flags, strict=True)]
             if not any(flags):
                 return result
-            # copied before the reset: an environment may reuse the objects that it returned
+            # copied before the reset, because an environment may reuse the objects that it returned
             result = deepcopy(observation), deepcopy(reward), *flags, copy_info(info, lists=True)
-            self._recorded_calls[k] = RecordedCall(lambda: super(ThreadedRows, self)._begin_next(k))
-            self.leave_if_forked()
+            self._recorded_calls[k] = RecordedCall(lambda: super(ThreadedRows, self)._auto_reset(k))
+            self.exit_if_forked()
         return result
 
     def step(self, ks: list[int] | None, actions: Sequence[Any]) -> Outcome:
-        """Run the step loop over recorded outcomes. Without them, first step the environments in threads."""
+        """Run the step loop over recorded outcomes. If there are none, step the environments in threads first."""
         rows = range(self.count) if ks is None else ks
         began = clock()
         if ks is None or ks[0] not in self._recorded_steps:
@@ -117,14 +117,14 @@ class ThreadedRows(SnapshotRows):
         out = super().step(ks, actions)
         for k, call in recorded.items():
             self._recorded_calls.pop(k, None)
-            if self._steps[k] is call:  # unless the step loop has set another function
+            if self._steps[k] is call:  # not if the step loop has set another function
                 self._steps[k] = steps[k]
-        self._times.add(seconds, [(k, call.seconds) for k, call in recorded.items()])
+        self._step_clock.add(seconds, [(k, call.seconds) for k, call in recorded.items()])
         return out
 
-    def _begin_next(self, k: int) -> tuple[Any, Any]:
+    def _auto_reset(self, k: int) -> tuple[Any, Any]:
         recorded = self._recorded_calls.pop(k, None)
-        result: tuple[Any, Any] = super()._begin_next(k) if recorded is None else recorded()
+        result: tuple[Any, Any] = super()._auto_reset(k) if recorded is None else recorded()
         return result
 
     def reset(self, ks: list[int] | None, seeds: Sequence[Any], options: Any, *, reset_due: bool = False) -> Outcome:

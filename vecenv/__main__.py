@@ -11,7 +11,7 @@ def main() -> int:
     """Run the command and return its exit code."""
     before = signal.getsignal(signal.SIGINT)
     if before is signal.default_int_handler:  # not if SIGINT is ignored, as under nohup
-        signal.signal(signal.SIGINT, _exit_at_once)
+        signal.signal(signal.SIGINT, _exit_immediately)
     from vecenv.tools.cli import main as run
 
     if before is signal.default_int_handler:
@@ -19,8 +19,8 @@ def main() -> int:
     return run()
 
 
-def _exit_at_once(signum: int, frame: object) -> None:
-    """Exit: there is nothing to clean up, and an exception during an import would be printed with all its frames."""
+def _exit_immediately(signum: int, frame: object) -> None:
+    """Exit without an exception: during an import it would be printed with all its frames. There is nothing to clean up."""
     os.write(2, b"vecenv: interrupted\n")
     os._exit(INTERRUPTED)
 

@@ -34,14 +34,14 @@ def how_to_install(extra: str, *packages: str) -> str:
 
 
 def suggest_names(name: object, names: Sequence[str]) -> str:
-    """Return the end of a message about an unknown name: the names close to it, or else the first ones."""
+    """Return the end of a message about an unknown name: similar names, or else the first ones."""
     if close := difflib.get_close_matches(str(name), names, n=3):
         return f"; did you mean {' or '.join(map(repr, close))}?"
     return f"; there are {len(names)}: {', '.join(map(repr, names[:5]))}{', ...' if len(names) > 5 else ''}"
 
 
 def envs_text(rows: Sequence[int], running: int | None = None) -> str:
-    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs [4, 5, 9]``: some rows, with the running one if it is known."""
+    """Return ``env 3``, ``envs 4-7`` or ``env 5, of envs [4, 5, 9]``: rows as text, with the running one if known."""
     if len(rows) == 1:
         return f"env {rows[0]}"
     return f"envs {span_text(rows)}" if running is None else f"env {running}, of envs {span_text(rows)}"
@@ -66,7 +66,7 @@ def rows_text(rows: Sequence[int]) -> str:
 
 
 def failed_earlier_error(reasons: Mapping[int, str]) -> EnvFailed:
-    """Return the exception for rows that failed earlier and must be reset first; ``reasons`` maps rows to their failures."""
+    """Return the exception for rows that failed earlier and must be reset first. ``reasons``: row -> its failure."""
     rows = sorted(reasons)
     return EnvFailed(
         f"envs {rows} failed earlier and have to be rebuilt by reset() (or a reset_mask that includes them) first: "
@@ -79,9 +79,9 @@ class VecEnvError(Exception):
 
 
 class EnvError(VecEnvError, RuntimeError):
-    """A replacement for an environment's exception that cannot be pickled and unpickled, or is not an ``Exception``.
+    """A replacement for an environment's exception that cannot be sent between processes, or is not an ``Exception``.
 
-    ``SystemExit`` from ``sys.exit()`` is such a case. The message contains the original type, text and location;
+    ``SystemExit`` from ``sys.exit()`` is not an ``Exception``. The message contains the original type, text and location;
     ``__cause__`` is the :class:`RemoteTraceback`.
 
     Attributes:
@@ -94,7 +94,7 @@ class EnvError(VecEnvError, RuntimeError):
 
 
 class EnvFailed(VecEnvError, RuntimeError):
-    """An environment that failed earlier was stepped again before a ``reset()`` rebuilt it."""
+    """An environment that failed earlier was stepped before a ``reset()`` had rebuilt it."""
 
 
 class ObservationError(VecEnvError, ValueError):
@@ -130,7 +130,7 @@ class WorkerDied(VecEnvError, RuntimeError):
         pid: Process id of the (first) dead worker.
         exitcode: The value of ``multiprocessing.Process.exitcode``: negative for a signal. ``None`` if it is unknown.
         command: The worker's task: ``"step"``, ``"reset"``, ``"call"``, ``"start"`` or ``"idle"``.
-        timeout: Seconds after which it was killed because it hung; ``None`` if it did not hang.
+        timeout: The timeout in seconds after which it was killed because it hung; ``None`` if it did not hang.
         where: Environment -> its worker, request and last line of Python, as :attr:`StepTimeout.where`; empty if unknown.
     """
 
@@ -176,12 +176,12 @@ class ClusterError(VecEnvError, RuntimeError):
 class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
     """A reply did not arrive within the timeout. It is still pending: call the same ``*_wait`` again, or ``close()``.
 
-    On workers, ``abandon(error.envs)`` ends those that are late, so that the same ``*_wait`` ends and ``reset()`` works.
+    With workers, ``abandon(error.envs)`` ends the late ones, so that the same ``*_wait`` ends and ``reset()`` works.
 
     Attributes:
         timeout: The timeout in seconds; ``None`` if it is unknown.
         envs: Indices of the environments without a reply; empty if the backend does not know them.
-        where: Environment -> its worker, request and line of Python, as a text, for environments of the first few workers.
+        where: Environment -> a text with its worker, request and line of Python, for environments of the first few workers.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class StepTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
 
 
 class StartupTimeout(VecEnvError, multiprocessing.TimeoutError, TimeoutError):
-    """A worker was not ready within ``start_timeout`` seconds. Every started process has been ended."""
+    """A worker was not ready within ``start_timeout`` seconds. All processes that had been started were ended."""
 
 
 class ArenaError(VecEnvError, MemoryError):
@@ -270,7 +270,7 @@ class ErrorRecord:
     def recorded(self) -> str:
         """With ``record_failures=``, the path of the file for ``vecenv replay``; empty if there is none.
 
-        If a worker with several environments died, this is the file of the running environment, if that is known.
+        If a worker with several environments died, this is the file of the running environment, if it is known.
         """
         notes = getattr(self.error, "__notes__", ())
         found = (note.removeprefix(_RECORDED).partition("\n")[0] for note in notes if note.startswith(_RECORDED))
@@ -283,13 +283,13 @@ class ErrorRecord:
 
     def __str__(self) -> str:
         try:
-            first = (str(self.error).strip().splitlines() or [""])[0]
+            first_line = (str(self.error).strip().splitlines() or [""])[0]
         except Exception:  # raised by `__str__` of the environment's own exception class
-            first = "it could not be printed"
-        text = f": {first}" if first else ""
+            first_line = "it could not be printed"
+        text = f": {first_line}" if first_line else ""
         where = f"worker {self.worker}, pid {self.pid}" if self.worker >= 0 else "in the calling process"
         source = where if self.env is None else f"env {self.env} ({where})"
-        is_named = self.env is None and first.startswith(f"worker {self.worker} (pid {self.pid},")  # already in the text
-        doing = "" if is_named else f"{source}, {self.command}: "
+        is_named = self.env is None and first_line.startswith(f"worker {self.worker} (pid {self.pid},")  # named in the text
+        prefix = "" if is_named else f"{source}, {self.command}: "
         recorded = f" (recorded: {self.recorded})" if self.recorded else ""
-        return f"{self.when:%Y-%m-%d %H:%M:%S} {doing}{type(self.error).__name__}{text}{recorded}"
+        return f"{self.when:%Y-%m-%d %H:%M:%S} {prefix}{type(self.error).__name__}{text}{recorded}"

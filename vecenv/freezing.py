@@ -3,10 +3,10 @@
 ``freeze`` makes a worker fork. The copy waits, and shares with the worker all memory to which neither of them writes.
 ``thaw`` makes the copy fork in turn, and the new process replaces the worker of a row. So even the state of C code is kept.
 
-Only memory is copied, so freezing a worker with threads, child processes, a GPU, timers, shared memory, or files open for
+Only memory is copied. So freezing a worker with threads, child processes, a GPU, timers, shared memory, or files open for
 writing raises an error that names them. Files open for reading are reopened in the copy at the same position, because
-otherwise both processes would share one position. The module ``random`` reseeds its generator in each fork, so the copy
-restores the generator's state.
+otherwise both processes would share one position. ``random`` reseeds its generator in each fork, so the copy restores the
+generator's state.
 
 Copies are children neither of the caller nor of the worker, because an environment's ``os.wait()`` would reap them there.
 They end with the caller through the workers' lifeline. Each has its own token, stack file and pidfd.
@@ -57,7 +57,7 @@ _READY_SECONDS: Final = 10.0  # a copy takes milliseconds
 _CLOSE_SECONDS: Final = 2.0
 _DEVICES: Final = ("/dev/nvidia", "/dev/dri", "/dev/kfd")
 _STATELESS: Final = frozenset({"/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"})
-_SHOWN: Final = 5
+_MAX_NAMES: Final = 5  # in an error message
 _PF_EXITING: Final = 4
 
 _waiting: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.WeakKeyDictionary()
@@ -65,7 +65,7 @@ _waiting: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Frozen]] = weakref.Weak
 
 
 CallersFile: TypeAlias = tuple[int, int, int]
-"""A file that the caller has open: its number, device and inode. The number may belong to another file later."""
+"""A file that the caller has open: its number, device and inode. The caller may close it and reuse the number."""
 
 
 @dataclass(slots=True)
@@ -116,10 +116,10 @@ def copy_worker(process: WorkerState, plan: CopyPlan) -> Outcome | None:
 
 
 def _wait_to_be_copied(process: WorkerState, plan: CopyPlan) -> None:
-    """Fork at each request. This returns only in the forks; the waiting process ends here."""
+    """Fork at each request. Only the forks return: the waiting process exits here."""
     process.channel.close()
     policy = SpinPolicy(0.0, np.zeros(1))
-    with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller has ended, or another row cannot be frozen
+    with contextlib.suppress(ChannelClosed, FileNotFoundError):  # the caller has ended, or another row could not be frozen
         channel = _connect(process, plan)
         _report_ready(channel)
         while (message := channel.wait(policy))[0] != Op.CLOSE:
@@ -133,16 +133,16 @@ def _wait_to_be_copied(process: WorkerState, plan: CopyPlan) -> None:
 
 def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
     """Turn a copy into the worker of a row, which continues with its environment."""
-    before, start = process.rows, process.start
-    assert before is not None
+    previous, start = process.rows, process.start
+    assert previous is not None
     assert plan.row is not None
     assert plan.placement is not None
     start.placement = plan.placement
-    bound = plan.placement.cpus if plan.placement.bound and plan.placement.cpus is not None else process.cpus
-    os.sched_setaffinity(0, bound)
+    cpus = plan.placement.cpus if plan.placement.bound and plan.placement.cpus is not None else process.cpus
+    os.sched_setaffinity(0, cpus)
     process.channel = _connect(process, plan)
-    process.rows = make_rows(before.env_fns, plan.row, plan.row, start.plan, start.plan.layout.view(start.arena.buffer))
-    process.rows.take_over(before)
+    process.rows = make_rows(previous.env_fns, plan.row, plan.row, start.plan, start.plan.layout.view(start.arena.buffer))
+    process.rows.take_over(previous)
     if plan.seed is not None:
         _reseed(process.rows.envs[0], plan.seed)
     process.inherited = list_open_resources()
@@ -151,7 +151,7 @@ def _serve_row(process: WorkerState, plan: CopyPlan) -> None:
 
 
 def _reseed(env: Any, seed: int) -> None:
-    """Seed the generator of an environment, and the global generators that it uses."""
+    """Seed the generator of an environment, and the shared generators that it uses."""
     base = env.unwrapped
     base._np_random, base._np_random_seed = seeding.np_random(seed)
     if isinstance(env, OwnGenerators):
@@ -170,24 +170,24 @@ def _connect(process: WorkerState, plan: CopyPlan) -> WorkerEnd:
     process.rows.forked.clear()
     owner = DescriptorOwner(None)  # the descriptors stay open until the process ends
 
-    def opened(file: CallersFile, flags: int) -> Descriptor:
-        found = os.open(f"/proc/{plan.caller}/fd/{file[0]}", os.O_PATH | os.O_CLOEXEC)  # without any effect on the file
+    def reopen(file: CallersFile, flags: int) -> Descriptor:
+        found = os.open(f"/proc/{plan.caller}/fd/{file[0]}", os.O_PATH | os.O_CLOEXEC)  # O_PATH: no effect on the file
         try:
             if _identify(found)[1:] != file[1:]:
-                raise FileNotFoundError(f"descriptor {file[0]} of process {plan.caller} is another file by now")
+                raise FileNotFoundError(f"descriptor {file[0]} of process {plan.caller} is a different file now")
             return owner.open(os.open, f"/proc/self/fd/{found}", flags | os.O_CLOEXEC)
         finally:
             os.close(found)
 
-    reader, writer = opened(plan.reader, os.O_RDONLY), opened(plan.writer, os.O_WRONLY)
-    process.start.stack_file = StackFile.from_descriptor(opened(plan.stack_file, os.O_RDWR | os.O_APPEND))
+    reader, writer = reopen(plan.reader, os.O_RDONLY), reopen(plan.writer, os.O_WRONLY)
+    process.start.stack_file = StackFile.from_descriptor(reopen(plan.stack_file, os.O_RDWR | os.O_APPEND))
     process.start.stack_file.install_handlers(env_threads=False)
     return WorkerEnd((reader, writer), blocks=plan.placement is None or not plan.placement.spin)
 
 
 def _identify(number: int) -> CallersFile:
-    about = os.fstat(number)
-    return number, about.st_dev, about.st_ino
+    status = os.fstat(number)
+    return number, status.st_dev, status.st_ino
 
 
 def _report_ready(channel: WorkerEnd) -> None:
@@ -198,12 +198,12 @@ def _report_ready(channel: WorkerEnd) -> None:
 
 
 def _fork(token: int) -> bool:
-    """Copy this process by forking twice, so that the copy is no child of it. Return ``True`` in the copy."""
+    """Copy this process by forking twice, so that the copy is not its child. Return ``True`` in the copy."""
     flush_output()  # otherwise each copy would write the buffered output
-    files, random_state = _reopen_files(), random.getstate()
+    reopened, random_state = _reopen_files(), random.getstate()
     if child := os.fork():
         os.waitpid(child, 0)
-        for fresh, _ in files:
+        for fresh, _ in reopened:
             os.close(fresh)
         return False
     try:
@@ -211,7 +211,7 @@ def _fork(token: int) -> bool:
             os._exit(0)
         set_up_copy(token)
         random.setstate(random_state)  # `random` reseeds its generator in every fork
-        for fresh, numbers in files:
+        for fresh, numbers in reopened:
             for number in numbers:
                 os.dup2(fresh, number, os.get_inheritable(number))
             os.close(fresh)
@@ -223,26 +223,26 @@ def _fork(token: int) -> bool:
 
 def _reopen_files() -> list[tuple[int, list[int]]]:
     """Reopen all files that are open for reading, at their positions. Return (new number, numbers that it replaces)."""
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
     for number in sorted(int(name) for name, _ in list_open_resources() if name.isdigit()):
         with contextlib.suppress(OSError):
-            about, flags = os.fstat(number), _flags_of(number)
-            seekable = stat.S_ISREG(about.st_mode) or stat.S_ISDIR(about.st_mode)
-            if number > 2 and seekable and flags & os.O_ACCMODE == os.O_RDONLY:
-                alike[about.st_dev, about.st_ino, flags, os.lseek(number, 0, os.SEEK_CUR)].append(number)
-    found = []
-    for (_, _, flags, place), numbers in alike.items():
+            status, flags = os.fstat(number), _open_flags(number)
+            has_position = stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)
+            if number > 2 and has_position and flags & os.O_ACCMODE == os.O_RDONLY:
+                groups[status.st_dev, status.st_ino, flags, os.lseek(number, 0, os.SEEK_CUR)].append(number)
+    reopened = []
+    for (_, _, flags, place), numbers in groups.items():
         while numbers:
-            shared = _sharing_place(numbers, place)
+            shared = _find_duplicates(numbers, place)
             fresh = os.open(f"/proc/self/fd/{numbers[0]}", flags | os.O_CLOEXEC)
             os.lseek(fresh, place, os.SEEK_SET)
-            found.append((fresh, shared))
+            reopened.append((fresh, shared))
             numbers = [number for number in numbers if number not in shared]
-    return found
+    return reopened
 
 
-def _sharing_place(numbers: list[int], place: int) -> list[int]:
-    """Return the first of these descriptors and its duplicates, which share its position."""
+def _find_duplicates(numbers: list[int], place: int) -> list[int]:
+    """Return the first of these descriptors, and those that share its position ``place``."""
     if len(numbers) == 1 or stat.S_ISDIR(os.fstat(numbers[0]).st_mode):
         return numbers[:1]
     os.lseek(numbers[0], place + 1, os.SEEK_SET)
@@ -251,7 +251,7 @@ def _sharing_place(numbers: list[int], place: int) -> list[int]:
     return shared
 
 
-def _flags_of(number: int) -> int:
+def _open_flags(number: int) -> int:
     return int(read_kernel_file(f"/proc/self/fdinfo/{number}").partition("flags:")[2].split()[0], 8)
 
 
@@ -260,15 +260,15 @@ def _explain_unsafe_fork(process: WorkerState) -> str:
     if _count_threads() > 1:
         _stop_library_threads()
     if (threads := _count_threads()) > 1:
-        return f"it has {threads} threads, and a copy has one"
-    opened = list_open_resources() - process.inherited
-    for _, file in opened:
+        return f"it has {threads} threads, and a copy would have only one"
+    acquired = list_open_resources() - process.inherited
+    for _, file in acquired:
         if file.startswith(_DEVICES):
             return f"it uses a GPU ({file}), and a copy of its memory lacks the GPU's state"
-    files = {file for number, file in opened if number.isdigit() and _is_shared(int(number), file)}
+    files = {file for number, file in acquired if number.isdigit() and _is_shared(int(number), file)}
     if files:
-        return f"copies would share what it has open for writing: {_join_names(files)}"
-    memory = {file for addresses, file in opened if not addresses.isdigit()}
+        return f"copies would share the descriptors that it has open for writing: {_join_names(files)}"
+    memory = {file for addresses, file in acquired if not addresses.isdigit()}
     if memory := memory | set(_objects_in_shared_memory(process)):
         return f"copies would share memory that they write to: {_join_names(memory)}"
     if children := _child_pids():
@@ -280,8 +280,8 @@ def _explain_unsafe_fork(process: WorkerState) -> str:
 
 
 def _join_names(names: set[str]) -> str:
-    each = sorted(name.removesuffix(" (deleted)") for name in names)
-    return ", ".join(each[:_SHOWN]) + (f" and {len(each) - _SHOWN} more" if len(each) > _SHOWN else "")
+    shown = sorted(name.removesuffix(" (deleted)") for name in names)
+    return ", ".join(shown[:_MAX_NAMES]) + (f" and {len(shown) - _MAX_NAMES} more" if len(shown) > _MAX_NAMES else "")
 
 
 def _is_shared(number: int, file: str) -> bool:
@@ -293,34 +293,34 @@ def _is_shared(number: int, file: str) -> bool:
     with contextlib.suppress(OSError, IndexError):
         if stat.S_ISCHR(os.fstat(number).st_mode):
             return file not in _STATELESS and not file.startswith("/dev/pts/")
-        return _flags_of(number) & os.O_ACCMODE != os.O_RDONLY
+        return _open_flags(number) & os.O_ACCMODE != os.O_RDONLY
     return False
 
 
 def _objects_in_shared_memory(process: WorkerState) -> Iterator[str]:
-    """Yield the places where an environment refers to memory that was shared before it was built."""
+    """Yield the places in an environment that refer to memory shared before it was built."""
     arena = np.frombuffer(process.start.arena.buffer, np.uint8).ctypes.data
-    every = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
-    ranges = [(low, high) for low, high in every if not low <= arena < high]
+    mapped = [tuple(int(end, 16) for end in addresses.split("-")) for addresses, _ in process.inherited if "-" in addresses]
+    ranges = [(low, high) for low, high in mapped if not low <= arena < high]
     assert process.rows is not None
-    for thing, where in reachable_objects(layers_of(process.rows.envs[0])).values() if ranges else ():
-        address = _address_of(thing)
+    for value, where in reachable_objects(layers_of(process.rows.envs[0])).values() if ranges else ():
+        address = _data_address(value)
         if any(low <= address < high for low, high in ranges):
-            yield f"{where} ({type(thing).__name__})"
+            yield f"{where} ({type(value).__name__})"
 
 
-def _address_of(thing: Any) -> int:
-    if isinstance(thing, np.ndarray):
-        return thing.ctypes.data
-    if isinstance(thing, mmap.mmap) and not thing.closed:
-        return int(np.frombuffer(thing, np.uint8).ctypes.data)
-    if isinstance(thing, ctypes.Array | ctypes.Structure | ctypes._SimpleCData):
-        return ctypes.addressof(thing)
+def _data_address(value: Any) -> int:
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data
+    if isinstance(value, mmap.mmap) and not value.closed:
+        return int(np.frombuffer(value, np.uint8).ctypes.data)
+    if isinstance(value, ctypes.Array | ctypes.Structure | ctypes._SimpleCData):
+        return ctypes.addressof(value)
     return 0
 
 
 def _count_threads() -> int:
-    """Count the threads. A joined thread may be listed for a moment longer, but it is marked as exiting."""
+    """Count the threads. A joined thread may stay listed for a moment, marked as exiting."""
     count = 0
     for thread in os.listdir("/proc/self/task"):
         fields = read_kernel_file(f"/proc/self/task/{thread}/stat").rpartition(")")[2].split()
@@ -330,12 +330,13 @@ def _count_threads() -> int:
 
 def _child_pids() -> list[str]:
     """Return the pids of running processes that this one has started."""
-    every = [pid for file in Path("/proc/self/task").glob("*/children") for pid in read_kernel_file(str(file)).split()]
-    return [pid for pid in every if read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])]
+    files = map(str, Path("/proc/self/task").glob("*/children"))
+    pids = [pid for file in files for pid in read_kernel_file(file).split()]
+    return [pid for pid in pids if read_kernel_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])]
 
 
 def _stop_library_threads() -> None:
-    """Fork once, because libraries that support forks, such as OpenBLAS, end their threads before a fork."""
+    """Fork once: libraries that support forks, such as OpenBLAS, end their threads before a fork."""
     child = os.fork()
     if not child:
         os._exit(0)
@@ -355,7 +356,7 @@ class _CopyPopen:
     def wait(self, timeout: float | None = None) -> int | None:
         if self.returncode is None and (not self._pidfd or connection.wait([self._pidfd.number], timeout)):
             code = EXIT_CODE_UNKNOWN
-            with contextlib.suppress(ChildProcessError):  # it is not a child unless this process adopts orphans
+            with contextlib.suppress(ChildProcessError):  # it is a child only if this process adopts orphans
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
                 code = os.waitstatus_to_exitcode(status) if pid else code
             self.returncode = code
@@ -380,9 +381,9 @@ class _CopyPopen:
 
 
 class CopiedProcess(BaseProcess):
-    """A process that another one has forked, with the interface of ``multiprocessing``.
+    """A process forked by another one, with the interface of a ``multiprocessing`` process.
 
-    Its exit code is known only if this process adopts orphans, like the first process of a container.
+    Its exit code is known only if this process adopts orphans, as the first process of a container does.
     """
 
     def __init__(self, pid: int, method: str, name: str, owner: DescriptorOwner) -> None:
@@ -397,13 +398,13 @@ class CopiedProcess(BaseProcess):
 
 
 class _Copy:
-    """The caller's side of a copy: its channel, stack file and token, and its process once that is ready."""
+    """The caller's side of a copy: its channel, stack file and token, and, when it is ready, its process."""
 
     def __init__(self, pool: Any) -> None:
-        self.held = pool.descriptors.child()
-        self.channel = Channel(self.held)
+        self.descriptors = pool.descriptors.child()
+        self.channel = Channel(self.descriptors)
         pool.channels.add(self.channel)
-        self.stack_file = StackFile(self.held)
+        self.stack_file = StackFile(self.descriptors)
         self.token = new_token()
         self.process: CopiedProcess | None = None
         self.owner = os.getpid()
@@ -413,12 +414,12 @@ class _Copy:
         reader, writer = (_identify(end.number) for end in self.channel.worker_ends)
         return CopyPlan(self.owner, reader, writer, _identify(self.stack_file.fd), self.token, row, placement, seed)
 
-    def await_ready(self, method: str, name: str, maker: ProcessWatch) -> CopiedProcess:
+    def await_ready(self, method: str, name: str, source: ProcessWatch) -> CopiedProcess:
         """Wait until the process is ready, and return it.
 
         Args:
             method, name: Start method and name of the process.
-            maker: The process that forks it.
+            source: The process that forks it.
 
         Raises:
             WorkerDied: It was not ready in time, or the process that forks it has ended.
@@ -426,7 +427,7 @@ class _Copy:
         message, deadline = None, time.monotonic() + _READY_SECONDS
         poll = select.poll()
         poll.register(self.channel.fd, select.POLLIN)
-        poll.register(maker.descriptor, select.POLLIN)
+        poll.register(source.descriptor, select.POLLIN)
         with contextlib.suppress(ChannelClosed):
             while (message := self.channel.receive()) is None:
                 if self.channel.fd not in dict(poll.poll(milliseconds_until(deadline))):
@@ -435,7 +436,7 @@ class _Copy:
             seconds = f"{_READY_SECONDS:.0f} seconds"
             raise WorkerDied(f"{name} could not be copied: its copy ended, or was not ready within {seconds}")
         ready: Ready = pickle.loads(decode(message)[2] or b"")
-        self.process = CopiedProcess(ready.pid, method, name, self.held)
+        self.process = CopiedProcess(ready.pid, method, name, self.descriptors)
         self.channel.close_worker_ends()
         return self.process
 
@@ -446,13 +447,13 @@ class _Copy:
         if self.process is not None:
             self.process.kill()
             self.process.join(_CLOSE_SECONDS)
-            self.process.exitcode  # noqa: B018 - reaps it, if this process adopts orphans
+            self.process.exitcode  # noqa: B018 - reaps it if this process adopts orphans
         self.channel.close()
-        self.held.close()
+        self.descriptors.close()
 
 
 class Frozen:
-    """An environment in its state at the time of freezing: a copy of its process, which waits. :meth:`close` ends it.
+    """An environment in its state at the time of freezing: a waiting copy of its process. :meth:`close` ends it.
 
     It belongs to the vector environment that made it, on this machine and in this program, and cannot be pickled. It ends
     with that vector environment, with the last reference to it, or, as a context manager, with the block.
@@ -493,19 +494,19 @@ class Frozen:
     @property
     def closed(self) -> bool:
         """True after :meth:`close`, and after the end of its vector environment."""
-        return self._copy.channel.closed or not len(self._copy.held)
+        return self._copy.channel.closed or not len(self._copy.descriptors)
 
     def _await_ready(self) -> Frozen:
         self._copy.await_ready(self.method, f"vecenv-frozen-{self.env}", self._watch)
         return self
 
     def _require_usable(self, engine: Any) -> ProcessWatch:
-        """Return a watch on the copy. Raise if the copy is closed, has ended, or belongs to another vector environment."""
+        """Return a watch on the copy. Raise if it is closed, has ended, or belongs to another vector environment."""
         if self._engine() is not engine:
-            raise ValueError(f"{self!r} is of another vector environment")
+            raise ValueError(f"{self!r} belongs to another vector environment")
         if self.closed:
             raise ValueError(f"{self!r} cannot be thawed any more")
-        watch = ProcessWatch(self._copy.process, self._copy.held)
+        watch = ProcessWatch(self._copy.process, self._copy.descriptors)
         if watch.has_ended():
             watch.close()
             text = f"the frozen copy of env {self.env} (pid {self.pid}) has ended, and cannot be thawed any more"
@@ -524,7 +525,7 @@ class Frozen:
         self.close()
 
     def __reduce__(self) -> Any:
-        raise TypeError("a Frozen is a process of this program and cannot be pickled; save() gives what can be")
+        raise TypeError("a Frozen is a process of this program and cannot be pickled; save() returns a snapshot that can")
 
     def __repr__(self) -> str:
         age = time.monotonic() - self._began
@@ -537,12 +538,12 @@ def explain_unfreezable(engine: Any) -> str:
     if not (sys.platform.startswith("linux") and hasattr(os, "pidfd_open") and os.path.exists("/proc/self/fd")):
         return f"it needs Linux, pidfds and /proc, and this system is {sys.platform}"
     if not engine.pool.processes or len(engine.pool.processes) < engine.num_envs:
-        return "each environment has to have a process of its own: give num_workers=None"
+        return "each environment needs its own process (num_workers=None)"
     return ""
 
 
-def figures(engine: Any) -> dict[str, float]:
-    """Return the number of an engine's waiting copies, and the bytes that only they occupy; empty without copies."""
+def frozen_stats(engine: Any) -> dict[str, float]:
+    """Return the number of an engine's waiting copies, and the bytes of memory that only they use; empty without copies."""
     copies = [copy for copy in _waiting.get(engine, ()) if not copy.closed]
     return {"frozen": float(len(copies)), "frozen_bytes": float(sum(copy.bytes for copy in copies))} if copies else {}
 
@@ -559,19 +560,19 @@ def freeze(engine: Any, rows: list[int]) -> list[Frozen]:
             lambda worker: (copy_worker, copies[worker.rows[0]]._copy.plan()) if worker.rows[0] in copies else None,
         )  # fmt: skip
         engine.exchange.finish_call(_READY_SECONDS)
-        made = [copy._await_ready() for copy in copies.values()]
-        _waiting.setdefault(engine, weakref.WeakSet()).update(made)
-    return made
+        frozen = [copy._await_ready() for copy in copies.values()]
+        _waiting.setdefault(engine, weakref.WeakSet()).update(frozen)
+    return frozen
 
 
 def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[Any, dict[str, Any]]:
     """Continue rows from a frozen copy; see :meth:`vecenv.AsyncVectorEnv.thaw`.
 
-    Signal handlers are deferred. If one raises, nothing has changed; if it raises at the very end, a reset is needed.
+    Signal handlers are deferred. If one raises, nothing has changed, except at the very end: then a reset is needed.
     """
     watch = frozen._require_usable(engine)
     seeds = np.random.SeedSequence().generate_state(len(rows)).tolist() if reseed else [None] * len(rows)
-    copies: list[_Copy] = []  # those that are not in the pool
+    copies: list[_Copy] = []  # not in the pool yet
     try:
         with deferred_signals():
             _fork_copies(engine, frozen, watch, rows, seeds, copies)
@@ -598,7 +599,7 @@ def thaw(engine: Any, frozen: Frozen, rows: list[int], reseed: bool) -> tuple[An
 def _fork_copies(
     engine: Any, frozen: Frozen, watch: ProcessWatch, rows: list[int], seeds: Sequence[int | None], copies: list[_Copy]
 ) -> None:
-    """Make a frozen copy fork once per row; append the new processes to ``copies``. ``WorkerDied`` if the copy has ended."""
+    """Make a frozen copy fork once per row; append the new processes to ``copies``. Raise ``WorkerDied`` if it has ended."""
     pool, channel = engine.pool, frozen._copy.channel
     try:
         for row, seed in zip(rows, seeds, strict=True):
@@ -614,6 +615,8 @@ def _fork_copies(
 def _replace_worker(engine: Any, frozen: Frozen, row: int, copy: _Copy) -> None:
     """Replace the worker of a row with a copy that is ready."""
     pool = engine.pool
-    worker = pool.wrap_process(row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.held, copy.token)
+    worker = pool.wrap_process(
+        row, range(row, row + 1), copy.process, copy.channel, copy.stack_file, copy.descriptors, copy.token
+    )
     pool.replace(pool.processes[row], launch=lambda index, rows: worker)
     engine.store.set_row(row, frozen.observation)

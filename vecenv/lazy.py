@@ -14,11 +14,11 @@ def lazy(
     """Return the functions ``__getattr__`` and ``__dir__`` of a package.
 
     Args:
-        package: Its name.
-        homes: Module in the package -> public names that it holds. No public name may equal the name of a module of the
+        package: The name of the package.
+        homes: Module in the package -> public names that it contains. No public name may equal the name of a module of the
             package, because importing the module would hide it.
         modules: Modules of the package that are public names too.
-        needs: Library -> text of the error if it is not installed; ``{name}`` stands for the public name.
+        needs: Library -> error text if it is not installed; ``{name}`` in it stands for the public name.
     """
     names = vars(sys.modules[package])
     module_of = {name: module for module, public_names in homes.items() for name in public_names}

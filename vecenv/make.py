@@ -89,7 +89,7 @@ def engine_options() -> tuple[str, ...]:
 
 
 def check_env_options(spec: EnvSpec, env_kwargs: Mapping[str, Any], *, vector: bool = False) -> None:
-    """Raise for options that the constructor of the environment (or of the vector environment) does not have."""
+    """Raise for options that the constructor of the environment, or of the vector environment, does not have."""
     entry_point = spec.vector_entry_point if vector else spec.entry_point
     if entry_point is None and vector:
         raise gymnasium.error.Error(f"{spec.id!r} has no vector entry point, so backend 'native' has nothing to build")
@@ -107,7 +107,7 @@ def _check_names(
     names: Iterable[str], entry_point: Any, extra: Sequence[str], owner: str, vector_options: Sequence[str] = ()
 ) -> None:
     """Raise for options that are neither parameters of an entry point nor ``extra``, unless it takes ``**kwargs``."""
-    parameters = parameters_of(entry_point)
+    parameters = entry_point_parameters(entry_point)
     if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         check_option_names(names, sorted({*parameters, *extra}), owner, vector_options=vector_options)
 
@@ -115,18 +115,18 @@ def _check_names(
 _NATIVE_OPTIONS = ("autoreset_mode", "copy")
 
 
-def parameters_of(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
+def entry_point_parameters(entry_point: Any) -> Mapping[str, inspect.Parameter] | None:
     """Return the parameters of the function behind an entry point; ``None`` if it has no signature."""
     creator = load_env_creator(entry_point) if isinstance(entry_point, str) else entry_point
     try:
-        # a decorator's own function may take more arguments than the function that it wraps
+        # the function that a decorator returns may take more arguments than the one that it wraps
         return inspect.signature(creator, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return None
 
 
 def is_vector_only(spec: EnvSpec) -> bool:
-    """True if there is only a vector entry point, and no single environment to build."""
+    """True if there is only a vector entry point, so that no single environment can be built."""
     return spec.entry_point is None and spec.vector_entry_point is not None
 
 
@@ -136,7 +136,7 @@ Wrappers: TypeAlias = Sequence[Callable[[Any], Any]]
 OptionDict: TypeAlias = Mapping[str, Any] | None
 
 
-@overload  # not expressible in types: an id with only a vector entry point gives a NativeVectorEnv
+@overload  # types cannot express that an id with only a vector entry point makes a NativeVectorEnv
 def make_vec(
     id_or_env_fn: str | EnvSpec | EnvFn, num_envs: int = 1, backend: Literal["process", "serial"] = "process", *,
     vector_kwargs: OptionDict = None, env_kwargs: OptionDict = None, wrappers: Wrappers | None = None, **options: Any,
@@ -176,7 +176,7 @@ def make_vec(
         id_or_env_fn: An id in Gymnasium's registry (``"CartPole-v1"``, ``"module:Env-v0"``) or an ``EnvSpec``; a function
             that builds one environment; or, for EnvPool, Brax and MuJoCo Playground, a name in that library.
         num_envs: Number of environments.
-        backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`, as many as are fastest unless
+        backend: ``"process"``: worker processes, :class:`vecenv.AsyncVectorEnv`; as many as are fastest, unless
             ``num_workers`` is given. They are started by ``"forkserver"`` if JAX or torch is imported, because the threads
             of these libraries do not survive a fork. The calling process steps some environments itself if that is more
             than a tenth faster. A crash of one of these environments ends that process: ``envs.plan`` and ``repr`` show
@@ -235,7 +235,7 @@ def make_vec(
 def _merge_recorded(
     spec: EnvSpec, num_envs: int, vector_kwargs: dict[str, Any], wrappers: Wrappers | None, kwargs: dict[str, Any]
 ) -> tuple[int, dict[str, Any], Wrappers | None, dict[str, Any]]:
-    """Merge in the arguments recorded in a vector environment's spec. As in Gymnasium, only ``kwargs`` override them."""
+    """Merge the arguments recorded in a vector environment's spec. As in Gymnasium, only ``kwargs`` override them."""
     recorded = copy.deepcopy(spec.kwargs)
     recorded.pop("vectorization_mode", None)
     num_envs = recorded.pop("num_envs", num_envs)
@@ -282,14 +282,14 @@ _REGISTERED = f"{__name__}:_make_registered"
 
 
 def _make_registered(num_envs: int, *, id: str, backend: str, options: dict[str, Any], **env_kwargs: Any) -> AnyVectorEnv:
-    """Build a vector environment registered by :func:`register`. Gymnasium calls this function."""
+    """Build a vector environment that :func:`register` registered. Gymnasium calls this."""
     wrappers = env_kwargs.pop("wrappers", None)
     return make_vec(id, num_envs, backend, vector_kwargs=options, env_kwargs=env_kwargs, wrappers=wrappers)
 
 
 @dataclass(frozen=True)
 class MakeRequest:
-    """The arguments of a call of :func:`make_vec`."""
+    """The arguments of a :func:`make_vec` call."""
 
     id_or_env_fn: str | EnvSpec | EnvFn
     num_envs: int
@@ -316,7 +316,7 @@ class MakeRequest:
         return self.id_or_env_fn
 
     def result_spec(self, mode: str, spec: EnvSpec | None) -> EnvSpec | None:
-        """Return the spec from which the vector environment can be built again; ``None`` for a function."""
+        """Return the spec from which the vector environment can be built again, or ``None`` for a function."""
         if isinstance(self.id_or_env_fn, EnvSpec):
             spec = self.id_or_env_fn
         elif isinstance(self.id_or_env_fn, str) and mode in ("async", "sync"):
@@ -340,7 +340,7 @@ class Backend:
     """One row of the table of backends.
 
     Attributes:
-        build: Builds the vector environment.
+        build: Builds a vector environment.
         find: Raises if the backend has no environment of this name.
         needs: Required modules.
         extra: The extra that installs them: ``pip install 'vecenv[extra]'``.
@@ -356,7 +356,7 @@ class Backend:
     options: Callable[[], Collection[str]] = tuple
 
     def spec(self, id_or_env_fn: str | EnvSpec | EnvFn) -> EnvSpec | None:
-        """Return the spec in Gymnasium's registry; ``None`` for functions and other libraries' names."""
+        """Return the spec in Gymnasium's registry, or ``None`` for functions and names of other libraries."""
         if isinstance(id_or_env_fn, EnvSpec):
             return id_or_env_fn
         return find_spec(id_or_env_fn) if isinstance(id_or_env_fn, str) and self.find is find_spec else None
@@ -367,7 +367,7 @@ class Backend:
 
 
 def _find_backend(backend: str) -> Backend:
-    """Return the entry of a backend, if its libraries are installed.
+    """Return the entry of a backend. Its libraries must be installed.
 
     Raises:
         ValueError: There is no such backend.
@@ -405,7 +405,7 @@ def _parameter_names(env: Any) -> frozenset[str]:
     entry_point = env.entry_point if isinstance(env, EnvSpec) else env
     if entry_point is None or (isinstance(env, str) and ":" not in env):
         return frozenset()
-    parameters = parameters_of(entry_point) or {}
+    parameters = entry_point_parameters(entry_point) or {}
     return frozenset(name for name, parameter in parameters.items() if parameter.kind is not parameter.VAR_KEYWORD)
 
 
@@ -510,14 +510,14 @@ def _build_native(request: MakeRequest) -> AnyVectorEnv:
     spec = copy.deepcopy(find_spec(request.id_or_env_fn) if isinstance(request.id_or_env_fn, str) else request.id_or_env_fn)
     assert isinstance(spec, EnvSpec)
     if isinstance(request.id_or_env_fn, EnvSpec):
-        spec.kwargs = {}  # make_vec() has merged them
+        spec.kwargs = {}  # make_vec() has already merged them
     options = {**request.env_kwargs, **request.vector_kwargs}
     check_env_options(spec, options, vector=True)
     copies = options.pop("copy", True)
     mode = options.pop("autoreset_mode", None)
     if mode is not None:
         mode = parse_autoreset_mode(mode)
-        if "autoreset_mode" in (parameters_of(spec.vector_entry_point) or ()):
+        if "autoreset_mode" in (entry_point_parameters(spec.vector_entry_point) or ()):
             options["autoreset_mode"] = mode
     reason = f"{spec.id} has only a vector entry point" if is_vector_only(spec) else "backend='native' was requested"
     refusal = f"backend 'native': the library of {spec.id!r} does not offer {mode}"

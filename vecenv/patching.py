@@ -28,14 +28,14 @@ DEFAULTS: dict[str, Any] = {}
 
 
 class PatchReport:
-    """Counts of the vector environments that were built in place of Gymnasium's, in this process.
+    """Counts of the vector environments that were built in place of Gymnasium's in this process.
 
     Attributes:
         engines, environments: The numbers of vector environments and of environments that were built.
         steps: Environment steps of vector environments that were closed or garbage-collected.
         restarts, failures: The restarts and failures of these vector environments.
         began: ``time.monotonic()`` at the first construction.
-        kept: Names of classes that stay derived from Gymnasium's, because they use its private attributes.
+        kept: Names of classes that still derive from Gymnasium's, because they use its private attributes.
         refused: The error of the latest construction that failed, in one line.
     """
 
@@ -57,7 +57,7 @@ class PatchReport:
         envs._reported = False
 
     def record_ended(self, envs: _AsyncReplacement) -> None:
-        """Add the statistics of a vector environment, once: when it is closed or collected, or for the final report."""
+        """Add the statistics of a vector environment once: when it is closed or collected, or for the final report."""
         if not envs._reported:
             envs._reported = True  # a flag, because garbage collection removes objects from `_open`
             self._open.discard(envs)
@@ -78,11 +78,12 @@ class PatchReport:
             sync = "" if GymnasiumSync in _REPLACED else "; --sync replaces SyncVectorEnv too"
             return f"no vector environment was built by vecenv in this process{sync}{more}"
         seconds = max(time.monotonic() - self.began, 1e-9)
-        failed = f"{self.failures:.0f} failures" if self.failures else "nothing failed"
-        restarts = f", {self.restarts:.0f} restarts" if self.restarts else ""
+        failed = f"{self.failures:.0f} failure{'s' * (self.failures != 1)}" if self.failures else "nothing failed"
+        restarts = f", {self.restarts:.0f} restart{'s' * (self.restarts != 1)}" if self.restarts else ""
         span = f"{seconds:.1f} s from construction to exit"
         rate = f"{self.steps:,.0f} steps in {span}, {self.steps / seconds:,.0f} per second"
-        built = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {self.environments} environments"
+        environments = f"{self.environments} environment{'s' * (self.environments != 1)}"
+        built = f"{self.engines} vector environment{'s' if self.engines > 1 else ''} of {environments}"
         return f"{built}: {rate}; {failed}{restarts}{more}"
 
 
@@ -120,21 +121,21 @@ class _ReplacementMeta(type):
     """A metaclass that makes instances of Gymnasium's class count as instances of its replacement.
 
     A subclass with methods that use private attributes of Gymnasium's class (its pipes, or hooks that it calls, such as
-    ``_add_info``) stays derived from Gymnasium's class, because ours lacks these attributes and does not call these hooks.
+    ``_add_info``) still derives from Gymnasium's class, because vecenv's has no such attributes and calls no such hooks.
     """
 
     def __new__(cls, name: str, bases: tuple[type[Any], ...], body: dict[str, Any], **keywords: Any) -> Any:
-        replaced = {base: vars(base)["stands_for"] for base in bases if "stands_for" in vars(base)}
+        replaced = {base: vars(base)["replaced_class"] for base in bases if "replaced_class" in vars(base)}
         if body.get("__module__") != __name__ and any(_uses_any(body, _internal_names(kind)) for kind in replaced.values()):
             REPORT.kept.append(name)
             return type(name, tuple(replaced.get(base, base) for base in bases), body, **keywords)
         return super().__new__(cls, name, bases, body, **keywords)
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return super().__instancecheck__(instance) or isinstance(instance, cls.__dict__.get("stands_for", ()))
+        return super().__instancecheck__(instance) or isinstance(instance, cls.__dict__.get("replaced_class", ()))
 
     def __subclasscheck__(cls, subclass: type[Any]) -> bool:
-        return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("stands_for", ()))
+        return super().__subclasscheck__(subclass) or issubclass(subclass, cls.__dict__.get("replaced_class", ()))
 
 
 class _AsyncReplacement(  # type: ignore[misc]
@@ -146,7 +147,7 @@ class _AsyncReplacement(  # type: ignore[misc]
     ``__bases__`` (skrl).
     """
 
-    stands_for: type[Any] = GymnasiumAsync
+    replaced_class: type[Any] = GymnasiumAsync
     _reported = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -172,7 +173,7 @@ class _AsyncReplacement(  # type: ignore[misc]
 class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, ActType, np.ndarray]):  # type: ignore[misc]
     """A replacement with the arguments of ``gymnasium.vector.SyncVectorEnv`` and its environments in this process."""
 
-    stands_for = GymnasiumSync
+    replaced_class = GymnasiumSync
     _refuses_finished = True
 
     def __init__(
@@ -197,8 +198,8 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
         local: list[Any] = list(self.local_envs)
         if len(local) < self.num_envs:
             raise AttributeError(
-                "`envs` of a SyncVectorEnv that vecenv has replaced: the environments are in worker processes. Use call(), "
-                "get_attr(), set_attr() or exec_func(), or leave SyncVectorEnv as it is (no --sync, install(sync=False))"
+                "this SyncVectorEnv of vecenv has no `envs`, because the environments are in worker processes. Use call(), "
+                "get_attr(), set_attr() or exec_func(), or keep Gymnasium's SyncVectorEnv (no --sync, install(sync=False))"
             )
         return local
 
@@ -206,7 +207,7 @@ class _SyncReplacement(_AsyncReplacement[ObsType, ActType], VectorEnv[ObsType, A
 _AsyncReplacement.__init__.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
 for _class, _original in ((_AsyncReplacement, GymnasiumAsync), (_SyncReplacement, GymnasiumSync)):
     _class.__name__ = _class.__qualname__ = _original.__name__
-    _class.__module__ = _original.__module__  # it is pickled under this name, which refers to it while it is installed
+    _class.__module__ = _original.__module__  # pickled under this name, which refers to it while it is installed
 _REPLACED: Final[set[type[Any]]] = set()
 
 
@@ -216,7 +217,7 @@ def install(*, sync: bool = False, **defaults: Any) -> None:
     This applies to all vector environments that are built from now on, even by modules that have already imported the class
     and by ``gymnasium.make_vec(..., vectorization_mode="async")``. Classes derived from it earlier keep their base, so call
     this before you import them. Classes with methods that use its private attributes (``parent_pipes``, ``_add_info``, ...)
-    stay derived from it, too. With a ``worker`` function, Gymnasium's own class is still built.
+    keep it too. With a ``worker`` function, Gymnasium's own class is still built.
 
     Args:
         sync: Replace ``gymnasium.vector.SyncVectorEnv`` too.

@@ -82,7 +82,7 @@ def assert_same_trajectory(
     seed: int | Sequence[int | None] | None = 0,
     action_seed: int = 0,
 ) -> None:
-    """Assert that two vector environments give the same trajectory, bit for bit.
+    """Assert that two vector environments produce the same trajectory, bit for bit.
 
     Both are reset with ``seed`` and stepped with the same ``steps`` random actions. Under
     ``AutoresetMode.DISABLED`` the environments that ended are reset with ``options["reset_mask"]`` before

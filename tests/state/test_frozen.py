@@ -243,8 +243,9 @@ def test_copies_of_copies_do_not_run_out_of_stack() -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("what", "why"),
-    [("socket", r"copies would share what it has open for writing: socket:\[\d+\], socket:"), ("pipe", r"pipe:\[\d+\]"),
-     ("thread", "it has 2 threads, and a copy has one"), ("log", "for writing: .*frozen.log$"), ("reading", None),
+    [("socket", r"copies would share the descriptors that it has open for writing: socket:\[\d+\], socket:"),
+     ("pipe", r"pipe:\[\d+\]"), ("thread", "it has 2 threads, and a copy would have only one"),
+     ("log", "for writing: .*frozen.log$"), ("reading", None),
      ("eventfd", r"for writing: anon_inode:\[eventfd\]$"), ("memory", "share memory that they write to: /dev/zero$"),
      ("inherited", r"share memory that they write to: Hidden.kept \(ndarray\)$"), ("timer", "it has a running timer"),
      ("helper", r"it has started processes, which a copy would share: pid \d+$")],

@@ -389,7 +389,7 @@ class Engine(WorkerDriver):
             "errors": float(len(self.failures.errors)),
             "bytes_pickled": float(sum(worker.channel.bytes_pickled for worker in self.pool.processes)),
             "in_flight": float(len(self.exchange.in_flight) or pending),
-            **freezing.figures(self),
+            **freezing.frozen_stats(self),
         })  # fmt: skip
 
     # -- the end -------------------------------------------------------------------------------------------------------
